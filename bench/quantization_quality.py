@@ -5,7 +5,7 @@ that go too far.
 
 A checkpoint is made for each case, in a temporary folder, with the built-in text; then its
 perplexity over the given text, and its divergence from the original, are measured through the
-engine. Cases that the file has already, of the same text, are not measured again.
+engine. Cases that the file has already, of the same text and model, are not measured again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from quire.compression.recipe import Grid
 from quire.config import EngineArgs
 from quire.evaluate import Perplexity, measure_perplexity
 from quire.models import resolve_model_path
+from quire.models.config import is_hub_id
 
 
 def cases(group: int) -> dict[str, Recipe | str]:
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument("text", type=Path, help="UTF-8 text, or the same in .xz")
     parser.add_argument("--model", help="folder or hub id; left out: the embedded model")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--group-size", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=64, help="0: a scale for each output")
     parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--window", type=int, default=512)
@@ -67,9 +68,13 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     folder = resolve_model_path(args.model)
-    name = args.model or folder.name
+    name = args.model if args.model and is_hub_id(args.model) else folder.name
     known = read_jsonl(args.out) if args.out.exists() else []
-    done = {record.case for record in known if record.settings["text"] == args.text.name}
+    done = {
+        record.case
+        for record in known
+        if record.settings["text"] == args.text.name and record.model == name
+    }
     for case, recipe in cases(args.group_size).items():
         if case in done:
             continue
@@ -96,7 +101,7 @@ def main() -> None:
         record = make_record(case, metrics, model=name, device=args.device, settings=settings)
         append_jsonl(args.out, [record])
         print(format_table([record]).splitlines()[-1], flush=True)
-    records = read_jsonl(args.out)
+    records = [record for record in read_jsonl(args.out) if record.model == name]
     print(format_table(records))
     if args.plot is not None:
         plots.quality(records, args.plot)

@@ -44,6 +44,11 @@ def test_parameters_as_transformers_counts_them(name: str) -> None:
     assert found == corrections + sum(parameter.numel() for parameter in oracle.parameters())
 
 
+def test_keys_of_qwen3_coder() -> None:
+    more = {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}
+    assert spec_from_config({**QWEN3, **more}) == spec_from_config(QWEN3)
+
+
 def test_layers_without_experts() -> None:
     spec = spec_from_config({**QWEN3, "decoder_sparse_step": 2, "mlp_only_layers": [3]})
     assert [isinstance(layer.ffn, ExpertsSpec) for layer in spec.layers] == [0, 1, 0, 0]
@@ -58,6 +63,8 @@ def test_layers_without_experts() -> None:
         ({**QWEN3, "num_experts": 0}, "num_experts must be an integer >= 1"),
         ({**QWEN3, "num_experts_per_tok": 9}, "num_experts_per_tok must be at most 8"),
         ({**QWEN3, "mlp_only_layers": "all"}, "mlp_only_layers must be a list"),
+        ({**QWEN3, "use_qk_norm": False}, "use_qk_norm=False is not supported"),
+        ({**QWEN3, "shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size=8"),
         ({**GLM, "n_group": 3}, "8 of 8 experts cannot be in 1 of 3 groups"),
         ({**GLM, "n_group": 4, "topk_group": 5}, "topk_group must be at most 4"),
         ({**MINIMAX, "scoring_func": "softmax"}, "scoring_func='softmax' is not supported"),

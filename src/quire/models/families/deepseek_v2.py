@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.layers.experts import ExpertsSpec
-from quire.models.families import deepseek_v3, experts, llama, settings
+from quire.models.families import deepseek_v3, experts, known_values, llama, settings
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 from quire.ops.experts import Routing
@@ -22,7 +22,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    deepseek_v3.check(config, _KNOWN)
+    known_values.check(config, _KNOWN)
     base = deepseek_v3.base_spec(config, "deepseek_v2")
     count = experts.count(config)
     width = settings.integer(config, "moe_intermediate_size", high=settings.MOST_FEATURES)

@@ -12,7 +12,7 @@ from quire.errors import ModelError
 from quire.layers.experts import ExpertsSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.norm import NormSpec
-from quire.models.families import experts, glm4_moe, llama, settings
+from quire.models.families import experts, glm4_moe, known_values, llama, settings
 from quire.models.families.family import Family, Source
 from quire.models.families.rope_scaling import temperature
 from quire.models.families.text_config import PREFIXES
@@ -49,13 +49,6 @@ def source(spec: ModelSpec, name: str) -> Source:
         index, stem, tensor = found.groups()
         return Source(f"model.layers.{index}.self_attn.{_STEMS[stem]}.{tensor}")
     return _experts_source(spec, name)
-
-
-def check(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ModelError where a key has a value that is not `known`."""
-    for name, values in known.items():
-        if config.get(name) is not None and config[name] not in values:
-            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
 
 
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
@@ -113,7 +106,7 @@ def experts_spec(config: Mapping[str, Any]) -> ExpertsSpec:
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    check(config, _KNOWN)
+    known_values.check(config, _KNOWN)
     base = base_spec(config, "deepseek_v3")
     dense = settings.integer(config, "first_k_dense_replace", 3, low=0)
     return experts.with_experts(base, experts_spec(config), lambda index: index >= dense)

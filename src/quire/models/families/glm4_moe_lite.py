@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.families import deepseek_v3, experts, llama, settings
+from quire.models.families import deepseek_v3, experts, known_values, llama, settings
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 
@@ -15,7 +15,7 @@ _KINDS = "dense", "sparse"
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    deepseek_v3.check(config, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
+    known_values.check(config, {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)})
     base = deepseek_v3.base_spec({"rms_norm_eps": 1e-5, **config}, "glm4_moe_lite")
     sparse = _sparse(config, len(base.layers))
     ffn = deepseek_v3.experts_spec(config)

@@ -9,7 +9,7 @@ from typing import Any
 from quire.errors import ModelError
 from quire.layers.experts import ExpertsSpec
 from quire.layers.projection_norm import ProjectionNormSpec
-from quire.models.families import experts, llama, mixtral, settings
+from quire.models.families import experts, known_values, llama, mixtral, settings
 from quire.models.families.family import Family, Source
 from quire.models.spec import ModelSpec
 from quire.ops.experts import Routing
@@ -39,9 +39,7 @@ def _source(spec: ModelSpec, name: str) -> Source:
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    for name, known in _KNOWN.items():
-        if config.get(name) is not None and config[name] not in known:
-            raise ModelError(f"config.json: {name}={config[name]!r} is not supported")
+    known_values.check(config, _KNOWN)
     kinds = config.get("attn_type_list")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != 1 for kind in kinds)):
         raise ModelError("config.json: attn_type_list has layers without full attention")

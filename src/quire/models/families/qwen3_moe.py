@@ -6,13 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.layers.experts import ExpertsSpec
-from quire.models.families import experts, llama, qwen3, settings
+from quire.models.families import experts, known_values, llama, qwen3, settings
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 from quire.ops.experts import Routing
 
+_KNOWN: dict[str, tuple[Any, ...]] = {
+    "qkv_bias": (False,),
+    "shared_expert_intermediate_size": (0,),
+    "use_qk_norm": (True,),
+}
+"""Values that published code computes, by keys that configs of Qwen3-Coder have."""
+
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
+    known_values.check(config, _KNOWN)
     # Unlike in dense Qwen3, the head size follows from the hidden size where it is not given.
     hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
     base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, "qwen3_moe")
@@ -37,5 +45,5 @@ FAMILY = Family(
     spec=_spec,
     source=experts.source(),
     ignored=llama.IGNORED,
-    implements=("layer_types", *experts.COUNTS),
+    implements=("layer_types", "use_qk_norm", *experts.COUNTS),
 )
