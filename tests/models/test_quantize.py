@@ -353,7 +353,7 @@ def test_refusals(tmp_path: Path) -> None:
     recipe = Recipe.of("rtn", group_size=16)
     out = tmp_path / "out"
     with pytest.raises(
-        ConfigError, match=r"48 inputs, which groups of 128 do not divide; 16 would"
+        ConfigError, match=r"48 inputs, which groups of 128 do not divide; 16 or -1 "
     ):
         quantize(source, "tiny", out, Recipe.of("rtn"), OPTIONS)
     with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):

@@ -40,10 +40,10 @@ def check_block(
     for module, _, layer, _ in source.projections(block, index):
         size = layer.inputs
         if module not in ignore and group and size % group:
-            fits = [each for each in (16, 32, 64, 128) if size % each == 0]
-            hint = f"; {' or '.join(map(str, fits))} would" if fits else ""
+            fits = [str(each) for each in (16, 32, 64, 128) if size % each == 0]
             raise ConfigError(
-                f"{module} has {size} inputs, which groups of {group} do not divide{hint}",
+                f"{module} has {size} inputs, which groups of {group} do not divide; "
+                f"{' or '.join([*fits, '-1 (one for each output)'])} would",
                 "group_size",
             )
 
