@@ -287,6 +287,20 @@ def test_damaged_files_are_not_given_a_name(tmp_path: Path) -> None:
     folder.close()
 
 
+def test_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for out, message in ((Path(), "exists already"), (tmp_path / "file" / "out", "cannot make")):
+        with pytest.raises(ConfigError, match=message):
+            WorkFolder(out, {"bits": 4})
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    folder = WorkFolder(Path(), {"bits": 4})
+    folder.finish()
+    folder.close()
+    assert list(tmp_path.glob("empty*")) == [tmp_path / "empty"]
+
+
 def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:
     first = WorkFolder(tmp_path / "out", {"bits": 4})
     with pytest.raises(ConfigError, match=r"another process is making .*out\.partial"):

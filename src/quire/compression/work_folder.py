@@ -44,20 +44,24 @@ class WorkFolder:
     about: all that decides what is made.
 
     Raises:
-        ConfigError: the folder to be made is there already, or an unfinished one was begun with
-            other settings, or another process is at it.
+        ConfigError: the folder to be made is there already or cannot be made, or an unfinished one
+            was begun with other settings, or another process is at it.
     """
 
     def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
-        self.out = out
-        self.folder = out.with_name(out.name + ".partial")
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists already", "out")
+        # "." has no name of its own.
+        self.out = out = out.absolute() if out.name else out.resolve()
+        self.folder = out.with_name(out.name + ".partial")
         job = self.folder / _JOB
         begun = job.with_suffix(".tmp")
         if not job.exists() and self.folder.exists() and set(self.folder.iterdir()) - {begun}:
             raise ConfigError(f"{self.folder} exists, and is no unfinished model", "out")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make {self.folder}: {error.strerror}", "out") from error
         self._lock = _locked(self.folder)
         told = json.dumps(about, sort_keys=True, default=str)
         if not job.exists():
@@ -109,12 +113,20 @@ class WorkFolder:
 
     def _write(self, name: str, tensors: Mapping[str, Tensor], about: dict[str, str]) -> None:
         temporary = self.folder / f"{name}.tmp"
-        save_file(dict(tensors), temporary, metadata=about)
-        # The library lets nobody else read it.
-        temporary.chmod(0o644)
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        temporary.replace(self.folder / name)
+        try:
+            save_file(dict(tensors), temporary, metadata=about)
+            # The library lets nobody else read it.
+            temporary.chmod(0o644)
+            with temporary.open("rb+") as file:
+                os.fsync(file.fileno())
+            temporary.replace(self.folder / name)
+        except (SafetensorError, OSError) as error:
+            temporary.unlink(missing_ok=True)
+            raise ConfigError(
+                f"cannot write {self.folder / name}: {error}; the same command goes on from the "
+                "layers that are done",
+                "out",
+            ) from error
 
     def finish(self) -> None:
         """Gives the folder its name; what was needed to go on goes, last: a kill in between leaves
