@@ -197,5 +197,5 @@ def test_weights_that_make_no_sense_are_not_served(kind: str, tmp_path: Path) ->
     tensors[name] = damage(tensors[name]).contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
     loaded(tmp_path, None)
-    with pytest.raises(ModelError, match=rf"layers\.1\.mlp\.down .*{message}"):
+    with pytest.raises(ModelError, match=rf"model\.layers\.1\.mlp\.down_proj .*{message}"):
         loaded(tmp_path, "int8")

@@ -226,6 +226,12 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tekken.json cannot be read: KeyError"):
         Tokenizer.from_path(tmp_path)
+    tekken(tmp_path)
+    content = json.loads((tmp_path / "tekken.json").read_text())
+    content["config"]["default_num_special_tokens"] = 2**40
+    (tmp_path / "tekken.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="default_num_special_tokens 1099511627776"):
+        Tokenizer.from_path(tmp_path)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

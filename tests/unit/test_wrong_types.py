@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,8 @@ import pytest
 import quire
 from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.config import EngineArgs
-from quire.errors import BrokenLogitsError, ConfigError, RequestError
+from quire.engine.builder import resolve
+from quire.errors import BrokenLogitsError, ConfigError, ModelError, RequestError
 from quire.sampling_params import MIN_TEMPERATURE
 
 WRONG: tuple[Any, ...] = (
@@ -211,3 +214,22 @@ def test_logits_that_are_not_numbers_end_a_request_with_an_error() -> None:
     assert llm.stats().running == 0
     with pytest.raises(BrokenLogitsError):
         llm.embed("a", use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"eos_token_id": [2, "</s>"]}', "eos_token_id must be token ids, got [2, '</s>']"),
+        ('{"eos_token_id": true}', "eos_token_id must be token ids, got [True]"),
+        ("[]", "generation_config.json must hold a JSON object"),
+        ("{", "cannot read "),
+    ],
+)
+def test_a_generation_config_of_the_wrong_type(content: str, message: str, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(content)
+    args = EngineArgs(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
+    with pytest.raises(ModelError, match=re.escape(message)):
+        resolve(args)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -210,15 +209,16 @@ def _eos_ids(
 ) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, else config.json; the tokenizer's too, as
     chat models end their turns with it."""
-    file = path / "generation_config.json"
-    try:
-        generation = json.loads(file.read_text("utf-8")) if file.is_file() else {}
-    except ValueError as error:
-        raise ModelError(f"{file} is not valid JSON: {error}") from error
-    value = generation.get("eos_token_id", hf_config.get("eos_token_id"))
-    ids = [] if value is None else value if isinstance(value, list) else [value]
+    from quire.models.config import load_config
+    from quire.models.families.settings import several
+
+    file = "generation_config.json"
+    generation = load_config(path, file) if (path / file).is_file() else {}
+    ids = several(generation if "eos_token_id" in generation else hf_config, "eos_token_id")
+    if any(type(id) is not int for id in ids):
+        raise ModelError(f"{path}: eos_token_id must be token ids, got {ids!r}")
     if tokenizer_path is not None:
         from quire.engine.tokenizer import eos_token_ids
 
         ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
-    return tuple(dict.fromkeys(int(id) for id in ids if 0 <= int(id) < vocab_size))
+    return tuple(dict.fromkeys(id for id in ids if 0 <= id < vocab_size))

@@ -42,13 +42,13 @@ def is_hub_id(model: str) -> bool:
     return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
 
 
-def load_config(path: str | Path) -> dict[str, Any]:
-    """The folder's config.json as a dict."""
-    file = Path(path) / "config.json"
+def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
+    """The folder's config.json, or another file like it, as a dict."""
+    file = Path(path) / name
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise ModelError(f"{path} is not a model folder: it has no config.json") from error
+        raise ModelError(f"{path} is not a model folder: it has no {name}") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(config, dict):

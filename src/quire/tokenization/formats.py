@@ -44,6 +44,7 @@ _TEKKEN_SPECIAL = (
     "[TOOL_CONTENT]",
 )  # fmt: skip
 """Special tokens of the first tekken files, which do not list them."""
+_MOST_SPECIAL = 1 << 16
 _CHARS = {byte: char for char, byte in BYTE_OF.items()}
 
 
@@ -75,6 +76,8 @@ def _tekken(file: Path, config: Config) -> Converted:
     content = json.loads(file.read_text("utf-8"))
     settings = content["config"]
     count = settings["default_num_special_tokens"]
+    if not 0 <= count <= _MOST_SPECIAL:
+        raise ValueError(f"default_num_special_tokens {count}")
     given = content.get("special_tokens")
     special = {place: f"<SPECIAL_{place}>" for place in range(count)}
     if given is None:
