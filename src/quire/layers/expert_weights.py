@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 from weakref import WeakKeyDictionary
 
@@ -76,12 +76,23 @@ def _common_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
     for name, scheme in zip(wanted, schemes, strict=True):
         if scheme != schemes[0]:
             raise ModelError(
-                f"{name} and {wanted[0]} are quantized in different ways, which is not supported "
-                "for experts of one layer"
+                f"{name} and {wanted[0]} are quantized in different ways "
+                f"({_difference(scheme, schemes[0])}), which is not supported for experts of one "
+                "layer"
             )
     if not schemes[0].stacks:
         raise ModelError(f"{build.name}: act order is not supported for experts")
     return schemes[0]
+
+
+def _difference(one: Scheme, other: Scheme) -> str:
+    """Says in what two schemes differ."""
+    for field in fields(one.format):
+        own, others = (getattr(scheme.format, field.name) for scheme in (one, other))
+        if own != others:
+            return f"{field.name}: {own} and {others}"
+    own, others = ([stored.name for stored in scheme.stored] for scheme in (one, other))
+    return f"tensors: {', '.join(own)} and {', '.join(others)}"
 
 
 class ExpertLinear(nn.Module):
