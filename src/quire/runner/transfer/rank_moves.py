@@ -102,11 +102,6 @@ class RankMoves:
         """Whether any move has not ended."""
         return bool(self._own or self._all)
 
-    @property
-    def busy_here(self) -> bool:
-        """Whether any move has not ended on this rank."""
-        return bool(self._own)
-
 
 def cells_of(memory: Any, begin: int, world: int) -> Any:
     """Returns the cells, int64 [ranks, cells], at a place of shared memory, uint8 [n]."""
