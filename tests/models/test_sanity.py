@@ -31,7 +31,7 @@ DENSE: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {
     **DENSE,
     "architectures": ["Qwen3MoeForCausalLM"],
-    "num_experts": 40,
+    "num_experts": 80,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
 }
@@ -118,12 +118,12 @@ def test_a_fixed_scale_of_inputs() -> None:
 
 def test_one_expert_of_many() -> None:
     model = rounded(EXPERTS, "int4")
-    # Expert 37's second projection, behind the first ones that are looked at together.
-    place = (37 * 2 + 1) * 64
+    # Expert 70's second projection, behind the first ones that are looked at together.
+    place = (70 * 2 + 1) * 64
     weight = part_of(model, "layers.1.mlp.up", place, place + 64)
     weight.scales.zero_()
     family = family_named(model.spec.family)
     assert family is not None
     check_weights(model, family)  # one that was never chosen
     weight.scales.fill_(3e4)
-    assert problem(model).startswith("model.layers.1.mlp.experts.37.up_proj has outputs whose")
+    assert problem(model).startswith("model.layers.1.mlp.experts.70.up_proj has outputs whose")

@@ -19,7 +19,7 @@ from quire.ops.reference.quantized import dequantize
 
 _ROWS, _EXPERT_ROWS = 64, 8
 """Outputs of a projection that are looked at, and of one of an expert."""
-_EXPERTS = 32
+_EXPERTS = 128
 """Projections of experts that are looked at at once."""
 _LARGEST = 1e4
 """The largest root mean square of the weights of an output, and the largest fixed scale of inputs,
@@ -117,12 +117,18 @@ def _spread(first: int, size: int, count: int) -> Tensor:
 def _taken(weight: Weight, rows: Tensor) -> Weight:
     """Returns a weight of some outputs, a copy."""
     rows = rows.to(weight.values.device)
+
+    def taken(tensor: Tensor) -> Tensor:
+        # Not every device indexes 8-bit floats.
+        whole = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        return whole[rows].view(tensor.dtype)
+
     scales, zeros = weight.scales, weight.zeros
     return replace(
         weight,
-        values=weight.values[rows],
-        scales=None if scales is None else scales[rows],
-        zeros=None if zeros is None else zeros[rows],
+        values=taken(weight.values),
+        scales=None if scales is None else taken(scales),
+        zeros=None if zeros is None else taken(zeros),
     )
 
 
