@@ -62,8 +62,7 @@ LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "down": (4096, 12288, None),
 }
 ROWS = (64, 16, 256, 2048, 128, 32, 512)
-TILES = [HopperTile(2, bn) for bn in (16, 32, 64, 128)]
-TILES += [HopperTile(4, bn) for bn in (16, 32, 64)]
+TILES = [HopperTile(groups, bn) for groups in (2, 3) for bn in (16, 32, 64, 128)]
 Call = Callable[[], object]
 
 
@@ -122,9 +121,9 @@ CASES = [
     for tile in TILES
     for rows, act in ((tile.bn, None), (3 * tile.bn - 5, GATED))
 ]
-CASES += [Case(name, 77, 264, 2048, HopperTile(4, 64), None) for name in FORMATS]
+CASES += [Case(name, 77, 264, 2048, HopperTile(3, 64), None) for name in FORMATS]
 CASES += [
-    Case("int4-g128", 64, 12288, 4096, HopperTile(4, 64), GATED),
+    Case("int4-g128", 64, 12288, 4096, HopperTile(3, 64), GATED),
     Case("int4-g128", 300, 4096, 4096, HopperTile(2, 128), None),
 ]
 
@@ -205,7 +204,7 @@ def times(rows: int, layer: str, sweep: bool) -> dict[str, str]:
     out = torch.empty(rows, args[0].n, device=DEVICE, dtype=torch.bfloat16)
     tiles = [t for t in TILES if min(rows, 128) <= 2 * t.bn <= 2 * max(16, rows)]
     results = []
-    for tile in tiles if sweep else [tile_for(rows, args[0])]:
+    for tile in tiles if sweep else [tile_for(args[0])]:
         for programs in counts(args[0], tile) if sweep else (0,):
             try:
                 us = microseconds([partial(run, a, x, tile, out, programs) for a in args])

@@ -29,7 +29,7 @@ from quire.ops.triton.hopper_gemm import (
     tile_for,
 )
 from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.order_inputs import order_inputs
+from quire.ops.triton.order_inputs import LIFT, order_inputs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops import ptx
 
@@ -49,26 +49,32 @@ def draw(form: WeightFormat, outputs: int, inputs: int, device: torch.device = D
 
 
 def left_operand(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns [outputs, inputs] in float64 as the kernel lays a thread's words out: axes of a chunk
-    are pair of words, place, thread of four, word of the pair."""
+    """Returns [outputs, inputs] in float64 as the kernel lays a thread's words out: axes of a step
+    of 256 inputs are pair of words, word of the pair, place, thread of four, value of two."""
     assert weight.scales is not None
-    n, chunks = weight.outputs, weight.inputs // 128
-    words = weight.values.view(torch.int32).view(n, chunks, 4, 2, 2).numpy().view("uint32")
-    base = 128 if dtype == torch.bfloat16 else 1024
-    zeros = torch.full((n, chunks), 8.0) if weight.zeros is None else weight.zeros.float()
+    n, steps = weight.outputs, weight.inputs // 256
+    words = weight.values.view(torch.int32).view(n, steps, 4, 4, 2).numpy().view("uint32")
+    scales = weight.scales.float()
+    zeros = torch.full((n, 2 * steps), 8) if weight.zeros is None else weight.zeros.int()
 
     def pairs(values: Tensor) -> object:
-        each = values.to(dtype)[:, :, None, None, None].expand(n, chunks, 4, 2, 2).contiguous()
+        """Each thread has a group's, two threads each."""
+        each = values.view(n, steps, 2, 1, 1, 1).expand(n, steps, 2, 2, 4, 2).contiguous()
         return each.view(torch.int32).numpy().view("uint32").reshape(-1)
 
+    if dtype == torch.bfloat16:
+        factors = [(scales * 2.0**power).to(dtype) for power in (69, 65)]
+        offsets = [(zeros * by).to(torch.int16).view(dtype) for by in (1, 16)]
+    else:
+        factors = [scales.to(dtype)] * 2
+        offsets = [(1024.0 + zeros).to(dtype)] * 2
     found = ptx.run(
         INSTRUCTIONS[dtype], 8,
-        [words[..., 0].reshape(-1), words[..., 1].reshape(-1), pairs(weight.scales.float()),
-         pairs(-base - zeros)],
+        [words[..., 0].reshape(-1), words[..., 1].reshape(-1), *map(pairs, factors + offsets)],
     )  # fmt: skip
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    places = [torch.from_numpy(ptx.floats(own, kind)).view(n, chunks, 4, 2, 2) for own in found]
-    return torch.stack(places, 2).permute(0, 1, 4, 2, 3, 5).reshape(n, -1)
+    outs = [torch.from_numpy(ptx.floats(own, kind)).view(n, steps, 4, 4, 2) for own in found]
+    return torch.stack(outs, -2).permute(0, 1, 3, 4, 2, 5).reshape(n, -1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulates instructions")
@@ -76,15 +82,14 @@ def left_operand(weight: Weight, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("form", [INT4, ZEROS], ids=["int4", "zeros"])
 def test_unpacked_weights_meet_ordered_inputs(form: WeightFormat, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight = draw(form, 5, 256)
-    x = torch.randn(3, 256, dtype=dtype)
-    rounded = dequantize(weight, torch.float64) if form is INT4 else None
+    weight = draw(form, 5, 512)
+    x = torch.randn(3, 512, dtype=dtype)
     got = order_inputs(x).double() @ left_operand(weight, dtype).T
     want = x.double() @ dequantize(weight, torch.float64).T
     assert float((got - want).norm() / want.norm()) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
-    if rounded is not None:
+    if form is INT4:
         # A factor of x's type rounds its product with a whole number once.
-        exact = x.double() @ rounded.to(dtype).double().T
+        exact = x.double() @ dequantize(weight, torch.float64).to(dtype).double().T
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-9)
 
 
@@ -93,7 +98,12 @@ def test_inputs_are_normed_as_by_the_norm_itself(rows: int) -> None:
     x = torch.randn(rows, 640, device=DEVICE, dtype=torch.bfloat16)
     norm = RmsScale(torch.rand(640, device=DEVICE, dtype=torch.bfloat16), 1e-6)
     assert torch.equal(order_inputs(x, norm), order_inputs(rms_norm(x, *norm)))
-    assert torch.equal(order_inputs(x).sort(1)[0], x.sort(1)[0])
+    filled = torch.nn.functional.pad(x, (0, 128)).float() * LIFT
+    assert torch.equal(order_inputs(x).float().sort(1)[0], filled.sort(1)[0])
+    half = x.half()
+    assert torch.equal(
+        order_inputs(half).sort(1)[0], torch.nn.functional.pad(half, (0, 128)).sort(1)[0]
+    )
 
 
 def test_which_weights_are_taken() -> None:
@@ -120,27 +130,32 @@ def test_which_weights_are_taken() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's multiprocessors")
 def test_tiles_that_programs_share_are_cut_alike() -> None:
-    x = torch.empty(40, 256, device=DEVICE, dtype=torch.bfloat16)
-    few = [programs_for(HopperTile(2, 64), LinearArgs(x, draw(INT4, n, 256))) for n in (128, 200)]
-    many = programs_for(HopperTile(2, 64), LinearArgs(x, draw(INT4, 384, 256)))
-    assert few == [4, 4]
-    assert many == 4
-    wide = LinearArgs(x, Weight.empty(INT4, 20000, 256, torch.device("meta")))
-    assert tile_for(32, wide) == HopperTile(4, 32)
-    assert tile_for(33, wide) == HopperTile(2, 64)
+    def args(outputs: int, rows: int = 40) -> LinearArgs:
+        x = torch.empty(rows, 256, device=DEVICE, dtype=torch.bfloat16)
+        return LinearArgs(x, Weight.empty(INT4, outputs, 256, torch.device("meta")))
+
+    tile = HopperTile(2, 64)
+    # Four multiprocessors.
+    programs = [programs_for(tile, args(128 * tiles)) for tiles in (1, 2, 3, 4, 5, 6, 8)]
+    assert programs == [4, 4, 3, 4, 4, 3, 4]
+    assert tile_for(args(3 * 192)) == HopperTile(3, 64)
+    assert tile_for(args(8 * 192, rows=200)) == HopperTile(3, 128)
+    assert tile_for(args(2 * 192, rows=9)) == HopperTile(2, 16)
 
 
 def test_programs_are_as_many_as_there_is_work_for() -> None:
-    weight = draw(INT4, 300, 256)
+    weight = draw(INT4, 300, 768)
     for rows in (9, 64, 300):
-        args = LinearArgs(torch.empty(rows, 256, device=DEVICE, dtype=torch.bfloat16), weight)
+        args = LinearArgs(torch.empty(rows, 768, device=DEVICE, dtype=torch.bfloat16), weight)
         out = torch.empty(rows, 300, device=DEVICE, dtype=torch.bfloat16)
-        counters = torch.zeros(264, dtype=torch.int32, device=DEVICE)
-        tile = tile_for(rows, args)
+        counters = torch.zeros(396, dtype=torch.int32, device=DEVICE)
+        tile = tile_for(args)
         launch = hopper_gemm(args, out, tile, counters, 132, pdl=False)
         tiles = -(-300 // tile.rows) * -(-rows // tile.bn)
-        assert launch.grid == (min(132, 2 * tiles),)
-        assert 4 <= HopperTile(2, 128).stages <= tile.stages <= 8
+        assert launch.grid == (3 * tiles,)
+        assert launch.options["TOGETHER"] == 3
+        assert 2 <= tile.stages <= 8
+    assert HopperTile(3, 64).stages == 4
 
 
 def test_layers_of_more_than_a_few_rows_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,27 +14,30 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.ops.triton.gemm import default_workspace
 from quire.ops.triton.gemm_plan import Launch, LinearArgs
-from quire.ops.triton.hopper_gemm_kernel import multiply_chunks
+from quire.ops.triton.hopper_gemm_kernel import multiply_steps
 from quire.ops.triton.launch import options, traits
-from quire.ops.triton.mma_unpack import FOUR_BITS, TYPES
-from quire.ops.triton.order_inputs import order_inputs
+from quire.ops.triton.mma_unpack import TYPES
+from quire.ops.triton.order_inputs import STEP, order_inputs
 from quire.ops.triton.quantized_tiles import Operands
 
 _ROWS = 64
 """Weight rows of a warpgroup."""
-INPUTS = 128
-"""Inputs of a chunk."""
-_WORDS = 16
+_PART = 64
+"""Inputs of a copy of x, 128 bytes."""
+_WORDS = 32
+"""Words of a weight row in a step."""
+_CHUNK = 128
+"""Inputs that share a scale, or a divisor of those that do."""
 _MOST_ROWS = 512
 """Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
-_MANY_OUTPUTS = 16384
-"""Weight rows from which on tiles of four warpgroups are enough to share the work."""
-_SHARED = 220 << 10
+_TOGETHER = 8
+"""The most programs that share a tile, where all tiles have as many."""
+_SHARED = 226 << 10
 """Bytes of shared memory for the ring."""
 
 
 class HopperTile(NamedTuple):
-    """groups: warpgroups that multiply, 2 or 4. bn: rows of x; 4 groups have registers for 64."""
+    """groups: warpgroups that multiply, 2 or 3. bn: rows of x."""
 
     groups: int
     bn: int
@@ -46,24 +49,32 @@ class HopperTile(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Chunks in flight."""
-        return min(8, _SHARED // (self.bn * INPUTS * 2 + self.rows * _WORDS * 4))
+        """Steps under way."""
+        return min(8, _SHARED // (self.bn * STEP * 2 + self.rows * _WORDS * 4))
 
 
 def _instructions(dtype: torch.dtype) -> str:
-    """Returns instructions for words $8 and $9 of a row: pairs of the values at each place, plus
-    $11, times $10. A value in the mantissa of a power of two is exact in 16 bits."""
-    t, (magic, one) = TYPES[dtype], FOUR_BITS[dtype]
-    lines = ["{", ".reg .b32 t, one;", f"mov.b32 one, {one};"]
-    for byte in range(4):
-        lines.append(f"prmt.b32 t, $8, $9, 0x{byte + 4}{byte + 4}{byte}{byte};")
-        for half in range(2):
-            out = f"${2 * byte + half}"
-            if half:
-                lines.append("shr.u32 t, t, 4;")
-            lines.append(f"lop3.b32 {out}, t, 0x000F000F, {magic}, 0xEA;")
-            lines.append(f"fma.rn.{t}x2 {out}, {out}, one, $11;")
-            lines.append(f"mul.rn.{t}x2 {out}, {out}, $10;")
+    """Returns instructions for words $8 and $9 of a row: of each, pairs of values 4 places apart.
+
+    Bits that are a subnormal bf16, or of the lowest exponent, are whole numbers times 2^-133: the
+    zero is subtracted without rounding, and the scale is the one rounding. Factors for bits as they
+    are and for those 4 places further are $10 and $11, zeros $12 and $13. fp16 has no room for such
+    factors: values go to the mantissa of 1024, which zeros include."""
+    lines = ["{", ".reg .b32 t;"]
+    for word in range(2):
+        for place in range(4):
+            out, odd = f"${4 * word + place}", place % 2
+            if dtype == torch.bfloat16:
+                mask = "0x00F000F0" if odd else "0x000F000F"
+                if place == 2:
+                    lines.append(f"shr.u32 t, ${8 + word}, 8;")
+                source = f"${8 + word}" if place < 2 else "t"
+                lines.append(f"and.b32 {out}, {source}, {mask};")
+            else:
+                lines.append(f"shr.u32 t, ${8 + word}, {4 * place};")
+                lines.append(f"lop3.b32 {out}, t, 0x000F000F, 0x64006400, 0xEA;")
+            lines.append(f"sub.rn.{TYPES[dtype]}x2 {out}, {out}, ${12 + odd};")
+            lines.append(f"mul.rn.{TYPES[dtype]}x2 {out}, {out}, ${10 + odd};")
     return "\n".join([*lines, "}"])
 
 
@@ -79,7 +90,7 @@ def takes(args: LinearArgs) -> bool:
         return False
     if args.gated and weight.outputs % 16:
         return False
-    if weight.inputs % INPUTS or form.group % INPUTS or (form.zeros and not form.group):
+    if weight.inputs % _CHUNK or form.group % _CHUNK or (form.zeros and not form.group):
         return False
     # Scales apply to pairs of x's type; fp16 does not hold all that others may be.
     fits = not form.group or scales.dtype == dtype or dtype == torch.bfloat16
@@ -87,18 +98,29 @@ def takes(args: LinearArgs) -> bool:
     return dtype in TYPES and fits and aligned and len(args.x) <= _MOST_ROWS
 
 
-def tile_for(rows: int, args: LinearArgs) -> HopperTile:
-    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
-    bn = min(max(16, triton.next_power_of_2(rows)), 128)
-    return HopperTile(4 if bn <= 32 and args.weight.outputs > _MANY_OUTPUTS else 2, bn)
+def _tiles(tile: HopperTile, args: LinearArgs) -> int:
+    return triton.cdiv(args.weight.outputs, tile.rows) * triton.cdiv(len(args.x), tile.bn)
+
+
+def tile_for(args: LinearArgs) -> HopperTile:
+    """Returns the tile of a product, by a sweep over an 8B model's layers: three groups where each
+    program then has whole tiles, since sums that meet take 3 to 8 µs."""
+    bn = min(max(16, triton.next_power_of_2(len(args.x))), 128)
+    wide = HopperTile(3, bn)
+    whole = _tiles(wide, args) % programs_for(wide, args) == 0
+    return wide if whole else HopperTile(2, bn)
 
 
 def programs_for(tile: HopperTile, args: LinearArgs) -> int:
-    """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
-    alike: a program then has a share of one tile only."""
+    """Returns the number of programs: so many that each tile has as many, or each has whole tiles,
+    unless that leaves many multiprocessors without; then one for each of these."""
     most = traits(args.x.device).num_sms
-    tiles = triton.cdiv(args.weight.outputs, tile.rows) * triton.cdiv(len(args.x), tile.bn)
-    return most // tiles * tiles if 2 * tiles <= most else most
+    tiles = _tiles(tile, args)
+    if 2 * tiles <= most:
+        return min(most // tiles, _TOGETHER) * tiles
+    rounds = triton.cdiv(tiles, most)
+    each = tiles // rounds
+    return each if tiles % rounds == 0 and 10 * each >= 7 * most else most
 
 
 def product(args: LinearArgs) -> Tensor:
@@ -106,7 +128,7 @@ def product(args: LinearArgs) -> Tensor:
     x, card = args.x, traits(args.x.device)
     out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
     if out.numel():
-        tile, counters = tile_for(len(x), args), default_workspace(x.device).counters
+        tile, counters = tile_for(args), default_workspace(x.device).counters
         args = replace(args, x=order_inputs(x, args.norm), norm=None)
         hopper_gemm(args, out, tile, counters, programs_for(tile, args), pdl=card.pdl).run()
     return out
@@ -117,44 +139,46 @@ def hopper_gemm(
 ) -> Launch:
     """`args`, whose x is in the order of `order_inputs` and has no norm, into `out` [M, N].
 
-    counters: int32, zero between kernels, one for each warpgroup of all programs."""
+    counters: int32, zero between kernels, one for each warpgroup of all programs. programs: at most
+    as many as multiprocessors, for those of a tile wait for each other."""
     x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
     m_tiles = triton.cdiv(len(x), tile.bn)
-    chunks = args.k // INPUTS
-    total = triton.cdiv(args.weight.outputs, tile.rows) * m_tiles * chunks
-    programs = min(programs, total)
+    steps = x.shape[1] // STEP
+    tiles = _tiles(tile, args)
+    programs = min(programs, tiles * steps)
+    together = 1 if programs % tiles else programs // tiles
     sums = torch.empty(2 * programs * tile.rows * tile.bn, dtype=torch.float32, device=x.device)
     described = TensorDescriptor(
-        x, list(x.shape), list(x.stride()), [tile.bn, INPUTS], _layout(128, 16, 2)
+        x, list(x.shape), list(x.stride()), [tile.bn, _PART], _layout(128, 16, 2)
     )
     operands = (
-        described, _describe(own.values, tile.rows, gated=args.gated), own.scales,
-        own.zeros, x if args.bias is None else args.bias, x if res is None else res, out, sums,
-        counters, len(x), n, m_tiles, chunks, total, own.scales.stride(0),
+        described, _describe(own.values, gated=args.gated), own.scales, own.zeros,
+        x if args.bias is None else args.bias, x if res is None else res, out, sums, counters,
+        len(x), n, m_tiles, steps, tiles * steps, own.scales.shape[1], own.scales.stride(0),
         0 if res is None else res.stride(0), out.stride(0),
     )  # fmt: skip
     named = options(
-        pdl, CONSUMERS=tile.groups, BN=tile.bn, STAGES=tile.stages,
-        GROUP=own.group // INPUTS, ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros,
-        SCALED=own.has_scales, GLU=args.gated, ACT=args.act_name, BIAS=args.bias is not None,
-        RES=res is not None, APART=args.apart, PDL=pdl, num_warps=4,
+        pdl, CONSUMERS=tile.groups, BN=tile.bn, STAGES=tile.stages, GROUP=own.group // _CHUNK,
+        ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros, SCALED=own.has_scales, GLU=args.gated,
+        ACT=args.act_name, BIAS=args.bias is not None, RES=res is not None, APART=args.apart,
+        TOGETHER=together, PDL=pdl, num_warps=4,
     )  # fmt: skip
-    return Launch(multiply_chunks, (programs,), operands, named)
+    return Launch(multiply_steps, (programs,), operands, named)
 
 
 def _layout(swizzle: int, bits: int, rank: int) -> NVMMASharedLayout:
     return NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
-def _describe(words: Tensor, rows: int, *, gated: bool) -> TensorDescriptor:
-    """Describes boxes of a weight's rows; of a gated layer 8 gate rows, their 8 up rows, and so
+def _describe(words: Tensor, *, gated: bool) -> TensorDescriptor:
+    """Describes boxes of a warpgroup's rows; of a gated layer 8 gate rows, their 8 up rows, and so
     on."""
     (outputs, count), stride = words.shape, words.stride(0)
     if not gated:
         return TensorDescriptor(
-            words, [outputs, count], [stride, 1], [rows, _WORDS], _layout(64, 32, 2)
+            words, [outputs, count], [stride, 1], [_ROWS, _WORDS], _layout(128, 32, 2)
         )
     return TensorDescriptor(
         words, [outputs // 16, 2, 8, count], [8 * stride, outputs // 2 * stride, stride, 1],
-        [rows // 16, 2, 8, _WORDS], _layout(64, 32, 4),
+        [_ROWS // 16, 2, 8, _WORDS], _layout(128, 32, 4),
     )  # fmt: skip

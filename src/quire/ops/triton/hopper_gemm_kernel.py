@@ -1,15 +1,17 @@
 """The kernel of `hopper_gemm.py`: weights of 4 bits by wgmma, whose left operand they are.
 
 A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
-ring in shared memory, ahead of two or four warpgroups that share the weight rows. A thread reads
-from there the words that hold its part of the left operand, and unpacks them into registers where
-the instruction takes them. Of four warpgroups some unpack while others multiply; each of two also
-unpacks what comes next while the tensor cores multiply. The right operand are inputs in the order
-that makes this so, see `order_inputs`. Of a gated layer, a tile's weight rows are 8 gate rows,
-their 8 up rows, and so on, so that a thread has sums of both.
+ring in shared memory, 256 inputs at a time, ahead of two or three warpgroups that share the weight
+rows. A thread reads from there the words that hold its part of the left operand, and unpacks 64
+inputs into registers where the instruction takes them, while the tensor cores multiply the 64
+before. The right operand are inputs in the order that makes this so, see `order_inputs`. Of a gated
+layer, a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums
+of both.
 
-Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
-tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
+Where each tile has as many programs, they wait for each other's sums, which go through a workspace;
+each adds those of some rows of x, in order, and stores them. Else programs share all tiles' inputs
+evenly: each has a run of steps, which may begin and end within a tile, and the last to arrive adds
+a tile's sums.
 """
 
 from triton.experimental import gluon
@@ -26,44 +28,98 @@ from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_
 
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
-WORDS = gl.constexpr(16)
-"""Words of 32 bits of a weight row, or 128 inputs: a chunk."""
-INPUTS = gl.constexpr(128)
+WORDS = gl.constexpr(32)
+"""Words of 32 bits of a weight row in a step: 256 inputs, 128 bytes, the width of the swizzle."""
+STEP = gl.constexpr(256)
+PART = gl.constexpr(64)
+"""Inputs that are unpacked at a time: with more, two parts and the sums would not fit."""
+PARTS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
-def _words_layout() -> gl.DistributedLinearLayout:
-    """Each thread has four neighbouring words of two rows, those of its part of the operand."""
+def _lot_layout() -> gl.DistributedLinearLayout:
+    """Each thread has eight neighbouring words of two rows: no two of a load are in one bank."""
     return gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0]],
         [],
-        [64, 16],
+        [64, 32],
+    )
+
+
+@gluon.constexpr_function
+def _part_layout() -> gl.DistributedLinearLayout:
+    """Each thread has two words of two rows, of [rows, threads of four, words]."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0]],
+        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, 4, 2],
     )
 
 
 @gluon.jit
-def _words(tiles, stage, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
-    """Returns a warpgroup's words of a stage."""
-    return tiles.index(stage * CONSUMERS + WHICH).load(_words_layout())
+def _halve(words):
+    """Returns the first and the second half of each thread's words [ROWS, 4, words]."""
+    half: gl.constexpr = words.shape[2] // 2
+    return gl.split(gl.permute(gl.reshape(words, [ROWS, 4, 2, half]), (0, 1, 3, 2)))
 
 
 @gluon.jit
-def _unpack(words, numbers, ASM: gl.constexpr, BN: gl.constexpr):
-    """Returns weights [ROWS, INPUTS] as left operand."""
-    z, words = gl.broadcast(numbers[0][:, None], words)
-    s, words = gl.broadcast(numbers[1][:, None], words)
-    kind = s.dtype
+def _parts(tiles, tile):
+    """Returns the words of a warpgroup's rows in a step, for each part."""
+    layout: gl.constexpr = _part_layout()
+    words = gl.reshape(tiles.index(tile).load(_lot_layout()), [ROWS, 4, 8])
+    low, high = _halve(words)
+    a, b = _halve(low)
+    c, d = _halve(high)
+    return (
+        gl.convert_layout(a, layout, assert_trivial=True),
+        gl.convert_layout(b, layout, assert_trivial=True),
+        gl.convert_layout(c, layout, assert_trivial=True),
+        gl.convert_layout(d, layout, assert_trivial=True),
+    )
+
+
+@gluon.jit
+def _keep_order():
+    """Does nothing, in what looks like a loop: the assembler moves no arithmetic across loops."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred again;
+        AGAIN:
+        activemask.b32 $0;
+        setp.eq.u32 again, $0, 0;
+        @again bra AGAIN;
+        }""",
+        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _spread(numbers, words):
+    """Returns numbers of rows and threads for each of their words."""
+    numbers, _ = gl.broadcast(numbers[:, :, None], words)
+    return numbers
+
+
+@gluon.jit
+def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
+    """Returns weights [ROWS, PART] as left operand."""
+    s0, s1, z0, z1 = constants
+    kind = s0.dtype
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
-        ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r", [words, s, z],
-        dtype=(kind, kind, kind, kind, kind, kind, kind, kind), is_pure=True, pack=2,
+        ASM, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
+        [words, _spread(s0, words), _spread(s1, words), _spread(z0, words), _spread(z1, words)],
+        dtype=(kind, kind, kind, kind, kind, kind, kind, kind), is_pure=BN < 128, pack=2,
     )  # fmt: skip
     low = gl.join(gl.join(v0, v1), gl.join(v2, v3))
     high = gl.join(gl.join(v4, v5), gl.join(v6, v7))
-    # Axes: row, thread of four, pair of words, word of the pair, place's bits from the lowest on.
-    x = gl.reshape(gl.join(low, high), [ROWS, 4, 2, 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 2, 6, 5, 4, 1, 3)), [ROWS, INPUTS])
+    # Axes: row, thread of four, value of a pair, pair's bits from the lowest on.
+    x = gl.reshape(gl.join(low, high), [ROWS, 4, 2, 2, 2, 2])
+    x = gl.reshape(gl.permute(x, (0, 5, 4, 3, 1, 2)), [ROWS, PART])
     layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(BN), 2)
     return gl.convert_layout(x, layout, assert_trivial=True)
 
@@ -98,63 +154,88 @@ def stored_rows(rows, N, GLU: gl.constexpr):
 
 @gluon.jit
 def _weight_rows(row, N, GLU: gl.constexpr):
-    rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _words_layout()))
-    return stored_rows(rows, N, GLU)
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _part_layout()))
+    return stored_rows(row + gl.arange(0, ROWS, layout=layout), N, GLU)
 
 
 @gluon.jit
-def _ask_weights(
-    desc, bar, tiles, stage, position, chunks, m_tiles, CONSUMERS: gl.constexpr, GLU: gl.constexpr
-):  # fmt: skip
-    row = _first_row(position // chunks // m_tiles, CONSUMERS, 0)
-    word = position % chunks * WORDS
-    BLOCKS: gl.constexpr = CONSUMERS * ROWS // 16
+def _ask_weights(desc, bar, tiles, stage, nt, step, CONSUMERS: gl.constexpr, GLU: gl.constexpr):
+    boxes = tiles
     if GLU:
-        blocks = tiles._reinterpret(
-            gl.int32, [tiles.shape[0], BLOCKS, 2, 8, WORDS], gl.NVMMASharedLayout(64, 32, 4)
+        boxes = tiles._reinterpret(
+            gl.int32, [tiles.shape[0], ROWS // 16, 2, 8, WORDS], gl.NVMMASharedLayout(128, 32, 4)
         )
-        tma.async_copy_global_to_shared(
-            desc, [row // 16, 0, 0, word], bar.index(stage), blocks.index(stage)
-        )
-    else:
-        tma.async_copy_global_to_shared(desc, [row, word], bar.index(stage), tiles.index(stage))
+    for which in gl.static_range(CONSUMERS):
+        row = _first_row(nt, CONSUMERS, which)
+        box = boxes.index(stage * CONSUMERS + which)
+        at = [row // 16, 0, 0, step * WORDS] if GLU else [row, step * WORDS]
+        tma.async_copy_global_to_shared(desc, at, bar.index(stage), box)
 
 
 @gluon.jit
-def _ask_inputs(desc, bar, tiles, stage, position, chunks, m_tiles, BN: gl.constexpr):
-    row = position // chunks % m_tiles * BN
-    chunk = position % chunks
-    tma.async_copy_global_to_shared(
-        desc, [row, chunk * INPUTS], bar.index(stage), tiles.index(stage)
-    )
+def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr):
+    for part in gl.static_range(PARTS):
+        tma.async_copy_global_to_shared(
+            desc, [mt * BN, step * STEP + part * PART], bar.index(stage),
+            tiles.index(stage * PARTS + part),
+        )  # fmt: skip
+
+
+@gluon.jit
+def _next(nt, mt, step, m_tiles, steps):
+    """Returns the step behind one, of the next tile where a tile ends. Divisions would take as long
+    as a step's copies."""
+    step += 1
+    ended = step == steps
+    step = gl.where(ended, 0, step)
+    mt = gl.where(ended, mt + 1, mt)
+    ended = mt == m_tiles
+    return gl.where(ended, nt + 1, nt), gl.where(ended, 0, mt), step
+
+
+@gluon.jit
+def _turn(stage, phase, STAGES: gl.constexpr):
+    """Returns the next stage of the ring, and the phase of its barriers."""
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total,
+    x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, steps, total,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GLU: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's chunks take, as soon as there is room."""
-    BYTES: gl.constexpr = BN * INPUTS * 2 + CONSUMERS * ROWS * WORDS * 4
+    """Copies what the program's steps take, as soon as there is room."""
+    BYTES: gl.constexpr = BN * STEP * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = begin_of(gl.program_id(0), total, programs)
     end = begin_of(gl.program_id(0) + 1, total, programs)
-    # Weights do not depend on the predecessor.
     first = gl.minimum(end, begin + STAGES)
+    nt = begin // steps // m_tiles
+    mt = begin // steps % m_tiles
+    step = begin % steps
+    first_mt = mt
+    first_step = step
+    # Weights do not depend on the predecessor.
     for i in range(begin, first):
         mbarrier.expect(full.index(i - begin), BYTES)
-        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles, CONSUMERS, GLU)
+        _ask_weights(w_desc, full, w_tiles, i - begin, nt, step, CONSUMERS, GLU)
+        nt, mt, step = _next(nt, mt, step, m_tiles, steps)
     if PDL:
         wait_for_predecessor()
     for i in range(begin, first):
-        _ask_inputs(x_desc, full, x_tiles, i - begin, i, chunks, m_tiles, BN)
-    for i in range(first, end):
-        stage = (i - begin) % STAGES
-        mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
+        _ask_inputs(x_desc, full, x_tiles, i - begin, first_mt, first_step, BN)
+        _, first_mt, first_step = _next(0, first_mt, first_step, m_tiles, steps)
+    stage = begin * 0
+    phase = begin * 0
+    for _ in range(first, end):
+        mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(full.index(stage), BYTES)
-        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles, CONSUMERS, GLU)
-        _ask_inputs(x_desc, full, x_tiles, stage, i, chunks, m_tiles, BN)
+        _ask_weights(w_desc, full, w_tiles, stage, nt, step, CONSUMERS, GLU)
+        _ask_inputs(x_desc, full, x_tiles, stage, mt, step, BN)
+        nt, mt, step = _next(nt, mt, step, m_tiles, steps)
+        stage, phase = _turn(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -287,117 +368,184 @@ def _finish(
 
 
 @gluon.jit
-def _numbers(
-    scales, rows, position, start, until, GROUP: gl.constexpr, ZEROS: gl.constexpr,
-    dtype: gl.constexpr,
+def _slice(ptr, slot, first, BN: gl.constexpr, COLUMNS: gl.constexpr):
+    """Returns COLUMNS columns of a warpgroup's sums, from the column `first` on."""
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(COLUMNS)))
+    cols = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, sums_layout(COLUMNS)))
+    at = slot.to(gl.int64) * (ROWS * BN) + (rows[:, None] * BN + cols[None, :])
+    return gl.load(ptr + at, cache_modifier=".cg")
+
+
+@gluon.jit
+def _finish_together(
+    sums, nt, mt, tile, pointers, sizes, strides, CONSUMERS: gl.constexpr, BN: gl.constexpr,
+    SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Returns of rows [ROWS], at a chunk or the tile's last, what is added to unpacked bits and
-    then the factor."""
-    BASE: gl.constexpr = 128.0 if dtype == gl.bfloat16 else 1024.0
-    scale_ptr, zero_ptr, stride = scales
-    minus = gl.full([ROWS], -BASE - 8.0, dtype, rows.type.layout)
-    factor = gl.full([ROWS], 1.0, dtype, rows.type.layout)
+    """Ends a tile of TOGETHER programs, which are all under way: there are no more programs than
+    multiprocessors."""
+    SLICES: gl.constexpr = min(1 << (TOGETHER.bit_length() - 1), BN // 8)
+    COLUMNS: gl.constexpr = BN // SLICES
+    _, _, _, _, _, parts_ptr, counters_ptr = pointers
+    program = gl.program_id(0)
+    own = program % TOGETHER
+    gl.store(_at(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
+    gl.thread_barrier()  # all are written before the one atomic that says so
+    counter_ptr = counters_ptr + tile * CONSUMERS + WHICH
+    there = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+    while there < TOGETHER:
+        there = gl.atomic_add(counter_ptr, 0, sem="acquire")
+    if own < SLICES:
+        slot = (program - own) * CONSUMERS + WHICH
+        part = _slice(parts_ptr, slot, own * COLUMNS, BN, COLUMNS)
+        for other in gl.static_range(1, TOGETHER):
+            part += _slice(parts_ptr, slot + other * CONSUMERS, own * COLUMNS, BN, COLUMNS)
+        _finish(
+            part, nt, mt * SLICES + own, pointers, sizes, strides, CONSUMERS, COLUMNS, SCALED, GLU,
+            ACT, BIAS, RES, APART, WHICH,
+        )  # fmt: skip
+    # Who leaves last resets the counter.
+    if gl.atomic_add(counter_ptr, 1, sem="relaxed") == 2 * TOGETHER - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def _numbers(scales, rows, step, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+    """Returns stored scales and zeros of rows and threads of four [ROWS, 4] at a step of a tile, or
+    the last group's."""
+    scale_ptr, zero_ptr, stride, groups = scales
+    threads = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _part_layout())))
+    scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout()))
+    zero = gl.full([ROWS, 4], 8, gl.uint8, gl.SliceLayout(2, _part_layout()))
     if GROUP > 0:
-        at = rows * stride + (gl.minimum(position, until - 1) - start) // GROUP
-        factor = gl.load(scale_ptr + at).to(dtype)
+        group = gl.minimum((2 * step + threads // 2) // GROUP, groups - 1)
+        at = rows[:, None] * stride + group[None, :]
+        scale = gl.load(scale_ptr + at)
         if ZEROS:
-            minus = (-BASE - gl.load(zero_ptr + at).to(gl.float32)).to(dtype)
-    return minus, factor
+            zero = gl.load(zero_ptr + at)
+    return scale, zero
+
+
+@gluon.jit
+def _constants(numbers, dtype: gl.constexpr):
+    """Returns what `INSTRUCTIONS` of `hopper_gemm.py` take: factors of places that are even and
+    odd, and zeros."""
+    scale, zero = numbers
+    if dtype == gl.bfloat16:
+        s0 = (scale.to(gl.float32) * 590295810358705651712.0).to(dtype)  # 2^69
+        s1 = (s0.to(gl.float32) * 0.0625).to(dtype)
+        z0 = zero.to(gl.int16).to(dtype, bitcast=True)
+        z1 = (zero.to(gl.int16) << 4).to(dtype, bitcast=True)
+    else:
+        s0 = scale.to(dtype)
+        s1 = s0
+        z0 = (zero.to(gl.float32) + 1024.0).to(dtype)
+        z1 = z0
+    return s0, s1, z0, z1
 
 
 @gluon.jit
 def _consume(
-    x_tiles, w_tiles, full, empty, pointers, sizes, strides,
+    x_tiles, w_tiles, full, empty, pointers, sizes, strides, groups,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
     ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    PDL: gl.constexpr, WHICH: gl.constexpr,
+    TOGETHER: gl.constexpr, PDL: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Multiplies a warpgroup's ROWS weight rows of the program's tiles."""
-    AHEAD: gl.constexpr = CONSUMERS == 2
     scale_ptr, zero_ptr, _, _, _, parts_ptr, counters_ptr = pointers
-    scales = (scale_ptr, zero_ptr, strides[0])
-    _, N, m_tiles, chunks, total = sizes
+    scales = (scale_ptr, zero_ptr, strides[0], groups)
+    _, N, m_tiles, steps, total = sizes
     dtype: gl.constexpr = x_tiles.dtype
     begin = begin_of(gl.program_id(0), total, gl.num_programs(0))
     end = begin_of(gl.program_id(0) + 1, total, gl.num_programs(0))
-    if PDL:
-        wait_for_predecessor()
     position = begin
+    stage = begin * 0
+    phase = begin * 0
     while position < end:
-        tile = position // chunks
+        tile = position // steps
         nt = tile // m_tiles
-        until = gl.minimum(end, (tile + 1) * chunks)
-        start = tile * chunks
+        mt = tile % m_tiles
+        until = gl.minimum(end, (tile + 1) * steps)
+        start = tile * steps
         rows = _weight_rows(_first_row(nt, CONSUMERS, WHICH), N, GLU)
-        numbers = _numbers(scales, rows, position, start, until, GROUP, ZEROS, dtype)
-        ahead = _numbers(scales, rows, position + 1, start, until, GROUP, ZEROS, dtype)
+        constants = _constants(_numbers(scales, rows, position - start, GROUP, ZEROS), dtype)
+        ahead = _numbers(scales, rows, position + 1 - start, GROUP, ZEROS)
         acc = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
-        chunk = position - begin
-        if AHEAD:
-            mbarrier.wait(full.index(chunk % STAGES), chunk // STAGES & 1)
-            words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
-            a = _unpack(words, numbers, ASM, BN)
-            chunk += 1
-            following = full.index(chunk % STAGES)
-            mbarrier.wait(following, chunk // STAGES & 1, pred=chunk < end - begin)
-            words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
+        mbarrier.wait(full.index(stage), phase)
+        parts = _parts(w_tiles, stage * CONSUMERS + WHICH)
+        a = _unpack(parts[0], constants, ASM, BN)
         for i in range(position, until):
-            stage = (i - begin) % STAGES
-            x = x_tiles.index(stage).permute((1, 0))
-            if AHEAD:
-                # No product is under way from one round to the next: the assembler would wait for
-                # each single one. It moves arithmetic across the waits for products, but not across
-                # loops: the wait for a copy keeps unpacking before it.
+            next_stage, next_phase = _turn(stage, phase, STAGES)
+            # No product is under way from one round to the next: the assembler would wait for each
+            # single one.
+            for part in gl.static_range(PARTS):
+                x = x_tiles.index(stage * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(a, x, acc, is_async=True)
-                a = _unpack(words, ahead, ASM, BN)
-                ahead = _numbers(scales, rows, i + 2, start, until, GROUP, ZEROS, dtype)
-                chunk = i + 2 - begin
-                following = full.index(chunk % STAGES)
-                mbarrier.wait(following, chunk // STAGES & 1, pred=i + 2 < end)
-                words = _words(w_tiles, chunk % STAGES, CONSUMERS, WHICH)
-            else:
-                mbarrier.wait(full.index(stage), (i - begin) // STAGES & 1)
-                words = _words(w_tiles, stage, CONSUMERS, WHICH)
-                a = _unpack(words, numbers, ASM, BN)
-                numbers = ahead
-                ahead = _numbers(scales, rows, i + 2, start, until, GROUP, ZEROS, dtype)
-                acc = warpgroup_mma(a, x, acc, is_async=True)
+                if BN >= 128:
+                    # Else unpacking of all parts goes between the first products, which pays where
+                    # these are short.
+                    _keep_order()
+                if part == PARTS - 1:
+                    mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < end)
+                    parts = _parts(w_tiles, next_stage * CONSUMERS + WHICH)
+                    constants = _constants(ahead, dtype)
+                    ahead = _numbers(scales, rows, i + 2 - start, GROUP, ZEROS)
+                if part > 0:
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                a = _unpack(parts[(part + 1) % PARTS], constants, ASM, BN)
+            if BN >= 128:
+                _keep_order()
             acc = warpgroup_mma_wait(0, deps=[acc])
             mbarrier.arrive(empty.index(stage), count=1)
-        sums, whole = meet(acc, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH)
-        if whole:
-            _finish(
-                sums, nt, tile % m_tiles, pointers, sizes, strides, CONSUMERS, BN, SCALED, GLU, ACT,
-                BIAS, RES, APART, WHICH,
+            stage = next_stage
+            phase = next_phase
+        if PDL:
+            # Only from here on memory is written, or read that the predecessor writes.
+            wait_for_predecessor()
+        if TOGETHER > 1:
+            _finish_together(
+                acc, nt, mt, tile, pointers, sizes, strides, CONSUMERS, BN, SCALED, GLU, ACT, BIAS,
+                RES, APART, TOGETHER, WHICH,
             )  # fmt: skip
+        else:
+            sums, whole = meet(
+                acc, tile, steps, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
+            )
+            if whole:
+                _finish(
+                    sums, nt, mt, pointers, sizes, strides, CONSUMERS, BN, SCALED, GLU, ACT, BIAS,
+                    RES, APART, WHICH,
+                )  # fmt: skip
         position = until
 
 
-SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_sn", "stride_rm", "stride_ym"]
+SIZES = [
+    "M", "N", "m_tiles", "steps", "total", "groups", "stride_sn", "stride_rm", "stride_ym",
+]  # fmt: skip
 """One compilation for all of them."""
 
 
 @gluon.jit(do_not_specialize=SIZES)
-def multiply_chunks(
+def multiply_steps(
     x_desc, w_desc, scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
-    M, N, m_tiles, chunks, total, stride_sn, stride_rm, stride_ym,
+    M, N, m_tiles, steps, total, groups, stride_sn, stride_rm, stride_ym,
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
     ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
     ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    PDL: gl.constexpr,
+    TOGETHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight rows for
-    each of CONSUMERS warpgroups, and BN rows of x. GROUP: chunks of a group; 0: each output has one
-    scale, if SCALED. total: chunks of all tiles. w_desc: words of rows; of a gated layer, [N / 8,
-    gate or up, 8, words]."""
-    dtype: gl.constexpr = x_desc.dtype
+    each of CONSUMERS warpgroups, and BN rows of x. GROUP: a group's inputs / 128; 0: each output
+    has one scale, if SCALED. total: steps of all tiles. TOGETHER: programs of each tile; 1: they
+    share all tiles evenly. w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8,
+    words]."""
     x_tiles = gl.allocate_shared_memory(
-        dtype, [STAGES, BN, INPUTS], gl.NVMMASharedLayout(128, 16, 2)
+        x_desc.dtype, [STAGES * PARTS, BN, PART], gl.NVMMASharedLayout(128, 16, 2)
     )
-    layout: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
-    w_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, CONSUMERS * ROWS, WORDS], layout)
-    w_shares = w_tiles._reinterpret(gl.int32, [STAGES * CONSUMERS, ROWS, WORDS], layout)
+    w_tiles = gl.allocate_shared_memory(
+        gl.int32, [STAGES * CONSUMERS, ROWS, WORDS], gl.NVMMASharedLayout(128, 32, 2)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -408,27 +556,23 @@ def multiply_chunks(
     if PDL:
         release_successor()
     work = (
-        x_tiles, w_shares, full, empty,
+        x_tiles, w_tiles, full, empty,
         (scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr),
-        (M, N, m_tiles, chunks, total), (stride_sn, stride_rm, stride_ym),
+        (M, N, m_tiles, steps, total), (stride_sn, stride_rm, stride_ym), groups,
     )  # fmt: skip
-    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, chunks, total)
+    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, steps, total)
     copying: gl.constexpr = (CONSUMERS, BN, STAGES, GLU, PDL)
     w0: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
-        0,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
+        PDL, 0,
     )  # fmt: skip
     w1: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
-        1,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
+        PDL, 1,
     )  # fmt: skip
     w2: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
-        2,
-    )  # fmt: skip
-    w3: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, PDL,
-        3,
+        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
+        PDL, 2,
     )  # fmt: skip
     # What the copying warp does not need of the registers goes to the others.
     if CONSUMERS == 2:
@@ -440,7 +584,7 @@ def multiply_chunks(
         gl.warp_specialize(
             [
                 (_consume, work + w0), (_consume, work + w1), (_consume, work + w2),
-                (_consume, work + w3), (_produce, copies + copying),
+                (_produce, copies + copying),
             ],
-            [4, 4, 4, 1], [120, 120, 120, 24],
+            [4, 4, 1], [160, 160, 24],
         )  # fmt: skip
