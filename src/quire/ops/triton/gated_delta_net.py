@@ -32,16 +32,16 @@ def _conv(
     base_stride, TAPS: tl.constexpr, SAVES: tl.constexpr, DRAFTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, blocks of channels); with BLOCK_T of 1, chunks are rows. The program of a row's
+    """Grid (blocks of channels, chunks); with BLOCK_T of 1, chunks are rows. The program of a row's
     first chunk alone reads and writes its state."""
-    chunk = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    chunk = tl.program_id(1)
+    channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     row = chunk
-    index = 0
+    index = chunk * 0
     if BLOCK_T > 1:
         row, index = find_row(query_start_ptr, chunk, num_rows, STEPS)
     first = tl.load(query_start_ptr + row)
@@ -62,23 +62,27 @@ def _conv(
         seen = tl.load(base_ptr + own * base_stride + channel, mask=inside, other=0)
         back = tl.where(start > 0, start - seen // 2, 0)
     x = x_ptr + first.to(tl.int64) * x_stride
-    token = index * BLOCK_T + tl.arange(0, BLOCK_T)
+    block = x + (index * BLOCK_T).to(tl.int64) * x_stride
+    place = tl.arange(0, BLOCK_T)
+    token = index * BLOCK_T + place
     oldest = tl.where(start > 0, 1 - TAPS, 0)
     total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
     for tap in tl.static_range(TAPS):
         at = token + tap - (TAPS - 1)
         here = ((at >= 0) & (token < length))[:, None] & inside[None, :]
-        value = tl.load(x + at[:, None].to(tl.int64) * x_stride + channel[None, :], mask=here,
-                        other=0.0).to(tl.float32)  # fmt: skip
-        before = ((at < 0) & (at >= oldest))[:, None] & inside[None, :]
-        old = (at + TAPS - 1)[:, None] + back[None, :]
-        old = state + old * channels + channel[None, :]
-        value += tl.load(old, mask=before, other=0.0).to(tl.float32)
+        of_tap = (place + tap - (TAPS - 1))[:, None] * x_stride + channel[None, :]
+        value = tl.load(block + of_tap, mask=here, other=0.0).to(tl.float32)
+        if index == 0:
+            before = ((at < 0) & (at >= oldest))[:, None] & inside[None, :]
+            old = (at + TAPS - 1)[:, None] + back[None, :]
+            old = state + old * channels + channel[None, :]
+            value += tl.load(old, mask=before, other=0.0).to(tl.float32)
         weight = tl.load(weight_ptr + channel * TAPS + tap, mask=inside, other=0.0)
         total += value * weight[None, :]
-    out = out_ptr + (first + token)[:, None].to(tl.int64) * channels + channel[None, :]
     result = (total * tl.sigmoid(total)).to(out_ptr.dtype.element_ty)
-    tl.store(out, result, mask=(token < length)[:, None] & inside[None, :])
+    out = out_ptr + (first + index * BLOCK_T).to(tl.int64) * channels
+    of_token = place[:, None] * channels + channel[None, :]
+    tl.store(out + of_token, result, mask=(token < length)[:, None] & inside[None, :])
     if index == 0:
         for pair in range(SAVES):
             end = tl.load(table + 1 + 2 * pair) - start
@@ -129,15 +133,15 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
     out = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
     single = rows.max_q_len == 1
     pdl = traits(x.device).pdl
-    block_t, block_c = (1, 256) if single else (CHUNK, 64)
+    block_t, block_c = (1, 256) if single else (CHUNK, 32)
     chunks = count if single else tokens // CHUNK + count
-    launch(_conv, (chunks, triton.cdiv(channels, block_c)))(
+    launch(_conv, (triton.cdiv(channels, block_c), chunks))(
         x, weight, state.conv, out, rows.ids, rows.lanes, rows.query_start, rows.seq_lens,
         rows.table, *_drafts(state, rows), count, channels, x.stride(0), state.conv.stride(0),
         rows.table.stride(0), 0 if state.base is None else state.base.stride(0),
         TAPS=weight.shape[1], SAVES=rows.table.shape[1] // 2, DRAFTS=state.drafts,
         BLOCK_T=block_t, BLOCK_C=block_c, STEPS=count.bit_length() + 1, PDL=pdl,
-        **options(pdl, num_warps=2 if single else 4),
+        **options(pdl, num_warps=2),
     )  # fmt: skip
     return out
 
