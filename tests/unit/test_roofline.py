@@ -212,6 +212,7 @@ def test_command_runs_what_it_predicts() -> None:
         ("_round_kernel", "norms"),
         ("_qk_norm_rope_store", "norms"),
         ("_recurrent", "states"),
+        ("delta_scan", "states"),
         ("scan", "others"),
         ("Memcpy HtoD ", "others"),
     ],

@@ -17,7 +17,8 @@ _MERGED = {"projections": PRODUCTS, "head": PRODUCTS}
 _PARTS: Sequence[tuple[str, Sequence[str]]] = (
     ("experts", ("grouped_kernel", "up_gemv", "down_gemv", "combine_kernel", "sort_kernel",
                  "route_kernel", "mma_rows", "mma_sum")),
-    ("states", ("_conv", "_recurrent", "_gated_norm", "_keep_inputs", "_gates", "_solve", "_scan")),
+    ("states", ("_conv", "_recurrent", "_gated_norm", "_solve", "_scan",
+                "_advance_copies")),
     ("attention", ("attend", "attention", "latent", "combine", "_schedule")),
     ("norms", ("norm", "rope", "_round")),
     (PRODUCTS, ("gemv", "gemm", "skinny", "eight_bit", "_sum_kernel", "_adapted", "nvjet", "cublas",

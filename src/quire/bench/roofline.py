@@ -34,7 +34,7 @@ _HOST = 1.3e-3
 """Seconds of the host before the first step of requests that come at once."""
 _STEP = 30e-6
 """Seconds of a step in which none of the kernels below runs."""
-_RATES = {"attention": 0.55, "experts": 0.28, "states": 0.058}
+_RATES = {"attention": 0.55, "experts": 0.28, "states": 0.16}
 """Shares of the rate of products that kinds of kernels reach over a prompt."""
 _FEW_BITS = ((12.0, 1.0), (6.0, 0.80), (0.0, 0.50))
 """(bits of a weight, share of the bandwidth that products reach above as many bits)."""

@@ -188,8 +188,8 @@ class GatedDelta(nn.Module):
         spec, size = self.spec, self.conv.element_size()
         heads = spec.value_heads // self._world
         # What the convolution gives, the rule's output, and that after its norm; then two matrices
-        # per chunk and head.
+        # and six vectors in fp32 per chunk of 64 tokens and head.
         rows = tokens * (self._channels + 2 * heads * spec.value_dim) * size
-        chunks = 2 * (tokens + 64 * 256) * heads * 64 * size
+        chunks = (tokens + 64 * 256) * heads * (2 * 64 * size + 6 * 4)
         own: int = self.inputs.workspace_bytes(tokens) + self.out.workspace_bytes(tokens)
         return own + rows + chunks
