@@ -22,6 +22,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import QuireError
 from quire.models import (
     Decoder,
     ModelSpec,
@@ -82,8 +83,14 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """Finds the model of `--model`. Raises ModelError if there is none."""
-    return Loaded(resolve_model_path(args.model))
+    """Finds the model of `--model`. Exits with status 2 if there is none."""
+    try:
+        found = Loaded(resolve_model_path(args.model))
+        found.config  # noqa: B018 - reads the file
+        return found
+    except QuireError as error:
+        print(f"--model: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def engine(model: Loaded, **settings: Any) -> EngineCore:

@@ -54,6 +54,14 @@ def test_list() -> None:
     assert subprocess.run(wrong, cwd=ROOT, capture_output=True).returncode == 2
 
 
+def test_a_model_that_is_not_there_ends_all() -> None:
+    command = [sys.executable, "-m", "lessons", "all", "--model", "/not/there"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "--model: no such model folder: /not/there\n"
+    assert "== 2." not in done.stdout
+
+
 def test_a_claim_that_fails_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:
     check(True, "1 is 1")
     with pytest.raises(SystemExit) as ended:

@@ -16,6 +16,7 @@ _SEED = 20_260_101
 _TOP = 5
 _ROUNDING = 1e-3
 """Largest error of a sum of probabilities, and of two equal log-probabilities."""
+_OPEN_PROMPT = "Write a poem about the sea."
 _STOP_LENGTH = 3
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _REPLACEMENT = "\ufffd"
@@ -50,6 +51,17 @@ def same_seed(session: Session) -> str:
     return _tokens(second)
 
 
+def other_seeds(session: Session) -> str:
+    """Asks for what can be said in many ways: four equal answers are those of one seed."""
+    texts = set()
+    for seed in range(_SEED, _SEED + 4):
+        body = session.body(_OPEN_PROMPT, LIMIT, temperature=1.0, seed=seed)
+        choice = session.ask(body, needs="seed").first
+        texts.add((choice.reasoning, choice.text))
+    require(len(texts) > 1, "four seeds of temperature 1 give the same text")
+    return f"{len(texts)} texts of 4 seeds"
+
+
 def stream_is_whole(session: Session) -> str:
     """Compares text, finish reason and, where streams have it, usage."""
     whole, body = session.greedy(), session.body(PROMPT, LIMIT)
@@ -81,9 +93,7 @@ def schema_enforced(session: Session) -> str:
     """Asks hot, and for something else, so that only a grammar leads to the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True}}
     form["json_schema"]["schema"] = SCHEMA  # type: ignore[index]
-    body = session.body(
-        "Write a poem about the sea.", 4 * LIMIT, temperature=1.0, response_format=form
-    )
+    body = session.body(_OPEN_PROMPT, 4 * LIMIT, temperature=1.0, response_format=form)
     for _ in range(3):
         choice = session.ask(body, needs="response_format").first
         require(
@@ -190,7 +200,10 @@ def usage_adds_up(session: Session) -> str:
     require(longer > prompt > 0, f"a prompt has {prompt} tokens, and twice the text {longer}")
     details = (whole.usage or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0
-    require(cached <= prompt, f"{cached} tokens of {prompt} came from a cache")
+    require(
+        isinstance(cached, int) and 0 <= cached <= prompt,
+        f"{cached!r} tokens of {prompt} came from a cache",
+    )
     return f"{prompt} + {completion} = {total}"
 
 
@@ -215,8 +228,8 @@ def max_tokens_respected(session: Session) -> str:
 
 
 def n_choices(session: Session) -> str:
-    count, limit = 3, LIMIT // 2
-    body = session.body(PROMPT, limit, temperature=1.0, n=count)
+    count, limit = 3, LIMIT
+    body = session.body(_OPEN_PROMPT, limit, temperature=1.0, n=count)
     whole = session.ask(body, needs="n")
     for name, answer in (("the answer", whole), ("the stream", session.stream(body))):
         require(
@@ -225,6 +238,8 @@ def n_choices(session: Session) -> str:
         )
         for index, choice in answer.choices.items():
             require(choice.finish_reason is not None, f"choice {index} of {name} has no end")
+        texts = {(choice.reasoning, choice.text) for choice in answer.choices.values()}
+        require(len(texts) > 1, f"the choices of {name} are all the same")
     tokens = whole.tokens("completion_tokens")
     require(tokens <= count * limit, f"{tokens} tokens are counted of {count} x {limit} at most")
     ends = [choice.finish_reason for choice in whole.choices.values()]
@@ -274,6 +289,7 @@ def _tokens(answer: CheckedAnswer) -> str:
 CHECKS = (
     Check("greedy twice the same", greedy_twice),
     Check("same seed, same tokens", same_seed),
+    Check("other seeds, other tokens", other_seeds),
     Check("stream equals whole", stream_is_whole),
     Check("JSON schema enforced", schema_enforced, chat_only=True),
     Check("stop strings cut exactly", stop_strings),
