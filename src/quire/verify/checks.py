@@ -17,6 +17,8 @@ _TOP = 5
 _ROUNDING = 1e-3
 """Largest error of a sum of probabilities, and of two equal log-probabilities."""
 _OPEN_PROMPT = "Write a poem about the sea."
+_HOT = 2.0
+"""The highest temperature of OpenAI's API: there even small models say different things."""
 _STOP_LENGTH = 3
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _REPLACEMENT = "\ufffd"
@@ -55,10 +57,10 @@ def other_seeds(session: Session) -> str:
     """Asks for what can be said in many ways: four equal answers are those of one seed."""
     texts = set()
     for seed in range(_SEED, _SEED + 4):
-        body = session.body(_OPEN_PROMPT, LIMIT, temperature=1.0, seed=seed)
+        body = session.body(_OPEN_PROMPT, LIMIT, temperature=_HOT, seed=seed)
         choice = session.ask(body, needs="seed").first
         texts.add((choice.reasoning, choice.text))
-    require(len(texts) > 1, "four seeds of temperature 1 give the same text")
+    require(len(texts) > 1, f"four seeds of temperature {_HOT} give the same text")
     return f"{len(texts)} texts of 4 seeds"
 
 
@@ -228,8 +230,8 @@ def max_tokens_respected(session: Session) -> str:
 
 
 def n_choices(session: Session) -> str:
-    count, limit = 3, LIMIT
-    body = session.body(_OPEN_PROMPT, limit, temperature=1.0, n=count)
+    count, limit = 3, LIMIT // 2
+    body = session.body(PROMPT, limit, temperature=1.0, n=count)
     whole = session.ask(body, needs="n")
     for name, answer in (("the answer", whole), ("the stream", session.stream(body))):
         require(
@@ -238,8 +240,6 @@ def n_choices(session: Session) -> str:
         )
         for index, choice in answer.choices.items():
             require(choice.finish_reason is not None, f"choice {index} of {name} has no end")
-        texts = {(choice.reasoning, choice.text) for choice in answer.choices.values()}
-        require(len(texts) > 1, f"the choices of {name} are all the same")
     tokens = whole.tokens("completion_tokens")
     require(tokens <= count * limit, f"{tokens} tokens are counted of {count} x {limit} at most")
     ends = [choice.finish_reason for choice in whole.choices.values()]
