@@ -1,6 +1,7 @@
 """Runs a lesson by its number: python -m lessons 2 [options of the lesson].
 
-`all` runs one after the other; without a number it lists the lessons.
+`all` runs one after the other, each with the options that follow; without a number it lists the
+lessons.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ def title(folder: str) -> str:
 
 def main(arguments: list[str]) -> None:
     found = folders()
-    if arguments == ["all"]:
+    if arguments[:1] == ["all"]:
         for number, folder in found.items():
             print(f"\n== {number}. {title(folder)}\n", flush=True)
             # Each in a process of its own: what one leaves behind is no part of the next.
-            subprocess.run([sys.executable, "-m", f"lessons.{folder}.lesson"], check=True)
+            module = f"lessons.{folder}.lesson"
+            done = subprocess.run([sys.executable, "-m", module, *arguments[1:]])
+            if done.returncode:
+                sys.exit(done.returncode)
         return
     if not arguments or not arguments[0].isdigit() or int(arguments[0]) not in found:
-        print("python -m lessons NUMBER [options], or python -m lessons all\n")
+        print("python -m lessons NUMBER [options], or python -m lessons all [options]\n")
         for folder in found.values():
             print(f"  {folder[:2]}  {title(folder)}")
         sys.exit(0 if not arguments else 2)

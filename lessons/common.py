@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,12 +18,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
 from quire.engine.tokenizer import Tokenizer
+from quire.errors import QuireError
 from quire.models import (
     Decoder,
     ModelSpec,
@@ -82,13 +86,37 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def load(args: argparse.Namespace) -> Loaded:
-    """Finds the model of `--model`. Raises ModelError if there is none."""
-    return Loaded(resolve_model_path(args.model))
+    """Finds the model of `--model`. Exits with status 2 if there is none."""
+    try:
+        found = Loaded(resolve_model_path(args.model))
+        found.config  # noqa: B018 - reads the file
+        return found
+    except QuireError as error:
+        print(f"--model: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def engine(model: Loaded, **settings: Any) -> EngineCore:
     """Returns the engine's loop over this model on a CPU. settings: of `EngineArgs`."""
     return build_core(resolve(EngineArgs(model=str(model.path), device="cpu", **settings)))
+
+
+def half(model: Loaded, folder: Path) -> Path:
+    """Writes the first half of a model's layers, and what is around them, into a folder, and
+    returns the folder."""
+    count, kinds = model.config["num_hidden_layers"] // 2, model.config.get("layer_types")
+    shorter = {"num_hidden_layers": count} | ({"layer_types": kinds[:count]} if kinds else {})
+    (folder / "config.json").write_text(json.dumps(model.config | shorter))
+    kept = {
+        name: weight.bfloat16()
+        for name, weight in model.weights.items()
+        for layer in (re.search(r"\.layers\.(\d+)\.", name),)
+        if layer is None or int(layer[1]) < count
+    }
+    save_file(kept, folder / "model.safetensors")
+    for file in model.path.glob("*token*"):
+        (folder / file.name).symlink_to(file.resolve())
+    return folder
 
 
 def skewed_lengths(count: int) -> list[tuple[int, int]]:

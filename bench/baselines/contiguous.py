@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from crossover import crossover
+from crossover import beside, crossover
 from torch import Tensor
 
 from quire.arrays import int32
@@ -181,15 +181,7 @@ def main() -> None:
 
     records: list[BenchRecord] = []
     for batch in args.batches:
-        found = {kind: apart(kind, batch) for kind in RUNS}
-        metrics: dict[str, float] = {}
-        for kind, values in found.items():
-            # A case without figures did not fit.
-            metrics |= {f"{kind}_{name}": value for name, value in (values or {}).items()}
-        for name in ("memory_gb", "tok_s"):
-            pair = [metrics.get(f"{kind}_{name}") for kind in RUNS]
-            if pair[0] and pair[1]:
-                metrics[f"{name}_ratio"] = pair[0] / pair[1]
+        metrics = beside({kind: apart(kind, batch) for kind in RUNS})
         settings = {"dtype": args.dtype, "prompt_len": args.prompt_len,
                     "output_len": args.output_len, "longest": LONGEST}  # fmt: skip
         records.append(make_record(f"contiguous-{batch}", metrics, model="gpt2-124m",

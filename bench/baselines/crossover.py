@@ -1,4 +1,4 @@
-"""The batches from which on blocks on demand win over memory reserved at full length."""
+"""Two caches beside each other, and the batches from which on blocks on demand win."""
 
 from __future__ import annotations
 
@@ -26,3 +26,18 @@ def crossover(records: Sequence[BenchRecord]) -> BenchRecord:
                 break
             least[f"{name}_from"] = float(record.case.rpartition("-")[2])
     return msgspec.structs.replace(records[-1], case="contiguous-crossover", metrics=least)
+
+
+def beside(found: dict[str, dict[str, float] | None]) -> dict[str, float]:
+    """Returns the figures of two kinds, by name, and the first kind's over the second's. A kind
+    without figures did not fit."""
+    metrics = {
+        f"{kind}_{name}": value
+        for kind, values in found.items()
+        for name, value in (values or {}).items()
+    }
+    for name in ("memory_gb", "tok_s"):
+        first, second = (metrics.get(f"{kind}_{name}") for kind in found)
+        if first and second:
+            metrics[f"{name}_ratio"] = first / second
+    return metrics

@@ -3,6 +3,8 @@
     python -m lessons.08_speculative_decoding.lesson
     python -m lessons.08_speculative_decoding.lesson --model Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B
 
+A model without --draft is drafted for by the first half of its layers.
+
 1. Ratio test: a toy draft and a toy target, and a chi-square test of what comes out.
 2. Shared noise: the same with one noise for both. Nothing of the draft's distribution is kept.
 3. The engine, which does the second: its texts with and without drafts, and its passes counted.
@@ -11,6 +13,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lessons import plots
-from lessons.common import check, load, parser, table
+from lessons.common import check, half, load, parser, table
 from quire import LLM, SamplingParams
 
 DRAWS = 40_000
@@ -134,12 +137,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.add_argument("--length", type=int, default=40, help="tokens of a text")
     plots.add_option(options)
     args = options.parse_args(arguments)
-    if args.model and not args.draft:
-        options.error("--model needs --draft, a smaller model of the same vocabulary")
+    model = load(args)
     toy()
-    model = load(args).path
-    draft = args.draft or str(model.parent / "quire-tiny-draft")
-    engine(model, draft, args.counts, args.length, args.plot)
+    with tempfile.TemporaryDirectory() as folder:
+        embedded = model.path.with_name("quire-tiny-draft")
+        draft = args.draft or str(half(model, Path(folder)) if args.model else embedded)
+        engine(model.path, draft, args.counts, args.length, args.plot)
 
 
 if __name__ == "__main__":

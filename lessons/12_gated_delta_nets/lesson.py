@@ -94,8 +94,8 @@ def sizes(hybrid: Loaded) -> None:
     token = sum(group.block_bytes for group in groups if group.kind != "state")
     every = token * layers // full  # if all layers were attention
     rows = [[n, state / 1e6, token * n / 1e6, every * n / 1e6] for n in (16, 256, 4096, 65536)]
-    check(state > 0, f"{layers - full} of {layers} layers have states")
-    check(every > token, f"they are as large as the KV of {state / (every - token):,.0f} tokens")
+    check((state > 0) == (full < layers), f"{layers - full} of {layers} layers have states")
+    print(f"They are as large as the KV of {state // max(1, every - token):,} tokens.")
     print(table(["tokens", "states, MB", "its KV, MB", "KV of attention alone, MB"], rows))
 
 

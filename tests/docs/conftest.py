@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from quire.models import resolve_model_path
+from quire.simulate.engine_model import EngineModel
 from tests.docs.pages import ROOT
 from tests.server.server_process import Server, start_server
 
@@ -28,6 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "my/draft").symlink_to(embedded.with_name("quire-tiny-draft"))
     (made / "examples").symlink_to(ROOT / "examples")
     (made / "text.txt").symlink_to(ROOT / "lessons/11_quantization/story.txt")
+    lines = [
+        {"timestamp": 100 * i, "input_length": 1100, "output_length": 8, "hash_ids": [1, 2 + i]}
+        for i in range(40)
+    ]
+    (made / "mooncake.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (made / "engine.json").write_bytes(msgspec.json.encode(EngineModel()))
     # As the README has it.
     (made / "quire.yaml").write_text("model: my/model\nmax_num_seqs: 64\n")
     return made

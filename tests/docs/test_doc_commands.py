@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -37,9 +43,6 @@ NOT_RUN = {
     "--tensor-parallel-size 2 --enable-expert-parallel": "the embedded model has no experts; "
     "tests/models/test_experts_parallel.py",
     '{"method": "mtp"}': "the embedded model has no such layer; tests/models/test_draft_heads.py",
-    "quire route": "servers on other machines; tests/routing",
-    "--calibrate": "half a minute of load; tests/routing/test_simulate.py",
-    "mooncake.jsonl": "a trace to be downloaded; tests/routing/test_simulate.py has its own",
     "--transport nixl": "needs the extra nixl; tests/server/test_disagg.py",
     "--nvtx": "names what a GPU runs; the same command is run without it",
     "model.gguf": "a file that is to be made, and the extra gguf; tests/models/test_gguf.py",
@@ -182,8 +185,9 @@ MORE = {
     "quantize": ("--group-size", "32", "--samples", "8", "--length", "64"),
 }
 """Arguments that make a command's work fit a test."""
-RUNS = [c for c in quire_commands() if is_run(c) and c.words[1] != "serve"]
+RUNS = [c for c in quire_commands() if is_run(c) and c.words[1] not in ("serve", "route")]
 SERVES = [c for c in quire_commands() if is_run(c) and c.words[1] == "serve"]
+ROUTES = [c for c in quire_commands() if is_run(c) and c.words[1] == "route"]
 
 
 def given(command: Command) -> list[str]:
@@ -207,13 +211,47 @@ def test_quick_commands(command: Command, folder: Path, monkeypatch: pytest.Monk
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in RUNS if c.words[1] not in QUICK], ids=str)
 def test_other_commands(command: Command, folder: Path, doc_server: Server) -> None:
-    words = [word.replace("localhost:8000", doc_server.url) for word in given(command)]
+    address = doc_server.url.removeprefix("http://")
+    words = [word.replace("localhost:8000", address) for word in given(command)]
     done = subprocess.run(
         [sys.executable, "-m", "quire", *words, *MORE.get(command.words[1], ())],
         cwd=folder, input="Hi\n", capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+@pytest.mark.parametrize("command", ROUTES, ids=str)
+def test_routes(command: Command, doc_server: Server) -> None:
+    """One server under two names stands for the servers of the page."""
+    others = {"http://10.0.0.1:8000": doc_server.url}
+    others["http://10.0.0.2:8000"] = doc_server.url.replace("127.0.0.1", "localhost")
+    words = [others.get(word, word) for word in given(command)]
+    arguments = [sys.executable, "-m", "quire", *words, "--port", "0"]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as router:
+        try:
+            assert router.stdout is not None
+            url = re.findall(r"http://[\d.:]+\d", router.stdout.readline())[0]
+            body = json.dumps({"model": "quire-tiny", "prompt": "Once", "max_tokens": 2}).encode()
+            headers = {"content-type": "application/json"}
+            ask = urllib.request.Request(f"{url}/v1/completions", body, headers)
+            until_ready(url)
+            with urllib.request.urlopen(ask, timeout=60) as response:
+                assert json.load(response)["usage"]["completion_tokens"] == 2
+        finally:
+            router.send_signal(signal.SIGINT)
+    assert router.returncode == 0
+
+
+def until_ready(url: str) -> None:
+    """Waits until a router has looked at its servers."""
+    deadline = time.monotonic() + 60
+    while True:
+        with contextlib.suppress(urllib.error.HTTPError):
+            urllib.request.urlopen(f"{url}/ready", timeout=10).close()
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 @pytest.mark.slow

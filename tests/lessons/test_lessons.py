@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lessons.__main__ import folders
-from lessons.common import check, table
+from lessons.common import Loaded, check, half, table
+from quire.models import resolve_model_path
 
 ROOT = Path(__file__).parents[2]
 LESSONS = [ROOT / "lessons" / folder for folder in folders().values()]
@@ -52,6 +54,23 @@ def test_list() -> None:
     assert "  02  The KV cache\n" in done.stdout
     wrong = [sys.executable, "-m", "lessons", "99"]
     assert subprocess.run(wrong, cwd=ROOT, capture_output=True).returncode == 2
+
+
+def test_a_model_that_is_not_there_ends_all() -> None:
+    command = [sys.executable, "-m", "lessons", "all", "--model", "/not/there"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "--model: no such model folder: /not/there\n"
+    assert "== 2." not in done.stdout
+
+
+def test_half_of_a_model_is_a_model(tmp_path: Path) -> None:
+    model = Loaded(resolve_model_path(None))
+    made = Loaded(half(model, tmp_path))
+    assert len(made.decoder.layers) == len(model.decoder.layers) // 2
+    assert made.tokenizer.encode("fox").tolist() == model.tokenizer.encode("fox").tolist()
+    ours, theirs = made.decoder.layers[-1], model.decoder.layers[len(made.decoder.layers) - 1]
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
 def test_a_claim_that_fails_ends_the_script(capsys: pytest.CaptureFixture[str]) -> None:

@@ -341,6 +341,50 @@ def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: s
     run(main)
 
 
+def test_a_router_is_no_replica_of_its_own() -> None:
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica) as setup:
+            own = str(setup.http.base_url).rstrip("/")
+            answer = await setup.http.post("/replicas", json={"url": own}, headers=ADMIN)
+            assert answer.status_code == 502
+            assert "it is this router" in answer.json()["error"]["message"]
+            # Nor by way of another router.
+            async with routed() as second:
+                (first,) = setup.fleet
+                there = str(second.http.base_url).rstrip("/")
+                joined = await second.http.post("/replicas", json={"url": own}, headers=ADMIN)
+                assert joined.status_code == 200
+                refused = await setup.http.post("/replicas", json={"url": there}, headers=ADMIN)
+                assert refused.status_code == 502
+                assert "/load answered 508" in refused.json()["error"]["message"]
+                assert (await second.ask()).text == "one two"
+                assert list(setup.fleet) == [first]
+            looped = await setup.ask(headers={"via": setup.fleet.via.decode()})
+            assert looped.status_code == 508
+            assert looped.json()["error"]["code"] == "loop"
+
+    run(main)
+
+
+def test_headers_that_connection_names_are_left_out() -> None:
+    async def main() -> None:
+        replica = FakeReplica(
+            headers=((b"Connection", b"X-Hop"), (b"X-Hop", b"1"), (b"X-End", b"2"))
+        )
+        replica.gate.set()
+        async with routed(replica) as setup:
+            sent = {"connection": "X-Own, keep-alive", "x-own": "1", "x-other": "2"}
+            answer = await setup.ask(headers=sent)
+            assert (answer.headers.get("x-hop"), answer.headers["x-end"]) == (None, "2")
+            _, _, seen, _ = next(each for each in replica.seen if each[1] == "/v1/completions")
+            assert (seen.get("x-own"), seen["x-other"]) == (None, "2")
+            assert seen["via"] == setup.fleet.via.decode()
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     "said", [b"<html>", b"[]", b'{"data": [{"id": 3}]}', b'"\xff"', b"[" * 9999]
 )

@@ -209,6 +209,18 @@ def test_tokens_are_those_of_one_engine(
     check(make(folders[model], mode, kv_cache_dtype=kv), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("kv", ["float32", "int8", "fp8", "fp8_dynamic"])
+@pytest.mark.parametrize("model", ["full", "window", "state", "latent"])
+def test_every_family_in_every_format(
+    folders: dict[str, Path], make: Any, model: str, kv: str, ranks: tuple[int, int]
+) -> None:
+    mode = "async" if ranks == (1, 1) else "sync"
+    expected = alone(folders[model], kv_cache_dtype=kv)
+    check(make(folders[model], mode, ranks=ranks, kv_cache_dtype=kv), expected)
+
+
 @pytest.mark.parametrize(
     ("model", "ranks"),
     [

@@ -137,6 +137,8 @@ class Handler(BaseHTTPRequestHandler):
         draw = random.Random(0)
         if body["temperature"] > 0 or self.has("greedy"):
             seed = None if self.has("seed") else body.get("seed")
+            if self.has("one sample"):
+                seed, index = 0, 0
             draw = random.Random(None if seed is None else seed + index)
         tokens = draw.choices(WORDS, k=60)
         stops = [] if self.has("stop") else body.get("stop") or []
@@ -201,6 +203,8 @@ class Handler(BaseHTTPRequestHandler):
             extra = int(self.has("stream usage"))
             usage = {**usage, "completion_tokens": usage["completion_tokens"] + extra}
             self.event({"choices": [], "usage": usage})
+        while self.has("endless"):
+            self.wfile.write(b": more\n\n" * 10_000)
         if not self.has("no done"):
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -208,7 +212,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
 
     def reply(self, status: int, value: Json) -> None:
+        if self.has("usage list") and "usage" in value:
+            value = {**value, "usage": [1]}
         data = b"[" if self.has("no JSON") else json.dumps(value).encode()
+        if self.has("nested") and "choices" in value:
+            data = b"[" * 100_000
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

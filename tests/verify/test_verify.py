@@ -41,6 +41,7 @@ def test_a_right_server_passes_all() -> None:
     ("fault", "check"),
     [
         ("seed", "same seed, same tokens"),
+        ("one sample", "other seeds, other tokens"),
         ("stream", "stream equals whole"),
         ("stream end", "stream equals whole"),
         ("stream usage", "stream equals whole"),
@@ -74,6 +75,9 @@ def test_a_fault_fails_its_check(fault: str, check: str) -> None:
         ("max_tokens", {"max_tokens respected", "usage adds up", "n choices"}),
         ("silent errors", {"unknown model is 404", "bad parameter is 400"}),
         ("no done", {"stream equals whole", "stop strings cut exactly", "n choices"}),
+        ("endless", {"stream equals whole", "stop strings cut exactly", "n choices"}),
+        ("usage list", {"greedy twice the same", "usage adds up"}),
+        ("nested", {"greedy twice the same", "usage adds up"}),
     ],
 )
 def test_a_fault_may_fail_several_checks(fault: str, checks: set[str]) -> None:
@@ -143,11 +147,11 @@ def test_command() -> None:
     with serve() as server:
         done = command(server.url)
         assert done.exit_code == 0
-        assert done.output.splitlines()[-1] == "21 passed, 0 failed, 0 not offered"
+        assert done.output.splitlines()[-1] == "23 passed, 0 failed, 0 not offered"
     with serve("total", refused=("seed",)) as server:
         done = command(server.url)
     assert done.exit_code == 1
-    assert "17 passed, 2 failed, 2 not offered" in done.output
+    assert "17 passed, 2 failed, 4 not offered" in done.output
     assert "failed: chat, usage adds up: " in done.output
 
 
@@ -156,7 +160,7 @@ def test_command_in_json() -> None:
         done = command(server.url, "--json", "--api-key", KEY, "--timeout", "30")
     card = json.loads(done.stdout)
     assert done.exit_code == 1
-    assert (card["model"], card["passed"], card["failed"]) == ("fake", 19, 2)
+    assert (card["model"], card["passed"], card["failed"]) == ("fake", 21, 2)
     assert card["checks"][0] == {
         "check": "greedy twice the same",
         "route": "chat",

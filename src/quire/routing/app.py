@@ -86,6 +86,9 @@ class RouterApp:
         method, path = scope["method"], scope["path"]
         if self.hosts is not None:
             self.hosts.check(scope)
+        if any(name == b"via" and self.fleet.via in value for name, value in scope["headers"]):
+            reason = "The request has come back: a replica of this router is the router itself."
+            raise ApiError(508, reason, code="loop", retry=False)
         if path == "/health" and method in ("GET", "HEAD"):
             await _answer(send, 200, b"")
         elif path == "/ready" and method in ("GET", "HEAD"):

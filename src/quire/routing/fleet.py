@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -52,13 +53,15 @@ class Fleet:
 
     Attributes:
         chooser: decides who takes a request.
+        via: what the router adds to `Via` (RFC 9110, 7.6.3), by which it knows its own requests.
     """
 
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
         self.replicas: dict[str, RoutedReplica] = {}
         self.chooser = Chooser(settings.policy)
-        self._questions = Questions(settings.key, settings.check_timeout)
+        self.via = b"1.1 quire-" + secrets.token_hex(8).encode()
+        self._questions = Questions(settings.key, settings.check_timeout, self.via)
         self._numbers = itertools.count()
         self._by_number: dict[int, RoutedReplica] = {}
 

@@ -39,7 +39,7 @@ _OF_A_CONNECTION = {
 }  # fmt: skip
 """Headers that are of one connection (RFC 9110, 7.6.1)."""
 _SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER}
-_KEPT_BACK = {*_OF_A_CONNECTION, PROMPT_HEADER, USED_HEADER}
+_KEPT_BACK = {PROMPT_HEADER, USED_HEADER}
 _STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
 _FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
@@ -181,12 +181,12 @@ class Proxy:
         scope = exchange.scope
         headers: Headers = [
             (name, value)
-            for name, value in scope["headers"]
-            if name not in _OF_A_CONNECTION
-            and name not in _SET_HERE
+            for name, value in _end_to_end(scope["headers"])
+            if name not in _SET_HERE
             # To a replica the router's own pages would be those of another host.
             and not (name == b"origin" and _is_own(value, scope))
         ]
+        headers.append((b"via", self._fleet.via))
         if choice.prefill is not None:
             headers.append((PREFILL_HEADER, (choice.prefill or LOCAL).encode()))
         if exchange.prompt.keys and replica.state.informed:
@@ -224,7 +224,7 @@ class Proxy:
         exchange: _Exchange,
         send: Send,
     ) -> None:
-        kept = [(name, v) for name, v in answer.headers if name not in _KEPT_BACK]
+        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in _KEPT_BACK]
         usage = UsageReader(answer.headers) if exchange.metered else None
         exchange.status = answer.status
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
@@ -271,6 +271,15 @@ class _Exchange:
 
 class BrokenAnswerError(Exception):
     """A replica was lost within its answer: the client's connection must end without its end."""
+
+
+def _end_to_end(headers: Headers) -> Headers:
+    """Returns the headers that are not of one connection: neither one of those, nor named there."""
+    left = _OF_A_CONNECTION
+    for name, value in headers:
+        if name == b"connection":
+            left = left | {each.strip().lower() for each in value.split(b",")}
+    return [header for header in headers if header[0] not in left]
 
 
 def _with_headers(send: Send, headers: Headers) -> Send:

@@ -57,10 +57,10 @@ def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
 
 
 class Questions:
-    """Asks replicas. key: sent along. timeout: seconds that an answer may take."""
+    """Asks replicas. key: sent along. timeout: seconds an answer may take. via: see `Fleet`."""
 
-    def __init__(self, key: str | None, timeout: float) -> None:
-        self._headers: Headers = [(b"content-type", b"application/json")]
+    def __init__(self, key: str | None, timeout: float, via: bytes) -> None:
+        self._headers: Headers = [(b"content-type", b"application/json"), (b"via", via)]
         if key:
             self._headers.append((b"authorization", b"Bearer " + key.encode()))
         self._timeout = timeout
@@ -107,6 +107,8 @@ class Questions:
         status, _ = await self._answer(replica, b"/ready")
         if status == 503:
             raise NotReadyError("/ready answered 503")
+        if status == 508:
+            raise QuestionRefusedError("it is this router")
         if status != 200:
             raise QuestionRefusedError(f"/ready answered {status}")
 

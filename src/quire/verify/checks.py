@@ -16,6 +16,9 @@ _SEED = 20_260_101
 _TOP = 5
 _ROUNDING = 1e-3
 """Largest error of a sum of probabilities, and of two equal log-probabilities."""
+_OPEN_PROMPT = "Write a poem about the sea."
+_HOT = 2.0
+"""The highest temperature of OpenAI's API: there even small models say different things."""
 _STOP_LENGTH = 3
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _REPLACEMENT = "\ufffd"
@@ -50,6 +53,17 @@ def same_seed(session: Session) -> str:
     return _tokens(second)
 
 
+def other_seeds(session: Session) -> str:
+    """Asks for what can be said in many ways: four equal answers are those of one seed."""
+    texts = set()
+    for seed in range(_SEED, _SEED + 4):
+        body = session.body(_OPEN_PROMPT, LIMIT, temperature=_HOT, seed=seed)
+        choice = session.ask(body, needs="seed").first
+        texts.add((choice.reasoning, choice.text))
+    require(len(texts) > 1, f"four seeds of temperature {_HOT} give the same text")
+    return f"{len(texts)} texts of 4 seeds"
+
+
 def stream_is_whole(session: Session) -> str:
     """Compares text, finish reason and, where streams have it, usage."""
     whole, body = session.greedy(), session.body(PROMPT, LIMIT)
@@ -81,9 +95,7 @@ def schema_enforced(session: Session) -> str:
     """Asks hot, and for something else, so that only a grammar leads to the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True}}
     form["json_schema"]["schema"] = SCHEMA  # type: ignore[index]
-    body = session.body(
-        "Write a poem about the sea.", 4 * LIMIT, temperature=1.0, response_format=form
-    )
+    body = session.body(_OPEN_PROMPT, 4 * LIMIT, temperature=1.0, response_format=form)
     for _ in range(3):
         choice = session.ask(body, needs="response_format").first
         require(
@@ -190,7 +202,10 @@ def usage_adds_up(session: Session) -> str:
     require(longer > prompt > 0, f"a prompt has {prompt} tokens, and twice the text {longer}")
     details = (whole.usage or {}).get("prompt_tokens_details") or {}
     cached = details.get("cached_tokens") or 0
-    require(cached <= prompt, f"{cached} tokens of {prompt} came from a cache")
+    require(
+        isinstance(cached, int) and 0 <= cached <= prompt,
+        f"{cached!r} tokens of {prompt} came from a cache",
+    )
     return f"{prompt} + {completion} = {total}"
 
 
@@ -274,6 +289,7 @@ def _tokens(answer: CheckedAnswer) -> str:
 CHECKS = (
     Check("greedy twice the same", greedy_twice),
     Check("same seed, same tokens", same_seed),
+    Check("other seeds, other tokens", other_seeds),
     Check("stream equals whole", stream_is_whole),
     Check("JSON schema enforced", schema_enforced, chat_only=True),
     Check("stop strings cut exactly", stop_strings),

@@ -129,6 +129,19 @@ def add_choices(route: CheckedRoute, choices: dict[int, CheckedChoice], body: Js
             route.add(choice, raw)
             if ended is not None and len(choice.text) > length:
                 raise FailedError(f"choice {raw['index']} goes on after its finish_reason")
-            choice.finish_reason = raw.get("finish_reason") or ended
+            reason = raw.get("finish_reason")
+            if not isinstance(reason, str | None):
+                raise FailedError(f"finish_reason is {reason!r}")
+            choice.finish_reason = reason or ended
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise FailedError(f"the answer is not of OpenAI's shape: {error!r}") from None
+
+
+def usage_of(body: Json) -> Json | None:
+    """Returns the account of tokens of an answer or a chunk. Raises FailedError where it has
+    another shape."""
+    usage = body.get("usage")
+    details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+    if not isinstance(usage, dict | None) or not isinstance(details, dict | None):
+        raise FailedError(f"usage is {usage!r}")
+    return usage

@@ -11,11 +11,20 @@ from typing import Any
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
 from quire.verify.outcome import FailedError, NotOfferedError
-from quire.verify.routes import CheckedAnswer, CheckedChoice, CheckedRoute, Json, add_choices
+from quire.verify.routes import (
+    CheckedAnswer,
+    CheckedChoice,
+    CheckedRoute,
+    Json,
+    add_choices,
+    usage_of,
+)
 
 REFUSED = frozenset({400, 404, 405, 415, 422, 501})
 """Statuses with which servers refuse a field or route that they do not have."""
 _MOST_BYTES = 16_000_000
+_MOST_STREAMED_BYTES = 2_000_000
+"""The checks' streams have some ten kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +59,15 @@ def send(client: HttpClient, method: str, path: str, content: str | None = None)
         raise ConfigError(f"{client.address} broke off its answer: {error!r}", "url") from None
     finally:
         connection.close()
+    return Reply(response.status, _parsed(data))
+
+
+def _parsed(data: bytes) -> Any:
+    """Returns the value of a JSON text; None where it is none."""
     try:
-        return Reply(response.status, json.loads(data))
-    except ValueError:
-        return Reply(response.status, None)
+        return json.loads(data)
+    except (ValueError, RecursionError):
+        return None
 
 
 class Session:
@@ -105,7 +119,7 @@ class Session:
         _check_status(reply, needs)
         choices: dict[int, CheckedChoice] = {}
         add_choices(self.route, choices, reply.body)
-        return CheckedAnswer(choices, reply.body.get("usage"))
+        return CheckedAnswer(choices, usage_of(reply.body))
 
     def stream(self, body: Json, needs: str = "") -> CheckedAnswer:
         """Returns a streamed answer, put together. Errors are those of `ask`."""
@@ -113,7 +127,7 @@ class Session:
         try:
             for chunk in self._chunks({**body, "stream": True}, needs):
                 add_choices(self.route, answer.choices, chunk)
-                answer.usage = chunk.get("usage") or answer.usage
+                answer.usage = usage_of(chunk) or answer.usage
         except (ConfigError, OSError, http.client.HTTPException) as error:
             raise FailedError(f"the stream broke off: {error}") from None
         return answer
@@ -122,22 +136,21 @@ class Session:
         connection, response = self.client.request("POST", self.route.path, json.dumps(body))
         try:
             if response.status != 200:
-                data = response.read(_MOST_BYTES)
-                try:
-                    reply = Reply(response.status, json.loads(data))
-                except ValueError:
-                    reply = Reply(response.status, None)
+                reply = Reply(response.status, _parsed(response.read(_MOST_BYTES)))
                 _check_status(reply, needs)
-            for line in response:
+            left = _MOST_STREAMED_BYTES
+            while line := response.readline(left):
+                left -= len(line)
+                if left <= 0:
+                    raise FailedError(f"the stream goes on after {_MOST_STREAMED_BYTES:,} bytes")
                 if not line.startswith(b"data:"):
                     continue
                 data = line.removeprefix(b"data:").strip()
                 if data == b"[DONE]":
                     return
-                try:
-                    chunk = json.loads(data)
-                except ValueError:
-                    raise FailedError(f"an event is no JSON: {data[:100]!r}") from None
+                chunk = _parsed(data)
+                if chunk is None:
+                    raise FailedError(f"an event is no JSON: {data[:100]!r}")
                 if not isinstance(chunk, dict) or "error" in chunk:
                     raise FailedError(f"an event is an error: {data[:200]!r}")
                 yield chunk
