@@ -46,7 +46,7 @@ def greedy(count: int = 12, **more: object) -> SamplingParams:
 
 
 _tokens: dict[str, list[list[int]]] = {}
-"""What each job has given alone."""
+"""Tokens of jobs that ran alone."""
 
 
 def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
