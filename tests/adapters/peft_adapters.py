@@ -1,14 +1,21 @@
-"""Random adapters of tiny checkpoints, made and judged by PEFT."""
+"""Random adapters of tiny checkpoints, made and judged by PEFT.
+
+It is imported where it is called: with what it imports, that takes seconds, and processes that
+collect tests or compute as ranks do without.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
-import peft
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+needs_peft = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs PEFT")
 
 
 def linears(model: Any) -> list[str]:
@@ -26,6 +33,8 @@ def linears(model: Any) -> list[str]:
 
 def make_adapter(model: Any, folder: Path, seed: int, **config: Any) -> None:
     """Saves a random adapter for a transformers model, and leaves the model as it was."""
+    import peft
+
     gpt2 = "GPT2" in type(model).__name__
     config.setdefault("target_modules", linears(model))
     config.setdefault("fan_in_fan_out", gpt2)
@@ -45,6 +54,8 @@ def logits(model: Any, folder: Path | None, tokens: list[int]) -> torch.Tensor:
     if folder is None:
         with torch.inference_mode():
             return model(ids).logits[0]
+    import peft
+
     adapted = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     with torch.inference_mode():
         found = adapted(ids).logits[0]

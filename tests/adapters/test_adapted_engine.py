@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("peft")
-
 from quire import LLM, LoRARequest, SamplingParams
 from quire.arrays import int32
 from quire.engine.core import EngineCore
@@ -21,8 +19,10 @@ from quire.models import hub
 from quire.request import Request
 from quire.speculation.draft_count import StepCosts
 from quire.speculation.feature import SpeculationFeature
-from tests.adapters.peft_adapters import change, make_adapter, save, tensors
+from tests.adapters.peft_adapters import change, make_adapter, needs_peft, save, tensors
 from tests.models.checkpoints import greedy, make
+
+pytestmark = needs_peft
 
 PROMPT = [5, 17, 99, 3, 42, 7, 7, 150, 23, 61, 8, 14, 77, 100, 2, 31, 19, 20]
 TOKENS = 12

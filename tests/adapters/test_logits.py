@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("peft")
-
 from quire.adapters.adapter_pool import AdapterPool
 from quire.models import (
     build_model,
@@ -23,11 +21,13 @@ from quire.models import (
 )
 from quire.ops.rows import StepRows
 from quire.parallel import ProcessGroup, SingleGroup
-from tests.adapters.peft_adapters import logits, make_adapter
+from tests.adapters.peft_adapters import logits, make_adapter, needs_peft
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.slow import slow
+
+pytestmark = needs_peft
 
 TEXTS = [[5, 17, 99, 3, 42, 7, 7, 150, 23], [11, 12, 13], [9, 8, 7, 6, 5], [11, 12, 13], [4]]
 SLOTS = [0, -1, 1, 2, 1]

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("peft")
-
 from quire.adapters.peft import WEIGHTS, read_adapter
 from quire.adapters.projections import AdapterLayout
 from quire.adapters.registry import CONFIG, folder_of, names_in, parse_setting, valid_name
 from quire.errors import ConfigError, RequestError
 from quire.models import build_model, load_config, spec_from_config
-from tests.adapters.peft_adapters import change, make_adapter, save, tensors
+from tests.adapters.peft_adapters import change, make_adapter, needs_peft, save, tensors
 from tests.models.checkpoints import make
+
+pytestmark = needs_peft
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj"
 

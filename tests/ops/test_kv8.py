@@ -21,6 +21,10 @@ FORMATS = {
     "int8": KVFormat(torch.uint8, "token"),
 }
 formats = pytest.mark.parametrize("kv_format", FORMATS.values(), ids=FORMATS)
+both_scales = pytest.mark.parametrize(
+    "kv_format", [FORMATS["fp8"], slow(FORMATS["fp8_dynamic"]), FORMATS["int8"]], ids=FORMATS
+)
+"""Scales of heads, and those of tokens: where a test is of what rows are cut into."""
 
 
 def quantized(x: Tensor, kv_format: KVFormat, head_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -119,13 +123,13 @@ def test_half_precision(kernel_device: str, kv_format: KVFormat, dtype: torch.dt
     torch.testing.assert_close(out.double(), want, atol=tolerance, rtol=tolerance)
 
 
-@formats
+@both_scales
 @pytest.mark.parametrize("block_size", [1, slow(32)])
 def test_block_sizes(kernel_device: str, kv_format: KVFormat, block_size: int) -> None:
     Stored(kv_format, kernel_device, [(1, 70), (20, 45)], block_size=block_size).check()
 
 
-@formats
+@both_scales
 @pytest.mark.parametrize("window", [slow(1), 16, slow(33)])
 def test_sliding_window(kernel_device: str, kv_format: KVFormat, window: int) -> None:
     Stored(kv_format, kernel_device, MIXED).check(window=window)
@@ -138,7 +142,7 @@ def test_soft_cap(kernel_device: str, kv_format: KVFormat) -> None:
     Stored(kv_format, kernel_device, MIXED).check(softcap=2.0)
 
 
-@formats
+@both_scales
 @pytest.mark.parametrize("window", [slow(None), 33])
 def test_long_rows_in_parts(kernel_device: str, kv_format: KVFormat, window: int | None) -> None:
     rows = [(20, 300), (1, 77), (16, 32)]
@@ -147,16 +151,16 @@ def test_long_rows_in_parts(kernel_device: str, kv_format: KVFormat, window: int
     )
 
 
-@formats
+@both_scales
 def test_decode_in_parts(kernel_device: str, kv_format: KVFormat) -> None:
     rows = [(1, 1), (1, 300), (1, 16), (1, 129)]
     for programs in (2, 80):
         Stored(kv_format, kernel_device, rows).check(replace(SMALL, programs=programs))
 
 
-@formats
+@both_scales
 def test_default_and_fixed_tuning(kernel_device: str, kv_format: KVFormat) -> None:
-    case = Stored(kv_format, kernel_device, MIXED, 8, 2, 128)
+    case = Stored(kv_format, kernel_device, MIXED, 4, 1, 128)
     case.check(AttentionTuning())
     together = case.check(replace(SMALL, fixed=True))
     alone = Stored.__new__(Stored)
@@ -172,7 +176,7 @@ def test_default_and_fixed_tuning(kernel_device: str, kv_format: KVFormat) -> No
     assert torch.equal(out, together[end - 1 : end])
 
 
-@formats
+@both_scales
 def test_drafts_are_short_rows(kernel_device: str, kv_format: KVFormat) -> None:
     Stored(kv_format, kernel_device, [(4, 60), (4, 5), (1, 90)], 6, 1).check(
         replace(SMALL, decode=Tiles(32, 16, 2, 2))

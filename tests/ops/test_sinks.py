@@ -39,7 +39,7 @@ def replace_unwritten(case: Case) -> object:
 def test_parts_count_a_sink_once(kernel_device: str) -> None:
     case = Case(kernel_device, [(1, 130), (1, 9), (1, 64)])
     case.check(replace(SMALL, programs=24, min_tiles=1), sinks=sinks_of(case))
-    case = Case(kernel_device, BEHIND)
+    case = Case(kernel_device, BEHIND, 3, 1)
     case.check(SPREAD, sinks=sinks_of(case))
     case.check(SPREAD, window=20, sinks=sinks_of(case))
 

@@ -283,7 +283,7 @@ def test_long_rows_in_parts_of_half_precision(kernel_device: str, dtype: torch.d
 
 def test_long_rows_in_parts_read_nothing_unwritten(kernel_device: str) -> None:
     """New tensors are full of NaN and of the largest integers here."""
-    case = Case(kernel_device, BEHIND, padding=(5, 3))
+    case = Case(kernel_device, BEHIND, 2, 1, 16, padding=(5, 3))
     want = case.check(SPREAD, window=20)
     torch.use_deterministic_algorithms(True)
     try:
@@ -293,7 +293,7 @@ def test_long_rows_in_parts_read_nothing_unwritten(kernel_device: str) -> None:
 
 
 def test_long_rows_in_one_part_are_as_without(kernel_device: str) -> None:
-    case = Case(kernel_device, BEHIND, 6, 1, padding=(5, 3))
+    case = Case(kernel_device, BEHIND, 3, 1, padding=(5, 3))
     assert torch.equal(case.run(replace(SMALL, spread=1)), case.run(replace(SMALL, spread=0)))
 
 

@@ -187,7 +187,7 @@ def command(source: Path, target: Path, *flags: str) -> subprocess.Popen[str]:
 def test_a_kill_and_the_rest(files: tuple[Path, Path], tmp_path: Path) -> None:
     source, target = files
     errors = tmp_path / "errors.jsonl"
-    asked = {"model": MODEL, "max_tokens": 24, "ignore_eos": True}
+    asked = {"model": MODEL, "max_tokens": 12, "ignore_eos": True}
     chat = {"messages": [{"role": "user", "content": "Hi"}], **asked}
     lines = [line(f"t{i}", prompt=f"Story {i}:", **asked) for i in range(16)]
     lines += [line(f"c{i}", "/v1/chat/completions", **chat) for i in range(5)]
@@ -218,7 +218,7 @@ def test_a_kill_and_the_rest(files: tuple[Path, Path], tmp_path: Path) -> None:
     assert read(errors)[0]["response"]["body"]["error"]["param"] == "temperature"
     for item in outcomes.values():
         assert item["response"]["status_code"] == 200
-    assert outcomes["t3"]["response"]["body"]["usage"]["completion_tokens"] == 24
+    assert outcomes["t3"]["response"]["body"]["usage"]["completion_tokens"] == 12
     assert len(outcomes["e"]["response"]["body"]["data"]) == 2
     assert outcomes["r"]["response"]["body"]["output"]
 

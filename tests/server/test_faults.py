@@ -113,7 +113,7 @@ def test_a_stopped_engine_is_not_ready(launch: Callable[..., Server]) -> None:
 def test_not_ready_while_draining(launch: Callable[..., Server]) -> None:
     server = launch("--drain-timeout", str(WAIT))
     client = server.client()
-    stream = iter(client.completions.create(**{**LONG, "max_tokens": 300}, stream=True))
+    stream = iter(client.completions.create(**{**LONG, "max_tokens": 120}, stream=True))
     next(stream)
     server.process.send_signal(signal.SIGTERM)
     server.wait_for(lambda: status(server, "/ready") in (0, 503), "/ready to fail")
@@ -134,7 +134,7 @@ def test_workers(launch: Callable[..., Server]) -> None:
     server.wait_for(
         lambda: server.metric("quire_generation_tokens_total") == 24, "all tokens to be counted"
     )
-    stream = iter(client.completions.create(**{**LONG, "max_tokens": 200}, stream=True))
+    stream = iter(client.completions.create(**{**LONG, "max_tokens": 100}, stream=True))
     next(stream)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve("resp_0")

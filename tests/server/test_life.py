@@ -58,7 +58,7 @@ def test_a_signal_drains_and_exits_with_0(
     if bare:
         monkeypatch.setenv(BARE, "1")
     server = launch("--drain-timeout", str(WAIT))
-    stream = iter(server.client().completions.create(**{**LONG, "max_tokens": 150}, stream=True))
+    stream = iter(server.client().completions.create(**{**LONG, "max_tokens": 80}, stream=True))
     next(stream)
     below = engines(server)
     assert below

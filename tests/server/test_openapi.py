@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -24,7 +25,16 @@ from tests.slow import WHOLE, examples
 
 schemathesis = pytest.importorskip("schemathesis")
 from schemathesis import checks  # noqa: E402
+from schemathesis.generation.feedback import FeedbackSources  # noqa: E402
+from schemathesis.generation.hypothesis.builder import (  # noqa: E402
+    InvalidHeadersExampleMark,
+    MissingPathParameters,
+)
 from schemathesis.generation.meta import TestPhase  # noqa: E402
+from schemathesis.pytest._test_builder import build_operation_test  # noqa: E402
+from schemathesis.python._constants.orchestrator import (  # noqa: E402
+    make_constants_value_source,
+)
 
 CONFIG = EngineConfig(
     args=EngineArgs(model="fake"),
@@ -126,15 +136,13 @@ def _no_proxies() -> Iterator[None]:
         yield
 
 
-@SCHEMA.parametrize()
 @settings(
     max_examples=examples(6),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
-def test_nothing_is_the_servers_fault(case: Any) -> None:
-    """No 5xx, and answers of the shapes, statuses and types that are promised."""
+def _answers_as_promised(case: Any) -> None:
     case.call_and_validate(
         checks=[
             checks.not_a_server_error,
@@ -143,3 +151,24 @@ def test_nothing_is_the_servers_fault(case: Any) -> None:
             checks.response_schema_conformance,
         ]
     )
+
+
+@pytest.mark.parametrize("result", SCHEMA.get_all_operations(), ids=lambda one: one.ok().label)
+def test_nothing_is_the_servers_fault(result: Any) -> None:
+    """No 5xx, and answers of the shapes, statuses and types that are promised.
+
+    Cases are derived here: `SCHEMA.parametrize()` derives those of all routes at each collection.
+    """
+    made = build_operation_test(
+        config=SCHEMA.config, operation=result.ok(), test_func=_answers_as_promised,
+        given_kwargs={}, feedback=_constants(),
+    )  # fmt: skip
+    made()
+    assert MissingPathParameters.get(made) is None
+    assert InvalidHeadersExampleMark.get(made) is None
+
+
+@functools.cache
+def _constants() -> FeedbackSources:
+    """Returns the constants of the server's sources, from which values are drawn too."""
+    return FeedbackSources(constants_value_source=make_constants_value_source(SCHEMA))

@@ -21,7 +21,7 @@ def test_a_dead_replica(launch: Callable[..., Server]) -> None:
     streams = [
         iter(
             server.client().completions.create(
-                **{**LONG, "max_tokens": 200, "prompt": prompt}, stream=True
+                **{**LONG, "max_tokens": 120, "prompt": prompt}, stream=True
             )
         )
         for prompt in ("Once", "Twice")

@@ -226,7 +226,7 @@ def finish(llm: LLM) -> None:
 
 
 def test_a_grammar_that_fails_in_the_engine_fails_its_request_only(llm: LLM) -> None:
-    expected = run(llm, ["Once upon a time"], [PLAIN[1]])[0]
+    expected = tokens_alone(llm, PROMPTS[0], PLAIN[1])
     (bad,) = add(llm, "bad", asks({"not": {}}))
     (good,) = add(llm, "good", PLAIN[1])
     finish(llm)
@@ -271,9 +271,10 @@ def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: 
             rows[0].state.error = GrammarError("too complex")
         build(self, rows, *others)
 
-    expected = run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]])
+    asked = [asks(PERSON), PLAIN[0]]
+    expected = [tokens_alone(llm, *job) for job in zip(PROMPTS[:2], asked, strict=True)]
     monkeypatch.setattr(MaskBuilder, "build", failing)
-    broken, whole = llm.generate(PROMPTS[:2], [asks(PERSON), PLAIN[0]], use_tqdm=False)
+    broken, whole = llm.generate(PROMPTS[:2], asked, use_tqdm=False)
     assert broken.outputs[0].finish_reason == "error"
     assert broken.finished
     got = broken.outputs[0].token_ids
@@ -281,13 +282,13 @@ def test_a_walk_that_fails_ends_its_request(llm: LLM, monkeypatch: Any, panics: 
     assert got[:3] == expected[0][:3]
     assert whole.outputs[0].token_ids == expected[1]
     monkeypatch.undo()
-    assert run(llm, PROMPTS[:2], [asks(PERSON), PLAIN[0]]) == expected
+    assert run(llm, PROMPTS[:2], asked) == expected
 
 
 @pytest.mark.parametrize("depth", [slow(1), slow(2), 3])
 def test_abort(llms: dict[int, LLM], depth: int) -> None:
     llm = llms[depth]
-    expected = run(llm, ["Once upon a time"] * 2, [asks(PERSON), PLAIN[1]])
+    expected = [tokens_alone(llm, PROMPTS[0], asked) for asked in (asks(PERSON), PLAIN[1])]
     for steps in some((0, 1, 2, 3, 5)):
         add(llm, "gone", asks(DATES, n=2))
         (kept,) = add(llm, "kept", asks(PERSON))
@@ -321,9 +322,10 @@ def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -
             heads.append((known, len(submitted)))
         build(self, rows, *others)
 
-    expected = run(llm, PROMPTS[:2], [asks(DATES), PLAIN[0]])
+    asked = [asks(DATES), PLAIN[0]]
+    expected = [tokens_alone(llm, *job) for job in zip(PROMPTS[:2], asked, strict=True)]
     monkeypatch.setattr(executor, "submit", seen)
     monkeypatch.setattr(MaskBuilder, "build", late)
-    assert run(llm, PROMPTS[:2], [asks(DATES), PLAIN[0]]) == expected
+    assert run(llm, PROMPTS[:2], asked) == expected
     assert any(newest > waited for waited, newest in heads)
     assert any(plan.num_rows == 2 and plan.gated for plan in submitted)

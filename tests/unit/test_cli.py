@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from quire.cli import chat as chat_module
 from quire.cli.backend import ServerBackend
 from quire.cli.chat import Conversation
 from quire.cli.help import SUBJECTS
+from quire.cli.main import app
 from quire.cli.progress import TimeLeft, duration
 from quire.cli.settings import SCHEMAS, SamplingArgs, settings_of
 from quire.config import EngineArgs
@@ -39,8 +41,8 @@ def quire(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     ],
 )  # fmt: skip
 def test_help(command: list[str]) -> None:
-    done = quire(*command, "--help")
-    assert done.returncode == 0
+    done = CliRunner().invoke(app, [*command, "--help"])
+    assert done.exit_code == 0
     assert "Usage" in done.stdout
 
 

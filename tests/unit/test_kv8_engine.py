@@ -30,7 +30,7 @@ from tests.slow import slow
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, model_folder, random_prompts
 
 KINDS = ["fp8", "fp8_dynamic", "int8"]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
 kinds = pytest.mark.parametrize("kind", KINDS)
 
 

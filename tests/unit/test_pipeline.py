@@ -22,6 +22,7 @@ from quire.ops.rows import PROMPT, LogitRows, StepRows
 from quire.parallel.pipeline import stage_of
 from quire.runner.stages import accept_results
 from quire.sampling_params import SamplingParams
+from tests.slow import slow
 from tests.unit.local_stages import LocalStages
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
@@ -175,7 +176,7 @@ def test_stages_give_the_tokens_of_one(
     assert twice == ({"embedding.weight"} if config["tie_word_embeddings"] else set())
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_requests_that_are_aborted_and_lanes_that_are_taken_again(
     tmp_path: Path, seed: int
 ) -> None:

@@ -204,10 +204,13 @@ def test_models_with_windows_are_refused(tmp_path: Path) -> None:
         engine(folder, host_cache_gb=0.001)
 
 
-@pytest.mark.parametrize("requests", [30, slow(150)])
-def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path, requests: int) -> None:
+_SMALL = ["--requests=30", "--longest=130", "--blocks=30", "--host-cache-gb=0.0003"]
+
+
+@pytest.mark.parametrize("sizes", [_SMALL, slow(["--requests=150"])], ids=["30", "150"])
+def test_no_leak_and_no_mismatch_under_stress(tmp_path: Path, sizes: list[str]) -> None:
     folder = model_folder(tmp_path / "model", stress_cache.TINY)
-    found = stress_cache.stress(stress_cache.parse(["--requests", str(requests)]), str(folder))
+    found = stress_cache.stress(stress_cache.parse(sizes), str(folder))
     assert found["mismatches"] == 0
     assert found["leaked_blocks"] == 0
     assert found["with_tiers"]["preemptions"] > 0
