@@ -6,7 +6,12 @@ It starts its ranks itself. Checks: the same bits on every rank, at sizes that v
 as calls and as replays of a graph; ranks that come late; and a rank that never comes, which must
 end in a report. The table has µs per sum with the residual added, of bf16 rows of the width.
 
-A second table has sums beside products, as halves of long steps have them (`--async-tp`): µs of two
+A second table has what follows sums in layers: µs of a row-parallel product, the sum, the norm and
+the next product, with sum and norm apart and at once, which is checked too.
+
+A third table has µs to gather logits, which are checked.
+
+A fourth one has sums beside products, as halves of long steps have them (`--async-tp`): µs of two
 products of one half alone, of such a sum alone, of both in a row, and of both at once, by copies
 (`parallel/exchange.py`) and by NCCL.
 """
@@ -14,10 +19,11 @@ products of one half alone, of such a sum alone, of both in a row, and of both a
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +33,9 @@ import torch.multiprocessing as multiprocessing
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "src"))
 
+from quire import ops  # noqa: E402
 from quire.errors import EngineDeadError  # noqa: E402
+from quire.ops.triton.norm import rms_norm  # noqa: E402
 from quire.parallel.exchange import exchange_of  # noqa: E402
 from quire.parallel.halves import HalvesGroup  # noqa: E402
 from quire.parallel.symmetric_memory import (  # noqa: E402
@@ -36,9 +44,9 @@ from quire.parallel.symmetric_memory import (  # noqa: E402
     SymmetricGroup,
     symmetric_group,
 )
-from quire.parallel.torch_group import join_group  # noqa: E402
+from quire.parallel.torch_group import TorchGroup, join_group  # noqa: E402
 
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 def draws(
@@ -48,10 +56,12 @@ def draws(
     return torch.randn(rows, width, generator=make, device=device).to(dtype)
 
 
-def check(group: SymmetricGroup, width: int, device: torch.device) -> int:
+def check(
+    group: SymmetricGroup, width: int, device: torch.device, dtypes: Sequence[torch.dtype]
+) -> int:
     """Returns how many sums were wrong."""
     wrong, seed = 0, 0
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in dtypes:
         for rows in (1, 64, 3, 1, 17, 200, 1, 64, 512, 5):
             seed += 1
             mine = [draws(rows, width, dtype, 100 * seed + r, device) for r in range(group.world)]
@@ -111,6 +121,115 @@ def check_graph(group: SymmetricGroup, width: int, device: torch.device) -> int:
         graph.replay()
         wrong += sum(not torch.equal(a, b) for a, b in zip(outs, expected * 6, strict=True))
     return wrong
+
+
+def check_normed(group: SymmetricGroup, width: int, device: torch.device) -> int:
+    """Returns how many sums that are normed at once were wrong, as calls and as replays of a
+    graph."""
+    rows = (32, 64, 17, 256, 1, 5000, 64)
+    weight = draws(1, width, torch.bfloat16, 3, device)[0]
+    inputs = [draws(n, width, torch.bfloat16, n + 7 * group.rank, device) for n in rows]
+    streams = [draws(n, width, torch.bfloat16, 1000 + n, device) for n in rows]
+    totals = [ordered_sum(x, stream) for x, stream in zip(inputs, streams, strict=True)]
+    expected = [(total, rms_norm(total, weight, 1e-6)) for total in totals]
+
+    def run() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        pairs = zip(inputs, streams, strict=True)
+        return [group.normed(x, stream, weight, 1e-6, 3) for x, stream in pairs]
+
+    def count(found: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        wrong = 0
+        for got, want in zip(found, expected, strict=True):
+            # A sum of squares may be added up in another order.
+            off = (got[1].float() - want[1].float()).abs() > 2**-7 * want[1].float().abs()
+            wrong += not torch.equal(got[0], want[0]) or bool(off.any())
+        return wrong
+
+    wrong = 0
+    for index in range(10):
+        if index % 3 == group.rank:
+            torch.cuda._sleep(2_000_000)
+        wrong += count(run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        graph.capture_begin(capture_error_mode="thread_local")
+        found = [each for _ in range(3) for each in run()][-len(rows) :]
+        graph.capture_end()
+    for index in range(40):
+        if index % 7 == group.rank:
+            torch.cuda._sleep(1_000_000)
+        graph.replay()
+        wrong += count(found)
+    print(f"rank {group.rank}: sums normed at once: {wrong} wrong", flush=True)
+    return wrong
+
+
+VOCAB = 151936
+
+
+def check_gather(group: SymmetricGroup, device: torch.device) -> tuple[int, list[str]]:
+    """Returns how many matrices of logits were gathered wrong, and lines of times beside NCCL's."""
+    plain, wrong, lines = TorchGroup(group.handle), 0, []
+    for rows in (1, 64, 256):
+        x = draws(rows, VOCAB // group.world, torch.bfloat16, rows + group.rank, device)
+        expected = plain.all_gather(x)
+        # What is read of the last one must not be overwritten.
+        second = draws(rows, x.shape[1], torch.bfloat16, 99 + group.rank, device)
+        for index in range(20):
+            if index % 3 == group.rank:
+                torch.cuda._sleep(1_000_000)
+            wrong += not torch.equal(group.all_gather(x), expected)
+            first = group.all_gather(second).clone()
+            wrong += not torch.equal(first, plain.all_gather(second))
+        times = [
+            1e6 * graph_seconds(functools.partial(way.all_gather, x), device, 5)
+            for way in (plain, group)
+        ]
+        lines.append(f"{rows:6}" + "".join(f"{each:12.1f}" for each in times))
+    print(f"rank {group.rank}: logits gathered: {wrong} wrong", flush=True)
+    return wrong, lines
+
+
+def layers(
+    group: SymmetricGroup, x: torch.Tensor, stream: torch.Tensor,
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], scale: ops.RmsScale,
+    act: ops.Activation | None, at_once: bool,
+) -> None:  # fmt: skip
+    """Runs pairs of a row-parallel product of x and a product behind the normed sum."""
+    for before, weight in pairs:
+        part, behind = ops.linear(x, ops.Weight.plain(before)), ops.Weight.plain(weight)
+        if at_once:
+            stream, normed = group.normed(part, stream, *scale)
+            ops.linear(normed, behind, act=act)
+        else:
+            stream = group.all_reduce(part, stream, "apart")
+            ops.linear(stream, behind, norm=scale, act=act)
+
+
+def time_normed(
+    group: SymmetricGroup, width: int, device: torch.device
+) -> dict[tuple[int, str], list[float]]:
+    """Returns the µs of each column of the second table, by rows and products."""
+    found = {}
+    for name, inner, outer, act in (
+        ("down, gate_up", 3 * width // 2, 3 * width, "silu_and_mul"),
+        ("o, qkv", width // 2, 3 * width // 4, None),
+    ):
+        # As many as outgrow the L2.
+        count = 5 if act else 10
+        befores = [draws(width, inner, torch.bfloat16, i, device) / 64 for i in range(count)]
+        weights = [draws(outer, width, torch.bfloat16, i, device) / 64 for i in range(count)]
+        scale = ops.RmsScale(draws(1, width, torch.bfloat16, 3, device)[0], 1e-6)
+        pairs = list(zip(befores, weights, strict=True))
+        for rows in (64, 256):
+            x = draws(rows, inner, torch.bfloat16, 2, device)
+            start = draws(rows, width, torch.bfloat16, 4, device)
+            times = []
+            for at_once in (False, True):
+                work = functools.partial(layers, group, x, start, pairs, scale, act, at_once)
+                times.append(1e6 * graph_seconds(work, device, 2) / count)
+            found[rows, name] = times
+    return found
 
 
 HALVES = (512, 1024, 2048, 4096)
@@ -275,37 +394,56 @@ def check_absence(group: SymmetricGroup, device: torch.device) -> str:
     return ""
 
 
-def rank_main(rank: int, world: int, width: int, folder: str) -> None:
+def rank_main(rank: int, world: int, width: int, quick: bool, folder: str) -> None:
     device = torch.device("cuda", rank)
     join_group(device, f"file://{folder}/ranks", rank, world, 60.0)
-    group = symmetric_group(device, torch.bfloat16)
+    group = symmetric_group(device, torch.bfloat16, width=width, vocab=VOCAB)
     if not isinstance(group, SymmetricGroup):
         raise SystemExit("no symmetric memory")
-    wrong = check(group, width, device) + check_graph(group, width, device)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    wrong = check(group, width, device, dtypes[: 1 if quick else 3])
+    wrong += check_graph(group, width, device)
     lines = []
+    weight = torch.ones(width, dtype=torch.bfloat16, device=device)
+
+    def at_once(x: torch.Tensor, residual: torch.Tensor | None, site: int) -> torch.Tensor:
+        return group.normed(x.view(-1, width), x.view(-1, width), weight, 1e-6)[1]
+
     for rows in ROWS:
         # As many sums on every rank: what is timed depends on no time.
         words = rows * width // 2
-        ways = [group.by_nccl, group.one_shot, group.two_shot]
-        most = (words, ONE_SHOT_WORDS, TWO_SHOT_WORDS)
+        ways = [group.by_nccl, group.one_shot, group.two_shot, at_once]
+        most = (words, ONE_SHOT_WORDS, TWO_SHOT_WORDS, words)
         lines.append([
             group.seconds(way, words, torch.bfloat16) * 1e6 if words <= limit else None
             for way, limit in zip(ways, most, strict=True)
         ])  # fmt: skip
     if rank == 0:
-        print(f"limits chosen: {group.limits[0] * 2 // width}, {group.limits[1] * 2 // width} rows")
-        print(f"{'rows':>6}{'NCCL':>12}{'one shot':>12}{'two shots':>12}   µs")
+        chosen = [2 * limit // width for limit in group.limits]
+        print(f"limits chosen: {chosen} rows; normed at once: {group.normed_rows}")
+        print(f"{'rows':>6}{'NCCL':>12}{'one shot':>12}{'two shots':>12}{'normed':>12}   µs")
         for rows, times in zip(ROWS, lines, strict=True):
             cells = ["" if each is None else f"{each:.2f}" for each in times]
             print(f"{rows:6}" + "".join(f"{cell:>12}" for cell in cells))
-    wrong += check_halves(group, width, device)
-    beside = time_beside(group, width, device)
+    wrong += check_normed(group, width, device)
+    wrong += 0 if quick else check_halves(group, width, device)
+    normed = time_normed(group, width, device)
+    if rank == 0:
+        print(f"{'rows':>6}{'products':>16}{'apart':>9}{'at once':>9}   µs")
+        for (rows, name), times in normed.items():
+            print(f"{rows:6}{name:>16}" + "".join(f"{each:9.1f}" for each in times))
+    gathered, times_of_gather = check_gather(group, device)
+    wrong += gathered
+    if rank == 0:
+        print(f"{'rows':>6}{'NCCL':>12}{'ours':>12}   µs to gather logits")
+        print("\n".join(times_of_gather))
+    beside = [] if quick else time_beside(group, width, device)
     if rank == 0:
         columns = ("products", "sum", "in a row", "copies", "beside", "NCCL beside")
         print(f"{'rows':>6}" + "".join(f"{column:>12}" for column in columns) + "   µs")
-        for rows, times in zip(HALVES, beside, strict=True):
+        for rows, times in zip(HALVES, beside, strict=False):
             print(f"{rows:6}" + "".join(f"{each:12.1f}" for each in times))
-    told = check_absence(group, device)
+    told = "left out" if quick else check_absence(group, device)
     if rank == 0:
         print(f"{wrong} sums wrong on rank 0; a rank that never came: {told or 'NOT NOTICED'}")
     if wrong or (rank == 0 and not told):
@@ -317,10 +455,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument(
+        "--quick", action="store_true", help="bf16 alone, and no sums beside products"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         multiprocessing.spawn(
-            rank_main, (arguments.ranks, arguments.width, folder), nprocs=arguments.ranks
+            rank_main,
+            (arguments.ranks, arguments.width, arguments.quick, folder),
+            nprocs=arguments.ranks,
         )
 
 

@@ -17,7 +17,6 @@ from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import NormSpec
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import Residual
 from quire.models import (
     Decoder,
     build_model,
@@ -140,14 +139,6 @@ def test_a_row_parallel_layer_takes_no_norm_and_no_activation(world: int) -> Non
         layer(x, norm=NormSpec(kind="rms", eps=1e-6).layer(16 // world, made))
     with pytest.raises(ConfigError, match=r"layer: .* takes no activation"):
         layer(x, act="gelu")
-
-
-def test_pending_sums_are_added_in_order_into_a_new_tensor() -> None:
-    hidden, parts = torch.tensor([1.0]), (torch.tensor([1e8]), torch.tensor([-1e8]))
-    assert Residual(hidden).total() is hidden
-    total = Residual(hidden, parts).total()
-    assert total == (hidden + parts[0]) + parts[1] == 0.0
-    assert hidden == 1.0
 
 
 def test_slices_of_floats_are_stored_as_they_are() -> None:

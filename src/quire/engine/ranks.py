@@ -74,7 +74,10 @@ def open_worker(
         # A CPU has no kernels for it.
         from quire.parallel.symmetric_memory import symmetric_group
 
-        group = symmetric_group(device, getattr(torch, config.dtype), group.handle)
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        # What drafts has logits of its own.
+        vocab = 0 if config.args.speculates else config.vocab_size
+        group = symmetric_group(device, dtype, group.handle, config.hidden_size, vocab)
     if config.args.async_tp != "off" and group.world > 1:
         # Few engines compute in halves.
         from quire.engine.async_tp import halves_group

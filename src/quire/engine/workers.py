@@ -97,7 +97,7 @@ class WorkerExecutor:
                 own_config = config_of_rank(config, rank, devices)
                 setup = Setup(own_config, rank, world, rendezvous, folder, timeout)
                 self.workers.append(LocalWorker(setup))
-            self._watch = RankWatch(self.workers, self._recorder, abort_group, timeout)
+            self._watch = RankWatch(self.workers, self._recorder, self._abort, timeout)
             with self._watch.waiting(limited=False):
                 self._group, self.local = open_worker(
                     own, rendezvous, 0, world, timeout, progress, hooks
@@ -105,6 +105,12 @@ class WorkerExecutor:
         except BaseException:
             self.shutdown()
             raise
+
+    def _abort(self) -> None:
+        """Ends all that this process's device waits for, from the thread that watches."""
+        abort_group()
+        if "_group" in self.__dict__:
+            self._group.end_waits()
 
     def _check_placement(self) -> None:
         if self._placement is not None:

@@ -195,8 +195,8 @@ class Attention(nn.Module):
 
     def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
         """Returns q, k and v of the heads of this rank, side by side."""
-        qkv: Tensor = self.qkv(x.total(), norm=norm)
-        return qkv
+        hidden, norm = x.inputs(norm)
+        return self.qkv(hidden, norm=norm)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

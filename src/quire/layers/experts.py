@@ -20,6 +20,7 @@ from quire.layers.expert_weights import (
     experts_scheme,
 )
 from quire.layers.fixed_sums import experts_sum
+from quire.layers.later_sum import LaterSum
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
@@ -162,9 +163,10 @@ class Experts(nn.Module):
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
+        inputs, norm = x.inputs(norm)
         stream = x.total()
         onto = None if x.apart else stream
-        routed: Routed = self.router(stream, norm, batch.query_start[-1:])
+        routed: Routed = self.router(inputs, norm, batch.query_start[-1:])
         up, down, act = self.up.weights, self.down.weights, self.spec.act
         alone, fixed = self.group.world == 1, ops.current_policy().deterministic
         if self.shared is not None and alone and not fixed and len(stream) <= _BESIDE_TOKENS:
@@ -175,6 +177,8 @@ class Experts(nn.Module):
         if fixed:
             return Residual(self.fixed_sum(routed, onto))
         out = _experts_mlp(*routed, up, down, act, onto if alone else None)
+        if not (alone or onto is None or self.group.sum_normed is None):
+            return LaterSum(onto, sum=(out, self.group, self.name))
         return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
 
     def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:

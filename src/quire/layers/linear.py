@@ -160,8 +160,7 @@ class Linear(nn.Module):
                 f"{'norm' if norm is not None else 'activation'}"
             )
         if self.adapter is not None:
-            adapted = self.adapter(x, residual, norm, act)
-            if adapted is not None:
+            if (adapted := self.adapter(x, residual, norm, act)) is not None:
                 return adapted
         elif self.split == "inputs" and ops.current_policy().deterministic:
             # Few engines are. Those with adapters sum alike in steps with them and without.
@@ -169,21 +168,27 @@ class Linear(nn.Module):
 
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
         if self.split == "inputs" and self.group.world > 1:
-            # What every rank holds whole may enter the sum over ranks only once.
-            bias = self.bias if self.group.rank == 0 else None
-            return self.group.all_reduce(ops.linear(x, self.weight, bias), residual, self.name)
+            return self.group.all_reduce(self._part(x), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
-        scale = None
-        if norm is not None:
-            scale = norm.scale
-            if scale is None:
-                x = norm(x)
+        scale = None if norm is None else norm.scale
+        if norm is not None and scale is None:
+            x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
 
     def add(self, x: Tensor, residual: Residual) -> Residual:
         """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
+        plain = self.split == "inputs" and self.adapter is None and not residual.apart
+        if plain and self.group.sum_normed is not None:
+            # Few groups norm what they sum.
+            from quire.layers.later_sum import LaterSum
+
+            return LaterSum(residual.total(), sum=(self._part(x), self.group, self.name))
         return Residual(self(x, residual=None if residual.apart else residual.total()))
+
+    def _part(self, x: Tensor) -> Tensor:
+        # What every rank holds whole may enter the sum over ranks only once.
+        return ops.linear(x, self.weight, self.bias if self.group.rank == 0 else None)
 
     def _apart(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
@@ -191,12 +196,9 @@ class Linear(nn.Module):
         """Computes outputs whose weights differ one after the other."""
         if norm is not None:
             x = norm(x)
-        parts, start = [], 0
-        for weight in self.weights:
-            end = start + weight.outputs
-            parts.append(ops.linear(x, weight, None if self.bias is None else self.bias[start:end]))
-            start = end
-        out = torch.cat(parts, 1)
+        sizes = [weight.outputs for weight in self.weights]
+        biases = [None] * len(sizes) if self.bias is None else torch.split(self.bias, sizes)
+        out = torch.cat([ops.linear(x, *own) for own in zip(self.weights, biases, strict=True)], 1)
         if act is not None:
             out = ops.activate(out, act)
         return out if residual is None else out.add_(residual)

@@ -39,7 +39,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns x + mlp(norm(x)), [T, hidden]."""
-        return self.down.add(self.up(x.total(), norm=norm, act=self.act), x)
+        hidden, norm = x.inputs(norm)
+        return self.down.add(self.up(hidden, norm=norm, act=self.act), x)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

@@ -6,26 +6,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from quire.layers.norm import RMSNorm
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True)
 class Residual:
-    """The residual stream [T, width], of which some addends may still be apart.
+    """The residual stream [T, width].
 
-    hidden: what has been added up. pending: partial sums of the ranks, each [T, width], to be added
-    in this order, so that every rank gets the same bits. apart: layers give only what they
-    would add to the stream.
+    apart: layers give only what they would add to the stream.
     """
 
     hidden: Tensor
-    pending: tuple[Tensor, ...] = ()
     apart: bool = False
 
     def total(self) -> Tensor:
-        """Returns the stream as one tensor. Where something is pending it is a new one: other
-        kernels may still read `hidden`."""
-        if not self.pending:
-            return self.hidden
-        total = self.hidden + self.pending[0]
-        for part in self.pending[1:]:
-            total += part
-        return total
+        """Returns the stream as one tensor."""
+        return self.hidden
+
+    def inputs(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
+        """Returns what a layer that norms the stream first takes, and the norm that it has yet to
+        apply."""
+        return self.total(), norm

@@ -71,7 +71,8 @@ class DecoderLayers(nn.Module):
         ]
         self.layers = nn.ModuleList(blocks)
         self.own = range(len(blocks))
-        self._shallow = 1 + max(map(spec.layers.index, set(spec.layers)))
+        # One more: a sum over ranks may take in the norm of the layer behind.
+        self._shallow = 2 + max(map(spec.layers.index, set(spec.layers)))
         self._workspace: dict[Any, Any] = {}
         # Layers of one layout have what they keep booked together.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
@@ -168,8 +169,8 @@ class Decoder(DecoderLayers):
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
         """Computes the batch's tokens and stores their KV.
 
-        kv: per layer. shallow: only the first layers, up to one of each kind, which is enough to
-        compile for all.
+        kv: per layer. shallow: only the first layers, up to one of each kind and one more, which is
+        enough to compile for all.
         Returns the final normed hidden states [T, hidden] in the model's dtype.
         """
         return self.leave(self.run(self.enter(batch), batch, kv, shallow))

@@ -93,7 +93,8 @@ class StageDecoder(Decoder):
         self.gives_logits = stage.last
         self.own = stage.layers
         specs = [spec.layers[index] for index in stage.layers]
-        self._shallow = 1 + max(map(specs.index, set(specs)))
+        # One more: a sum over ranks may take in the norm of the layer behind.
+        self._shallow = 2 + max(map(specs.index, set(specs)))
         self._links = links
         # Streams of other stages that come along with the hidden states, and those of this one
         # that go on with them, by the number of the layer behind which they are.

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
+
+SumNormed = Callable[[Tensor, Tensor, Tensor, float, str], tuple[Tensor, Tensor] | None]
+"""Takes x, the residual, the weight and the epsilon of `ops.rms_norm`, and a name, see
+`ProcessGroup.all_reduce`. Returns the sum and its norm; None: they are better computed apart."""
 
 
 class ProcessGroup(Protocol):
@@ -22,6 +27,12 @@ class ProcessGroup(Protocol):
         """The tokens from which a step is computed as two halves (`models/halves.py`)."""
         ...
 
+    @property
+    def sum_normed(self) -> SumNormed | None:
+        """Returns what `all_reduce` and an RMSNorm behind it may be left to under the current
+        policy, or None."""
+        ...
+
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         """The sum of every rank's `x`, and the residual, which all hold; may reuse the memory of
         `x`. name: what an error calls it."""
@@ -35,7 +46,7 @@ class ProcessGroup(Protocol):
 class SingleGroup:
     """One rank alone: collectives cost nothing."""
 
-    rank, world, halves_from = 0, 1, sys.maxsize
+    rank, world, halves_from, sum_normed = 0, 1, sys.maxsize, None
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         return x if residual is None else x.add_(residual)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import QuireError
+from quire.parallel.group import SumNormed
 from quire.parallel.torch_group import TorchGroup
 
 if TYPE_CHECKING:
@@ -78,6 +79,11 @@ class HalvesGroup(TorchGroup):
         self.beside(lambda: exchange.send(slot, x), collect)
         return out
 
+    @property
+    def sum_normed(self) -> SumNormed | None:
+        """Within `halves` no sum waits for a norm: it is to run beside the other half."""
+        return self.inner.sum_normed if self._half is None else None
+
     def beside(self, work: Callable[[], Any], behind: Callable[[], None] | None = None) -> Any:
         """Returns what `work` returns, whose kernels run on the second stream, behind all that was
         launched so far. Tensors that it reads are kept until the half's next turn, at whose begin
@@ -137,6 +143,9 @@ class HalvesGroup(TorchGroup):
 
     def started(self) -> None:
         self.inner.started()
+
+    def end_waits(self) -> None:
+        self.inner.end_waits()
 
     def check(self, step_id: int) -> None:
         self.inner.check(step_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import EngineDeadError
+from quire.ops.choose import current_policy
 from quire.ops.triton import all_reduce as kernels
+from quire.ops.triton import gather_columns as gather_kernels
+from quire.ops.triton import sum_norm as norm_kernels
+from quire.ops.triton.norm import rms_norm
+from quire.parallel.group import SumNormed
 from quire.parallel.torch_group import TorchGroup
 
 logger = logging.getLogger("quire.parallel")
@@ -19,6 +25,14 @@ logger = logging.getLogger("quire.parallel")
 ONE_SHOT_WORDS = 1 << 18
 TWO_SHOT_WORDS = 1 << 22
 """The most words that buffers have room for: tensors of 1 MB and 16 MB."""
+_NORMED_ROWS = 4096
+"""Rows, by ranks, that buffers of normed sums have room for; more take several launches."""
+_FUSED_ROWS = 16
+"""Up to so many rows products apply norms themselves, at no cost."""
+_GATHERED_ROWS = 256
+"""Rows of logits, of which there is room for one matrix."""
+_MOST_ROWS = 8192
+"""The most rows that normed sums are measured with."""
 _ALIGNMENT = 1 << 10
 _START_TRIES = 100_000_000
 _TRIES = 2_000_000
@@ -33,23 +47,43 @@ class SymmetricGroup(TorchGroup):
     """Sums small tensors by kernels of its own, large ones by NCCL.
 
     peers: what kernels know of the other ranks.
+    width: elements of the rows that may be normed as they are summed; vocab: of the rows of which
+        each rank has a part, that may be gathered in one place; dtype: of both.
     limits: the most words (see `quire.ops.triton.all_reduce`) that one shot and two shots are used
-        for; `choose` measures them.
+        for; normed_rows: the most rows that are summed and normed at once. `choose` measures them.
     """
 
-    def __init__(self, device: torch.device, handle: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        handle: dist.ProcessGroup | None = None,
+        width: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        vocab: int = 0,
+    ) -> None:
         super().__init__(handle)
         world = self.world
         one_tiles = ONE_SHOT_WORDS // kernels.ONE_SHOT_TILE
         two_tiles = TWO_SHOT_WORDS // kernels.TWO_SHOT_TILE
+        # Rows begin at multiples of 16 bytes.
+        words = width * dtype.itemsize // 16 * 4
+        rows = _NORMED_ROWS // world if words * 4 == width * dtype.itemsize else 0
+        # A rank's part of a row, in bytes; such as begins at no multiple of 16 is left to NCCL.
+        part = -(-vocab // world) * dtype.itemsize
+        part = 0 if part % 16 else part
+        tiles = gather_kernels.tiles_of(_GATHERED_ROWS, part)
         sizes = (
             8 * kernels.one_shot_words(one_tiles, world),
             4 * kernels.two_shot_words(two_tiles),
             4 * kernels.flag_words(two_tiles, world),
+            4 * norm_kernels.place_words(rows, words, world),
+            world * part * _GATHERED_ROWS,
+            4 * gather_kernels.flag_words(tiles, world),
         )
         starts = aligned_starts(sizes)
         # Held as long as kernels may use it.
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
+        self._memory[starts[3] : starts[4]].view(torch.int32).fill_(norm_kernels.EMPTY)
         self._storages = self.share(self._memory.untyped_storage())
 
         def addresses(start: int) -> Tensor:
@@ -66,8 +100,21 @@ class SymmetricGroup(TorchGroup):
             control=torch.tensor([0, _START_TRIES], dtype=torch.int32, device=device),
             report=torch.zeros(3, dtype=torch.int32, pin_memory=True),
         )
+        epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.rows = norm_kernels.RowPlaces(addresses(starts[3]), epochs, rows, words)
+        self.normed_rows = sys.maxsize if rows else 0
+        matrix = self._memory[starts[4] :][: sizes[4]].view(dtype)
+        self.columns = gather_kernels.RankColumns(
+            matrices=addresses(starts[4]),
+            own=matrix.view(_GATHERED_ROWS, world * part // dtype.itemsize),
+            flags=addresses(starts[5]),
+            epochs=torch.zeros(tiles, dtype=torch.int32, device=device),
+        )
         self._sites: dict[str, int] = {}
         self.limits = (ONE_SHOT_WORDS, TWO_SHOT_WORDS)
+        # Waiting kernels may leave no room for others, but copies need none.
+        self._failed = torch.ones(1, dtype=torch.int32, pin_memory=True)
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         # Nobody writes into a buffer that is not zero yet.
         torch.cuda.synchronize(device)
         dist.barrier(handle)
@@ -96,6 +143,32 @@ class SymmetricGroup(TorchGroup):
             return self.one_shot(x, residual, site)
         return self.two_shot(x, residual, site)
 
+    @property
+    def sum_normed(self) -> SumNormed | None:
+        policy = current_policy()
+        apart = policy.deterministic or "fusions" in policy.disabled
+        return None if apart or not self.normed_rows else self._sum_normed
+
+    def _sum_normed(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
+    ) -> tuple[Tensor, Tensor] | None:
+        apart = not _FUSED_ROWS < len(x) <= self.normed_rows
+        if apart or not norm_kernels.takes(self.rows, x, residual, weight):
+            return None
+        return self.normed(x, residual, weight, eps, self.site(name))
+
+    def normed(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, site: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the sum and its norm by `sum_norm_kernel`."""
+        return norm_kernels.sum_norm(self.peers, self.rows, x, residual, weight, eps, site)
+
+    def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
+        """See `ProcessGroup`. Logits come to a place that the next ones overwrite."""
+        if dim == -1 and gather_kernels.takes(self.columns, x):
+            return gather_kernels.gather_columns(self.peers, self.columns, x, self.site("logits"))
+        return super().all_gather(x, dim)
+
     def site(self, name: str) -> int:
         """Returns the number that a sum of this name is reported with."""
         return self._sites.setdefault(name, len(self._sites))
@@ -121,17 +194,47 @@ class SymmetricGroup(TorchGroup):
         best: dict[int, int] = {}
         words = 1 << 11
         while words <= two_most:
-            times = [
-                self.seconds(way, words, dtype) if words <= most else float("inf")
-                for way, most in ways
-            ]
-            found = torch.tensor(times, device=self._memory.device)
-            dist.all_reduce(found, group=self.handle)
-            best[words] = int(found.argmin())
+            best[words] = self._best(
+                [
+                    self.seconds(way, words, dtype) if words <= most else float("inf")
+                    for way, most in ways
+                ]
+            )
             words *= 2
         one = _last(best, lambda way: way == 0)
         self.limits = (one, max(one, _last(best, lambda way: way < 2)))
         logger.info("sums over ranks: one shot up to %d words, two up to %d", *self.limits)
+        if self.normed_rows:
+            self._choose_normed(dtype)
+
+    def _choose_normed(self, dtype: torch.dtype) -> None:
+        """Measures up to how many rows sums are better normed at once."""
+        words = self.rows.words
+        weight = torch.ones(words * 4 // dtype.itemsize, dtype=dtype, device=self._memory.device)
+
+        def at_once(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+            return self.normed(x.view(-1, len(weight)), x.view(-1, len(weight)), weight, 1e-6)[1]
+
+        def apart(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+            x = x.view(-1, len(weight))
+            return rms_norm(self.all_reduce(x, x), weight, 1e-6)
+
+        best, rows = {}, 2 * _FUSED_ROWS
+        while rows <= _MOST_ROWS:
+            best[rows] = self._best(
+                [self.seconds(way, rows * words, dtype) for way in (at_once, apart)]
+            )
+            rows *= 2
+        most = _last(best, lambda way: way == 0)
+        # What is best of the most rows is best of more.
+        self.normed_rows = sys.maxsize if most == _MOST_ROWS else most
+        logger.info("sums over ranks: normed at once up to %d rows", most)
+
+    def _best(self, times: list[float]) -> int:
+        """Returns which of several ways takes least time, of all ranks together."""
+        found = torch.tensor(times, device=self._memory.device)
+        dist.all_reduce(found, group=self.handle)
+        return int(found.argmin())
 
     def seconds(self, way: Sum, words: int, dtype: torch.dtype) -> float:
         """Returns the time of one sum within a graph; all ranks call it alike."""
@@ -157,6 +260,10 @@ class SymmetricGroup(TorchGroup):
 
     def started(self) -> None:
         self.peers.control[kernels.TRIES] = _TRIES
+
+    def end_waits(self) -> None:
+        with torch.cuda.stream(self._side):
+            self.peers.control[: kernels.TRIES].copy_(self._failed, non_blocking=True)
 
     def check(self, step_id: int) -> None:
         waited, site, epoch = self.peers.report.tolist()
@@ -199,12 +306,17 @@ def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
 
 
 def symmetric_group(
-    device: torch.device, dtype: torch.dtype, handle: dist.ProcessGroup | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    handle: dist.ProcessGroup | None = None,
+    width: int = 0,
+    vocab: int = 0,
 ) -> TorchGroup:
     """Returns the group of some ranks, by default all, which must be joined: one that writes into
     peers' memory where all of them can, else one that leaves all to NCCL.
 
-    dtype: of the tensors to be summed.
+    dtype: of the tensors to be summed. width: of their rows, where these may be normed as well.
+    vocab: the logits of a row, where one matrix of them is used at a time.
     """
     plain = TorchGroup(handle)
     own = device.index or 0
@@ -217,7 +329,7 @@ def symmetric_group(
         return plain
     group = None
     try:
-        group = SymmetricGroup(device, handle)
+        group = SymmetricGroup(device, handle, width, dtype, vocab)
     except RuntimeError as error:
         logger.warning("symmetric memory cannot be had (%s): NCCL does all sums", error)
     if not _all_agree(group is not None, device, handle) or group is None:

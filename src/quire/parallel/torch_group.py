@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.parallel.group import SumNormed
+
 _SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast stays off: a process that dies with it can take the host's GPUs along."""
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The names of the same from torch 2.13 on, and before."""
+_aborting: list[threading.Thread] = []
+"""Threads in which communicators end."""
 
 
 class TorchGroup:
@@ -22,6 +27,10 @@ class TorchGroup:
     which must be initialized."""
 
     halves_from = sys.maxsize
+
+    @property
+    def sum_normed(self) -> SumNormed | None:
+        return None
 
     def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
         self.handle = handle
@@ -40,6 +49,9 @@ class TorchGroup:
 
     def started(self) -> None:
         """Takes note that all ranks are ready: from now on none may let others wait for long."""
+
+    def end_waits(self) -> None:
+        """Ends waits of kernels that are not NCCL's, now and for good; from any thread."""
 
     def check(self, step_id: int) -> None:
         """Checks the collectives of a step that has been read.
@@ -88,22 +100,25 @@ def sum_over_all(x: Tensor) -> Tensor:
 
 def abort_group() -> None:
     """Ends the collectives of all groups, also those that a device waits in; from any thread.
-    Gloo's end by their own time limit."""
+    Gloo's end by their own time limit.
+
+    Waits for nothing: the end of a communicator does, for that of others and until the graphs that
+    hold its collectives are gone.
+    """
     if dist.is_initialized() and dist.get_backend() == "nccl":
-        device = torch.device("cuda")
-        backend: Any = dist.distributed_c10d._get_default_group()._get_backend(device)
-        # As one, since the end of one communicator may wait for another.
-        backend._group_start()
-        for group in reversed(list(dist.distributed_c10d._world.pg_map)):
-            group.abort()
-        backend._group_end()
+        for group in list(dist.distributed_c10d._world.pg_map):
+            aborting = threading.Thread(target=group.abort, daemon=True, name="group-abort")
+            aborting.start()
+            _aborting.append(aborting)
 
 
 def leave_group(broken: bool = False) -> None:
     """Leaves the group of all ranks, which all do at once. broken: some are gone, and are not
-    waited for."""
+    waited for; `abort_group` was called, and graphs with collectives are gone."""
     if dist.is_initialized():
         if broken and dist.get_backend() == "nccl":
+            while _aborting:
+                _aborting.pop().join()
             dist.distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()

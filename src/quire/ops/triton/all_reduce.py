@@ -46,7 +46,7 @@ COLLECT_TILE = 4096
 FAILED, TRIES = 0, 1
 """Words of `Peers.control`."""
 
-_KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +87,11 @@ def flag_words(tiles: int, world: int) -> int:
 
 
 @triton.jit
-def _give_up(control_ptr, report_ptr, peer, site, epoch, looks):
+def give_up(control_ptr, report_ptr, peer, site, epoch, looks):
     """Returns 1 where a wait ends without what it waits for."""
     over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
-    failed = tl.load(control_ptr, volatile=True)
+    # It may change meanwhile, and all threads must see the same.
+    failed = tl.atomic_add(control_ptr, 0, sem="relaxed")
     if (over > 0) & (failed == 0):
         tl.store(control_ptr, 1)
         tl.store(report_ptr + 1, site)
@@ -110,12 +111,12 @@ def _receive(ptr, epoch, inside, control_ptr, report_ptr, peer, site):
         missing = tl.sum((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0)
         looks += 1
         if missing > 0:
-            missing *= 1 - _give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, looks)
     return (got & 0xFFFFFFFF).to(tl.int32)
 
 
 @triton.jit
-def _await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
+def await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
     """Waits until a peer has set a flag to the epoch; what it wrote before is then seen."""
     missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
     looks = 0
@@ -123,11 +124,11 @@ def _await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
         missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
         looks += 1
         if missing > 0:
-            missing *= 1 - _give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, looks)
 
 
 @triton.jit
-def _low(words, KIND: tl.constexpr):
+def low_value(words, KIND: tl.constexpr):
     """The float32, or the first of two elements of 16 bits, as fp32."""
     if KIND.primitive_bitwidth == 32:
         value = words.to(tl.float32, bitcast=True)
@@ -137,7 +138,7 @@ def _low(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def _high(words, KIND: tl.constexpr):
+def high_value(words, KIND: tl.constexpr):
     """The second of two elements of 16 bits, as fp32."""
     if KIND.primitive_bitwidth == 32:
         value = words.to(tl.float32, bitcast=True)
@@ -147,7 +148,7 @@ def _high(words, KIND: tl.constexpr):
 
 
 @triton.jit
-def _word(low, high, KIND: tl.constexpr):
+def packed(low, high, KIND: tl.constexpr):
     """Rounds two values, or a float32, into a word."""
     if KIND.primitive_bitwidth == 32:
         word = low.to(tl.int32, bitcast=True)
@@ -192,12 +193,12 @@ def one_shot_kernel(
         if rank != RANK:
             from_rank = bases[RANK] + slot + rank * TILE + at
             part = _receive(from_rank, epoch, inside, control_ptr, report_ptr, rank, site)
-        low += _low(part, KIND)
-        high += _high(part, KIND)
+        low += low_value(part, KIND)
+        high += high_value(part, KIND)
     if RESIDUAL:
-        low += _low(stream, KIND)
-        high += _high(stream, KIND)
-    tl.store(out_ptr + place, _word(low, high, KIND), mask=inside)
+        low += low_value(stream, KIND)
+        high += high_value(stream, KIND)
+    tl.store(out_ptr + place, packed(low, high, KIND), mask=inside)
     tl.debug_barrier()
     tl.store(epochs_ptr + tile, epoch)
 
@@ -246,15 +247,15 @@ def two_shot_kernel(
     for rank in tl.static_range(WORLD):
         part = own
         if rank != RANK:
-            _await_flag(flags[RANK] + rank, epoch, control_ptr, report_ptr, rank, site)
+            await_flag(flags[RANK] + rank, epoch, control_ptr, report_ptr, rank, site)
             tl.debug_barrier()
             part = tl.load(bases[RANK] + parts + rank * SHARE + at, cache_modifier=".cg")
-        low += _low(part, KIND)
-        high += _high(part, KIND)
+        low += low_value(part, KIND)
+        high += high_value(part, KIND)
     if RESIDUAL:
-        low += _low(stream, KIND)
-        high += _high(stream, KIND)
-    total = _word(low, high, KIND)
+        low += low_value(stream, KIND)
+        high += high_value(stream, KIND)
+    total = packed(low, high, KIND)
     for step in tl.static_range(1, WORLD):
         tl.store(bases[(RANK + step) % WORLD] + sums + RANK * SHARE + at, total)
     tl.debug_barrier()
@@ -265,7 +266,7 @@ def two_shot_kernel(
     # The other ranks' shares.
     for rank in tl.static_range(WORLD):
         if rank != RANK:
-            _await_flag(flags[RANK] + WORLD + rank, epoch, control_ptr, report_ptr, rank, site)
+            await_flag(flags[RANK] + WORLD + rank, epoch, control_ptr, report_ptr, rank, site)
             tl.debug_barrier()
             found = tl.load(bases[RANK] + sums + rank * SHARE + at, cache_modifier=".cg")
             place = tile * TILE + rank * SHARE + at
@@ -304,22 +305,22 @@ def collect_kernel(
     for rank in tl.static_range(WORLD):
         part = own
         if rank != RANK:
-            _await_flag(flags_ptr + rank, epoch, control_ptr, report_ptr, rank, site)
+            await_flag(flags_ptr + rank, epoch, control_ptr, report_ptr, rank, site)
             tl.debug_barrier()
             from_rank = parts_ptr + (rank - RANK - 1 + WORLD) % WORLD * stride.to(tl.int64)
             part = tl.load(from_rank + place, mask=inside, other=0, cache_modifier=".cg")
-        low += _low(part, KIND)
-        high += _high(part, KIND)
+        low += low_value(part, KIND)
+        high += high_value(part, KIND)
     if RESIDUAL:
         stream = tl.load(residual_ptr + place, mask=inside, other=0)
-        low += _low(stream, KIND)
-        high += _high(stream, KIND)
-    tl.store(out_ptr + place, _word(low, high, KIND), mask=inside)
+        low += low_value(stream, KIND)
+        high += high_value(stream, KIND)
+    tl.store(out_ptr + place, packed(low, high, KIND), mask=inside)
 
 
 def words_of(x: Tensor) -> int | None:
     """Returns how many words of 32 bits a tensor has; None: kernels here do not take it."""
-    if x.dtype not in _KINDS or not x.is_contiguous():
+    if x.dtype not in KINDS or not x.is_contiguous():
         return None
     count, rest = divmod(x.numel() * x.dtype.itemsize, 4)
     return None if rest or x.storage_offset() * x.dtype.itemsize % 4 else count
@@ -379,7 +380,7 @@ def collect(
     launch(collect_kernel, (triton.cdiv(words, COLLECT_TILE),))(
         seen, stream, out.view(-1).view(torch.int32), parts.received, parts.own_flags, parts.epoch,
         peers.control, peers.report, words, parts.received.stride(0), site,
-        RANK=peers.rank, WORLD=peers.world, TILE=COLLECT_TILE, KIND=_KINDS[x.dtype],
+        RANK=peers.rank, WORLD=peers.world, TILE=COLLECT_TILE, KIND=KINDS[x.dtype],
         RESIDUAL=residual is not None, num_warps=8,
     )  # fmt: skip
 
@@ -405,7 +406,7 @@ def _run(
     launch(kernel, (triton.cdiv(words, tile),))(
         seen, stream, out.view(-1).view(torch.int32), *own, peers.epochs[first_epoch:],
         peers.control, peers.report, words, site,
-        RANK=peers.rank, WORLD=peers.world, TILE=tile, KIND=_KINDS[x.dtype],
+        RANK=peers.rank, WORLD=peers.world, TILE=tile, KIND=KINDS[x.dtype],
         RESIDUAL=residual is not None, PDL=pdl, **options(pdl, num_warps=warps),
     )  # fmt: skip
     return out

@@ -354,8 +354,11 @@ def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
     rows = bucket(shape.m)
     if rows is None:
         return TORCH
-    key = key_of(shape)
-    plan = table_for(card).entries.get(key)
+    key, entries = key_of(shape), table_for(card).entries
+    if key not in entries and (behind_norm := key_of(shape._replace(norm=True))) in entries:
+        # Some inputs were normed together with a sum over ranks.
+        key = behind_norm
+    plan = entries.get(key)
     if plan is None:
         chosen.by_rules[key] = shape._replace(m=rows)
     else:
