@@ -26,12 +26,15 @@ if not torch.cuda.is_available():
 def pytest_configure(config: pytest.Config) -> None:
     """Lets tests know whether the slow ones run too.
 
-    Hypothesis draws new examples with them only: without, all machines try the same ones.
+    Hypothesis draws new examples with them only: without, all machines try the same ones. Its
+    examples have no deadline, which a busy machine would miss.
     """
+    hypothesis.settings.register_profile("all", deadline=None)
+    hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
     if "not slow" not in config.option.markexpr:
         os.environ[WHOLE] = "1"
+        hypothesis.settings.load_profile("all")
     else:
-        hypothesis.settings.register_profile("same", derandomize=True, database=None)
         hypothesis.settings.load_profile("same")
 
 

@@ -20,7 +20,7 @@ def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> 
 
 
 # A busy machine may draw slowly.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=2, max_size=8))
 def test_tree_finds_the_longest_prefix(prompts: list[list[int]]) -> None:
     tree, known = radix.RadixTree(), [int32(prompt) for prompt in prompts[:-1]]

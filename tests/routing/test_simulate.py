@@ -98,7 +98,7 @@ def test_an_arrival_cuts_steps_short() -> None:
     assert (node.wakes - begin) / 0.011 == pytest.approx(round((node.wakes - begin) / 0.011))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(0, 10**6), st.integers(1, 3), st.integers(0, 1), st.floats(1.0, 200.0))
 def test_all_requests_end_and_all_blocks_come_back(
     seed: int, nodes: int, prefill: int, rate: float

@@ -401,7 +401,7 @@ async def _refuses_uploads(http: httpx.AsyncClient) -> None:
 # -- forms -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=examples(40), deadline=None)
+@settings(max_examples=examples(40))
 @given(
     content=st.binary(max_size=200) | st.sampled_from([b"\r\n--b", b"\r\n--", b"--bound", b"\r"]),
     size=st.integers(1, 40),

@@ -31,7 +31,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
 
 
 @given(body=BODIES, valid=st.booleans())
-@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 def test_no_body_is_a_server_error(body: dict[str, Any], valid: bool) -> None:
     async def go() -> list[httpx.Response]:
         client = FakeClient(tokenizer=PlainTokenizer())
@@ -49,7 +49,7 @@ def test_no_body_is_a_server_error(body: dict[str, Any], valid: bool) -> None:
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(60))
 def test_no_bytes_are_a_server_error(content: bytes) -> None:
     async def go() -> httpx.Response:
         async with connect(FakeClient()) as http:

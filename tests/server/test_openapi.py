@@ -138,7 +138,6 @@ def _no_proxies() -> Iterator[None]:
 
 @settings(
     max_examples=examples(6),
-    deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )

@@ -19,9 +19,7 @@ from tests.server.test_fuzz import VALUES
 from tests.slow import examples
 
 ENGINE = scripted_engine("one", " two")
-SMALL = settings(
-    max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SMALL = settings(max_examples=examples(60), suppress_health_check=[HealthCheck.too_slow])
 KEYS = st.sampled_from(["a", "b"])
 
 

@@ -108,7 +108,7 @@ def tokens_alone(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
     return ALONE[key]
 
 
-@settings(max_examples=examples(12), deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data: Any) -> None:
     """With and without neighbours, with and without grammars, however many steps are in flight."""

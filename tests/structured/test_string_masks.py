@@ -147,7 +147,7 @@ schemas = st.builds(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(schema=schemas, seed=st.integers(0, 2**20))
 def test_masks_at_every_place_are_those_of_llguidance(
     walking: Compiler, schema: Any, seed: int
@@ -156,7 +156,7 @@ def test_masks_at_every_place_are_those_of_llguidance(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schema=schemas, seed=st.integers(0, 2**20))
 def test_masks_of_many_documents_are_those_of_llguidance(
     walking: Compiler, schema: Any, seed: int

@@ -33,7 +33,7 @@ def check(placement: Placement, experts: int, rooms: list[int]) -> None:
     assert all(len(own) == len(set(own)) for own in held)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), ranks=st.integers(2, 8), experts=st.integers(8, 40))
 def test_placements_are_whole(data: st.DataObject, ranks: int, experts: int) -> None:
     redundant = data.draw(st.integers(0, experts * (ranks - 1)))
@@ -50,7 +50,7 @@ def test_placements_are_whole(data: st.DataObject, ranks: int, experts: int) -> 
             assert was == now or was not in wanted or was < 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     shape=st.sampled_from([(60, 4, 4), (64, 8, 8), (128, 2, 4), (128, 8, 16), (256, 8, 32)]),
     skew=st.floats(0.0, 1.2),

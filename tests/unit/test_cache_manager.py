@@ -477,7 +477,7 @@ class TwoGroupMachine(ManagerMachine):
     blocks = (12, 8)
 
 
-_SETTINGS = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+_SETTINGS = settings(max_examples=examples(60), stateful_step_count=30)
 TestManagerMachine = ManagerMachine.TestCase
 TestManagerMachine.settings = _SETTINGS
 TestTwoGroupMachine = TwoGroupMachine.TestCase

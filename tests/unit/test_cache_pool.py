@@ -89,6 +89,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(
-    max_examples=examples(40), stateful_step_count=30, deadline=None
-)
+TestPoolMachine.settings = settings(max_examples=examples(40), stateful_step_count=30)

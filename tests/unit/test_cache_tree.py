@@ -453,6 +453,4 @@ def spell(node: Node) -> tuple[int, ...]:
 
 
 TestTreeMachine = TreeMachine.TestCase
-TestTreeMachine.settings = settings(
-    max_examples=examples(60), stateful_step_count=30, deadline=None
-)
+TestTreeMachine.settings = settings(max_examples=examples(60), stateful_step_count=30)

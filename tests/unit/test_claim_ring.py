@@ -83,7 +83,7 @@ class ClaimsInFlight(RuleBasedStateMachine):
             assert found == [None]
 
 
-ClaimsInFlight.TestCase.settings = settings(max_examples=examples(90), deadline=None)
+ClaimsInFlight.TestCase.settings = settings(max_examples=examples(90))
 TestClaimsInFlight = ClaimsInFlight.TestCase
 
 

@@ -18,7 +18,7 @@ def ahead(manager: BlockManager, lane: int, tokens: list[int], count: int = 50) 
     return continuation(last, int32(tokens), manager.block_size, count).tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TEXT, min_size=1, max_size=6), TEXT, TEXT)
 def test_what_is_found_is_how_a_text_goes_on(
     texts: list[list[int]], prompt: list[int], more: list[int]

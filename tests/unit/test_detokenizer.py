@@ -23,7 +23,7 @@ def stream(ids: list[int], skip: bool = True) -> tuple[list[str], str]:
 
 
 @given(st.text(max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_streaming_equals_decoding(text: str) -> None:
     ids = TOKENIZER.encode(text).tolist()
     pieces, rest = stream(ids)
@@ -58,7 +58,7 @@ def test_skipped_tokens_do_not_cut_a_character(before: int) -> None:
 
 
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size - 1), max_size=30), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_whole_completion_reads_as_its_tokens_one_by_one(ids: list[int], skip: bool) -> None:
     pieces, rest = stream(ids, skip)
     one_by_one = "".join(pieces) + rest
@@ -124,7 +124,7 @@ def test_a_prompt_may_be_the_beginning_of_a_character() -> None:
     text=st.text(alphabet="a😀é漢�\n", max_size=8),
     at=st.integers(0, 40),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_prompt_may_end_inside_a_character(prompt: str, text: str, at: int) -> None:
     """The character is the completion's, which completes it."""
     tokenizer = sentencepiece_like()
@@ -196,7 +196,7 @@ def test_special_tokens() -> None:
 
 
 @given(st.text(max_size=30), st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_some_special_tokens_may_be_kept(text: str, at: int) -> None:
     kept, skipped = (TOKENIZER.hub.token_to_id(t) for t in ("<|im_start|>", "<|endoftext|>"))
     ids = [*TOKENIZER.encode(text).tolist(), skipped, kept]
@@ -213,7 +213,7 @@ def test_some_special_tokens_may_be_kept(text: str, at: int) -> None:
     cuts=st.lists(st.integers(1, 3), min_size=20, max_size=20),
     include=st.booleans(),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_strings_do_not_depend_on_cuts(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:

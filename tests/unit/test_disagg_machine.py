@@ -480,7 +480,7 @@ class DisaggMachine(RuleBasedStateMachine):
 
 
 TestDisagg = DisaggMachine.TestCase
-TestDisagg.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestDisagg.settings = settings(max_examples=examples(60), stateful_step_count=40)
 
 
 def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:

@@ -63,7 +63,7 @@ OP = st.one_of(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(OP, max_size=60), st.integers(1, 3))
 @example([("add", (0, 4, 0)), ("step", 1), ("reset", None), ("abort", 0)], 1)
 def test_events_say_what_the_tree_holds(ops: list[tuple[str, object]], depth: int) -> None:

@@ -68,7 +68,7 @@ def move(found: list[PeerPlace], transfer: Transfer) -> None:
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
 def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: int) -> None:
     whole = whole_block(heads)
@@ -118,7 +118,7 @@ def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Ten
     return found, head_range(8, rank, world, cuts)
 
 
-@settings(max_examples=32, deadline=None)
+@settings(max_examples=32)
 @given(
     writers=st.sampled_from(WORLDS),
     readers=st.sampled_from(WORLDS),
@@ -157,7 +157,7 @@ def test_any_ranks_read_any_ranks_states(
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS), layered=st.booleans())
 def test_any_ranks_read_any_ranks_memory(
     heads: int, writers: int, readers: int, layered: bool

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.config import EngineArgs
@@ -96,7 +96,6 @@ def test_the_engine_is_in_the_last_stage() -> None:
     assert [stage_of(rank, 6, 3) for rank in range(6)] == [2, 2, 1, 1, 0, 0]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32))
 def test_results_do_in_other_stages_what_they_do_in_the_last(seed: int) -> None:
     """Prompts, generating rows with and without drafts, lanes that have ended, stop tokens,

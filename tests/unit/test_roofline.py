@@ -53,7 +53,7 @@ def test_mean_error_over_the_records() -> None:
     st.integers(1, 40),
     st.integers(1, 8),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_schedule(requests: list[tuple[int, int]], tokens: int, most: int) -> None:
     tokens = max(tokens, most)
     prompts, outputs = map(list, zip(*requests, strict=True))

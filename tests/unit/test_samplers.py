@@ -46,7 +46,7 @@ def dry_twin(
     return penalty
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(
     rows=st.lists(
         st.tuples(
@@ -87,7 +87,7 @@ LOGITS = st.lists(
 )
 
 
-@settings(max_examples=examples(30), deadline=None)
+@settings(max_examples=examples(30))
 @given(logits=LOGITS, mass=st.floats(0.05, 1.0))
 def test_typical_p(logits: list[list[float]], mass: float) -> None:
     x = torch.tensor(logits)

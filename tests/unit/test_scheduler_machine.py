@@ -361,7 +361,7 @@ class WindowedRecurrentMachine(RecurrentMachine):
     windows = (None, 6)
 
 
-_SETTINGS = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+_SETTINGS = settings(max_examples=examples(60), stateful_step_count=40)
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = _SETTINGS
 TestWindowedMachine = WindowedMachine.TestCase

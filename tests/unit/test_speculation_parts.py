@@ -30,7 +30,7 @@ def longest(text: list[int], tail: list[int], least: int, most: int) -> int:
     return best if best >= least else 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(TEXT, st.integers(1, 4), st.integers(4, 8), st.lists(st.integers(1, 15), max_size=8))
 def test_a_text_finds_where_it_stood_before(
     text: list[int], least: int, most: int, cuts: list[int]
@@ -86,7 +86,7 @@ def costs(verify: dict[int, float], draft: float = 0.0) -> StepCosts:
 LINEAR = {n: 1.0 + 0.1 * n for n in range(1, 40)}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.floats(0.0, 0.99), st.booleans()), min_size=1, max_size=3),
     st.floats(0.0, 0.3),

@@ -122,7 +122,7 @@ def column(rows: list[Row], values: list[int]) -> Tensor:
     return out
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(steps(), st.integers(0, 6), st.booleans())
 def test_the_accepted_run_is_that_of_the_definition(
     rows: list[Row], chunk: int, counted: bool

@@ -43,7 +43,7 @@ def normal(parts: list[object]) -> list[object]:
 
 @pytest.mark.parametrize("name", TOOL_PARSERS)
 @given(text=TEXTS, sizes=CUTS)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
     parser = TOOL_PARSERS[name]
     whole = read(parser, [text])
@@ -58,7 +58,7 @@ def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("begins_open", [None, True, False])
 @given(text=TEXTS, sizes=CUTS)
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 def test_cuts_of_reasoning_do_not_matter(
     begins_open: bool | None, text: str, sizes: list[int]
 ) -> None:
