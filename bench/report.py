@@ -35,6 +35,7 @@ PAGES = (
     ROOT / "README.md",
     ROOT / "WRITEUP.md",
     ROOT / "docs" / "performance.md",
+    ROOT / "docs" / "performance" / "budget.md",
     ROOT / "bench" / "vs_vllm.md",
 )
 """Pages with marked tables."""

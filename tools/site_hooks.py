@@ -23,7 +23,7 @@ USE = (
     "structured-output", "tools-and-reasoning", "parallel",
 )  # fmt: skip
 """Documents that come first among those for users, in this order."""
-INSIDE = ("adding-a-model", "design-decisions", "performance", "roofline")
+INSIDE = ("adding-a-model", "design-decisions", "roofline")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -33,12 +33,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     docs = sorted(path.stem for path in ROOT.glob("docs/*.md"))
     inside = [name for name in INSIDE if name in docs]
     use = [name for name in USE if name in docs]
-    use += [name for name in docs if name not in (*use, *inside)]
+    use += [name for name in docs if name not in (*use, *inside, "performance")]
+    first = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    figures = list(dict.fromkeys(re.findall(r"\((performance/[^)#]+)", first)))
     config.nav = [
         {"Quire": "README.md"},
         {"Lessons": ["lessons/README.md", *numbered]},
         {"Use": [f"docs/{name}.md" for name in use]},
         {"Inside": [f"docs/{name}.md" for name in inside]},
+        {"Figures": ["docs/performance.md", *(f"docs/{name}" for name in figures)]},
         {"Project": [name for name in PROJECT if (ROOT / name).exists()]},
     ]
     return config
@@ -50,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     kept = Files([file for file in files if file.src_dir != docs])
     found: dict[str, File] = {}
     pages = [ROOT / name for name in ("README.md", *PROJECT) if (ROOT / name).exists()]
-    pages += [*ROOT.glob("docs/*.md"), *ROOT.glob("lessons/**/README.md")]
+    pages += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("lessons/**/README.md")]
     waiting = sorted(set(pages))
     while waiting:
         path = waiting.pop()

@@ -9,7 +9,7 @@ all tiles, the fastest first. Prints a table last.
 
 Predicted before the first run, µs of a layer's four products: 40 at 16 rows, 55 at 64 (where 116
 were measured of the skinny GEMM), 75 at 128, 130 at 256, 1,430 at 2048 (cuBLAS: 1,080). All were
-too low: docs/performance.md.
+too low: docs/performance/tried-weights.md.
 """
 
 from __future__ import annotations
