@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from quire.cli.help import SettingsCommand
+from quire.cli.options import with_options
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.outputs import OutputFiles
 
 app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
 
@@ -18,16 +23,33 @@ Output = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="Append the records to this file, one JSON object per line."),
 ]
-Csv = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the records to this file as CSV.")
-]
-Markdown = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a table to this file as Markdown.")
-]
-Png = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a picture to this file (needs the extra `plots`)."),
-]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """The files that records go to."""
+
+    output: Output = None
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the records to this file as CSV.")
+    ] = None
+    markdown: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a table to this file as Markdown.")
+    ] = None
+    png: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Write a picture to this file (needs the extra `plots`)."
+        ),
+    ] = None
+
+    def files(self) -> OutputFiles:
+        # Other commands need not import benchmarks.
+        from quire.bench.outputs import OutputFiles
+
+        return OutputFiles(self.output, self.csv, self.markdown, self.png)
+
+
 Cases = Annotated[
     list[str] | None,
     typer.Option(
@@ -54,6 +76,7 @@ _DEFAULT_CASES = ("b1", "b64")
 
 @app.command("throughput", cls=SettingsCommand)
 @with_settings(EngineArgs)
+@with_options(OutputOptions)
 def throughput(
     *,
     engine: EngineArgs,
@@ -76,14 +99,10 @@ def throughput(
     scale: Scale = 1.0,
     repeat: Repeat = 2,
     simulate_acceptance: SimulatedAcceptance = None,
-    output: Output = None,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    png: Png = None,
+    outputs: OutputOptions,
 ) -> None:
     """Measure the engine through `LLM.generate`, all requests at once."""
     from quire.bench.cases import parse_numbers
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     sizes = (sweep_rows, sweep_input_len, sweep_output_len)
@@ -98,12 +117,13 @@ def throughput(
         sweeps=sweeps,
         scale=scale,
         repeat=repeat,
-        outputs=OutputFiles(output, csv, markdown, png),
+        outputs=outputs.files(),
     )
 
 
 @app.command("latency", cls=SettingsCommand)
 @with_settings(EngineArgs)
+@with_options(OutputOptions)
 def latency(
     *,
     engine: EngineArgs,
@@ -113,14 +133,10 @@ def latency(
         int, typer.Option(min=1, max=10_000, help="Requests for each pair of lengths.")
     ] = 12,
     simulate_acceptance: SimulatedAcceptance = None,
-    output: Output = None,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    png: Png = None,
+    outputs: OutputOptions,
 ) -> None:
     """Measure one request at a time: first token, between tokens, whole answer."""
     from quire.bench.cases import parse_numbers
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.latency(
@@ -128,12 +144,13 @@ def latency(
         input_lens=parse_numbers(input_len, "input_len"),
         output_lens=parse_numbers(output_len, "output_len"),
         requests=requests,
-        outputs=OutputFiles(output, csv, markdown, png),
+        outputs=outputs.files(),
     )
 
 
 @app.command("startup", cls=SettingsCommand)
 @with_settings(EngineArgs)
+@with_options(OutputOptions)
 def startup(
     *,
     engine: EngineArgs,
@@ -144,13 +161,9 @@ def startup(
     timeout: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds that one start may take.")
     ] = 600.0,
-    output: Output = None,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    png: Png = None,
+    outputs: OutputOptions,
 ) -> None:
     """Measure from the command to the first token, in fresh processes."""
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.start(
@@ -158,12 +171,13 @@ def startup(
         cold=cold,
         repeat=repeat,
         timeout=timeout,
-        outputs=OutputFiles(output, csv, markdown, png),
+        outputs=outputs.files(),
     )
 
 
 @app.command("ablation", cls=SettingsCommand)
 @with_settings(EngineArgs)
+@with_options(OutputOptions)
 def ablation(
     *,
     engine: EngineArgs,
@@ -176,13 +190,9 @@ def ablation(
     ] = None,
     scale: Scale = 1.0,
     repeat: Repeat = 2,
-    output: Output = None,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    png: Png = None,
+    outputs: OutputOptions,
 ) -> None:
     """Measure what each optimization brings, by switching it off."""
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
 
     bench.ablation(
@@ -191,7 +201,7 @@ def ablation(
         off=list(dict.fromkeys(off or OPTIMIZATIONS)),
         scale=scale,
         repeat=repeat,
-        outputs=OutputFiles(output, csv, markdown, png),
+        outputs=outputs.files(),
     )
 
 
@@ -219,6 +229,7 @@ def cache(
 
 
 @app.command("serve")
+@with_options(OutputOptions)
 def serve(
     *,
     base_url: Annotated[
@@ -281,17 +292,13 @@ def serve(
     device: Annotated[
         str, typer.Option(help="Whose name is recorded as the card: cpu or cuda.")
     ] = "cpu",
-    output: Output = None,
-    csv: Csv = None,
-    markdown: Markdown = None,
-    png: Png = None,
+    outputs: OutputOptions,
 ) -> None:
     """Load a server, and measure what its users see."""
     from quire.bench.cases import parse_numbers
     from quire.bench.online.load import Lengths
     from quire.bench.online.stats import parse_goodput
     from quire.bench.online.sweep import Plan
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench_serve
 
     sampling: dict[str, Any] = {"temperature": temperature}
@@ -330,5 +337,5 @@ def serve(
         api_key=api_key,
         concurrencies=concurrencies,
         device=device,
-        outputs=OutputFiles(output, csv, markdown, png),
+        outputs=outputs.files(),
     )

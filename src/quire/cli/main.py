@@ -12,6 +12,8 @@ from quire import __version__
 from quire.cli.bench_commands import app as bench
 from quire.cli.eval_commands import app as evaluate
 from quire.cli.help import SettingsCommand
+from quire.cli.options import with_options
+from quire.cli.route_options import RouteOptions
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
@@ -65,124 +67,12 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
 
 
 @app.command()
-def route(
-    replicas: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[URL]...", help="Servers of one model, as in http://10.0.0.1:8000."
-        ),
-    ] = None,
-    *,
-    prefill: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Server that computes prompts for those of --decode (may be repeated).",
-        ),
-    ] = None,
-    decode: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Server that answers, and has long prompts computed by those of --prefill (may be "
-            "repeated).",
-        ),
-    ] = None,
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="Who takes a request. prefix: the replica with least to compute, by what it holds "
-            "and has to do. Else least-loaded, or round-robin."
-        ),
-    ] = "prefix",
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8080,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="QUIRE_REPLICA_KEY",
-            help="Key of the replicas, an admin's, for their health, load and events.",
-        ),
-    ] = None,
-    admin_api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="QUIRE_ADMIN_API_KEY",
-            help="Key for POST and DELETE of /replicas. Default: the fleet cannot be changed.",
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        str | None,
-        typer.Option(
-            help="TOML file of clients' keys, as of `quire serve`, with limits for the whole "
-            "fleet; read again on SIGHUP. Default: keys are the servers' affair."
-        ),
-    ] = None,
-    requests_per_minute: Annotated[
-        int | None,
-        typer.Option(min=1, help="Requests that each key may make in a minute at the whole fleet."),
-    ] = None,
-    tokens_per_minute: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of prompts and answers that each key may use in a minute at the whole "
-            "fleet.",
-        ),
-    ] = None,
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="QUIRE_ALLOWED_HOSTS",
-            help="Name under which clients reach the router (may be repeated; * is any): requests "
-            "for other names are refused. Default: on a loopback address without --api-key-file "
-            "localhost, else any. Addresses are always allowed.",
-        ),
-    ] = None,
-    cors_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            envvar="QUIRE_CORS_ORIGINS",
-            help="Origin of pages that may ask where names are checked (may be repeated; * is "
-            "any); what browsers are told of it is the servers' affair.",
-        ),
-    ] = None,
-    check_seconds: Annotated[
-        float, typer.Option(min=0.01, help="From one look at a replica to the next.")
-    ] = 1.0,
-    check_timeout: Annotated[
-        float, typer.Option(min=0.1, help="A replica that answers later is taken for lost.")
-    ] = 5.0,
-    connect_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Longest wait for a connection to a replica.")
-    ] = 2.0,
-    drain_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Time that requests have when the router stops.")
-    ] = 30.0,
-    leave_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
-    ] = 120.0,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0,
-    otlp_endpoint: Annotated[
-        str | None,
-        typer.Option(
-            help="Collector for OpenTelemetry traces, as in http://localhost:4318 (needs the extra "
-            "otel)."
-        ),
-    ] = None,
-) -> None:
+@with_options(RouteOptions)
+def route(*, options: RouteOptions) -> None:
     """Spread requests over several servers of one model."""
     from quire.cli.route import route as run
 
-    run(
-        replicas or [], prefill or [], decode or [], policy=policy, host=host, port=port,
-        key=api_key, admin_key=admin_api_key, key_file=api_key_file,
-        requests_per_minute=requests_per_minute, tokens_per_minute=tokens_per_minute,
-        allowed_hosts=allowed_hosts or [], cors_origins=cors_origins or [],
-        check_seconds=check_seconds, check_timeout=check_timeout, connect_timeout=connect_timeout,
-        drain_timeout=drain_timeout, leave_timeout=leave_timeout, max_body_mb=max_body_mb,
-        otlp_endpoint=otlp_endpoint,
-    )  # fmt: skip
+    run(options)
 
 
 @app.command(cls=SettingsCommand)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Sequence
 from typing import cast, get_args
 
 import typer
 
+from quire.cli.route_options import RouteOptions
 from quire.errors import ConfigError
 from quire.routing.choice import Policy
 from quire.routing.client_keys import ClientKeys
@@ -20,83 +20,84 @@ from quire.server.args import ServerArgs, check_endpoint, check_secret
 from quire.server.middleware.hosts import HostCheck
 
 
-def route(
-    replicas: Sequence[str],
-    prefill: Sequence[str],
-    decode: Sequence[str],
-    *,
-    policy: str,
-    host: str,
-    port: int,
-    key: str | None,
-    admin_key: str | None,
-    key_file: str | None,
-    requests_per_minute: int | None,
-    tokens_per_minute: int | None,
-    allowed_hosts: Sequence[str],
-    cors_origins: Sequence[str],
-    check_seconds: float,
-    check_timeout: float,
-    connect_timeout: float,
-    drain_timeout: float,
-    leave_timeout: float,
-    max_body_mb: float,
-    otlp_endpoint: str | None,
-) -> None:
-    """Runs a router; once it listens, prints its address. prefill: servers that compute prompts for
-    those in decode.
+def route(options: RouteOptions) -> None:
+    """Runs a router; once it listens, prints its address.
 
     Raises:
         ConfigError: a setting is wrong, or there is no replica and no way for one to join.
     """
-    if policy not in get_args(Policy):
-        raise ConfigError(
-            f"policy must be one of {', '.join(get_args(Policy))}, got {policy!r}", "policy"
-        )
-    for name, secret in (("api_key", key), ("admin_api_key", admin_key)):
-        if secret is not None and not check_secret(secret):
-            raise ConfigError(f"{name} must be printable ASCII without spaces", name)
-    numbers = (check_seconds, check_timeout, connect_timeout, drain_timeout, leave_timeout)
-    if not all(map(math.isfinite, (*numbers, max_body_mb))):
-        raise ConfigError("times and sizes must be finite numbers")
-    if prefill and not decode and admin_key is None:
-        raise ConfigError("servers of --prefill compute prompts for those of --decode", "decode")
-    if not (*replicas, *decode) and admin_key is None:
-        raise ConfigError(
-            "name the servers, as in `quire route http://10.0.0.1:8000 http://10.0.0.2:8000`, or "
-            "let them join with --admin-api-key",
-            "replicas",
-        )
-    if otlp_endpoint is not None:
-        check_endpoint(otlp_endpoint)
-    keys = None
-    if (key_file, requests_per_minute, tokens_per_minute) != (None, None, None):
-        keys = ClientKeys(key_file, requests_per_minute, tokens_per_minute)
-    hosts = HostCheck(
-        ServerArgs(
-            host=host, api_key_file=key_file, allowed_hosts=tuple(allowed_hosts),
-            cors_origins=tuple(cors_origins),
-        )
-    )  # fmt: skip
+    args = _router_args(options)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(levelname)s %(message)s")
-    fleet = FleetSettings(
-        policy=cast(Policy, policy), key=key, check_seconds=check_seconds,
-        check_timeout=check_timeout, connect_timeout=connect_timeout, drain_timeout=leave_timeout,
-    )  # fmt: skip
-    roles: list[tuple[Role, Sequence[str]]] = [
-        ("both", replicas), ("prefill", prefill), ("decode", decode)
-    ]  # fmt: skip
-    members = [(url, role) for role, urls in roles for url in urls]
-    if len({url for url, _ in members}) < len(members):
-        raise ConfigError("a server has one role, and is named once", "replicas")
-    args = RouterArgs(
-        replicas=members, fleet=fleet, host=host, port=port, admin_key=admin_key,
-        keys=keys, hosts=hosts, max_body_mb=max_body_mb, drain_timeout=drain_timeout,
-        otlp_endpoint=otlp_endpoint,
-    )  # fmt: skip
 
     def on_ready(url: str) -> None:
         typer.echo(f"Routing at {url}. Its replicas: {url}/fleet. Ctrl-C stops it.")
 
     run_router(args, on_ready)
     typer.echo("Stopped. Goodbye.", err=True)
+
+
+def _router_args(options: RouteOptions) -> RouterArgs:
+    """Returns a router's settings. Raises ConfigError."""
+    _check(options)
+    limits = options.api_key_file, options.requests_per_minute, options.tokens_per_minute
+    return RouterArgs(
+        replicas=_members(options),
+        fleet=FleetSettings(
+            policy=cast(Policy, options.policy),
+            key=options.api_key,
+            check_seconds=options.check_seconds,
+            check_timeout=options.check_timeout,
+            connect_timeout=options.connect_timeout,
+            drain_timeout=options.leave_timeout,
+        ),
+        host=options.host,
+        port=options.port,
+        admin_key=options.admin_api_key,
+        keys=None if limits == (None, None, None) else ClientKeys(*limits),
+        hosts=HostCheck(
+            ServerArgs(
+                host=options.host,
+                api_key_file=options.api_key_file,
+                allowed_hosts=tuple(options.allowed_hosts or ()),
+                cors_origins=tuple(options.cors_origins or ()),
+            )
+        ),
+        max_body_mb=options.max_body_mb,
+        drain_timeout=options.drain_timeout,
+        otlp_endpoint=options.otlp_endpoint,
+    )
+
+
+def _check(options: RouteOptions) -> None:
+    if options.policy not in get_args(Policy):
+        known = ", ".join(get_args(Policy))
+        raise ConfigError(f"policy must be one of {known}, got {options.policy!r}", "policy")
+    for name in ("api_key", "admin_api_key"):
+        secret = getattr(options, name)
+        if secret is not None and not check_secret(secret):
+            raise ConfigError(f"{name} must be printable ASCII without spaces", name)
+    if not all(math.isfinite(n) for n in vars(options).values() if isinstance(n, float)):
+        raise ConfigError("times and sizes must be finite numbers")
+    if options.prefill and not options.decode and options.admin_api_key is None:
+        raise ConfigError("servers of --prefill compute prompts for those of --decode", "decode")
+    if not (options.replicas or options.decode) and options.admin_api_key is None:
+        raise ConfigError(
+            "name the servers, as in `quire route http://10.0.0.1:8000 http://10.0.0.2:8000`, or "
+            "let them join with --admin-api-key",
+            "replicas",
+        )
+    if options.otlp_endpoint is not None:
+        check_endpoint(options.otlp_endpoint)
+
+
+def _members(options: RouteOptions) -> list[tuple[str, Role]]:
+    """Returns the addresses of the replicas with their roles. Raises ConfigError."""
+    roles: dict[Role, list[str] | None] = {
+        "both": options.replicas,
+        "prefill": options.prefill,
+        "decode": options.decode,
+    }
+    members = [(url, role) for role, urls in roles.items() for url in urls or ()]
+    if len({url for url, _ in members}) < len(members):
+        raise ConfigError("a server has one role, and is named once", "replicas")
+    return members

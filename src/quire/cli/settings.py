@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import typer
 
 from quire.cli.help import show_all
+from quire.cli.options import set_parameters
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
@@ -127,10 +128,8 @@ def with_settings(
         parameters = own + options
         # Positional arguments come in the order of the signature: the model first.
         parameters.sort(key=lambda p: not _is_argument(p))
-        run.__dict__["__signature__"] = inspect.Signature(parameters)
-        run.__annotations__ = {p.name: p.annotation for p in parameters}
+        set_parameters(run, parameters)
         run.__dict__["settings"] = frozenset(setting.name for setting in settings)
-        del run.__dict__["__wrapped__"]
         return run
 
     return decorate
