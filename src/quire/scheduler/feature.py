@@ -19,10 +19,13 @@ from quire.sampling_params import SamplingParams
 
 
 class Feature:
-    """Does nothing: the base of features, and the definition of their interface."""
+    """Does nothing: the base of features, and the definition of their interface. Methods stand in
+    the order in which the scheduler calls them."""
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         """Gives the feature the scheduler's blocks and its `wake`. Called once, before all else."""
+
+    # -- a request, from its arrival to its lane -----------------------------------------------
 
     def admit(self, request: Request) -> RequestError | None:
         """Checks an arriving request. An error refuses it, and is shown to the user."""
@@ -33,41 +36,23 @@ class Feature:
         again."""
         return True
 
-    def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
-        """Returns the parameters for the device of a request that gets a lane: those that the
-        feature does not apply itself. params: as left by earlier features."""
-        return params
-
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
         """Offers a request that is about to start and may take up to `limit` of its tokens, int32
         [known], from the cache. True parks it until `wake`: the feature brings blocks of it that
         the device does not hold."""
         return False
 
-    def evict(self, blocks: Sequence[Evicted]) -> None:
-        """Receives blocks that leave the prefix tree. They may be overwritten by the next step
-        planned, whose plan is the last that may move them out."""
-
-    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
-        """Receives the ids of transfers that ended."""
-
-    def pending(self, idle: bool) -> bool:
-        """Whether a step must be launched even without rows: transfers must be sent or, with no
-        step in flight (`idle`), waited for."""
-        return False
-
-    def preempt(self, request: Request) -> bool:
-        """Called before a request is preempted. Returns whether its blocks, should it lose them,
-        are to be brought back rather than computed again."""
-        return False
-
-    def forget(self) -> None:
-        """Called when all prefixes are forgotten."""
-
     def reusable(self, request: Request, n: int) -> int:
         """Returns how many of its first `n` tokens a request that is about to start may take from
         the cache: fewer if hidden states of earlier positions are needed."""
         return n
+
+    def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
+        """Returns the parameters for the device of a request that gets a lane: those that the
+        feature does not apply itself. params: as left by earlier features."""
+        return params
+
+    # -- a step --------------------------------------------------------------------------------
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         """Returns the most draft tokens that each generating row verifies in the next step, int32
@@ -78,8 +63,16 @@ class Feature:
         """
         return np.zeros_like(lanes)
 
+    def pending(self, idle: bool) -> bool:
+        """Whether a step must be launched even without rows: transfers must be sent or, with no
+        step in flight (`idle`), waited for."""
+        return False
+
     def plan(self, builder: PlanBuilder) -> None:
         """Adds to a step whose rows are final. Called in the order of registration."""
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Receives the ids of transfers that ended."""
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         """Receives the results of a step with drafts: of each generating row its lane, the drafts
@@ -90,6 +83,13 @@ class Feature:
         request off its lane: it goes on from the kept tokens by recomputing."""
         return len(tokens)
 
+    # -- a request that gives its lane back, or ends -------------------------------------------
+
+    def preempt(self, request: Request) -> bool:
+        """Called before a request is preempted. Returns whether its blocks, should it lose them,
+        are to be brought back rather than computed again."""
+        return False
+
     def release(self, request: Request) -> bool:
         """Called when a request gives its blocks back (it ended or was preempted). True keeps the
         blocks of an ended request as they are until `Scheduler.free_detached`."""
@@ -97,6 +97,15 @@ class Feature:
 
     def finish(self, request: Request) -> None:
         """Called when a request has ended, wherever it stood. The last call about it."""
+
+    # -- prefixes that leave the cache ---------------------------------------------------------
+
+    def evict(self, blocks: Sequence[Evicted]) -> None:
+        """Receives blocks that leave the prefix tree. They may be overwritten by the next step
+        planned, whose plan is the last that may move them out."""
+
+    def forget(self) -> None:
+        """Called when all prefixes are forgotten."""
 
 
 class PlanBuilder:

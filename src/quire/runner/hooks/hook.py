@@ -64,14 +64,16 @@ class HeadContext:
 
 
 class Hook:
-    """Does nothing: the base of hooks, and the definition of their interface.
+    """Does nothing: the base of hooks, and the definition of their interface. Methods stand in the
+    order in which the runner calls them.
 
-    `logits` and `tokens` are parts of the head's program: they may be captured, so they read
-    nothing of the plan, make no decision on the host, and do the same for the same level.
+    `body`, `logits` and `tokens` are parts of the step's programs: they may be captured, so they
+    read nothing of the plan, make no decision on the host, and do the same for the same shape or
+    level. All other methods run on the host, for each step or once at the start.
 
     drafts: the most draft tokens of a row that steps must verify for it.
     entries: names in `StepPlan.writes` that it reads there, and that are no columns.
-    gates: whether it can make a head wait for the host, with the methods `lacks`, `claimed`
+    gates: whether it can make a head wait for the host, with the methods `lacks`, `room`, `claimed`
         and `bring`.
     alters: whether it can change what the model computes, with the methods `altered` and `body`.
     draws: whether it leaves one token only, so that others must have changed the logits before.
@@ -85,103 +87,115 @@ class Hook:
     entries: frozenset[str] = frozenset()
     gates: bool = False
 
+    # -- at the start, once --------------------------------------------------------------------
+
     def shared_bytes(self, limits: Limits) -> int:
         """Returns the bytes of host memory that all ranks must share for it."""
         return 0
 
     def share(self, memory: SharedMemory) -> None:
-        """Takes memory that all ranks map, before `bind`. Not called where there is one rank."""
+        """Takes memory that all ranks map. Not called where there is one rank."""
+
+    def attach(self, model: Decoder) -> None:
+        """Takes the model, whose weights are loaded, before memory is measured."""
 
     def models(self) -> Sequence[DecoderLayers]:
-        """Loads further models, whose KV groups stand behind the target's. Called once, first."""
+        """Loads further models, whose KV groups stand behind the target's."""
         return ()
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
         return ()
 
-    def attach(self, model: Decoder) -> None:
-        """Takes the model, whose weights are loaded. Called once, before memory is measured."""
-
     def bind(self, state: BatchState) -> None:
-        """Takes the state that holds its columns. Called once, before anything below."""
+        """Takes the state that holds its columns."""
 
     def take_cache(self, cache: KVCache) -> None:
-        """Takes the KV cache, once, if the hook has models."""
-
-    def stage(self, plan: StepPlan, upload: Upload) -> None:
-        """Adds to the upload what the plan, and requests that take a lane, change for it."""
-
-    def pack(self, plan: StepPlan, inputs: Int32) -> None:
-        """Fills in its part of a step's `BatchState.inputs`."""
-
-    def altered(self, plan: StepPlan) -> bool:
-        """Whether the plan's body is one that it changes. Called after `stage`."""
-        return False
-
-    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
-        """Prepares the model for a body over so many tokens. A part of the body's program."""
-
-    def begin(self, step: Step) -> None:
-        """Launches what comes before the step's body, once the plan is applied."""
-
-    def end(self, step: Step) -> None:
-        """Launches what comes behind the step's head, which the step's results do not wait for."""
-
-    def lane_level(self, admit: Admit) -> Level:
-        """Returns what heads must be able to do for the rows of a request that takes a lane."""
-        return Level.PLAIN
-
-    def level(self, plan: StepPlan) -> Level:
-        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
-        return Level.PLAIN
-
-    def logits(self, ctx: HeadContext) -> None:
-        """Changes `ctx.logits` before tokens are drawn."""
-
-    def tokens(self, ctx: HeadContext) -> None:
-        """Uses what was drawn and accepted."""
-
-    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
-        """Tells whether the plan's head needs what the host has yet to bring; with `wait`, waits
-        for it."""
-        return False
-
-    def room(self, step_id: int, rows: int) -> Int32 | None:
-        """Answers `Executor.mask_room`. None: not this one."""
-        return None
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Answers `Executor.claimed`, on any thread."""
-        return None
-
-    def bring(self, inputs: HeadInputs) -> None:
-        """Takes what the host brings for the head of a step, on any thread."""
+        """Takes the KV cache, which holds its models' layers behind the target's."""
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
         """Returns further programs to capture, by name. They read and write fixed tensors, and
         change nothing if the lanes of their rows are all -1."""
         return {}
 
+    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
+        """Takes what replays its programs, where graphs are."""
+
     def seconds(self, program: Any, graphs: Any) -> StepSeconds:
-        """Measures what steps take that are planned by it. Called once, when all is captured.
+        """Measures what steps take that are planned by it, when all is captured.
 
         program: the `StepProgram`. graphs: its `CapturedPrograms`, or None.
         """
         return {}
 
-    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
-        """Takes what replays its programs, where graphs are."""
+    # -- a step: the plan is applied -----------------------------------------------------------
+
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        """Adds to the upload what the plan, and requests that take a lane, change for it."""
+
+    def lane_level(self, admit: Admit) -> Level:
+        """Returns what heads must be able to do for the rows of a request that takes a lane."""
+        return Level.PLAIN
+
+    def pack(self, plan: StepPlan, inputs: Int32) -> None:
+        """Fills in its part of a step's `BatchState.inputs`."""
+
+    # -- a step: the body ----------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Launches what comes before the step's body, once the plan is applied."""
+
+    def altered(self, plan: StepPlan) -> bool:
+        """Whether the plan's body is one that it changes."""
+        return False
+
+    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
+        """Prepares the model for a body over so many tokens. A part of the body's program."""
 
     def hidden(self, step: Step, hidden: Tensor) -> None:
         """Uses a step's hidden states [T, width], between body and head; launched op by op, but
         for its own programs. What it makes goes to the host with `step.send`."""
 
+    # -- a step: the head ----------------------------------------------------------------------
+
+    def level(self, plan: StepPlan) -> Level:
+        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
+        return Level.PLAIN
+
+    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
+        """Tells whether the plan's head needs what the host has yet to bring; with `wait`, waits
+        for it."""
+        return False
+
+    def logits(self, ctx: HeadContext) -> None:
+        """Changes `ctx.logits` before tokens are drawn. A part of the head's program."""
+
+    def tokens(self, ctx: HeadContext) -> None:
+        """Uses what was drawn and accepted. A part of the head's program."""
+
     def launched(self, step: Step) -> None:
         """Starts copies to the host, with `step.send`, once the step's head is launched."""
 
+    def end(self, step: Step) -> None:
+        """Launches what comes behind the step's head, which the step's results do not wait for."""
+
     def read(self, step: Step) -> None:
         """Adds to `step.result`, on the host, once the step is done."""
+
+    # -- what the host brings, on any thread ---------------------------------------------------
+
+    def room(self, step_id: int, rows: int) -> Int32 | None:
+        """Answers `Executor.mask_room`. None: not this one."""
+        return None
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        """Answers `Executor.claimed`."""
+        return None
+
+    def bring(self, inputs: HeadInputs) -> None:
+        """Takes what the host brings for the head of a step."""
+
+    # -- everything else -----------------------------------------------------------------------
 
     def on_control(self, message: dict[str, Any]) -> Any:
         """Answers a control message that no one else knows. None: not this one either."""
