@@ -15,8 +15,9 @@ from quire import LLM, SamplingParams
 from quire.outputs import CompletionOutput
 from quire.speculation.draft_count import StepCosts
 from quire.speculation.draft_head import HeadDrafter
+from quire.speculation.draft_kinds import DEVICE, MASKED
 from quire.speculation.draft_model import DraftModel
-from quire.speculation.feature import DEVICE, MASKED, SpeculationFeature
+from quire.speculation.feature import SpeculationFeature
 from quire.speculation.source_stats import SourceStats
 from quire.speculation.verifier import Verifier
 from tests.slow import slow

@@ -13,7 +13,8 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams
-from quire.speculation.feature import LOOKUP, SpeculationFeature
+from quire.speculation.draft_kinds import LOOKUP
+from quire.speculation.feature import SpeculationFeature
 from quire.speculation.lookup import TextIndex, TextMatch
 from quire.speculation.source_stats import SpeculationStats
 from tests.slow import slow

@@ -7,17 +7,16 @@ Rows are drafted for before the step that verifies, or ahead: behind the step be
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.scheduler import PlanBuilder
+from quire.speculation.draft_count import Flags
 from quire.speculation.draft_head import DRAFT_PAIRS
 from quire.speculation.draft_model import DRAFT_CHUNKS
 from quire.speculation.drafter import DRAFT_ROWS
-
-Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 _SHORT_ROW = 8
 """Tokens of the longest row that kernels for short rows take."""

@@ -19,49 +19,32 @@ import numpy as np
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.block_tables import BlockTables
-from quire.cache.continuation import continuation
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.loop_feature import LoopFeature
-from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
+from quire.plan import RowFlag, claim_width
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
-from quire.speculation.device_source import (
-    DeviceSource,
-    DraftHeadSource,
-    DraftModelSource,
-    Flags,
+from quire.speculation.device_source import DeviceSource, DraftHeadSource, DraftModelSource
+from quire.speculation.draft_count import (
+    AcceptanceRates,
+    Floats,
+    StepCosts,
+    choose,
+    may_pay,
 )
-from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
-from quire.speculation.lookup import RecentTexts, TextIndex, TextMatch
+from quire.speculation.draft_kinds import DEVICE, LOOKUP, MASKED, NONE, NUM_KINDS, TREE, by_device
 from quire.speculation.settings import SpeculationSettings, read_settings
 from quire.speculation.source_stats import SourceStats, SpeculationStats
+from quire.speculation.text_source import TextSource
 
-NONE, DEVICE, MASKED, TREE, LOOKUP = 0, 1, 2, 3, 4
-"""Kinds of drafts: none; those of the source on the device; the same for rows under a grammar,
-which the source knows nothing of; those of a text in the prefix tree that begins with all of the
-row's; those of a lookup, which have a kind for each class of lengths of their match."""
-_CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
-"""The least length of each class but the first."""
-_KINDS = LOOKUP + len(_CLASSES) + 1
 _BUSY = 256
 """Prompt tokens of a step beside which nothing is drafted: it takes long, whoever rides along."""
-_LOOKUPS = 64
-"""Rows whose texts are searched in a step."""
-_RECENT = 1 << 20
-"""Tokens of ended requests that are searched, by namespace."""
-_NAMESPACES = 64
 
 
 def open_speculation(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine."""
     return SpeculationFeature(config, read_settings(config.args))
-
-
-def _by_device(kinds: Int32) -> Flags:
-    """Returns which kinds of drafts the source on the device makes, bool [n]."""
-    found: Flags = (kinds == DEVICE) | (kinds == MASKED)
-    return found
 
 
 def _device_source(config: EngineConfig, settings: SpeculationSettings) -> DeviceSource | None:
@@ -72,28 +55,6 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
         scheduler = config.scheduler
         return DraftModelSource(lanes, scheduler.max_num_batched_tokens, scheduler.lag > 1)
     return DraftHeadSource(lanes)
-
-
-class _Text:
-    """A running request's own text, searched for its own end. lanes' owners change: see `plan`.
-
-    match: where the text seems to go on, if a lookup has found something. ahead: what the prefix
-    tree has behind it.
-    """
-
-    __slots__ = ("ahead", "index", "match", "request")
-
-    def __init__(self, request: Request, least: int, most: int) -> None:
-        self.request = request
-        self.index = TextIndex(least, most, room=request.known + 64)
-        self.match: TextMatch | None = None
-        self.ahead: Int32 = int32([])
-
-    def update(self) -> Int32:
-        """Takes in what has come; returns all known tokens, int32 [known]."""
-        tokens = self.request.tokens.view()
-        self.index.extend(tokens[len(self.index) :])
-        return tokens
 
 
 class SpeculationFeature(Feature, LoopFeature):
@@ -108,8 +69,6 @@ class SpeculationFeature(Feature, LoopFeature):
         self._settings = settings
         lanes = config.scheduler.max_num_seqs
         self._requests: list[Request | None] = [None] * lanes
-        self._texts: list[_Text | None] = [None] * lanes
-        self._recent: dict[tuple[int, str], RecentTexts] = {}
         self._wanted = np.zeros(lanes, dtype=bool)
         self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
         self._device = _device_source(config, settings)
@@ -117,12 +76,10 @@ class SpeculationFeature(Feature, LoopFeature):
         self._made = np.zeros(lanes, dtype=np.int32)
         self._found = np.zeros(lanes)
         self._blocks: BlockManager | None = None
-        self._tree: BlockManager | None = None
         self._kinds = np.zeros(lanes, dtype=np.int32)
-        self._acceptance = AcceptanceRates(_KINDS, lanes)
+        self._acceptance = AcceptanceRates(NUM_KINDS, lanes)
         self._in_flight: deque[Int32] = deque()
         self._prompt_tokens = 0
-        self._next_lookup = 0
         self._stats = SpeculationStats()
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
@@ -130,90 +87,49 @@ class SpeculationFeature(Feature, LoopFeature):
             return None
         self._costs = StepCosts(capacity.step_seconds)
         self._most = capacity.drafts
-        self._logit_rows = capacity.logit_rows or len(self._wanted)
-        self._width = claim_width(capacity.drafts)
+        width = claim_width(capacity.drafts)
+        self._texts = TextSource(self._settings, len(self._wanted), width)
         return self
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         self._blocks = blocks
-        self._tree = blocks if blocks.caching else None
+        self._texts.attach(blocks)
 
     # -- how many ------------------------------------------------------------------------------
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
-        none = np.zeros_like(lanes)
         self._kinds[lanes] = NONE
         self._acceptance.fade()
-        chances = self._acceptance.of_kinds()
-        most = int(room.max(initial=0))
-        if self._prompt_tokens > _BUSY or not may_pay(
-            self._costs, len(lanes), float(chances.max()), most
-        ):
-            return none
-        kinds, chance = none.copy(), np.zeros(len(lanes))
-        if self._settings.lookup:
-            kinds = self._look_up(lanes)
-            found = kinds != NONE
-            chance[found] = self._acceptance.of(kinds[found], lanes[found])
-            self._found[lanes] = chance
-        modelled = none > 0
+        likeliest, most = float(self._acceptance.of_kinds().max()), int(room.max(initial=0))
+        if self._prompt_tokens > _BUSY or not may_pay(self._costs, len(lanes), likeliest, most):
+            return np.zeros_like(lanes)
+        kinds, chance = self._look_up(lanes)
+        to_make = np.zeros(len(lanes), dtype=bool)  # those whose drafts the step itself makes
         if self._device is not None:
-            own_kinds = self._own_kind[lanes]
-            own = self._acceptance.of(own_kinds, lanes)
+            own = self._acceptance.of(self._own_kind[lanes], lanes)
             if self._ahead:
-                better = self._made[lanes] > 0
-                room = np.where(better, np.minimum(room, self._made[lanes]), room)
+                best = self._made[lanes] > 0
+                room = np.where(best, np.minimum(room, self._made[lanes]), room)
                 self._book_ahead(lanes)
             else:
-                better = self._wanted[lanes] & (own > chance)
-                better &= self._device.ready(lanes, better)
-                modelled = better
-            kinds[better], chance[better] = own_kinds[better], own[better]
+                best = to_make = self._wanted[lanes] & (own > chance)
+                best &= self._device.ready(lanes, best)
+            kinds[best], chance[best] = self._own_kind[lanes][best], own[best]
         room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
-        choice = choose(self._costs, chance, modelled, int32(room))
+        choice = choose(self._costs, chance, to_make, int32(room))
         self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
         self._stats.gain = choice.gain
         return choice.counts
 
-    def _look_up(self, lanes: Int32) -> Int32:
-        """Finds continuations for rows, those that were longest without a look first; returns
-        their kinds, int32 [n]."""
-        kinds = np.zeros_like(lanes)
-        places = np.flatnonzero(self._wanted[lanes])
-        if len(places) > _LOOKUPS:
-            first = self._next_lookup % len(places)
-            self._next_lookup = first + _LOOKUPS
-            places = np.roll(places, -first)[:_LOOKUPS]
-        for place in places.tolist():
-            kinds[place] = self._match(int(lanes[place]))
-        return kinds
-
-    def _match(self, lane: int) -> int:
-        """Finds how a row's text may go on; returns the kind of what was found."""
-        request, text = self._requests[lane], self._texts[lane]
-        if request is None:
-            return NONE
-        settings = self._settings
-        if text is None or text.request is not request:
-            text = _Text(request, settings.lookup_min, settings.lookup_max)
-            self._texts[lane] = text
-        tokens = text.update()
-        if self._tree is not None:
-            # Of several texts that go on, one that begins like this one says most.
-            last, size = self._tree.lanes.last(lane), self._tree.block_size
-            text.ahead = continuation(last, tokens, size, self._width)
-            if len(text.ahead):
-                return TREE
-        tail = tokens[max(0, len(tokens) - settings.lookup_max) :]
-        text.match = text.index.find(tail)
-        if text.match is None or text.match.length < settings.lookup_max:
-            recent = self._recent.get(request.namespace)
-            other = None if recent is None else recent.find(tail)
-            if other is not None and (text.match is None or other.length > text.match.length):
-                text.match = other
-        if text.match is None:
-            return NONE
-        return LOOKUP + int(np.searchsorted(_CLASSES, text.match.length, side="right"))
+    def _look_up(self, lanes: Int32) -> tuple[Int32, Floats]:
+        """Returns the kinds of drafts that were found for rows, int32 [n], and their chances."""
+        kinds, chance = np.zeros_like(lanes), np.zeros(len(lanes))
+        if self._settings.lookup:
+            kinds = self._texts.look_up(lanes, self._wanted[lanes], self._requests)
+            found = kinds != NONE
+            chance[found] = self._acceptance.of(kinds[found], lanes[found])
+            self._found[lanes] = chance
+        return kinds, chance
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -228,11 +144,11 @@ class SpeculationFeature(Feature, LoopFeature):
             kinds = self._kinds.copy()
             self._in_flight.append(kinds)
             self._stats.steps += 1
-            self._claim(builder, lanes[drafted & (kinds[lanes] >= TREE)])
+            self._texts.claim(builder, lanes[drafted & (kinds[lanes] >= TREE)])
         if len(lanes):
             self._stats.drafts_per_row = float((q_len - 1).mean())
         if self._device is not None:
-            drafting = ~prompt & _by_device(self._kinds[builder.lanes])
+            drafting = ~prompt & by_device(self._kinds[builder.lanes])
             drafts = int32(np.where(drafting, builder.q_len - 1, 0))
             if self._ahead:
                 self._device.passed(lanes, q_len)
@@ -291,34 +207,12 @@ class SpeculationFeature(Feature, LoopFeature):
             self._wanted[admit.lane] = wanted
             self._own_kind[admit.lane] = MASKED if params.masked else DEVICE
 
-    def _claim(self, builder: PlanBuilder, lanes: Int32) -> None:
-        """Writes what was found for rows."""
-        if not len(lanes):
-            return
-        ids = np.full((len(lanes), self._width), -1, dtype=np.int32)
-        starts = np.zeros_like(lanes)
-        for line, lane in enumerate(lanes.tolist()):
-            text = self._texts[lane]
-            if text is None:
-                continue
-            found = text.ahead
-            if text.match is not None and not len(found):
-                index, place, _ = text.match
-                found = index.after(place, self._width)
-                if index is text.index:
-                    # The text repeats what lies between the match and its end, as far as one knows.
-                    found = np.resize(found, self._width)
-            ids[line, : len(found)] = found
-            starts[line] = text.request.known
-        builder.write(DRAFT_IDS, lanes, ids)
-        builder.write(DRAFT_START, lanes, starts)
-
     # -- results -------------------------------------------------------------------------------
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         kinds = self._in_flight.popleft()[lanes]
         if self._device is not None:
-            other = ~_by_device(kinds)
+            other = ~by_device(kinds)
             self._device.verified(lanes[other], drafts[other], accepted[other])
         rows = np.flatnonzero(drafts > 0)
         if not len(rows):
@@ -328,7 +222,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._acceptance.add(kinds, lanes, drafts, int32(held))
         source = self._settings.source or ""
         for name, own in (
-            (source, _by_device(kinds)),
+            (source, by_device(kinds)),
             ("tree", kinds == TREE),
             ("suffix", kinds >= LOOKUP),
         ):
@@ -344,20 +238,10 @@ class SpeculationFeature(Feature, LoopFeature):
             stats.accepted_at[place] += int((accepted > place).sum())
 
     def finish(self, request: Request) -> None:
-        """Keeps what was generated for others to follow."""
-        if not self._settings.lookup or not request.num_output_tokens:
-            return
-        start = max(0, request.prompt_len - self._settings.lookup_max)
-        recent = self._recent.pop(request.namespace, None)
-        if recent is None:
-            recent = RecentTexts(self._settings.lookup_min, self._settings.lookup_max, _RECENT)
-        self._recent[request.namespace] = recent
-        if len(self._recent) > _NAMESPACES:
-            del self._recent[next(iter(self._recent))]
-        recent.add(request.tokens.view(start))
+        self._texts.finish(request)
 
     def forget(self) -> None:
-        self._recent.clear()
+        self._texts.forget()
 
     def stats(self) -> dict[str, Any]:
         return {"speculation": self._stats}
