@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from quire.arrays import int32
 from quire.config import SchedulerConfig
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.exports import Exports, Heard, Stopped
+from quire.disagg.exports import Exports
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots
 from quire.disagg.loop import DisaggFeature
 from quire.disagg.messages import (
@@ -34,6 +34,7 @@ from quire.disagg.messages import (
     Taken,
 )
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
+from quire.disagg.reader_link import Heard, Stopped
 from quire.errors import RequestError
 from quire.plan import KVGroup, StepResult, Transfer
 from quire.request import FinishReason, Request

@@ -30,9 +30,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,6 +39,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.disagg.disagg_stats import DisaggStats
+from quire.disagg.export import Entries, Export, Leaving
 from quire.disagg.free_slots import PeerSlots
 from quire.disagg.layer_batches import LayerBatches
 from quire.disagg.messages import (
@@ -49,12 +49,12 @@ from quire.disagg.messages import (
     End,
     Grant,
     MemoryHandle,
-    Message,
     Redeem,
     Refused,
     Taken,
     Working,
 )
+from quire.disagg.reader_link import Heard, ReaderLink, Stopped
 from quire.errors import QuireError
 from quire.loop_feature import Failure
 from quire.plan import Transfer
@@ -69,90 +69,6 @@ _MOST_CLOSED = 1024
 """Closed grants that are remembered for who asks for them."""
 
 Status = tuple[int, str]
-
-
-class ReaderLink(Protocol):
-    """A connection to a reader. Neither call waits."""
-
-    def send(self, message: Message) -> None:
-        """Sends a message, a batch with its blocks."""
-        ...
-
-    def end_after(self, numbers: Collection[int], end: End) -> None:
-        """Sends `end` once the reader took the batches of these numbers, unless `close` was called
-        before. So it need not wait for the loop, which may be in the midst of a step."""
-        ...
-
-    def close(self) -> None:
-        """Ends the connection once what was sent before has left, or cannot. `Stopped` is told when
-        no thread of it touches memory any more. Idempotent."""
-        ...
-
-
-@dataclass(slots=True)
-class Heard:
-    """A reader's message."""
-
-    link: ReaderLink
-    message: Message
-
-
-@dataclass(slots=True)
-class Stopped:
-    """The end of a connection: nothing reads memory for it any more. broken: by what was no valid
-    message."""
-
-    link: ReaderLink
-    broken: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A batch on its way out of `blocks`, int32 [n]. turn: how often its request had been
-    preempted; None: the blocks are held."""
-
-    batch: BlockBatch
-    blocks: Int32
-    turn: int | None
-
-
-@dataclass(slots=True, eq=False)
-class Export:
-    """A grant, and how far it is.
-
-    tokens: int32 [whole blocks]. sent_to: by group, the table entry of the next block to send.
-    finished: its request has ended. settled: a plan was made since the blocks are held. ended: it
-    is forgotten. moving: batches on their way to the memory between engines, by transfer. again:
-    (group, first, end) of blocks that were lost on their way. sent: batches that the reader has not
-    taken, by number. done: how often its request was preempted, and how many tokens were planned,
-    at the last plan. step: the last one of which the prompt was a part. layers: for a reader that
-    waits for each. promised: the connection sends the end by itself. granted: when it was.
-    computed: seconds from then until its request had ended. deadline: when the reader counts as
-    dead. told: when it was last told that work goes on.
-    """
-
-    grant: Grant
-    tokens: Int32
-    salt: str
-    sent_to: list[int]
-    granted: float
-    deadline: float
-    request: Request | None = None
-    finished: bool = False
-    computed: float = 0.0
-    link: ReaderLink | None = None
-    held: LoadingPrefix | None = None
-    settled: bool = False
-    promised: bool = False
-    closed: bool = False
-    ended: bool = False
-    moving: dict[int, Leaving] = field(default_factory=dict)
-    again: list[tuple[int, int, int]] = field(default_factory=list)
-    sent: dict[int, Leaving] = field(default_factory=dict)
-    told: float = 0.0
-    done: tuple[int, int] = (0, 0)
-    step: int = -1
-    layers: LayerBatches[ReaderLink] | None = None
 
 
 class Exports:
@@ -332,15 +248,19 @@ class Exports:
 
     def _taken(self, export: Export, leaving: Leaving) -> None:
         batch = leaving.batch
-        self._slots.give(batch.group, batch.slots or [])
+        self._give_back(leaving)
         if self._may_be_lost(leaving) and not self._kept(export, leaving):
             # They were read where they are, or what came there in their place was.
-            export.again.append((batch.group, batch.first, batch.first + batch.count))
+            export.again.append(leaving.entries)
             self._offer(export)
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
         self._heard(export)
         self._end_if_sent(export)
+
+    def _give_back(self, leaving: Leaving) -> None:
+        """Frees the slots of a batch in the memory between engines."""
+        self._slots.give(leaving.batch.group, leaving.batch.slots or [])
 
     def _heard(self, export: Export) -> None:
         export.deadline = self._clock() + self._lease
@@ -349,7 +269,7 @@ class Exports:
         """Frees what a connection's threads held."""
         export.link = None
         for leaving in export.sent.values():
-            self._slots.give(leaving.batch.group, leaving.batch.slots or [])
+            self._give_back(leaving)
         export.sent.clear()
         if not export.closed:
             outcome = "broken" if broken else "dead"
@@ -387,8 +307,8 @@ class Exports:
             return False
         return any(self._slots.num_free(g) for g, _, _ in self._unsent(export))
 
-    def _unsent(self, export: Export) -> list[tuple[int, int, int]]:
-        """Returns (group, first, end) of the table entries that can be sent by the next plan."""
+    def _unsent(self, export: Export) -> list[Entries]:
+        """Returns the table entries that can be sent by the next plan."""
         if export.held is not None:
             ends = [end for _, end in self._ranges(export.held)]
             begins = [begin for begin, _ in self._ranges(export.held)]
@@ -467,15 +387,15 @@ class Exports:
 
     def _batch(self, export: Export, g: int, first: int, end: int) -> Leaving | None:
         """Finds places for the first of some blocks; None where there is none."""
-        entries = self._entries(export, g, first, end)
-        slots = self._slots.put(g, entries)
+        blocks = self._blocks_of(export, g, first, end)
+        slots = self._slots.put(g, blocks)
         if not slots:
             return None
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
         if export.held is not None:
-            return Leaving(batch, entries[: len(slots)], None)
+            return Leaving(batch, blocks[: len(slots)], None)
         batch.step = export.step if export.layers is not None else -1
-        return Leaving(batch, entries[: len(slots)], export.done[0])
+        return Leaving(batch, blocks[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
@@ -502,19 +422,18 @@ class Exports:
         for export in list(self._by_name.values()):
             for id in [id for id in (*finished, *failed) if id in export.moving]:
                 leaving = export.moving.pop(id)
-                batch = leaving.batch
                 if export.closed or export.link is None or id in failed:
-                    self._slots.give(batch.group, batch.slots or [])
+                    self._give_back(leaving)
                 elif not self._kept(export, leaving):
-                    self._slots.give(batch.group, batch.slots or [])
-                    export.again.append((batch.group, batch.first, batch.first + batch.count))
+                    self._give_back(leaving)
+                    export.again.append(leaving.entries)
                 else:
-                    export.sent[batch.number] = leaving
+                    export.sent[leaving.batch.number] = leaving
                     self._heard(export)
-                    export.link.send(batch)
+                    export.link.send(leaving.batch)
             self._forget_ended(export)
 
-    def _entries(self, export: Export, g: int, first: int, end: int) -> Int32:
+    def _blocks_of(self, export: Export, g: int, first: int, end: int) -> Int32:
         """Returns blocks of the prompt by table entries, int32 [end - first]: those that are held,
         or the running request's."""
         if export.held is not None:
@@ -527,13 +446,12 @@ class Exports:
     def _kept(self, export: Export, leaving: Leaving) -> bool:
         """Tells whether blocks have been the prompt's all the time that they were read. A request
         loses them when it is preempted, and those that the tree has from another when it ends."""
-        batch, request = leaving.batch, export.request
+        request = export.request
         if leaving.turn is None or request is None:
             return True
         if request.num_preemptions != leaving.turn:
             return False
-        now = self._entries(export, batch.group, batch.first, batch.first + batch.count)
-        return np.array_equal(now, leaving.blocks)
+        return np.array_equal(self._blocks_of(export, *leaving.entries), leaving.blocks)
 
     def _keep_sent(self, export: Export) -> None:
         """Notes which of the batches that the reader has not taken are held, so that they cannot be

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
-from quire.disagg.exports import Heard, ReaderLink, Stopped
 from quire.disagg.messages import BlockBatch, End, Grant, Mapped, Message, Redeem, Taken
+from quire.disagg.reader_link import Heard, ReaderLink, Stopped
 from quire.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import EngineConfig
 from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.exports import Exports, Heard, ReaderLink, Stopped
+from quire.disagg.exports import Exports
 from quire.disagg.facts import differences, facts_of
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.disagg.inbox import Inbox
@@ -19,6 +19,7 @@ from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches
 from quire.disagg.pulls import PullThreads
+from quire.disagg.reader_link import Heard, ReaderLink, Stopped
 from quire.disagg.settings import DisaggSettings, check_engine, model_groups, read_settings
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.executor import Capacity, Executor
@@ -105,58 +106,67 @@ class DisaggLoop(LoopFeature):
         """
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})
-        groups, staged = capacity.groups, settings.transport == "tcp"
-        own = model_groups(self._config, groups)
-        self._facts = facts_of(self._config, groups, pool.sizes, settings.transport, own)
+        staged = settings.transport == "tcp"
+        own = model_groups(self._config, capacity.groups)
+        self._facts = facts_of(self._config, capacity.groups, pool.sizes, settings.transport, own)
         self._memory: bytes = b"" if staged else pool.memory
         if settings.layers:
             clock = executor.control({"op": "layer_clock"})
             self._memory = encode_memory(decode_memory(pool.memory).ranks, clock)
-        view = pool.view if staged else None
         if settings.grants:
-            self._listener = Listener(
-                settings.host,
-                settings.port,
-                view,
-                self._inbox.put,
-                self._inbox.wake,
-                self._meet,
-                settings.lease_timeout,
-                lambda: 0 if self._exports is None else len(self._exports),
-            )
-            outward: PeerSlots = BlocksInPlace()
-            if staged:
-                outward = FreeSlots(len(groups), 0, _for_readers(settings, pool))
-                self._slots.append(outward)
-            self._exports = Exports(
-                outward,
-                pool.sizes,
-                self._stats,
-                lease=settings.lease_timeout,
-                port=self._listener.port,
-                chunks=settings.kv_transfer == "async",
-                layers=settings.layers,
-                memory=_handle(pool, len(groups)) if staged else None,
-                model_groups=own,
-            )
-            _log.info("prompts for others: blocks at port %d", self._listener.port)
+            self._exports = self._open_exports(pool, staged, len(capacity.groups), own)
         if settings.asks:
-            inward = None
-            if staged:
-                inward = FreeSlots(len(groups), _for_readers(settings, pool), pool.slots)
-            self._slots += [] if inward is None else [inward]
-            peers = PeerList(settings.peers, settings.peer_key, self._facts)
-            lease = settings.lease_timeout
-            self._pulls = PullThreads(peers, inward, view, self._inbox.put, lease)
-            least = settings.remote_prefill_tokens
-            self._fetches = Fetches(
-                self._pulls,
-                inward or BlocksInPlace(),
-                pool.sizes,
-                self._stats,
-                least=capacity.full_step if least is None else least,
-            )
+            self._fetches = self._open_fetches(pool, staged, capacity)
         return DisaggFeature(self._exports, self._fetches)
+
+    def _open_exports(self, pool: Any, staged: bool, groups: int, own: int) -> Exports:
+        """Listens for readers. staged: blocks go through the pool. own: KV groups of the model."""
+        settings = self._settings
+        self._listener = Listener(
+            settings.host,
+            settings.port,
+            pool.view if staged else None,
+            self._inbox.put,
+            self._inbox.wake,
+            self._meet,
+            settings.lease_timeout,
+            lambda: 0 if self._exports is None else len(self._exports),
+        )
+        slots: PeerSlots = BlocksInPlace()
+        if staged:
+            slots = FreeSlots(groups, 0, _for_readers(settings, pool))
+            self._slots.append(slots)
+        _log.info("prompts for others: blocks at port %d", self._listener.port)
+        return Exports(
+            slots,
+            pool.sizes,
+            self._stats,
+            lease=settings.lease_timeout,
+            port=self._listener.port,
+            chunks=settings.kv_transfer == "async",
+            layers=settings.layers,
+            memory=_handle(pool, groups) if staged else None,
+            model_groups=own,
+        )
+
+    def _open_fetches(self, pool: Any, staged: bool, capacity: Capacity) -> Fetches:
+        """Makes ready to ask peers. staged: blocks come through the pool."""
+        settings = self._settings
+        slots = None
+        if staged:
+            slots = FreeSlots(len(capacity.groups), _for_readers(settings, pool), pool.slots)
+            self._slots.append(slots)
+        peers = PeerList(settings.peers, settings.peer_key, self._facts)
+        view = pool.view if staged else None
+        self._pulls = PullThreads(peers, slots, view, self._inbox.put, settings.lease_timeout)
+        least = settings.remote_prefill_tokens
+        return Fetches(
+            self._pulls,
+            slots or BlocksInPlace(),
+            pool.sizes,
+            self._stats,
+            least=capacity.full_step if least is None else least,
+        )
 
     @property
     def waits(self) -> bool:
