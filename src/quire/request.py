@@ -42,32 +42,21 @@ class RequestOptions(TypedDict, total=False):
 
 
 class TokenBuffer:
-    """A growing int32 array with amortized O(1) appends.
+    """A request's tokens. Who has taken them over by `move` appends to them in bulk: a scheduler
+    that gives many requests a token each writes them with one numpy operation.
 
-    `move` continues it in storage that the mover fills in bulk: a scheduler that gives many
-    requests a token each writes them with one numpy operation instead of one append per request.
+    count: int32 [1], keeps their number.
     """
 
     __slots__ = ("_count", "_data")
 
-    def __init__(self, tokens: Int32, spare: int = 64, count: Int32 | None = None) -> None:
-        self._count: Int32 = np.empty(1, dtype=np.int32) if count is None else count
-        self._count[0] = len(tokens)
-        self._data: Int32 = np.empty(len(tokens) + spare, dtype=np.int32)
-        self._data[: len(tokens)] = tokens
+    def __init__(self, tokens: Int32, count: Int32) -> None:
+        self._data: Int32 = np.array(tokens, dtype=np.int32)
+        self._count = count
+        count[0] = len(tokens)
 
     def __len__(self) -> int:
         return int(self._count[0])
-
-    def append(self, token: int) -> None:
-        """Appends a token. Once moved, there is room only for what the mover's storage holds."""
-        n = int(self._count[0])
-        if n == len(self._data):
-            grown: Int32 = np.empty(2 * n + 64, dtype=np.int32)
-            grown[:n] = self._data
-            self._data = grown
-        self._data[n] = token
-        self._count[0] = n + 1
 
     def move(self, data: Int32, count: Int32) -> None:
         """Continues in `data`, int32 [room], with the length in `count`, int32 [1]."""
@@ -77,7 +66,7 @@ class TokenBuffer:
         self._data, self._count = data, count
 
     def view(self, start: int = 0, stop: int | None = None) -> Int32:
-        """Returns a read-only view, valid until the next append or move."""
+        """Returns a read-only view, valid until the next move."""
         n = int(self._count[0])
         out = self._data[start : n if stop is None else min(stop, n)]
         out.flags.writeable = False
@@ -131,7 +120,6 @@ class Request:
         "priority",
         "prompt_len",
         "prompt_logprobs_done",
-        "ready_step",
         "request_id",
         "sample_index",
         "seed",
@@ -162,7 +150,7 @@ class Request:
     ) -> None:
         self.request_id = request_id
         self._counts: Int32 = np.zeros(3, dtype=np.int32)
-        self.tokens = TokenBuffer(prompt, spare=0, count=self._counts[:1])
+        self.tokens = TokenBuffer(prompt, self._counts[:1])
         self.prompt_len = len(prompt)
         self.params = params
         self.max_total = max_total
@@ -185,7 +173,6 @@ class Request:
         self.lane = -1
         self.lane_epoch = 0
         self.generating = False
-        self.ready_step = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.prompt_logprobs_done = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
@@ -14,6 +14,10 @@ from quire.executor import OnProgress
 from quire.loop_feature import LoopFeature, OnDemand
 from quire.runner import ModelRunner
 from quire.scheduler import Order
+
+if TYPE_CHECKING:
+    from quire.models import ModelSpec
+    from quire.quantization import Quantization
 
 _GPU_DEFAULTS = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "steps_in_flight": 2}
 _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_flight": 1}
@@ -31,50 +35,13 @@ def resolve(args: EngineArgs) -> EngineConfig:
     path = models.resolve_model_path(args.model, args.revision)
     hf_config = models.load_config(path)
     spec = models.spec_from_config(hf_config)
-    # Both refuse before workers start.
     quantization = models.model_quantization(path, hf_config, spec, args.quantization)
-    if args.speculates:
-        # Few engines do.
-        from quire.speculation.settings import check_settings
-
-        check_settings(args, spec)
     device = _device(args.device)
-    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
-    if args.parallel:
-        from quire.engine.ranks import check_ranks, defaults_of_stages
-
-        check_ranks(args, device, spec, quantization)
-        defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
+    _check_uncommon(args, device, spec, quantization)
     own = args.tokenizer is None
     tokenizer = path if own else models.resolve_model_path(args.tokenizer, None)
-    picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
-    if "overlap" in args.disable:
-        picked["steps_in_flight"] = 1
-    if args.deterministic:
-        # Few engines are.
-        from quire.engine.deterministic import check_deterministic
-
-        check_deterministic(args, device, spec, quantization)
-    scheduler = SchedulerConfig(
-        **picked,
-        lag=args.pipeline_parallel_size,
-        max_model_len=_max_model_len(args.max_model_len, spec.max_positions),
-        enable_prefix_caching=args.enable_prefix_caching,
-        enable_chunked_prefill=args.enable_chunked_prefill,
-        policy=args.scheduling_policy,
-        priority_weight=args.priority_weight,
-        max_queue=args.max_queue,
-        max_queue_tokens=args.max_queue_tokens,
-    )
-    dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
     tokenizer_path = None if args.skip_tokenizer_init else str(tokenizer)
-    embeddings: dict[str, Any] = {}
-    marks = map(hf_config.get, ("is_matryoshka", "matryoshka_dimensions"))
-    if args.pooling != "auto" or (path / "1_Pooling").exists() or any(marks):
-        # Few models say how they embed.
-        from quire.engine.embedding_settings import embedding_settings
-
-        embeddings = embedding_settings(args.pooling, path, hf_config)
+    dtype = _dtype(args.dtype, device, str(spec.dtype).removeprefix("torch."))
     return EngineConfig(
         args=args,
         model_path=str(path),
@@ -84,12 +51,64 @@ def resolve(args: EngineArgs) -> EngineConfig:
         dtype=dtype,
         kv_cache_dtype=_kv_cache_dtype(args.kv_cache_dtype, dtype, spec.head_dims),
         block_size=args.block_size,
-        scheduler=scheduler,
+        scheduler=_scheduler_config(args, device, spec.max_positions),
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        **embeddings,
+        **_embedding_settings(args.pooling, path, hf_config),
     )
+
+
+def _check_uncommon(
+    args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
+) -> None:
+    """Refuses settings of few engines that the model or the machine cannot have."""
+    if args.speculates:
+        from quire.speculation.settings import check_settings
+
+        check_settings(args, spec)
+    if args.parallel:
+        from quire.engine.ranks import check_ranks
+
+        check_ranks(args, device, spec, quantization)
+    if args.deterministic:
+        from quire.engine.deterministic import check_deterministic
+
+        check_deterministic(args, device, spec, quantization)
+
+
+def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> SchedulerConfig:
+    defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
+    if args.parallel:
+        # Few engines have stages.
+        from quire.engine.ranks import defaults_of_stages
+
+        defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
+    picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
+    if "overlap" in args.disable:
+        picked["steps_in_flight"] = 1
+    return SchedulerConfig(
+        **picked,
+        lag=args.pipeline_parallel_size,
+        max_model_len=_max_model_len(args.max_model_len, max_positions),
+        enable_prefix_caching=args.enable_prefix_caching,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        policy=args.scheduling_policy,
+        priority_weight=args.priority_weight,
+        max_queue=args.max_queue,
+        max_queue_tokens=args.max_queue_tokens,
+    )
+
+
+def _embedding_settings(pooling: str, path: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `EngineConfig` that say how the model embeds."""
+    marks = map(hf_config.get, ("is_matryoshka", "matryoshka_dimensions"))
+    if pooling == "auto" and not (path / "1_Pooling").exists() and not any(marks):
+        return {}
+    # Few models say how they embed.
+    from quire.engine.embedding_settings import embedding_settings
+
+    return embedding_settings(pooling, path, hf_config)
 
 
 def build_core(

@@ -49,7 +49,6 @@ class EngineHost:
         self.address = str(self.folder / "engine")
         self._environment = dict(environment or {})
         self.deaths = 0
-        self.gave_up = False
         self._left = self._restarts = restarts
         self._on_death: Callable[[int], None] = lambda status: None
         self._loop = asyncio.get_running_loop()
@@ -98,7 +97,6 @@ class EngineHost:
             logger.error("the engine ended (%s); starting it again in %g s", _how(status), pause)
             self._again = self._loop.call_later(pause, self._launch)
         else:
-            self.gave_up = True
             logger.error("the engine ended (%s)", _how(status))
         self._on_death(status)
 
