@@ -28,7 +28,7 @@ from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
 from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
-from quire.server.openai.convert import check_fan_out, sampling_params
+from quire.server.openai.convert import check_fan_out, check_streaming, sampling_params
 from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
 from quire.server.openai.messages import check_continuation, template_messages
 from quire.server.openai.objects import (
@@ -140,14 +140,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
 def _check(body: ChatRequest) -> None:
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "'top_logprobs' needs logprobs=true.", param="top_logprobs")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
-        )
-    if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(
-            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
-        )
+    check_streaming(body)
     both = body.max_tokens is not None and body.max_completion_tokens is not None
     if both and body.max_tokens != body.max_completion_tokens:
         raise ApiError(

@@ -21,6 +21,7 @@ from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import (
     check_fan_out,
+    check_streaming,
     estimate_tokens,
     prompt_text,
     prompts_of,
@@ -172,14 +173,7 @@ def _check(state: ServerState, body: CompletionRequest, prompts: list[Prompt]) -
             "'return_tokens_as_token_ids' needs 'logprobs'.",
             param="return_tokens_as_token_ids",
         )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
-        )
-    if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(
-            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
-        )
+    check_streaming(body)
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(
             400, "'max_tokens' must be at least 1, unless echo is true.", param="max_tokens"

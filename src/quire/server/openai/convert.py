@@ -13,7 +13,7 @@ from quire.errors import RequestError
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
 from quire.server.generation.text import Prompt
-from quire.server.openai.protocol import SamplingFields
+from quire.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from quire.server.openai.structured import structured_outputs
 from quire.server.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
 
@@ -173,6 +173,18 @@ def prompt_text(tokenizer: Tokenizer | None, prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return str(prompt) if tokenizer is None else tokenizer.decode(prompt, False)
+
+
+def check_streaming(body: ChatRequest | CompletionRequest) -> None:
+    """Refuses fields that only streams have, or only whole answers. Raises ApiError, 400."""
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(
+            400, "'stream_options' is only allowed with stream=true.", param="stream_options"
+        )
+    if body.stream and body.prompt_logprobs is not None:
+        raise ApiError(
+            400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
+        )
 
 
 def check_fan_out(prompts: int, n: int | None) -> None:

@@ -26,13 +26,7 @@ class JsonListParser(JsonToolParser):
         yield from self.space()
         if self.char == "[":
             yield
-            while True:
-                yield from self.space()
-                yield from self.entry()
-                yield from self.space()
-                if self.char != ",":
-                    break
-                yield
+            yield from self.listed(self.entry)
             if self.char == "]":  # its absence does no harm
                 yield
         else:

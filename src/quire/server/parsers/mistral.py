@@ -25,13 +25,7 @@ class MistralParser(JsonToolParser):
             yield from self._one()
             return
         yield
-        while True:
-            yield from self.space()
-            yield from self.call()
-            yield from self.space()
-            if self.char != ",":
-                break
-            yield
+        yield from self.listed(self.call)
         if self.char == "]":  # its absence does no harm
             yield
 

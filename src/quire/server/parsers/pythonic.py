@@ -33,13 +33,7 @@ class PythonicParser(ToolParser):
     def calls(self) -> Reading:
         yield from self.space()
         yield from self.expect("[")
-        while True:
-            yield from self.space()
-            yield from self._call()
-            yield from self.space()
-            if self.char != ",":
-                break
-            yield
+        yield from self.listed(self._call)
         yield from self.expect("]")
         yield from self.space()
         if self.char == "<":

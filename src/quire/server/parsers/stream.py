@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -219,6 +219,16 @@ class ToolParser(ABC):
 
     def space(self, also: str = "") -> Reading:
         while self.char in SPACE or (self.char and self.char in also):
+            yield
+
+    def listed(self, entry: Callable[[], Reading]) -> Reading:
+        """Reads what `entry` reads, once or several times with commas between."""
+        while True:
+            yield from self.space()
+            yield from entry()
+            yield from self.space()
+            if self.char != ",":
+                return
             yield
 
     def expect(self, text: str) -> Reading:
