@@ -25,8 +25,9 @@ from quire.plan import Transfer
 from quire.runner.kv_cache import KVCache
 from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
+from quire.runner.transfer.host_place import PoolPlace
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
-from quire.runner.transfer.moves import INTO, OUT, Moves, board_bytes, board_of
+from quire.runner.transfer.moves import OUT, Moves, board_bytes, board_of
 from quire.runner.transfer.shared_memory import map_shared
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 1 << 30
@@ -84,18 +85,16 @@ def _at_once() -> bool:
     return True
 
 
-class PeerPlace:
-    """Moves blocks to and from a staging pool. A move has ended when it has on all ranks.
+class PeerPlace(PoolPlace[StagingPool]):
+    """Moves blocks to and from a staging pool, which all ranks share.
 
     owns: by group, whether this rank writes its heads to the pool; of ranks with copies of the
     same, one does.
     """
 
     def __init__(self, pool: StagingPool, copier: Copier, owns: Sequence[bool]) -> None:
-        self.pool = pool
+        super().__init__(pool, copier, Moves(pool.board, pool.rank))
         self._owns = owns
-        self._copier = copier
-        self._moves = Moves(pool.board, pool.rank)
 
     def out(self, transfer: Transfer) -> None:
         done = _at_once
@@ -103,19 +102,8 @@ class PeerPlace:
             done = self._copier.out(transfer.group, transfer.blocks, transfer.slots)
         self._moves.begin(OUT, transfer.id, done)
 
-    def into(self, transfer: Transfer) -> None:
-        done = self._copier.into(transfer.group, transfer.blocks, transfer.slots)
-        self._moves.begin(INTO, transfer.id, done)
-
-    def ended(self) -> tuple[list[int], list[int]]:
-        return self._moves.ended(), []
-
-    @property
-    def busy(self) -> bool:
-        return self._moves.busy
-
     def close(self) -> None:
-        self._moves.drain()
+        super().close()
         self.pool.close()
 
 

@@ -23,8 +23,9 @@ from quire.runner.memory import GB
 from quire.runner.transfer.copier import Copier, CudaCopier, HostCopier
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPool
+from quire.runner.transfer.host_place import HostPlace
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.moves import INTO, OUT, Moves, shared_moves
+from quire.runner.transfer.moves import shared_moves
 from quire.runner.transfer.place import Place
 from quire.runner.transfer.threads import succeeded
 
@@ -100,33 +101,6 @@ class KVTransfer:
         """Waits for what is being copied. Idempotent."""
         for place in reversed(list(self._places.values())):
             place.close()
-
-
-class HostPlace:
-    """The host's memory: a pool of slots, on each rank of its own heads' blocks."""
-
-    def __init__(self, pool: HostPool, copier: Copier, moves: Moves) -> None:
-        self.pool = pool
-        self._copier = copier
-        self._moves = moves
-
-    def out(self, transfer: Transfer) -> None:
-        done = self._copier.out(transfer.group, transfer.blocks, transfer.slots)
-        self._moves.begin(OUT, transfer.id, done)
-
-    def into(self, transfer: Transfer) -> None:
-        done = self._copier.into(transfer.group, transfer.blocks, transfer.slots)
-        self._moves.begin(INTO, transfer.id, done)
-
-    def ended(self) -> tuple[list[int], list[int]]:
-        return self._moves.ended(), []
-
-    @property
-    def busy(self) -> bool:
-        return self._moves.busy
-
-    def close(self) -> None:
-        self._moves.drain()
 
 
 class DiskPlace:
