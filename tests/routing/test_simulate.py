@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app
 from quire.errors import ConfigError
-from quire.routing.choice import Policy
+from quire.routing.choice import RoutePolicy
 from quire.simulate.calibrate import PromptSample, StepSample, encode, fit
 from quire.simulate.engine_model import EngineModel, read_engine
 from quire.simulate.fleet import SimulatedFleet
@@ -43,7 +43,7 @@ def conversations(requests: int, rate: float, seed: int = 0) -> WorkloadTrace:
 
 
 def run(
-    trace: WorkloadTrace, policy: Policy, nodes: int = 4, prefill: int = 0, **change: float
+    trace: WorkloadTrace, policy: RoutePolicy, nodes: int = 4, prefill: int = 0, **change: float
 ) -> Summary:
     fields = {name: getattr(MODEL, name) for name in MODEL.__struct_fields__}
     model = EngineModel(**{**fields, "kv_tokens": 16_000, **change})

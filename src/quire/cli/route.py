@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from typing import cast, get_args
 
 import typer
 
 from quire.cli.route_options import RouteOptions
 from quire.errors import ConfigError
-from quire.routing.choice import Policy
+from quire.routing.choice import route_policy
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import FleetSettings
 from quire.routing.replica_state import Role
@@ -43,7 +42,7 @@ def _router_args(options: RouteOptions) -> RouterArgs:
     return RouterArgs(
         replicas=_members(options),
         fleet=FleetSettings(
-            policy=cast(Policy, options.policy),
+            policy=route_policy(options.policy),
             key=options.api_key,
             check_seconds=options.check_seconds,
             check_timeout=options.check_timeout,
@@ -69,9 +68,6 @@ def _router_args(options: RouteOptions) -> RouterArgs:
 
 
 def _check(options: RouteOptions) -> None:
-    if options.policy not in get_args(Policy):
-        known = ", ".join(get_args(Policy))
-        raise ConfigError(f"policy must be one of {known}, got {options.policy!r}", "policy")
     for name in ("api_key", "admin_api_key"):
         secret = getattr(options, name)
         if secret is not None and not check_secret(secret):

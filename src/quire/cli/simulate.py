@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast, get_args
 
 import typer
 from rich.console import Console
 
 from quire.bench.outputs import OutputFiles
 from quire.errors import ConfigError
-from quire.routing.choice import Policy
+from quire.routing.choice import route_policy
 from quire.simulate.calibrate import calibrate, encode
 from quire.simulate.engine_model import EngineModel, read_engine
 from quire.simulate.fleet import SimulatedFleet
@@ -38,11 +37,7 @@ def simulate(
     Raises:
         ConfigError: a setting or a file is wrong.
     """
-    for policy in policies:
-        if policy not in get_args(Policy):
-            raise ConfigError(
-                f"policy must be one of {', '.join(get_args(Policy))}, got {policy!r}", "policy"
-            )
+    known = [route_policy(name) for name in policies]
     if not 0 <= prefill_nodes < nodes:
         raise ConfigError(
             f"prefill_nodes must leave nodes to decode, got {prefill_nodes} of {nodes}",
@@ -54,7 +49,7 @@ def simulate(
     model = EngineModel() if engine is None else read_engine(engine)
     read = read_trace(trace, speed=speed, most=most)
     console, summaries = Console(stderr=True), list[Summary]()
-    for policy in cast("Sequence[Policy]", policies):
+    for policy in known:
         began = time.perf_counter()
         fleet = SimulatedFleet(nodes, model, policy, read.block_size, prefill_nodes)
         summaries.append(summarize(fleet.run(read), policy, nodes, prefill_nodes))

@@ -10,19 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast, get_args
 
 from quire.engine.router import RUNNING_TOKENS, Placement
+from quire.errors import ConfigError
 from quire.routing.prefixes import KnownPrompt, PrefixMap
 from quire.routing.prompts import Prompt
 from quire.routing.replica_state import ReplicaState
 
-Policy = Literal["prefix", "least-loaded", "round-robin"]
+RoutePolicy = Literal["prefix", "least-loaded", "round-robin"]
 
 _UNKNOWN_RATE = 5000.0
 """Prompt tokens per second, as long as no replica has measured any."""
 
 States = Mapping[int, ReplicaState]
+
+
+def route_policy(name: str) -> RoutePolicy:
+    """Returns the policy of a name. Raises ConfigError if there is none."""
+    if name not in get_args(RoutePolicy):
+        known = ", ".join(get_args(RoutePolicy))
+        raise ConfigError(f"policy must be one of {known}, got {name!r}", "policy")
+    return cast(RoutePolicy, name)
 
 
 @dataclass(slots=True)
@@ -53,7 +62,7 @@ class RouteChoice:
 class Chooser:
     """Chooses by a policy. prefixes: what is known of prompts' blocks."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: RoutePolicy) -> None:
         self.policy = policy
         self.prefixes = PrefixMap()
         self._turn = 0

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.errors import QuireError
-from quire.routing.choice import Chooser, Policy, RouteChoice
+from quire.routing.choice import Chooser, RouteChoice, RoutePolicy
 from quire.routing.prefixes import Block
 from quire.routing.prompts import Prompt
 from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
@@ -40,7 +40,7 @@ class FleetSettings:
     answer such a question is taken for lost. drain_timeout: seconds that a replica's requests have
     when it leaves."""
 
-    policy: Policy = "prefix"
+    policy: RoutePolicy = "prefix"
     key: str | None = None
     check_seconds: float = 1.0
     check_timeout: float = 5.0

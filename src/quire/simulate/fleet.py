@@ -14,7 +14,7 @@ from typing import Literal
 from quire.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEventLine, KVEvents
 from quire.kv_events.prefill_rate import PrefillRate
 from quire.kv_events.prompt_report import spread
-from quire.routing.choice import Chooser, Policy, RouteChoice
+from quire.routing.choice import Chooser, RouteChoice, RoutePolicy
 from quire.routing.prompts import PIECE_BYTES, Prompt
 from quire.routing.replica_state import ReplicaState, Role
 from quire.simulate.engine_model import EngineModel
@@ -84,7 +84,7 @@ class SimulatedFleet:
     """Replicas of one model. prefill: how many of the nodes compute prompts for the others."""
 
     def __init__(
-        self, nodes: int, model: EngineModel, policy: Policy, block_size: int, prefill: int = 0
+        self, nodes: int, model: EngineModel, policy: RoutePolicy, block_size: int, prefill: int = 0
     ) -> None:
         self._model = model
         self._size = block_size

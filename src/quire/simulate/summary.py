@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.routing.choice import Policy
+from quire.routing.choice import RoutePolicy
 from quire.simulate.fleet import FleetRun
 
 
@@ -19,7 +19,7 @@ class Summary(msgspec.Struct, frozen=True):
     last. itl: between two tokens, each request's mean. hit_rate: share of prompt tokens that did
     not have to be computed. apart: share of prompts that another replica computed."""
 
-    policy: Policy
+    policy: RoutePolicy
     nodes: int
     prefill_nodes: int
     requests: int
@@ -35,7 +35,7 @@ class Summary(msgspec.Struct, frozen=True):
     itl_p99: float
 
 
-def summarize(outcome: FleetRun, policy: Policy, nodes: int, prefill_nodes: int) -> Summary:
+def summarize(outcome: FleetRun, policy: RoutePolicy, nodes: int, prefill_nodes: int) -> Summary:
     """Returns the figures of a run."""
     flights = outcome.flights
     first = [flight.first for flight in flights]
