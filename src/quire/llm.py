@@ -201,7 +201,8 @@ class LLM:
                 if not self._core.failed:
                     for name in names:
                         self._core.abort(name)
-                    self._drain()
+                    while self._core.has_work():
+                        self._core.step()
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> _Job:
         text, given = read_prompt(prompt)
@@ -295,10 +296,6 @@ class LLM:
         job.open -= 1
         job.output.finished = not job.open
         return job.output.finished
-
-    def _drain(self) -> None:
-        while self._core.has_work():
-            self._core.step()
 
 
 def _worth_a_look(progress: StepProgress, followed: bool) -> Iterator[Progress]:

@@ -33,17 +33,7 @@ class FeatureSet:
         self.ready = self._calls["ready"]
         self.fetch = self._calls["fetch"]
         self.reusable = self._calls["reusable"]
-        self._admit = self._calls["admit"]
-        self._device_params = self._calls["device_params"]
-        self._plan = self._calls["plan"]
-        self._result = self._calls["result"]
-        self._release = self._calls["release"]
-        self._finish = self._calls["finish"]
         self.verified = self._calls["verified"]
-        self._transferred = self._calls["transferred"]
-        self._pending = self._calls["pending"]
-        self._preempt = self._calls["preempt"]
-        self._forget = self._calls["forget"]
         self.looks_ahead: list[Feature] = []
         for feature in features:
             self.add(feature)
@@ -62,14 +52,14 @@ class FeatureSet:
 
     def admit(self, request: Request) -> None:
         """Raises the first refusal."""
-        for admit in self._admit:
+        for admit in self._calls["admit"]:
             refusal: RequestError | None = admit(request)
             if refusal is not None:
                 raise refusal
 
     def device_params(self, request: Request) -> SamplingParams:
         params = request.params
-        for device_params in self._device_params:
+        for device_params in self._calls["device_params"]:
             params = device_params(request, params)
         return params
 
@@ -81,43 +71,44 @@ class FeatureSet:
         return np.minimum(counts, room)
 
     def preempt(self, request: Request) -> bool:
-        answers = [preempt(request) for preempt in self._preempt]  # all are called
+        answers = [preempt(request) for preempt in self._calls["preempt"]]  # all are called
         return any(answers)
 
     def release(self, request: Request) -> bool:
-        answers = [release(request) for release in self._release]
+        answers = [release(request) for release in self._calls["release"]]
         return any(answers)
 
     def finish(self, request: Request) -> None:
-        for finish in self._finish:
+        for finish in self._calls["finish"]:
             finish(request)
 
     def pending(self, idle: bool) -> bool:
-        return any(pending(idle) for pending in self._pending)
+        return any(pending(idle) for pending in self._calls["pending"])
 
     def forget(self) -> None:
-        for forget in self._forget:
+        for forget in self._calls["forget"]:
             forget()
 
     def plan(self, plan: StepPlan, requests: list[Request]) -> None:
-        if self._plan:
+        if self._calls["plan"]:
             builder = PlanBuilder(plan, requests)
-            for add in self._plan:
+            for add in self._calls["plan"]:
                 add(builder)
 
     def transferred(self, result: StepResult) -> None:
         if result.finished_transfers or result.failed_transfers:
-            for transferred in self._transferred:
+            for transferred in self._calls["transferred"]:
                 transferred(result.finished_transfers, result.failed_transfers)
 
     def cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
         """Lets features shorten the number of tokens that rows keep, in `n`. Returns the rows that
         were shortened."""
-        if not self._result:
+        results = self._calls["result"]
+        if not results:
             return []
         cut = []
         for i, (request, count) in enumerate(zip(step.requests, n.tolist(), strict=True)):
-            kept = min([count, *(keep(request, tokens[i, :count]) for keep in self._result)])
+            kept = min([count, *(keep(request, tokens[i, :count]) for keep in results)])
             if count and kept < count:
                 n[i] = max(kept, 0)
                 cut.append(i)

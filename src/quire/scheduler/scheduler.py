@@ -31,6 +31,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
+from quire.arrays import Int32
 from quire.cache import BlockManager, DetachedBlocks
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError, RequestError
@@ -245,12 +246,10 @@ class Scheduler:
         if len(self._order) and preemptions == self._preemptions:
             room = self._config.max_num_batched_tokens - int(rows.q_len.sum())
             self._start_waiting(min(room, most) - sum(c.length for c in chunks), chunks, admits)
-        if not chunks and not rows.requests and (exclusive or not self._has_pending()):
+        empty = not chunks and not rows.requests
+        if empty and (exclusive or not self._features.pending(not self._in_flight)):
             return None
         return self._launch(rows, chunks, admits)
-
-    def _has_pending(self) -> bool:
-        return self._features.pending(not self._in_flight)
 
     def _running_rows(self, most: int) -> tuple[Rows, list[Chunk]]:
         """Chooses the rows of running requests and books their blocks. When blocks run out, drafts
@@ -361,17 +360,7 @@ class Scheduler:
                 verified(step.lanes[own], step.q_len[own] - 1, n[own])
         cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
-        full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
-        ended = full | (stop != StopReason.NONE)
-        ended[cut] = False
-        finished: list[int] = np.nonzero(ended)[0].tolist()
-        if finished:
-            # The device computes nothing further for a lane that it has seen end.
-            stopped = step.lanes[ended & (stop == StopReason.STOP_TOKEN)]
-            self._lanes.planned[stopped] = self._lanes.computed[stopped]
-            self._release([step.requests[i] for i in finished], ended=True)
-            for i in finished:
-                self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))
+        finished = self._end(step, stop, cut)
         for i in cut:
             self._preempt(step.requests[i])
         return StepProgress(
@@ -388,6 +377,22 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
             pooled=result.pooled,
         )
+
+    def _end(self, step: Launched, stop: Int32, cut: list[int]) -> list[int]:
+        """Ends the requests of rows that the device saw end, or that are as long as they may be,
+        unless they are in `cut`. Returns these rows. stop: a `StopReason` each, int32 [R]."""
+        full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
+        ended = full | (stop != StopReason.NONE)
+        ended[cut] = False
+        finished: list[int] = np.nonzero(ended)[0].tolist()
+        if finished:
+            # The device computes nothing further for a lane that it has seen end.
+            stopped = step.lanes[ended & (stop == StopReason.STOP_TOKEN)]
+            self._lanes.planned[stopped] = self._lanes.computed[stopped]
+            self._release([step.requests[i] for i in finished], ended=True)
+            for i in finished:
+                self._finish(step.requests[i], _REASONS.get(int(stop[i]), FinishReason.LENGTH))
+        return finished
 
     # -- state ---------------------------------------------------------------------------------
 
@@ -411,7 +416,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether any request is unfinished, or any step or transfer in flight."""
-        return bool(self._requests or self._in_flight or self._has_pending())
+        return bool(self._requests or self._in_flight or self._features.pending(True))
 
     def stats(self) -> SchedulerStats:
         usage = self.blocks.usage()
