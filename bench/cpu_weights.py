@@ -1,7 +1,7 @@
 """Compares weights of 16, 8 and 4 bits with fp32's on this machine's CPU, as ratios within one
 process.
 
-    python bench/cpu_weights.py [--layers 6] [--steps 4] [--rounds 3] [--out cpu.jsonl]
+    python bench/cpu_weights.py [--layers 6] [--steps 4] [--rounds 3] [--clock cpu] [--out FILE]
 
 Layers of Qwen3-0.6B's widths and a tied head of 32 000 tokens, random, saved in fp32 and in
 bfloat16, the latter served as it is and with `--quantization`. Rounds go through all engines in
@@ -40,10 +40,12 @@ CASES = {
     "bfloat16": ("bfloat16", None),
     "int8": ("bfloat16", "int8"),
     "int4": ("bfloat16", "int4"),
+    "int4,head=int8": ("bfloat16", "int4,head=int8"),
 }
 """The dtype of the checkpoint, and the quantization."""
 PROMPT_TOKENS, LONG_PROMPT_TOKENS = 16, 64
 FEW = 4
+CLOCKS = ("wall", "cpu")
 
 
 def checkpoints(folder: Path, layers: int) -> None:
@@ -80,19 +82,19 @@ def answer(llm: LLM, prompts: int, prompt_tokens: int, tokens: int) -> None:
     llm.generate(ids, params, use_tqdm=False)
 
 
-def works(llm: LLM, steps: int) -> dict[str, Callable[[], float]]:
-    """Returns what is measured, each as the processor's seconds."""
+def works(llm: LLM, steps: int, clock: int) -> dict[str, Callable[[], float]]:
+    """Returns what is measured, each as seconds of a clock by its place in `CLOCKS`."""
 
     def step(rows: int) -> float:
         short, long = (
-            seconds(lambda n=n: answer(llm, rows, PROMPT_TOKENS, n))[1] for n in (2, 2 + steps)
+            seconds(lambda n=n: answer(llm, rows, PROMPT_TOKENS, n))[clock] for n in (2, 2 + steps)
         )
         return (long - short) / steps
 
     return {
         "step": lambda: step(1),
         f"step_of_{FEW}": lambda: step(FEW),
-        "prompt": lambda: seconds(lambda: answer(llm, 1, LONG_PROMPT_TOKENS, 1))[1],
+        "prompt": lambda: seconds(lambda: answer(llm, 1, LONG_PROMPT_TOKENS, 1))[clock],
     }
 
 
@@ -101,6 +103,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     parser.add_argument("--steps", type=int, default=4, help="steps that are measured at once")
     parser.add_argument("--rounds", type=int, default=3, help="times that all is measured")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu", help="whose seconds count")
     parser.add_argument("--out", type=Path, help="append the records to this JSONL file")
     args = parser.parse_args()
     engines, starts = {}, {}
@@ -113,10 +116,11 @@ def main() -> None:
                     {name: engine(path, how)}
                 )
             )[1]
+    clock = CLOCKS.index(args.clock)
     times: dict[str, dict[str, list[float]]] = {name: {} for name in CASES}
     for index in range(args.rounds + 1):
         for name in list(CASES) if index % 2 else reversed(CASES):
-            for work, measure in works(engines[name], args.steps).items():
+            for work, measure in works(engines[name], args.steps, clock).items():
                 spent = measure()
                 if index:  # the first round warms up
                     times[name].setdefault(work, []).append(spent)
@@ -136,7 +140,7 @@ def main() -> None:
                 f"{work}_ratio": statistics.median(ratios),
                 f"{work}_ratio_least": min(ratios),
                 f"{work}_ratio_most": max(ratios),
-                f"{work}_cpu_ms": 1e3 * statistics.median(spent),
+                f"{work}_{args.clock}_ms": 1e3 * statistics.median(spent),
             }
         model = f"{args.layers} layers of Qwen3-0.6B (random), {name}"
         records.append(make_record("cpu_weights", metrics, model=model, settings=settings))
