@@ -18,6 +18,8 @@ from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.token_rules import TokenRules
+from tests.models.small_tokenizer import save_tokenizer
+from tests.unit.tiny_engine import TINY, model_folder
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
@@ -117,3 +119,16 @@ def test_the_engine_follows_the_rules() -> None:
     for wrong in ({"allowed_token_ids": (10**6,)}, {"bad_token_ids": ((1, 10**6),)}):
         with pytest.raises(RequestError, match="vocabulary ends"):
             llm.generate([prompt], SamplingParams(**wrong))
+
+
+def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tmp_path: Path) -> None:
+    save_tokenizer(model_folder(tmp_path, TINY))
+    llm = LLM(str(tmp_path), load_format="dummy", num_kv_blocks=20, max_model_len=64)
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    with pytest.raises(RequestError, match="of a kind that grammars cannot be used with"):
+        llm.generate(prompt, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    rules = SamplingParams(allowed_token_ids=(8, 9), temperature=0.0, max_tokens=4, ignore_eos=True)
+    (output,) = llm.generate(prompt, rules)
+    assert output.outputs[0].finish_reason == "length"
+    assert set(output.outputs[0].token_ids) <= {8, 9}
+    llm.shutdown()
