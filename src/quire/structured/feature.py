@@ -309,10 +309,11 @@ class GrammarFeature(Feature, LoopFeature):
             for row in rows:
                 if row.state is not None:
                     row.state.error = row.state.error or reason
-        self._executor.submit_head(HeadInputs(step.step_id, masks))
+        # Before the step has a result, which gives such rows any token.
         for gated, row in zip(step.rows, rows, strict=True):
             if row.state is not None and row.state.error is not None:
                 self._broken.append((gated, row.state.error))
+        self._executor.submit_head(HeadInputs(step.step_id, masks))
         self._masks.settle(rows)
 
     def _with_drafts(
