@@ -161,7 +161,8 @@ class GrammarFeature(Feature, LoopFeature):
         if params.ignore_eos and compiled is not None:
             state.forbidden, state.until = eos, _FOREVER
         elif params.min_tokens:
-            state.forbidden = (*eos, *params.stop_token_ids)
+            ends = () if params.ignore_eos else eos
+            state.forbidden = (*ends, *params.stop_token_ids)
             state.until = request.prompt_len + params.min_tokens
         self._states[request.request_id] = state
         if compiled is None:
