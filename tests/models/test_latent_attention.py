@@ -184,3 +184,18 @@ def test_scores_of_extended_positions() -> None:
 def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)
+
+
+def test_drafts_beside_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
+    """What drafts cost is measured without rows, of which latents are to be widened."""
+    found = []
+    for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):
+        llm = LLM(
+            str(deepseek[0]), skip_tokenizer_init=True, kv_cache_dtype="int8", num_kv_blocks=40,
+            max_model_len=128, max_num_seqs=2, **settings,
+        )  # fmt: skip
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        prompt = {"prompt_token_ids": [5, 6, 7, 5, 6, 7, 5]}
+        found.append(llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.shutdown()
+    assert found[0] == found[1]

@@ -63,10 +63,23 @@ def test_a_feature_may_refuse() -> None:
         def admit(self, request: Request) -> RequestError | None:
             return RefusedError("no adapter of that name", param="model")
 
-    loop = make(Refuses())
+    class Holds(Feature):
+        def __init__(self) -> None:
+            self.held: set[str] = set()
+
+        def admit(self, request: Request) -> RequestError | None:
+            self.held.add(request.request_id)
+            return None
+
+        def finish(self, request: Request) -> None:
+            self.held.discard(request.request_id)
+
+    holds = Holds()
+    loop = make(holds, Refuses())
     with pytest.raises(RefusedError, match="no adapter"):
         loop.scheduler.add(request("one"))
     assert not loop.scheduler.has_work()
+    assert not holds.held
 
 
 def test_a_request_waits_until_its_feature_is_ready() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.token_rules import TokenRules
+from tests.models.small_tokenizer import save_tokenizer
+from tests.unit.tiny_engine import TINY, model_folder
 
 VOCAB = 40
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
@@ -117,3 +120,37 @@ def test_the_engine_follows_the_rules() -> None:
     for wrong in ({"allowed_token_ids": (10**6,)}, {"bad_token_ids": ((1, 10**6),)}):
         with pytest.raises(RequestError, match="vocabulary ends"):
             llm.generate([prompt], SamplingParams(**wrong))
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[LLM]:
+    """An engine with a tokenizer that grammars cannot be used with."""
+    save_tokenizer(model_folder(tmp_path, TINY))
+    llm = LLM(str(tmp_path), load_format="dummy", num_kv_blocks=20, max_model_len=64)
+    yield llm
+    llm.shutdown()
+
+
+def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tiny: LLM) -> None:
+    prompt = {"prompt_token_ids": [5, 6, 7]}
+    with pytest.raises(RequestError, match="of a kind that grammars cannot be used with"):
+        tiny.generate(prompt, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    rules = SamplingParams(allowed_token_ids=(8, 9), temperature=0.0, max_tokens=4, ignore_eos=True)
+    (output,) = tiny.generate(prompt, rules)
+    assert output.outputs[0].finish_reason == "length"
+    assert set(output.outputs[0].token_ids) <= {8, 9}
+
+
+def test_rules_that_never_apply_change_nothing(tiny: LLM) -> None:
+    """An end that is ignored is a token like others, with a mask and without, and may come before
+    `min_tokens`."""
+    (eos,) = tiny.config.eos_token_ids
+    given = {"temperature": 0.0, "max_tokens": 6, "min_tokens": 4, "logit_bias": {eos: 100.0}}
+    for ignored in (True, False):
+        found = [
+            tiny.generate([[5, 6, 7]], SamplingParams(ignore_eos=ignored, **given, **rules))
+            for rules in ({}, {"bad_token_ids": ((7, 8, 9, 10),)})
+        ]
+        free, ruled = (output.outputs[0].token_ids for (output,) in found)
+        assert free == ruled
+        assert (free[0] == eos) == ignored

@@ -152,8 +152,10 @@ class Exports:
         return grant
 
     def revoke(self, name: str, outcome: str, reason: str) -> None:
-        """Forgets a grant whose request was refused."""
-        export = self._by_name[name]
+        """Forgets a grant whose request was refused. Ignored if that has ended it already."""
+        export = self._by_name.get(name)
+        if export is None:
+            return
         export.finished = True
         self._close(export, outcome, reason)
 

@@ -204,6 +204,7 @@ class EngineCore:
         begun = time.monotonic()
         result = executor.collect()
         collected = time.monotonic()
+        self._poll(0.0)  # a request whose masks have failed does not get the step's token
         progress = scheduler.update(result)
         for feature in features:
             feature.after_update()

@@ -96,7 +96,8 @@ class Feature:
         return False
 
     def finish(self, request: Request) -> None:
-        """Called when a request has ended, wherever it stood. The last call about it."""
+        """Called when a request has ended, wherever it stood, or was refused by any feature. The
+        last call about it."""
 
     # -- prefixes that leave the cache ---------------------------------------------------------
 

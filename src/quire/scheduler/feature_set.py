@@ -51,10 +51,11 @@ class FeatureSet:
         blocks.on_evict = self._calls["evict"]
 
     def admit(self, request: Request) -> None:
-        """Raises the first refusal."""
+        """Raises the first refusal, when those who have taken the request in know its end."""
         for admit in self._calls["admit"]:
             refusal: RequestError | None = admit(request)
             if refusal is not None:
+                self.finish(request)
                 raise refusal
 
     def device_params(self, request: Request) -> SamplingParams:

@@ -160,8 +160,10 @@ class Compiler:
 
     @property
     def tokenizer_vocab(self) -> int:
-        """The tokenizer's size, once something was compiled."""
-        return 0 if self._tokenizer is None else self._tokenizer.result().vocab_size
+        """The tokenizer's size, once something was compiled; 0 where grammars cannot be used with
+        it."""
+        made = self._tokenizer
+        return 0 if made is None or made.exception() is not None else made.result().vocab_size
 
     # -- compiling -----------------------------------------------------------------------------
 

@@ -161,7 +161,8 @@ class GrammarFeature(Feature, LoopFeature):
         if params.ignore_eos and compiled is not None:
             state.forbidden, state.until = eos, _FOREVER
         elif params.min_tokens:
-            state.forbidden = (*eos, *params.stop_token_ids)
+            ends = () if params.ignore_eos else eos
+            state.forbidden = (*ends, *params.stop_token_ids)
             state.until = request.prompt_len + params.min_tokens
         self._states[request.request_id] = state
         if compiled is None:
@@ -309,10 +310,11 @@ class GrammarFeature(Feature, LoopFeature):
             for row in rows:
                 if row.state is not None:
                     row.state.error = row.state.error or reason
-        self._executor.submit_head(HeadInputs(step.step_id, masks))
+        # Before the step has a result, which gives such rows any token.
         for gated, row in zip(step.rows, rows, strict=True):
             if row.state is not None and row.state.error is not None:
                 self._broken.append((gated, row.state.error))
+        self._executor.submit_head(HeadInputs(step.step_id, masks))
         self._masks.settle(rows)
 
     def _with_drafts(

@@ -108,7 +108,7 @@ def paged_attention(
     plan: list[_Bucket] | None = scratch.get(key)
     if plan is None:
         pieces = _pieces(q_lens, seq_lens, max_seq_len, window, kv.k.shape[2])
-        block_bytes = kv.k[0].numel() * q.element_size()
+        block_bytes = kv.k.shape[1:].numel() * q.element_size()
         plan = scratch[key] = [
             _bucket(group, seq_lens, block_table, kv.k, window, q.dtype)
             for group in _group(pieces, block_bytes)
