@@ -143,7 +143,7 @@ def _round(
 
 
 def _neutral(draw: Random, setting: Setting, plain: Plain, asked: Asked) -> None:
-    """What makes no difference changes nothing."""
+    """Checks that what is to make no difference changes nothing."""
     if asked.pooling is not None:
         return
     more = dataclasses.replace(asked, params=draw_neutral(draw, asked.params))

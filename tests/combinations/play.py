@@ -49,8 +49,8 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What a request got. refused: the error at its arrival. failure: the error that ended it.
-    vector: where one was asked for."""
+    """Holds what a request got. refused: the error at its arrival. failure: the error that ended
+    it. vector: where one was asked for."""
 
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Alternatives | None] | None = None
@@ -275,7 +275,7 @@ class Engine:
         self._check_events()
 
     def _check_events(self) -> None:
-        """What was told of the cache is what it holds."""
+        """Checks that what was told of the cache is what it holds."""
         blocks = self.core.scheduler.blocks
         if self._events is None or not blocks.caching:
             return

@@ -187,7 +187,7 @@ def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) 
 
 
 def test_drafts_beside_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
-    """What drafts cost is measured without rows, of which latents are to be widened."""
+    """Steps are measured without rows, of which latents are to be widened."""
     found = []
     for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):
         llm = LLM(
