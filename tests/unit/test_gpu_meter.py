@@ -29,11 +29,16 @@ class FakeNvml:
     without: functions that the last GPU does not have.
     """
 
+    seconds: float | None = None
+    """Time as the meter sees it too; None: the real one."""
+
     NVMLError = NvmlError
 
     def __init__(self, count: int = 3, without: tuple[str, ...] = ()) -> None:
         self._count, self._without = count, without
-        self._began = time.perf_counter()
+
+    def clock(self) -> float:
+        return time.perf_counter() if self.seconds is None else self.seconds
 
     def __getattr__(self, name: str) -> Any:
         if name in ("nvmlInit", "nvmlDeviceGetCount"):
@@ -43,7 +48,7 @@ class FakeNvml:
             if name in self._without and gpu == self._count - 1:
                 raise NvmlError
             watts = 100 + 50 * gpu
-            spent = 1000 * watts * (time.perf_counter() - self._began)
+            spent = 1000 * watts * self.clock()
             return {
                 "nvmlDeviceGetHandleByIndex": gpu,
                 "nvmlDeviceGetUUID": f"GPU-{gpu}",
@@ -61,39 +66,44 @@ def install(monkeypatch: pytest.MonkeyPatch, nvml: FakeNvml | None) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(gpu_meter, "_PERIOD", 0.005)
     monkeypatch.setattr(gpu_meter, "_LEAST_SECONDS", 0.01)
+    clock = time.perf_counter if nvml is None else nvml.clock
+    monkeypatch.setattr(gpu_meter, "time", SimpleNamespace(perf_counter=clock))
 
 
-def measured(meter: GpuMeter, tokens: int = 0) -> dict[str, float]:
+def measured(nvml: FakeNvml, meter: GpuMeter, tokens: int = 0) -> dict[str, float]:
+    """Returns the metrics of a block of two seconds."""
+    nvml.seconds = 1.0
     with meter.reading() as reading:
-        time.sleep(0.05)
+        nvml.seconds = 3.0
     return reading.metrics(tokens)
 
 
 def test_gpus_of_a_run_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml())
-    found = measured(GpuMeter.of_device("cuda:1", 2), 10)
+    install(monkeypatch, nvml := FakeNvml())
+    found = measured(nvml, GpuMeter.of_device("cuda:1", 2), 10)
     assert found["gpu_utilization_percent"] == pytest.approx(65)
     assert found["gpu_memory_gb"] == pytest.approx(5)
-    assert found["gpu_watts"] == pytest.approx(350, rel=0.05)
-    assert found["joules_per_token"] == pytest.approx(350 * 0.05 / 10, rel=0.2)
-    assert "joules_per_token" not in measured(GpuMeter.of_device("cuda"))
+    assert found["gpu_watts"] == pytest.approx(350)
+    assert found["joules_per_token"] == pytest.approx(350 * 2 / 10)
+    assert "joules_per_token" not in measured(nvml, GpuMeter.of_device("cuda"))
 
 
 def test_what_a_gpu_does_not_give_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml(2, ("nvmlDeviceGetTotalEnergyConsumption",)))
-    found = measured(GpuMeter.of_device("cuda", 2), 10)
+    install(monkeypatch, nvml := FakeNvml(2, ("nvmlDeviceGetTotalEnergyConsumption",)))
+    found = measured(nvml, GpuMeter.of_device("cuda", 2), 10)
     assert found.keys() == {"gpu_utilization_percent", "gpu_memory_gb", "gpu_watts"}
     assert found["gpu_watts"] == pytest.approx(250)
-    install(monkeypatch, FakeNvml(1, ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage")))
-    assert measured(GpuMeter.of_device("cuda"), 10).keys() == {
+    nvml = FakeNvml(1, ("nvmlDeviceGetUtilizationRates", "nvmlDeviceGetPowerUsage"))
+    install(monkeypatch, nvml)
+    assert measured(nvml, GpuMeter.of_device("cuda"), 10).keys() == {
         "gpu_memory_gb", "gpu_watts", "joules_per_token"
     }  # fmt: skip
 
 
 def test_energy_of_a_moment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml())
-    monkeypatch.setattr(gpu_meter, "_LEAST_SECONDS", 1.0)
-    found = measured(GpuMeter.of_device("cuda"), 10)
+    install(monkeypatch, nvml := FakeNvml())
+    monkeypatch.setattr(gpu_meter, "_LEAST_SECONDS", 5.0)
+    found = measured(nvml, GpuMeter.of_device("cuda"), 10)
     assert found["gpu_watts"] == 100
     assert "joules_per_token" not in found
 
@@ -102,10 +112,10 @@ def test_energy_of_a_moment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
 def test_none_where_there_are_no_such_gpus(
     device: str, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install(monkeypatch, FakeNvml())
-    assert measured(GpuMeter.of_device(device, count), 10) == {}
+    install(monkeypatch, nvml := FakeNvml())
+    assert measured(nvml, GpuMeter.of_device(device, count), 10) == {}
     install(monkeypatch, None)
-    assert measured(GpuMeter.of_device("cuda"), 10) == {}
+    assert measured(nvml, GpuMeter.of_device("cuda"), 10) == {}
 
 
 def test_visible_gpus_are_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,11 +124,11 @@ def test_visible_gpus_are_in_cudas_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, FakeNvml(4))
+    install(monkeypatch, nvml := FakeNvml(4))
     flags = "a/model --tensor-parallel-size 2 --data-parallel-size=2 --max-num-seqs 4"
-    assert measured(meter_of(flags))["gpu_memory_gb"] == pytest.approx(10)
-    assert measured(meter_of("a/model"))["gpu_memory_gb"] == pytest.approx(1)
-    assert measured(meter_of("a/model --device cpu")) == {}
+    assert measured(nvml, meter_of(flags))["gpu_memory_gb"] == pytest.approx(10)
+    assert measured(nvml, meter_of("a/model"))["gpu_memory_gb"] == pytest.approx(1)
+    assert measured(nvml, meter_of("a/model --device cpu")) == {}
 
 
 @pytest.mark.parametrize(

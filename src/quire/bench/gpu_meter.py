@@ -118,7 +118,9 @@ class GpuMeter:
                 seen.joules = after - before
 
     def _sample(self, seen: Reading, ended: threading.Event) -> None:
-        while not ended.wait(_PERIOD):
+        over = False
+        while not over:
+            over = ended.wait(_PERIOD)  # the last sample after it: a short block has one too
             seen.samples.append(self._now())
 
     def _now(self) -> _Sample:
