@@ -1,15 +1,17 @@
-"""Products with weights of 4 bits and inputs of 16 on this GPU: checks, then times beside others.
+"""Products with weights of 4 or 8 bits and inputs of 16 on this GPU: checks, then times beside
+others.
 
-    PYTHONPATH=src python bench/kernels/four_bit.py [--seconds 60] [--sweep]
+    PYTHONPATH=src python bench/kernels/four_bit.py [--seconds 60] [--sweep] [--format int8]
 
 Each tile is held against float64. Then times of the four layers of Qwen3-8B at 16 to 2048 rows:
 bf16 by cuBLAS, the other kernels' road (a skinny GEMM, or the weight dequantized as a whole and
 cuBLAS), and the kernel by wgmma; and of what orders its inputs, with and without the norm. --sweep:
-all tiles, the fastest first. Prints a table last.
+all tiles, the fastest first. --format: of the weights that are timed. Prints a table last.
 
 Predicted before the first run, µs of a layer's four products: 40 at 16 rows, 55 at 64 (where 116
 were measured of the skinny GEMM), 75 at 128, 130 at 256, 1,430 at 2048 (cuBLAS: 1,080). All were
-too low: docs/performance/tried-weights.md.
+too low: docs/performance/tried-weights.md. Of 8 bits, predicted: 66 at 16 rows (bytes alone: 46),
+70 at 64, 98 at 128, 170 at 256.
 """
 
 from __future__ import annotations
@@ -51,9 +53,13 @@ FORMATS = {
         torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True
     ),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float32),
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "int8-g128": WeightFormat(torch.int8, scales=torch.bfloat16, group=128),
+    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
+    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.bfloat16, group=128),
 }
 TIMED = "int4-g128-zeros"
-"""The format of `--quantization int4`; others take as long."""
+"""The format of `--quantization int4`; others of 4 bits take as long."""
 GATED: Activation = "silu_and_mul"
 LAYERS: dict[str, tuple[int, int, Activation | None]] = {
     "qkv": (6144, 4096, None),
@@ -68,7 +74,10 @@ Call = Callable[[], object]
 
 def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
     weight = Weight.empty(form, outputs, inputs, DEVICE)
-    weight.values.random_(0, 256)
+    if form.values.is_floating_point:
+        weight.values.copy_(torch.randn(weight.values.shape, device=DEVICE))
+    else:
+        weight.values.view(torch.uint8).random_(0, 256)
     assert weight.scales is not None
     weight.scales.copy_(torch.rand(weight.scales.shape, device=DEVICE) * 1e-3 + 1e-3)
     if weight.zeros is not None:
@@ -107,7 +116,7 @@ class Case(NamedTuple):
         args = LinearArgs(x, weight, bias, residual=residual, act=self.act)
         out = torch.full_like(residual, float("nan"))
         for _ in range(3):
-            run(args, order_inputs(x), self.tile, out)
+            run(args, order_inputs(x, bits=weight.format.bits or 8), self.tile, out)
         y = x.double() @ dequantize(weight, torch.float64).T + bias.double()
         if self.act:
             gate, up = y.chunk(2, -1)
@@ -124,6 +133,8 @@ CASES = [
 CASES += [Case(name, 77, 264, 2048, HopperTile(3, 64), None) for name in FORMATS]
 CASES += [
     Case("int4-g128", 64, 12288, 4096, HopperTile(3, 64), GATED),
+    Case("int8", 64, 12288, 4096, HopperTile(3, 64), GATED),
+    Case("fp8", 300, 4096, 4096, HopperTile(2, 128), None),
     Case("int4-g128", 300, 4096, 4096, HopperTile(2, 128), None),
 ]
 
@@ -153,11 +164,11 @@ def checks() -> None:
     print(f"check norm: {'ok' if same else 'WRONG'}", flush=True)
 
 
-def compile_all() -> None:
+def compile_all(form: WeightFormat) -> None:
     """Compiles what `checks` and `times` run, many at once."""
     with compiling(16):
         for outputs, inputs, act in reversed(LAYERS.values()):
-            weight = draw(FORMATS[TIMED], outputs, inputs)
+            weight = draw(form, outputs, inputs)
             for rows in sorted(ROWS):
                 x = torch.empty(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
                 args = LinearArgs(x, weight, act=act)
@@ -189,16 +200,16 @@ def other_road(args: LinearArgs) -> None:
         torch.matmul(args.x, expand(args.weight, torch.bfloat16).t())
 
 
-def times(rows: int, layer: str, sweep: bool) -> dict[str, str]:
+def times(rows: int, layer: str, form: WeightFormat, sweep: bool) -> dict[str, str]:
     """Returns µs of each road, as text for the table."""
     outputs, inputs, act = LAYERS[layer]
     x = torch.randn(rows, inputs, device=DEVICE).bfloat16()
-    copies = copies_beyond_l2(outputs * inputs // 2, most=32)
+    copies = copies_beyond_l2(outputs * inputs * (form.bits or 8) // 8, most=32)
     found = {}
     plain = [torch.randn(outputs, inputs, device=DEVICE).bfloat16() for _ in range(2)]
     found["bf16"] = f"{microseconds([partial(torch.matmul, x, w.t()) for w in plain]):.1f}"
     del plain
-    weights = [draw(FORMATS[TIMED], outputs, inputs) for _ in range(copies)]
+    weights = [draw(form, outputs, inputs) for _ in range(copies)]
     args = [LinearArgs(x, w, act=act) for w in weights]
     found["others"] = f"{microseconds([partial(other_road, a) for a in args]):.1f}"
     out = torch.empty(rows, args[0].n, device=DEVICE, dtype=torch.bfloat16)
@@ -214,8 +225,9 @@ def times(rows: int, layer: str, sweep: bool) -> dict[str, str]:
     results.sort()
     found["wgmma"] = ", ".join(f"{us:.1f} {tile} {count}" for us, tile, count in results)
     norm = RmsScale(torch.ones(inputs, device=DEVICE, dtype=torch.bfloat16), 1e-6)
-    found["order"] = f"{microseconds([partial(order_inputs, x)]):.1f}"
-    found["norm+order"] = f"{microseconds([partial(order_inputs, x, norm)]):.1f}"
+    bits = form.bits or 8
+    found["order"] = f"{microseconds([partial(order_inputs, x, None, bits)]):.1f}"
+    found["norm+order"] = f"{microseconds([partial(order_inputs, x, norm, bits)]):.1f}"
     found["norm"] = f"{microseconds([partial(rms_norm, x, *norm)]):.1f}"
     return found
 
@@ -224,12 +236,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--format", choices=FORMATS, default=TIMED)
     options = parser.parse_args()
+    form = FORMATS[options.format]
     end = time.monotonic() + options.seconds
     torch.manual_seed(0)
     start = time.monotonic()
     gemm.default_workspace(DEVICE)
-    compile_all()
+    compile_all(form)
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     checks()
     print(f"checked after {time.monotonic() - start:.0f} s", flush=True)
@@ -239,7 +253,7 @@ def main() -> None:
             if time.monotonic() > end:
                 print(f"| {rows} | {layer} | skipped: out of time |")
                 continue
-            found = times(rows, layer, options.sweep)
+            found = times(rows, layer, form, options.sweep)
             print("| " + " | ".join([str(rows), layer, *found.values()]) + " |", flush=True)
 
 

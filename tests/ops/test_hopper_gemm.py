@@ -1,4 +1,4 @@
-"""Products of 4-bit weights by wgmma: what a CPU can tell of them. tests/gpu runs the kernel."""
+"""Products of weights in few bits by wgmma: what a CPU can tell. tests/gpu runs the kernel."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.hopper_gemm import (
     INSTRUCTIONS,
     HopperTile,
+    factor_of,
     hopper_gemm,
     programs_for,
     takes,
@@ -33,14 +34,25 @@ from quire.ops.triton.order_inputs import LIFT, order_inputs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops import ptx
 
+FP8 = torch.float8_e4m3fn
 INT4 = WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128)
 ZEROS = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True)
+FORMS = {
+    "int4": INT4,
+    "zeros": ZEROS,
+    "int8": WeightFormat(torch.int8, scales=torch.float32),
+    "int8-g128": WeightFormat(torch.int8, scales=torch.bfloat16, group=128),
+    "fp8": WeightFormat(FP8, scales=torch.float32),
+    "fp8-g128": WeightFormat(FP8, scales=torch.bfloat16, group=128),
+}
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def draw(form: WeightFormat, outputs: int, inputs: int, device: torch.device = DEVICE) -> Weight:
     weight = Weight.empty(form, outputs, inputs, device)
     weight.values.view(torch.uint8).random_(0, 256)
+    if form.values.is_floating_point:
+        weight.values.view(torch.uint8)[weight.values.float().isnan()] = 0
     if weight.scales is not None:
         weight.scales.copy_(torch.rand(weight.scales.shape) + 0.5)
     if weight.zeros is not None:
@@ -50,27 +62,35 @@ def draw(form: WeightFormat, outputs: int, inputs: int, device: torch.device = D
 
 def left_operand(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Returns [outputs, inputs] in float64 as the kernel lays a thread's words out: axes of a step
-    of 256 inputs are pair of words, word of the pair, place, thread of four, value of two."""
-    assert weight.scales is not None
-    n, steps = weight.outputs, weight.inputs // 256
+    of 32 words a row are pair of words, word of the pair, place, thread of four, value of two."""
+    form = weight.format
+    bits, values = form.bits or 8, form.values
+    n, inputs = weight.outputs, 1024 // bits
+    steps = weight.inputs // inputs
     words = weight.values.view(torch.int32).view(n, steps, 4, 4, 2).numpy().view("uint32")
-    scales = weight.scales.float()
-    zeros = torch.full((n, 2 * steps), 8) if weight.zeros is None else weight.zeros.int()
+    scales = weight.scales.float() if form.group else torch.ones(n, weight.inputs // 128)
+    zeros = torch.full((n, weight.inputs // 128), 1 << bits - 1)
+    if weight.zeros is not None:
+        zeros = weight.zeros.int()
 
     def pairs(values: Tensor) -> object:
-        """Each thread has a group's, two threads each."""
-        each = values.view(n, steps, 2, 1, 1, 1).expand(n, steps, 2, 2, 4, 2).contiguous()
-        return each.view(torch.int32).numpy().view("uint32").reshape(-1)
+        """Each thread has a group's; of a step of 256 inputs, two threads each."""
+        groups = inputs // 128
+        each = values.view(n, steps, groups, 1, 1, 1).expand(n, steps, groups, 4 // groups, 4, 2)
+        return each.contiguous().view(torch.int32).numpy().view("uint32").reshape(-1)
 
+    factors = [(scales * factor_of(values, dtype)).to(dtype)]
     if dtype == torch.bfloat16:
-        factors = [(scales * 2.0**power).to(dtype) for power in (69, 65)]
+        factors.append((factors[0].float() / 16).to(dtype))
         offsets = [(zeros * by).to(torch.int16).view(dtype) for by in (1, 16)]
     else:
-        factors = [scales.to(dtype)] * 2
+        factors *= 2
         offsets = [(1024.0 + zeros).to(dtype)] * 2
+    several = 1 if bits == 8 else 2
+    numbers = factors[:several] + offsets[:several]
     found = ptx.run(
-        INSTRUCTIONS[dtype], 8,
-        [words[..., 0].reshape(-1), words[..., 1].reshape(-1), *map(pairs, factors + offsets)],
+        INSTRUCTIONS[values, dtype], 32 // bits,
+        [words[..., 0].reshape(-1), words[..., 1].reshape(-1), *map(pairs, numbers)],
     )  # fmt: skip
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     outs = [torch.from_numpy(ptx.floats(own, kind)).view(n, steps, 4, 4, 2) for own in found]
@@ -79,16 +99,21 @@ def left_operand(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="emulates instructions")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("form", [INT4, ZEROS], ids=["int4", "zeros"])
-def test_unpacked_weights_meet_ordered_inputs(form: WeightFormat, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", FORMS)
+def test_unpacked_weights_meet_ordered_inputs(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
+    form = FORMS[name]
     weight = draw(form, 5, 512)
     x = torch.randn(3, 512, dtype=dtype)
-    got = order_inputs(x).double() @ left_operand(weight, dtype).T
+    got = order_inputs(x, bits=form.bits or 8).double() @ left_operand(weight, dtype).T
+    if not form.group:
+        got *= weight.scales.double().squeeze(1)
     want = x.double() @ dequantize(weight, torch.float64).T
     assert float((got - want).norm() / want.norm()) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
-    if form is INT4:
-        # A factor of x's type rounds its product with a whole number once.
+    if not form.group:
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-9)
+    elif form.scales == torch.bfloat16 and not form.zeros:
+        # A factor of x's type rounds its product with a stored number once.
         exact = x.double() @ dequantize(weight, torch.float64).to(dtype).double().T
         torch.testing.assert_close(got, exact, rtol=0, atol=1e-9)
 
@@ -112,12 +137,13 @@ def test_which_weights_are_taken() -> None:
         return takes(LinearArgs(x, weight))
 
     plain = WeightFormat(torch.uint8, bits=4, scales=torch.float32)
-    assert all(taken(draw(form, 8, 384)) for form in (INT4, ZEROS, plain))
+    assert all(taken(draw(form, 8, 384)) for form in (*FORMS.values(), plain))
     assert taken(draw(ZEROS, 8, 256), torch.float16)
     assert taken(draw(INT4, 8, 256).rows(2, 5))
     refused = [
         draw(WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=32), 8, 256),
-        draw(WeightFormat(torch.int8, scales=torch.bfloat16, group=128), 8, 256),
+        draw(WeightFormat(torch.int8, scales=torch.bfloat16, group=128, zeros=True), 8, 256),
+        Weight.empty(WeightFormat(FP8, scales=torch.float8_e8m0fnu, group=128), 8, 256, DEVICE),
         draw(WeightFormat(torch.uint8, 4, torch.bfloat16, group=128, code="e2m1"), 8, 256),
         draw(WeightFormat(torch.uint8, bits=4, scales=torch.float32), 8, 320),
         Weight.empty(INT4, 8, 256, DEVICE, before=64),
@@ -154,8 +180,8 @@ def test_programs_are_as_many_as_there_is_work_for() -> None:
         tiles = -(-300 // tile.rows) * -(-rows // tile.bn)
         assert launch.grid == (3 * tiles,)
         assert launch.options["TOGETHER"] == 3
-        assert 2 <= tile.stages <= 8
-    assert HopperTile(3, 64).stages == 4
+        assert 2 <= tile.stages(4) <= tile.stages(8) <= 8
+    assert HopperTile(3, 64).stages(4) == 4
 
 
 def test_layers_of_more_than_a_few_rows_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

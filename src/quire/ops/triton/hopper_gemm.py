@@ -1,4 +1,4 @@
-"""Products of more than a few rows with weights of 4 bits on Hopper cards: the launch of
+"""Products of more than a few rows with weights of 4 and 8 bits on Hopper cards: the launch of
 `hopper_gemm_kernel.py`."""
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.ops.triton.gemm import default_workspace
 from quire.ops.triton.gemm_plan import Launch, LinearArgs
-from quire.ops.triton.hopper_gemm_kernel import multiply_steps
+from quire.ops.triton.hopper_gemm_kernel import multiply_steps, step_inputs
 from quire.ops.triton.launch import options, traits
 from quire.ops.triton.mma_unpack import TYPES
-from quire.ops.triton.order_inputs import STEP, order_inputs
+from quire.ops.triton.order_inputs import LIFT, order_inputs
 from quire.ops.triton.quantized_tiles import Operands
 
 _ROWS = 64
@@ -32,6 +32,7 @@ _MOST_ROWS = 512
 """Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
 _TOGETHER = 8
 """The most programs that share a tile, where all tiles have as many."""
+_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _SHARED = 226 << 10
 """Bytes of shared memory for the ring."""
 
@@ -47,13 +48,12 @@ class HopperTile(NamedTuple):
         """Weight rows."""
         return self.groups * _ROWS
 
-    @property
-    def stages(self) -> int:
-        """Steps under way."""
-        return min(8, _SHARED // (self.bn * STEP * 2 + self.rows * _WORDS * 4))
+    def stages(self, bits: int) -> int:
+        """Returns the number of steps under way."""
+        return min(8, _SHARED // (self.bn * step_inputs(bits) * 2 + self.rows * _WORDS * 4))
 
 
-def _instructions(dtype: torch.dtype) -> str:
+def _four_bits(dtype: torch.dtype) -> str:
     """Returns instructions for words $8 and $9 of a row: of each, pairs of values 4 places apart.
 
     Bits that are a subnormal bf16, or of the lowest exponent, are whole numbers times 2^-133: the
@@ -78,15 +78,69 @@ def _instructions(dtype: torch.dtype) -> str:
     return "\n".join([*lines, "}"])
 
 
-INSTRUCTIONS = {dtype: _instructions(dtype) for dtype in TYPES}
+def _integers(dtype: torch.dtype) -> str:
+    """Returns instructions for words $4 and $5: of each, pairs of bytes 2 places apart.
+
+    Signed bytes plus 128 are numbers as those of 4 bits. The factor is $6, 128 the zero $7."""
+    above = "0" if dtype == torch.bfloat16 else "0x64646464"
+    lines = ["{", ".reg .b32 t;"]
+    for word in range(2):
+        lines.append(f"xor.b32 t, ${4 + word}, 0x80808080;")
+        for place, bytes_ in enumerate(("0x4240", "0x4341")):
+            out = f"${2 * word + place}"
+            lines.append(f"prmt.b32 {out}, t, {above}, {bytes_};")
+            lines.append(f"sub.rn.{TYPES[dtype]}x2 {out}, {out}, $7;")
+            lines.append(f"mul.rn.{TYPES[dtype]}x2 {out}, {out}, $6;")
+    return "\n".join([*lines, "}"])
+
+
+def _floats(dtype: torch.dtype) -> str:
+    """Returns the same for 8-bit floats, whose exponent and mantissa move to their places: the
+    difference of the exponents' biases is part of the factor."""
+    shift, mask = (4, "0x07F007F0") if dtype == torch.bfloat16 else (1, "0x3F803F80")
+    lines = ["{", ".reg .b32 t, high;"]
+    for word in range(2):
+        for place in range(2):
+            out = f"${2 * word + place}"
+            source = f"${4 + word}"
+            if not place:
+                lines.append(f"shl.b32 high, {source}, 8;")
+                source = "high"
+            lines.append(f"shr.u32 t, {source}, {shift};")
+            lines.append(f"and.b32 t, t, {mask};")
+            lines.append(f"lop3.b32 {out}, {source}, 0x80008000, t, 0xEA;")
+            lines.append(f"mul.rn.{TYPES[dtype]}x2 {out}, {out}, $6;")
+    return "\n".join([*lines, "}"])
+
+
+INSTRUCTIONS = {
+    (values, dtype): build(dtype)
+    for values, build in (
+        (torch.uint8, _four_bits), (torch.int8, _integers), (torch.float8_e4m3fn, _floats)
+    )
+    for dtype in TYPES
+}  # fmt: skip
+"""By the dtype of stored values and that of x."""
+
+
+def factor_of(values: torch.dtype, dtype: torch.dtype) -> float:
+    """Returns the factor of scales that makes weights of what instructions have unpacked, less what
+    inputs are multiplied by."""
+    if dtype == torch.bfloat16:
+        return 2.0 ** (120 if values.is_floating_point else 133) / LIFT
+    return 2.0**8 if values.is_floating_point else 1.0
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: words of 4-bit integers, whole chunks of inputs and of
-    groups, rows that TMA takes, and not too many of x."""
+    """Whether the kernel is for a layer: words of 4-bit integers, of bytes or of 8-bit floats,
+    whole chunks of inputs and of groups, rows that TMA takes, and not too many of x."""
     weight, dtype = args.weight, args.x.dtype
     form, values, scales = weight.format, weight.values, weight.scales
-    if form.bits != 4 or form.code != "integer" or form.ordered or weight.first or scales is None:
+    if form.code != "integer" or form.ordered or weight.first or scales is None:
+        return False
+    if (form.values, dtype) not in INSTRUCTIONS or scales.dtype not in _SCALES:
+        return False
+    if form.bits != (4 if form.values == torch.uint8 else 0) or (form.zeros and not form.bits):
         return False
     if args.gated and weight.outputs % 16:
         return False
@@ -95,7 +149,7 @@ def takes(args: LinearArgs) -> bool:
     # Scales apply to pairs of x's type; fp16 does not hold all that others may be.
     fits = not form.group or scales.dtype == dtype or dtype == torch.bfloat16
     aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 16 == 0
-    return dtype in TYPES and fits and aligned and len(args.x) <= _MOST_ROWS
+    return fits and aligned and len(args.x) <= _MOST_ROWS
 
 
 def _tiles(tile: HopperTile, args: LinearArgs) -> int:
@@ -129,9 +183,13 @@ def product(args: LinearArgs) -> Tensor:
     out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
     if out.numel():
         tile, counters = tile_for(args), default_workspace(x.device).counters
-        args = replace(args, x=order_inputs(x, args.norm), norm=None)
+        args = replace(args, x=order_inputs(x, args.norm, _bits(args)), norm=None)
         hopper_gemm(args, out, tile, counters, programs_for(tile, args), pdl=card.pdl).run()
     return out
+
+
+def _bits(args: LinearArgs) -> int:
+    return args.weight.format.bits or 8
 
 
 def hopper_gemm(
@@ -142,8 +200,10 @@ def hopper_gemm(
     counters: int32, zero between kernels, one for each warpgroup of all programs. programs: at most
     as many as multiprocessors, for those of a tile wait for each other."""
     x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
+    bits, stored = _bits(args), args.weight.format.values
+    words = args.weight.values.view(torch.int32)
     m_tiles = triton.cdiv(len(x), tile.bn)
-    steps = x.shape[1] // STEP
+    steps = x.shape[1] // step_inputs(bits)
     tiles = _tiles(tile, args)
     programs = min(programs, tiles * steps)
     together = 1 if programs % tiles else programs // tiles
@@ -152,16 +212,17 @@ def hopper_gemm(
         x, list(x.shape), list(x.stride()), [tile.bn, _PART], _layout(128, 16, 2)
     )
     operands = (
-        described, _describe(own.values, gated=args.gated), own.scales, own.zeros,
+        described, _describe(words, gated=args.gated), own.scales, own.zeros,
         x if args.bias is None else args.bias, x if res is None else res, out, sums, counters,
         len(x), n, m_tiles, steps, tiles * steps, own.scales.shape[1], own.scales.stride(0),
         0 if res is None else res.stride(0), out.stride(0),
     )  # fmt: skip
     named = options(
-        pdl, CONSUMERS=tile.groups, BN=tile.bn, STAGES=tile.stages, GROUP=own.group // _CHUNK,
-        ASM=INSTRUCTIONS[x.dtype], ZEROS=own.has_zeros, SCALED=own.has_scales, GLU=args.gated,
-        ACT=args.act_name, BIAS=args.bias is not None, RES=res is not None, APART=args.apart,
-        TOGETHER=together, PDL=pdl, num_warps=4,
+        pdl, CONSUMERS=tile.groups, BN=tile.bn, STAGES=tile.stages(bits), BITS=bits,
+        GROUP=own.group // _CHUNK, ASM=INSTRUCTIONS[stored, x.dtype],
+        FACTOR=factor_of(stored, x.dtype), ZEROS=own.has_zeros, SCALED=own.has_scales,
+        GLU=args.gated, ACT=args.act_name, BIAS=args.bias is not None, RES=res is not None,
+        APART=args.apart, TOGETHER=together, PDL=pdl, num_warps=4,
     )  # fmt: skip
     return Launch(multiply_steps, (programs,), operands, named)
 

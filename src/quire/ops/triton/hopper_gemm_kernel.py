@@ -1,9 +1,9 @@
-"""The kernel of `hopper_gemm.py`: weights of 4 bits by wgmma, whose left operand they are.
+"""The kernel of `hopper_gemm.py`: weights of 4 and 8 bits by wgmma, whose left operand they are.
 
 A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
-ring in shared memory, 256 inputs at a time, ahead of two or three warpgroups that share the weight
-rows. A thread reads from there the words that hold its part of the left operand, and unpacks 64
-inputs into registers where the instruction takes them, while the tensor cores multiply the 64
+ring in shared memory, 32 words of a row at a time, ahead of two or three warpgroups that share the
+weight rows. A thread reads from there the words that hold its part of the left operand, and unpacks
+64 inputs into registers where the instruction takes them, while the tensor cores multiply the 64
 before. The right operand are inputs in the order that makes this so, see `order_inputs`. Of a gated
 layer, a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums
 of both.
@@ -29,11 +29,9 @@ from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
 WORDS = gl.constexpr(32)
-"""Words of 32 bits of a weight row in a step: 256 inputs, 128 bytes, the width of the swizzle."""
-STEP = gl.constexpr(256)
+"""Words of 32 bits of a weight row in a step: 128 bytes, the width of the swizzle."""
 PART = gl.constexpr(64)
 """Inputs that are unpacked at a time: with more, two parts and the sums would not fit."""
-PARTS = gl.constexpr(4)
 
 
 @gluon.constexpr_function
@@ -49,14 +47,27 @@ def _lot_layout() -> gl.DistributedLinearLayout:
 
 
 @gluon.constexpr_function
-def _part_layout() -> gl.DistributedLinearLayout:
-    """Each thread has two words of two rows, of [rows, threads of four, words]."""
+def step_inputs(bits: int) -> int:
+    """Returns the inputs of a step."""
+    return 32 * 32 // bits
+
+
+@gluon.constexpr_function
+def parts_of(bits: int) -> int:
+    """Returns the parts of a step."""
+    return 32 * 32 // bits // 64
+
+
+@gluon.constexpr_function
+def _part_layout(bits: int) -> gl.DistributedLinearLayout:
+    """Each thread has a part's words, 2 or 4, of two rows, of [rows, threads of four, words]."""
+    more = [[0, 0, 2]] if bits == 8 else []
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [8, 0, 0]],
+        [[0, 0, 1], *more, [8, 0, 0]],
         [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]],
         [],
-        [64, 4, 2],
+        [64, 4, bits // 2],
     )
 
 
@@ -68,19 +79,25 @@ def _halve(words):
 
 
 @gluon.jit
-def _parts(tiles, tile):
+def _parts(tiles, tile, BITS: gl.constexpr):
     """Returns the words of a warpgroup's rows in a step, for each part."""
-    layout: gl.constexpr = _part_layout()
+    layout: gl.constexpr = _part_layout(BITS)
     words = gl.reshape(tiles.index(tile).load(_lot_layout()), [ROWS, 4, 8])
     low, high = _halve(words)
-    a, b = _halve(low)
-    c, d = _halve(high)
-    return (
-        gl.convert_layout(a, layout, assert_trivial=True),
-        gl.convert_layout(b, layout, assert_trivial=True),
-        gl.convert_layout(c, layout, assert_trivial=True),
-        gl.convert_layout(d, layout, assert_trivial=True),
-    )
+    if BITS == 8:
+        return (
+            gl.convert_layout(low, layout, assert_trivial=True),
+            gl.convert_layout(high, layout, assert_trivial=True),
+        )
+    else:
+        a, b = _halve(low)
+        c, d = _halve(high)
+        return (
+            gl.convert_layout(a, layout, assert_trivial=True),
+            gl.convert_layout(b, layout, assert_trivial=True),
+            gl.convert_layout(c, layout, assert_trivial=True),
+            gl.convert_layout(d, layout, assert_trivial=True),
+        )
 
 
 @gluon.jit
@@ -106,8 +123,9 @@ def _spread(numbers, words):
 
 
 @gluon.jit
-def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
-    """Returns weights [ROWS, PART] as left operand."""
+def _unpack4(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
+    """Returns weights [ROWS, PART]. Axes: row, thread of four, value of a pair, pair's bits from
+    the lowest on."""
     s0, s1, z0, z1 = constants
     kind = s0.dtype
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
@@ -117,9 +135,31 @@ def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
     )  # fmt: skip
     low = gl.join(gl.join(v0, v1), gl.join(v2, v3))
     high = gl.join(gl.join(v4, v5), gl.join(v6, v7))
-    # Axes: row, thread of four, value of a pair, pair's bits from the lowest on.
     x = gl.reshape(gl.join(low, high), [ROWS, 4, 2, 2, 2, 2])
-    x = gl.reshape(gl.permute(x, (0, 5, 4, 3, 1, 2)), [ROWS, PART])
+    return gl.reshape(gl.permute(x, (0, 5, 4, 3, 1, 2)), [ROWS, PART])
+
+
+@gluon.jit
+def _unpack8(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
+    """Returns weights [ROWS, PART]. Axes: row, thread of four, half of its words, value of a pair,
+    pair's bits from the lowest on."""
+    scale, _, zero, _ = constants
+    kind = scale.dtype
+    v0, v1, v2, v3 = gl.inline_asm_elementwise(
+        ASM, "=&r,=&r,=&r,=&r,r,r,r,r", [words, _spread(scale, words), _spread(zero, words)],
+        dtype=(kind, kind, kind, kind), is_pure=BN < 128, pack=2,
+    )  # fmt: skip
+    x = gl.reshape(gl.join(gl.join(v0, v1), gl.join(v2, v3)), [ROWS, 4, 2, 2, 2, 2])
+    return gl.reshape(gl.permute(x, (0, 2, 5, 4, 1, 3)), [ROWS, PART])
+
+
+@gluon.jit
+def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr, BITS: gl.constexpr):
+    """Returns weights [ROWS, PART] as left operand."""
+    if BITS == 8:
+        x = _unpack8(words, constants, ASM, BN)
+    else:
+        x = _unpack4(words, constants, ASM, BN)
     layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(BN), 2)
     return gl.convert_layout(x, layout, assert_trivial=True)
 
@@ -153,8 +193,8 @@ def stored_rows(rows, N, GLU: gl.constexpr):
 
 
 @gluon.jit
-def _weight_rows(row, N, GLU: gl.constexpr):
-    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _part_layout()))
+def _weight_rows(row, N, GLU: gl.constexpr, BITS: gl.constexpr):
+    layout: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, _part_layout(BITS)))
     return stored_rows(row + gl.arange(0, ROWS, layout=layout), N, GLU)
 
 
@@ -173,10 +213,11 @@ def _ask_weights(desc, bar, tiles, stage, nt, step, CONSUMERS: gl.constexpr, GLU
 
 
 @gluon.jit
-def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr):
+def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.constexpr):
+    PARTS: gl.constexpr = parts_of(BITS)
     for part in gl.static_range(PARTS):
         tma.async_copy_global_to_shared(
-            desc, [mt * BN, step * STEP + part * PART], bar.index(stage),
+            desc, [mt * BN, (step * PARTS + part) * PART], bar.index(stage),
             tiles.index(stage * PARTS + part),
         )  # fmt: skip
 
@@ -203,11 +244,11 @@ def _turn(stage, phase, STAGES: gl.constexpr):
 @gluon.jit
 def _produce(
     x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, steps, total,
-    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GLU: gl.constexpr,
-    PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BITS: gl.constexpr,
+    GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Copies what the program's steps take, as soon as there is room."""
-    BYTES: gl.constexpr = BN * STEP * 2 + CONSUMERS * ROWS * WORDS * 4
+    BYTES: gl.constexpr = BN * step_inputs(BITS) * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = begin_of(gl.program_id(0), total, programs)
     end = begin_of(gl.program_id(0) + 1, total, programs)
@@ -225,7 +266,7 @@ def _produce(
     if PDL:
         wait_for_predecessor()
     for i in range(begin, first):
-        _ask_inputs(x_desc, full, x_tiles, i - begin, first_mt, first_step, BN)
+        _ask_inputs(x_desc, full, x_tiles, i - begin, first_mt, first_step, BN, BITS)
         _, first_mt, first_step = _next(0, first_mt, first_step, m_tiles, steps)
     stage = begin * 0
     phase = begin * 0
@@ -233,7 +274,7 @@ def _produce(
         mbarrier.wait(empty.index(stage), phase)
         mbarrier.expect(full.index(stage), BYTES)
         _ask_weights(w_desc, full, w_tiles, stage, nt, step, CONSUMERS, GLU)
-        _ask_inputs(x_desc, full, x_tiles, stage, mt, step, BN)
+        _ask_inputs(x_desc, full, x_tiles, stage, mt, step, BN, BITS)
         nt, mt, step = _next(nt, mt, step, m_tiles, steps)
         stage, phase = _turn(stage, phase, STAGES)
 
@@ -410,15 +451,19 @@ def _finish_together(
 
 
 @gluon.jit
-def _numbers(scales, rows, step, GROUP: gl.constexpr, ZEROS: gl.constexpr):
+def _numbers(
+    scales, rows, step, BITS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr
+):  # fmt: skip
     """Returns stored scales and zeros of rows and threads of four [ROWS, 4] at a step of a tile, or
     the last group's."""
     scale_ptr, zero_ptr, stride, groups = scales
-    threads = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _part_layout())))
-    scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout()))
-    zero = gl.full([ROWS, 4], 8, gl.uint8, gl.SliceLayout(2, _part_layout()))
+    threads = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _part_layout(BITS))))
+    scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout(BITS)))
+    zero = gl.full([ROWS, 4], 1 << BITS - 1, gl.uint8, gl.SliceLayout(2, _part_layout(BITS)))
     if GROUP > 0:
-        group = gl.minimum((2 * step + threads // 2) // GROUP, groups - 1)
+        # Of a step of 256 inputs, two threads have the first half.
+        chunk = 2 * step + threads // 2 if BITS == 4 else step + threads * 0
+        group = gl.minimum(chunk // GROUP, groups - 1)
         at = rows[:, None] * stride + group[None, :]
         scale = gl.load(scale_ptr + at)
         if ZEROS:
@@ -427,17 +472,16 @@ def _numbers(scales, rows, step, GROUP: gl.constexpr, ZEROS: gl.constexpr):
 
 
 @gluon.jit
-def _constants(numbers, dtype: gl.constexpr):
+def _constants(numbers, dtype: gl.constexpr, FACTOR: gl.constexpr):
     """Returns what `INSTRUCTIONS` of `hopper_gemm.py` take: factors of places that are even and
-    odd, and zeros."""
+    odd, and zeros. FACTOR: of scales."""
     scale, zero = numbers
+    s0 = (scale.to(gl.float32) * FACTOR).to(dtype)
     if dtype == gl.bfloat16:
-        s0 = (scale.to(gl.float32) * 590295810358705651712.0).to(dtype)  # 2^69
         s1 = (s0.to(gl.float32) * 0.0625).to(dtype)
         z0 = zero.to(gl.int16).to(dtype, bitcast=True)
         z1 = (zero.to(gl.int16) << 4).to(dtype, bitcast=True)
     else:
-        s0 = scale.to(dtype)
         s1 = s0
         z0 = (zero.to(gl.float32) + 1024.0).to(dtype)
         z1 = z0
@@ -447,12 +491,14 @@ def _constants(numbers, dtype: gl.constexpr):
 @gluon.jit
 def _consume(
     x_tiles, w_tiles, full, empty, pointers, sizes, strides, groups,
-    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    TOGETHER: gl.constexpr, PDL: gl.constexpr, WHICH: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BITS: gl.constexpr,
+    GROUP: gl.constexpr, ASM: gl.constexpr, FACTOR: gl.constexpr, ZEROS: gl.constexpr,
+    SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, PDL: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Multiplies a warpgroup's ROWS weight rows of the program's tiles."""
+    PARTS: gl.constexpr = parts_of(BITS)
     scale_ptr, zero_ptr, _, _, _, parts_ptr, counters_ptr = pointers
     scales = (scale_ptr, zero_ptr, strides[0], groups)
     _, N, m_tiles, steps, total = sizes
@@ -468,13 +514,14 @@ def _consume(
         mt = tile % m_tiles
         until = gl.minimum(end, (tile + 1) * steps)
         start = tile * steps
-        rows = _weight_rows(_first_row(nt, CONSUMERS, WHICH), N, GLU)
-        constants = _constants(_numbers(scales, rows, position - start, GROUP, ZEROS), dtype)
-        ahead = _numbers(scales, rows, position + 1 - start, GROUP, ZEROS)
+        rows = _weight_rows(_first_row(nt, CONSUMERS, WHICH), N, GLU, BITS)
+        numbers = _numbers(scales, rows, position - start, BITS, GROUP, ZEROS)
+        constants = _constants(numbers, dtype, FACTOR)
+        ahead = _numbers(scales, rows, position + 1 - start, BITS, GROUP, ZEROS)
         acc = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
         mbarrier.wait(full.index(stage), phase)
-        parts = _parts(w_tiles, stage * CONSUMERS + WHICH)
-        a = _unpack(parts[0], constants, ASM, BN)
+        parts = _parts(w_tiles, stage * CONSUMERS + WHICH, BITS)
+        a = _unpack(parts[0], constants, ASM, BN, BITS)
         for i in range(position, until):
             next_stage, next_phase = _turn(stage, phase, STAGES)
             # No product is under way from one round to the next: the assembler would wait for each
@@ -488,12 +535,12 @@ def _consume(
                     _keep_order()
                 if part == PARTS - 1:
                     mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < end)
-                    parts = _parts(w_tiles, next_stage * CONSUMERS + WHICH)
-                    constants = _constants(ahead, dtype)
-                    ahead = _numbers(scales, rows, i + 2 - start, GROUP, ZEROS)
+                    parts = _parts(w_tiles, next_stage * CONSUMERS + WHICH, BITS)
+                    constants = _constants(ahead, dtype, FACTOR)
+                    ahead = _numbers(scales, rows, i + 2 - start, BITS, GROUP, ZEROS)
                 if part > 0:
                     acc = warpgroup_mma_wait(1, deps=[acc])
-                a = _unpack(parts[(part + 1) % PARTS], constants, ASM, BN)
+                a = _unpack(parts[(part + 1) % PARTS], constants, ASM, BN, BITS)
             if BN >= 128:
                 _keep_order()
             acc = warpgroup_mma_wait(0, deps=[acc])
@@ -530,10 +577,10 @@ SIZES = [
 def multiply_steps(
     x_desc, w_desc, scale_ptr, zero_ptr, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
     M, N, m_tiles, steps, total, groups, stride_sn, stride_rm, stride_ym,
-    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, GROUP: gl.constexpr,
-    ASM: gl.constexpr, ZEROS: gl.constexpr, SCALED: gl.constexpr, GLU: gl.constexpr,
-    ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr, APART: gl.constexpr,
-    TOGETHER: gl.constexpr, PDL: gl.constexpr,
+    CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BITS: gl.constexpr,
+    GROUP: gl.constexpr, ASM: gl.constexpr, FACTOR: gl.constexpr, ZEROS: gl.constexpr,
+    SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
+    RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight rows for
     each of CONSUMERS warpgroups, and BN rows of x. GROUP: a group's inputs / 128; 0: each output
@@ -541,7 +588,7 @@ def multiply_steps(
     share all tiles evenly. w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8,
     words]."""
     x_tiles = gl.allocate_shared_memory(
-        x_desc.dtype, [STAGES * PARTS, BN, PART], gl.NVMMASharedLayout(128, 16, 2)
+        x_desc.dtype, [STAGES * parts_of(BITS), BN, PART], gl.NVMMASharedLayout(128, 16, 2)
     )
     w_tiles = gl.allocate_shared_memory(
         gl.int32, [STAGES * CONSUMERS, ROWS, WORDS], gl.NVMMASharedLayout(128, 32, 2)
@@ -561,18 +608,18 @@ def multiply_steps(
         (M, N, m_tiles, steps, total), (stride_sn, stride_rm, stride_ym), groups,
     )  # fmt: skip
     copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, m_tiles, steps, total)
-    copying: gl.constexpr = (CONSUMERS, BN, STAGES, GLU, PDL)
+    copying: gl.constexpr = (CONSUMERS, BN, STAGES, BITS, GLU, PDL)
     w0: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
-        PDL, 0,
+        CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
+        TOGETHER, PDL, 0,
     )  # fmt: skip
     w1: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
-        PDL, 1,
+        CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
+        TOGETHER, PDL, 1,
     )  # fmt: skip
     w2: gl.constexpr = (
-        CONSUMERS, BN, STAGES, GROUP, ASM, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART, TOGETHER,
-        PDL, 2,
+        CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
+        TOGETHER, PDL, 2,
     )  # fmt: skip
     # What the copying warp does not need of the registers goes to the others.
     if CONSUMERS == 2:

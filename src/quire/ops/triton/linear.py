@@ -59,7 +59,7 @@ def linear(
         if norm is not None:
             x = rms_norm(x, *norm)
         return _finish(linear(x, weight, bias), residual, act)
-    if weight.format.bits == 4 and len(x) > MMA_ROWS and "skinny" not in policy.disabled:
+    if weight.scales is not None and len(x) > MMA_ROWS and "skinny" not in policy.disabled:
         hopper = _hopper_few_bits(traits(x.device))
         args = LinearArgs(x, weight, bias, norm, residual, act)
         if hopper is not None and hopper.takes(args):
@@ -91,7 +91,7 @@ def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
 
 @functools.cache
 def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
-    """Returns the products of 4-bit weights on Hopper cards, if this is one."""
+    """Returns the products of weights in few bits on Hopper cards, if this is one."""
     return importlib.import_module("quire.ops.triton.hopper_gemm") if card.gluon else None
 
 
