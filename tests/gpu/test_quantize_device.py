@@ -30,7 +30,9 @@ def test_what_a_gpu_makes(method: str, tmp_path: Path) -> None:
     on_cpu = replace(OPTIONS, device="cpu")
     expected = quantize(source, "quire-tiny", tmp_path / "cpu", recipe, on_cpu)
     assert found.perplexity_before == pytest.approx(expected.perplexity_before, rel=0.01)
-    assert found.perplexity_after == pytest.approx(expected.perplexity_after, rel=0.03)
+    # Where GPTQ rounds one weight the other way, it makes others up for it.
+    near = 0.1 if method == "gptq" else 0.03
+    assert found.perplexity_after == pytest.approx(expected.perplexity_after, rel=near)
     assert found.kl == pytest.approx(expected.kl, rel=0.5, abs=5e-3)
     assert found.errors.keys() == expected.errors.keys()
     for name, error in found.errors.items():

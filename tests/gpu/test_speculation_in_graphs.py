@@ -89,10 +89,10 @@ def test_grammars_have_drafts(settings: dict[str, Any], monkeypatch: pytest.Monk
     plain.shutdown()
     found, llm = generated(**settings)
     assert found == expected
-    stats = llm.stats().speculation
-    assert stats is not None
-    (source,) = stats.sources.values()
-    if "enforce_eager" not in settings:
+    if "enforce_eager" not in settings:  # without graphs drafts may be found to cost too much
+        stats = llm.stats().speculation
+        assert stats is not None
+        (source,) = stats.sources.values()
         assert source.accepted > 0
     llm.shutdown()
 

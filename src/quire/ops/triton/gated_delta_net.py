@@ -102,9 +102,9 @@ def _conv(
         )  # fmt: skip
         if DRAFTS > 0:
             for draft in tl.static_range(DRAFTS):
-                place = tl.zeros_like(channel) + (certain + draft)
-                kept = inside & (place < length)
-                drafted = tl.load(x + place.to(tl.int64) * x_stride + channel, mask=kept, other=0.0)
+                after = tl.zeros_like(channel) + (certain + draft)
+                kept = inside & (after < length)
+                drafted = tl.load(x + after.to(tl.int64) * x_stride + channel, mask=kept, other=0.0)
                 tl.store(state + (TAPS - 1 + draft) * channels + channel, drafted, mask=kept)
             entry = base_ptr + own * base_stride + channel
             tl.store(entry, tl.zeros_like(channel) + 2 * (start + certain), mask=inside)

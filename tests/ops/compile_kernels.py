@@ -1,0 +1,100 @@
+"""Compiles for a GPU what tests of kernels launch: the interpreter takes more than the compiler.
+
+    python -m tests.ops.compile_kernels [FILE ...]     # default: every test of kernels, 3 minutes
+
+Each launch of those tests goes through the front end of Triton's compiler, for a Hopper card, and
+runs nothing; no GPU is needed. What the tests find is not looked at, and what comes behind a
+failed assertion is not launched. Prints every launch that does not compile, and fails if there is
+one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompilationError
+from triton.runtime.jit import JITFunction
+
+import quire.ops.triton
+from quire.ops.triton import launch
+
+HOPPER = launch.DeviceTraits((9, 0), 132, 232_448, pdl=True, bf16=True)
+TESTS = Path(__file__).parent
+
+
+class StoppedError(Exception):
+    """Ends a compilation behind the front end."""
+
+
+class HopperDriver:
+    """Stands for the driver of a card that is not there."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class FrontEnd:
+    """Stands for launches, and counts what has compiled. failures: what the compiler says."""
+
+    def __init__(self) -> None:
+        self.failures: set[str] = set()
+        self._seen: set[str] = set()
+        self._run, self._make_ir = JITFunction.run, ASTSource.make_ir
+
+    @property
+    def compiled(self) -> int:
+        return len(self._seen) - len(self.failures)
+
+    def install(self) -> None:
+        def run(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
+            try:
+                self._run(kernel, *args, **{**options, "warmup": True})
+            except StoppedError:
+                pass
+            except CompilationError as error:
+                self.failures.add(f"{kernel.__name__}: {error}")
+
+        def make_ir(source: ASTSource, *args: Any, **options: Any) -> NoReturn:
+            key = source.hash()
+            if key not in self._seen:
+                self._seen.add(key)
+                self._make_ir(source, *args, **options)
+            raise StoppedError
+
+        JITFunction.run, ASTSource.make_ir = run, make_ir
+        triton.runtime.driver.set_active(HopperDriver())
+        launch.INTERPRETED = HOPPER
+
+
+def main(files: list[str]) -> int:
+    for module in pkgutil.iter_modules(quire.ops.triton.__path__, f"{quire.ops.triton.__name__}."):
+        if not (module.name.split(".")[-1].startswith("hopper_") and not HOPPER.gluon):
+            importlib.import_module(module.name)
+    front_end = FrontEnd()
+    front_end.install()
+    os.environ["TRITON_INTERPRET"] = "1"  # Kernels' tests ask for it.
+    tests = files or [str(file) for file in sorted(TESTS.glob("test_*.py"))]
+    pytest.main(["-q", "--tb=no", "-p", "no:cacheprovider", "-o", "addopts=", *tests])
+    lines = [f"{front_end.compiled} kernels compile, {len(front_end.failures)} do not"]
+    sys.stdout.write("\n".join(["", *lines, *sorted(front_end.failures), ""]))
+    return 1 if front_end.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
