@@ -11,7 +11,6 @@ import math
 import os
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +49,12 @@ def plain_attention(
     return torch.stack(rows)
 
 
-def cost(work: Callable[[], Any]) -> tuple[int, int]:
-    """Returns how many ops a call launches, and how many values these read."""
+def cost(work: Callable[..., Any], *given: Any) -> tuple[int, int]:
+    """Returns how many ops a call on the CPU launches, and how many values these read."""
+    given = tuple(each.cpu() if isinstance(each, Tensor) else each for each in given)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler says when it starts and stops
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
-        work()
+        work(*given)
     ops = [each for each in profiler.events() if not each.cpu_children and each.name not in VIEWS]
     return len(ops), sum(math.prod(shape) for each in ops for shape in each.input_shapes if shape)
 
@@ -76,7 +76,7 @@ def compare(model: Loaded, rows: int) -> None:
     ours = [kernels.add_norm(*norm)[1], kernels.decode_attention(*attend)]
     plain = [plain_add_norm(*norm)[1], plain_attention(*attend)]
     reads = [2 * x.numel() + x.numel(), q.numel() + 2 * int(lengths.sum()) * k[0, 0].numel()]
-    costs = [cost(partial(plain_add_norm, *norm)), cost(partial(plain_attention, *attend))]
+    costs = [cost(plain_add_norm, *norm), cost(plain_attention, *attend)]
     pairs = zip(["sum and norm", "attention"], costs, reads, strict=True)
     counts = [[name, *each, 1, read] for name, each, read in pairs]
     print(table(["", "launches", "values read", "kernel", "values read"], counts), "\n")

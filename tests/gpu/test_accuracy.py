@@ -29,7 +29,8 @@ Answers = list[tuple[list[int], list[dict[int, float]]]]
 
 
 def answers(rounds: int = 1, **settings: Any) -> Answers:
-    llm = LLM(**settings)
+    memory = {} if "num_kv_blocks" in settings else {"kv_cache_gb": 1.0}
+    llm = LLM(**memory, **settings)
     for _ in range(rounds):
         outputs = llm.generate(PROMPTS * 3, PARAMS, use_tqdm=False)
     llm.shutdown()

@@ -138,7 +138,8 @@ def test_draft_heads_in_graphs(tmp_path: Path, name: str) -> None:
     for settings in ({}, {"speculative": speculative}):
         llm = LLM(
             str(tmp_path / "model"), device="cuda", load_format="dummy", dtype="float32",
-            skip_tokenizer_init=True, max_model_len=512, max_num_seqs=16, **settings,
+            skip_tokenizer_init=True, max_model_len=512, max_num_seqs=16, kv_cache_gb=1.0,
+            **settings,
         )  # fmt: skip
         free_of_charge(llm)
         outputs = llm.generate(prompts, params, use_tqdm=False)
