@@ -29,7 +29,7 @@ Answers = list[tuple[list[int], list[dict[int, float]]]]
 
 
 def answers(rounds: int = 1, **settings: Any) -> Answers:
-    memory = {} if "num_kv_blocks" in settings else {"kv_cache_gb": 1.0}
+    memory: dict[str, Any] = {} if "num_kv_blocks" in settings else {"kv_cache_gb": 1.0}
     llm = LLM(**memory, **settings)
     for _ in range(rounds):
         outputs = llm.generate(PROMPTS * 3, PARAMS, use_tqdm=False)
