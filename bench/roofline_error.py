@@ -45,7 +45,8 @@ class Row:
 def rows() -> Iterator[Row]:
     """Yields one row for each case and metric of the newest record of its kind."""
     newest: dict[tuple[str, str, int, str], BenchRecord] = {}
-    for record in (record for path in RECORDS for record in read_jsonl(path)):
+    records = [record for path in RECORDS for record in read_jsonl(path)]
+    for record in sorted(records, key=lambda record: record.date):
         settings = record.settings
         if record.case in _LEFT_OUT or settings.get("deterministic"):
             continue

@@ -89,6 +89,8 @@ def test_switches_become_settings() -> None:
             seed=3, disable=(name,)
         )
     assert ablation.without({"disable": ("pdl",)}, "graphs")["disable"] == ("pdl", "graphs")
+    assert ablation.switches_of(2) == OPTIMIZATIONS
+    assert ablation.switches_of(1) == ("graphs", "overlap", "fusions", "skinny", "pdl")
     with pytest.raises(ConfigError, match=r"unknown switch 'x'; known are graphs, overlap"):
         ablation.without({}, "x")
 

@@ -23,6 +23,12 @@ def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
     return {**fields, "disable": (*fields.get("disable", ()), switch)}
 
 
+def switches_of(tensor_parallel_size: int) -> tuple[str, ...]:
+    """Returns the optimizations that engines of so many GPUs a layer have."""
+    alone = tensor_parallel_size == 1
+    return tuple(name for name in OPTIMIZATIONS if not (alone and name == "symmetric"))
+
+
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
     """Metrics by which a case is judged: output tokens/s, or milliseconds to the first token."""
     if "output_tok_s" in metrics:

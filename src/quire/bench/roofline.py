@@ -34,11 +34,11 @@ _HOST = 1.3e-3
 """Seconds of the host before the first step of requests that come at once."""
 _STEP = 30e-6
 """Seconds of a step in which none of the kernels below runs."""
-_RATES = {"attention": 0.55, "experts": 0.28, "states": 0.16}
+_RATES = {"attention": 0.65, "experts": 0.28, "states": 0.16}
 """Shares of the rate of products that kinds of kernels reach over a prompt."""
-_FEW_BITS = ((12.0, 1.0), (6.0, 0.80), (0.0, 0.50))
+_FEW_BITS = ((12.0, 1.0), (0.0, 0.80))
 """(bits of a weight, share of the bandwidth that products reach above as many bits)."""
-_EXPERTS = ((12.0, 0.85), (6.0, 0.45), (0.0, 0.22))
+_EXPERTS = ((12.0, 0.85), (6.0, 0.70), (0.0, 0.65))
 """Likewise, of experts."""
 _STATES = 0.62
 """Share of the bandwidth at which recurrent states are read and written."""

@@ -160,12 +160,14 @@ def ablation(
     repeat: int,
     outputs: OutputFiles,
 ) -> None:
-    """The cases with everything on, then on one engine for each switch that is off."""
+    """The cases with everything on, then on one engine for each switch that is off, by default
+    for all that it has."""
     from quire.bench.throughput import measure
 
     check_scale(scale)
     work = [parse_case(name) for name in cases]
     fields = _given(engine)
+    off = off or switches.switches_of(engine.tensor_parallel_size)
     variants = [("", fields), *((name, switches.without(fields, name)) for name in off)]
     config = _resolve(fields)
     check_lengths(work, config.scheduler.max_model_len, scale)

@@ -185,7 +185,8 @@ def ablation(
     off: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"One of {', '.join(OPTIMIZATIONS)} (may be repeated). Default: all of them."
+            help=f"One of {', '.join(OPTIMIZATIONS)} (may be repeated). Default: all that the "
+            "engine has."
         ),
     ] = None,
     scale: Scale = 1.0,
@@ -198,7 +199,7 @@ def ablation(
     bench.ablation(
         engine,
         cases=case or _DEFAULT_CASES,
-        off=list(dict.fromkeys(off or OPTIMIZATIONS)),
+        off=list(dict.fromkeys(off or ())),
         scale=scale,
         repeat=repeat,
         outputs=outputs.files(),
