@@ -38,6 +38,7 @@ from quire.ops.triton.experts import experts_mlp, run_experts, shape_of
 from quire.ops.triton.experts_gate import add_gated
 from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
 from quire.ops.triton.experts_route import RoutePlan, route, sort_by_expert
+from quire.ops.triton.launch import INTERPRETED
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_gemm import DEVICE
 from tests.ops.test_triton_quantized import FORMATS, drawn
@@ -303,6 +304,18 @@ def test_what_no_kernel_loads_is_refused() -> None:
             GEMV, noise(1, 64), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1), up,
             ExpertWeights(weight, 1), SILU,
         )  # fmt: skip
+
+
+def test_8_bit_floats_are_refused_on_cards_that_do_not_know_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old = replace(INTERPRETED, capability=(8, 0))
+    monkeypatch.setattr("quire.ops.triton.experts.traits", lambda device: old)
+    weight = Weight.empty(FORMATS["float8_e4m3fn"], 64, 32, DEVICE)
+    experts = ExpertWeights(weight, 4)
+    ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ConfigError, match="sm_89 or newer, and this one is sm_80"):
+        run_experts(GEMV, noise(1, 32), ids, noise(1, 1), experts, experts, SILU)
 
 
 def test_plans_fit_what_they_serve() -> None:

@@ -198,6 +198,13 @@ def _check(weight: Weight) -> None:
             f"no kernel loads experts' weights of the format {format.key} with {weight.inputs} "
             f"inputs from place {weight.first} of a group on"
         )
+    major, minor = traits(weight.values.device).capability
+    if weight.dtype == torch.float8_e4m3fn and (0, 0) < (major, minor) < (8, 9):
+        raise ConfigError(
+            f"experts' weights in 8-bit floats take a card of sm_89 or newer, and this one is "
+            f"sm_{major}{minor}: their values can be stored as integers, as --quantization int8 does",
+            "quantization",
+        )
 
 
 def _rounded(x: Tensor, weight: Weight) -> Tensor:
