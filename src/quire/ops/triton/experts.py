@@ -201,8 +201,8 @@ def _check(weight: Weight) -> None:
     major, minor = traits(weight.values.device).capability
     if weight.dtype == torch.float8_e4m3fn and (0, 0) < (major, minor) < (8, 9):
         raise ConfigError(
-            f"experts' weights in 8-bit floats take a card of sm_89 or newer, and this one is "
-            f"sm_{major}{minor}: their values can be stored as integers, as --quantization int8 does",
+            "experts' weights in 8-bit floats take a card of sm_89 or newer, and this one is "
+            f"sm_{major}{minor}: integers of 8 bits, as --quantization int8 makes them, do not",
             "quantization",
         )
 
