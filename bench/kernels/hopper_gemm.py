@@ -1,7 +1,7 @@
 """Products with weights of 4 or 8 bits and inputs of 16 on this GPU: checks, then times beside
 others.
 
-    PYTHONPATH=src python bench/kernels/four_bit.py [--seconds 60] [--sweep] [--format int8]
+    PYTHONPATH=src python bench/kernels/hopper_gemm.py [--seconds 60] [--sweep] [--format int8]
 
 Each tile is held against float64. Then times of the four layers of Qwen3-8B at 16 to 2048 rows:
 bf16 by cuBLAS, the other kernels' road (a skinny GEMM, or the weight dequantized as a whole and
