@@ -75,13 +75,13 @@ def simulate(arrivals: Arrivals, budget: int, chunked: bool) -> list[dict[str, i
 def run(
     model: Loaded, arrivals: Arrivals, budget: int, chunked: bool
 ) -> tuple[list[dict[str, int]], list[float], list[list[int]]]:
-    """Returns the steps of the shipped engine as `simulate` does, their ms, and all outputs."""
+    """Returns the engine's steps as `simulate` does, their ms (on a CPU its own), and outputs."""
     core = engine(
         model, max_num_batched_tokens=budget, enable_chunked_prefill=chunked, max_num_seqs=8,
         enable_prefix_caching=False,
     )  # fmt: skip
     draw, params = np.random.default_rng(0), SamplingParams(temperature=0.0, ignore_eos=True)
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time  # its own alone
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
     requests, times = [], []
     steps: list[dict[str, int]] = []
     while core.has_work() or len(steps) <= max(arrivals):
