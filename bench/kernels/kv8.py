@@ -1,10 +1,11 @@
 """8-bit KV beside bf16 on this GPU: every kernel against its float64 twin, then times.
 
-    PYTHONPATH=src python bench/kernels/kv8.py --results DIR [--seconds 180]
+    PYTHONPATH=src python bench/kernels/kv8.py --results DIR [--seconds 180] [--only TEXT]
 
 Times decode attention over contexts of equal length, with the tiles that could be chosen, then
 prefill and the store. Prints a table at the end and appends records to DIR/kv8.jsonl. A failing
 check or configuration is reported, not fatal; what does not fit the time is skipped and named.
+--only: checks and timings whose name has this in it.
 Without a GPU it only checks, under TRITON_INTERPRET=1.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from attention_cases import Batch, name
 from kv8_cases import AUTO, FORMATS, Store, checks
-from session import Session
+from session import Session, only
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B, Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 
@@ -55,14 +56,14 @@ CELLS = [
 # -- checks --------------------------------------------------------------------------------------
 
 
-def run_checks(session: Session, until: float) -> None:
+def run_checks(session: Session, text: str, until: float) -> None:
     if DEVICE == "cuda":
         with compiling(os.cpu_count() or 4):
-            for _, check in checks():
+            for _, check in only(text, checks()):
                 with contextlib.suppress(Exception):  # it is told when it runs
                     check()
         print(f"checks compiled after {session.seconds:.0f} s", flush=True)
-    session.check(checks(), until)
+    session.check(only(text, checks()), until)
 
 
 # -- times ---------------------------------------------------------------------------------------
@@ -122,22 +123,30 @@ def decode_batch(shape: Shape, rows: int, context: int, kv_format: KVFormat) -> 
     )
 
 
-def compile_all() -> None:
-    """Everything that is timed, on all cores at once."""
+def compile_all(names: list[str]) -> None:
+    """What is timed of attention, on all cores at once."""
     with compiling(os.cpu_count() or 4):
         for shape in dict.fromkeys(cell[0] for cell in CELLS):
             for kind, kv_format in kinds().items():
-                for rows in sorted({cell[1] for cell in CELLS}):
-                    batch = Batch.make(
-                        [(1, 64)] * rows, shape.heads, shape.kv_heads, 128, 2, kv_format=kv_format
-                    )
-                    for tuning in tunings(kind, rows).values():
-                        batch.run(0, tuning)
-                batch = Batch.make(
-                    [(512, 512)], shape.heads, shape.kv_heads, 128, kv_format=kv_format
-                )
-                for tiles in PREFILL:
-                    batch.run(0, AttentionTuning(prefill=tiles))
+                if any(name.startswith("decode") for name in names):
+                    compile_decode(shape, kind, kv_format)
+                if any(name.startswith("prefill") for name in names):
+                    prefill_batch(shape, 512, kv_format).run(0, AUTO)
+                    for tiles in PREFILL:
+                        prefill_batch(shape, 512, kv_format).run(0, AttentionTuning(prefill=tiles))
+
+
+def compile_decode(shape: Shape, kind: str, kv_format: KVFormat) -> None:
+    for rows in sorted({cell[1] for cell in CELLS}):
+        batch = Batch.make(
+            [(1, 64)] * rows, shape.heads, shape.kv_heads, 128, 2, kv_format=kv_format
+        )
+        for tuning in tunings(kind, rows).values():
+            batch.run(0, tuning)
+
+
+def prefill_batch(shape: Shape, tokens: int, kv_format: KVFormat) -> Batch:
+    return Batch.make([(tokens, tokens)], shape.heads, shape.kv_heads, 128, kv_format=kv_format)
 
 
 def trial(calls: list[Callable[[], object]], at_least: int) -> float | str:
@@ -174,9 +183,7 @@ def time_decode(shape: Shape, rows: int, context: int) -> Line:
 def time_prefill(shape: Shape, tokens: int) -> Line:
     line = Line("attention prefill", shape.name, str(tokens), {}, {})
     for kind, kv_format in kinds().items():
-        batch = Batch.make(
-            [(tokens, tokens)], shape.heads, shape.kv_heads, 128, kv_format=kv_format
-        )
+        batch = prefill_batch(shape, tokens, kv_format)
         line.bytes[kind] = tokens * 2 * shape.kv_heads * kv_format.bytes_per_head(128)
         line.trials[kind] = {}
         tried = {"default": AUTO} | {name(t): replace(AUTO, prefill=t) for t in PREFILL}
@@ -211,8 +218,9 @@ def add(trials: dict[str, float], what: str, label: str, found: float | str) -> 
 def timings() -> Iterator[tuple[str, Callable[[], Line]]]:
     for i, (shape, rows, context) in enumerate(CELLS):
         if i == 4:
-            yield "prefill 8192", functools.partial(time_prefill, QWEN25_1_5B, 8192)
-            yield "prefill 2048", functools.partial(time_prefill, QWEN25_1_5B, 2048)
+            for shape, tokens in ((QWEN25_1_5B, 8192), (QWEN25_1_5B, 2048), (QWEN3_8B, 8192)):
+                call = functools.partial(time_prefill, shape, tokens)
+                yield f"prefill {shape.name} {tokens}", call
             yield "store 256", functools.partial(time_store, QWEN25_1_5B, 256)
             yield "store 8192", functools.partial(time_store, QWEN25_1_5B, 8192)
         label = f"decode {shape.name} {rows} x {context}"
@@ -262,15 +270,17 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="folder for kv8.jsonl")
     parser.add_argument("--seconds", type=float, default=180.0, help="start nothing after this")
     parser.add_argument("--no-checks", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT", help="names with this in them")
     options = parser.parse_args()
     session = Session()
     if not options.no_checks:
-        run_checks(session, until=0.5 * options.seconds)
+        run_checks(session, options.only, until=0.5 * options.seconds)
     lines: list[Line] = []
     if DEVICE == "cuda":
-        compile_all()
+        chosen = list(only(options.only, timings()))
+        compile_all([name for name, _ in chosen])
         print(f"compiled after {session.seconds:.0f} s", flush=True)
-        for line in session.each(timings(), until=options.seconds):
+        for line in session.each(chosen, until=options.seconds):
             lines.append(line)
             torch.cuda.empty_cache()
     if options.results is not None:

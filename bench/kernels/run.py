@@ -24,7 +24,7 @@ import elementwise_cases
 import sampling_cases
 import torch
 from attention_cases import Row
-from session import Session
+from session import Session, only
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B
 from timing import DEVICE
 
@@ -108,11 +108,6 @@ def report(failed: list[str], skipped: list[str], rows: list[Row]) -> None:
     if skipped:
         print(f"skipped for lack of time: {', '.join(skipped)}")
     print(f"{len(failed)} failures" + "".join(f"\n  {line}" for line in failed))
-
-
-def only(text: str, parts: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yields the parts whose names have the text in them."""
-    return ((name, part) for name, part in parts if text in name)
 
 
 def main() -> None:

@@ -10,6 +10,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
+def only(text: str, parts: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yields the parts whose names have the text in them."""
+    return ((name, part) for name, part in parts if text in name)
+
+
 class Session:
     """Runs parts. Failures are told at the end and are not fatal; parts without time left are
     named. failed: the failures, with reasons."""

@@ -8,8 +8,9 @@ import pytest
 import torch
 import triton
 
-from quire.ops.triton.attention import AttentionTuning
+from quire.ops.triton.attention import AttentionTuning, paged_attention
 from quire.ops.triton.launch import compiling
+from tests.ops.test_kv8 import FORMATS, Stored
 from tests.ops.test_sinks import sinks_of
 from tests.ops.test_triton_attention import Case
 
@@ -33,14 +34,33 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "soft-cap": ({}, {"softcap": 2.0}),
     "sinks": ({}, {"sinks": True}),
     "all three, heads of 64": ({"dim": 64}, {"window": 300, "softcap": 2.0, "sinks": True}),
-}
+    "fp8": ({"kv": "fp8"}, {}),
+    "fp8, heads of 64, window": ({"kv": "fp8", "dim": 64}, {"window": 100}),
+    "fp8_dynamic, groups of six": ({"kv": "fp8_dynamic", "heads": 12}, {}),
+    "fp8_dynamic, blocks of 8, all three": (
+        {"kv": "fp8_dynamic", "block_size": 8}, {"window": 300, "softcap": 2.0, "sinks": True},
+    ),
+    "int8": ({"kv": "int8"}, {}),
+    "int8, float16, heads of 64, blocks larger than a tile": (
+        {"kv": "int8", "dtype": torch.float16, "dim": 64, "block_size": 256}, {},
+    ),
+}  # fmt: skip
+
+
+class Bytes(Stored):
+    """A batch over a cache in 8 bits, of which the reference, which computes in the queries' dtype,
+    is not asked."""
+
+    def check_reference(self, want: torch.Tensor, **keywords: object) -> None:
+        pass
 
 
 def case(
     heads: int = 8, kv_heads: int = 2, dim: int = 128, dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 16,
+    block_size: int = 16, kv: str | None = None,
 ) -> Case:  # fmt: skip
-    return Case("cuda", ROWS, heads, kv_heads, dim, block_size, dtype, padding=(5, 2))
+    shape = "cuda", ROWS, heads, kv_heads, dim, block_size, dtype
+    return Bytes(FORMATS[kv], *shape, padding=(5, 2)) if kv else Case(*shape, padding=(5, 2))
 
 
 def keywords(batch: Case, extra: dict[str, object]) -> dict[str, object]:
@@ -87,3 +107,18 @@ def test_programs_share_the_tiles(programs: int) -> None:
     want = batch.check(HOPPER)
     # The first two rows have a token each, and another kernel.
     torch.testing.assert_close(out[2 : batch.real], want[2:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_bits_of_a_row_are_its_own_in_8_bits(kv: str) -> None:
+    """A row's last query alone, which has other tiles, and all rows together."""
+    batch, fixed = case(kv=kv), AttentionTuning(fixed=True)
+    together = batch.check(fixed)
+    row = 4
+    end = int(batch.query_start[row + 1])
+    alone = paged_attention(
+        batch.q[end - 1 : end], batch.kv, torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
+        batch.seq_lens[row : row + 1], batch.table[row : row + 1],
+        max_q_len=1, max_seq_len=batch.max_seq, scale=0.3, tuning=fixed,
+    )  # fmt: skip
+    assert torch.equal(alone, together[end - 1 : end])

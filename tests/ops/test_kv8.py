@@ -50,7 +50,7 @@ class Stored(Case):
         made, exact, scales = [], [], []
         for i, x in enumerate((wide.k, wide.v)):
             head_scale = torch.linspace(0.01, 0.02, heads, device=device) * (i + 1)
-            noisy = x.nan_to_num(0.0) * torch.rand(x.shape[:3])[..., None]
+            noisy = x.nan_to_num(0.0) * torch.rand(x.shape[:3]).to(device)[..., None]
             values, own = quantized(noisy, kv_format, head_scale)
             made.append(values)
             exact.append((values.double() - kv_format.offset) * own[..., None])

@@ -388,7 +388,7 @@ class _Launch:
             q, kv, self.tensors[-2] if self.constants["SINKS"] else None, out, self.rows,
             self.scales, softcap=self.constants["SOFTCAP"],
             window=self.window if self.constants["WINDOW"] else None, shortest=shortest,
-            pdl=self.pdl, tiles=module.few_tiles(q.shape[2], card.num_sms) if few else None,
+            pdl=self.pdl, tiles=module.few_tiles(kv, card.num_sms) if few else None,
         )  # fmt: skip
         return True
 

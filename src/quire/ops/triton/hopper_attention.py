@@ -11,6 +11,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quire.ops.kv import KVLayer
+from quire.ops.triton import kv8
 from quire.ops.triton.hopper_attention_kernel import attend_pages
 from quire.ops.triton.launch import launch, options, traits
 
@@ -36,22 +37,27 @@ class RingTiles:
 
 
 def takes(q: Tensor, kv: KVLayer) -> bool:
-    """Whether the kernel knows these shapes and types: 16 bits, heads of 64 or 128 dimensions, and
-    pages of at least 8 tokens that lie in the pool as whole rows of a head's values."""
+    """Whether the kernel knows these shapes and types: queries of 16 bits, KV of the same type or
+    in 8 bits, heads of 64 or 128 dimensions, and pages of at least 8 tokens that lie in the pool as
+    whole rows of a head's values."""
     stored, dim = (kv.k, kv.v), q.shape[2]
+    known = kv.k.dtype == q.dtype if kv.k_scale is None else kv.k.dtype.itemsize == 1
     return (
-        kv.k_scale is None
+        known
+        and q.dtype in (torch.bfloat16, torch.float16)
         and dim in (64, 128)
         and kv.k.shape[2] >= 8
-        and all(x.dtype == q.dtype in (torch.bfloat16, torch.float16) for x in stored)
+        and all(x.dtype == kv.k.dtype for x in stored)
         and all(x.stride(2) == dim and x.stride(3) == 1 for x in stored)
         and all(x.stride(i) % dim == 0 for x in stored for i in (0, 1))
     )
 
 
-def few_tiles(head_dim: int, num_sms: int) -> RingTiles:
+def few_tiles(kv: KVLayer, num_sms: int) -> RingTiles:
     """Returns the tiles of rows whose queries all fit a warpgroup's."""
-    return RingTiles(128, 3 if head_dim == 128 else 4, num_sms, 1)
+    if kv.k.shape[3] == 64:
+        return RingTiles(128, 4, num_sms, 1)
+    return RingTiles(128, 3 if kv.k_scale is None else 2, num_sms, 1)
 
 
 def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
@@ -84,14 +90,18 @@ def attend_long_rows(
     items = kv_heads * most
     tiles = tiles or ring_tiles(items, dim, traits(q.device).num_sms)
     programs = min(items, tiles.programs or items)
+    form = kv8.constants(kv.format, traits(q.device))
+    k_scale, v_scale = (q, q) if kv.k_scale is None else (kv.k_scale, kv.v_scale)
     launch(attend_pages, (programs,))(
-        q, _rows(kv.k, tiles), _rows(kv.v, tiles), q if sinks is None else sinks, out,
-        query_start, seq_lens, table, len(seq_lens), kv_heads, most, triton.cdiv(items, programs),
-        shortest, *scales, window or 0, *q.stride()[:2], *out.stride()[:2],
-        *(x.stride(i) // dim for x in (kv.k, kv.v) for i in (0, 1)), table.stride(0),
+        q, _rows(kv.k, tiles), _rows(kv.v, tiles), k_scale, v_scale,
+        q if sinks is None else sinks, out, query_start, seq_lens, table, len(seq_lens), kv_heads,
+        most, triton.cdiv(items, programs), shortest, *scales, window or 0,
+        *q.stride()[:2], *out.stride()[:2],
+        *(x.stride(i) // dim for x in (kv.k, kv.v) for i in (0, 1)),
+        *(k_scale.stride()[:2] if form["OWN_SCALES"] else (0, 0)), table.stride(0),
         GROUP=group, D=dim, BLOCK_TOKENS=block_tokens, BN=tiles.n, STAGES=tiles.stages,
         SOFTCAP=softcap, WINDOW=window is not None, SINKS=sinks is not None,
-        CONSUMERS=tiles.warpgroups, PDL=pdl,
+        CONSUMERS=tiles.warpgroups, KIND=form["KIND"], OWN_SCALES=form["OWN_SCALES"], PDL=pdl,
         **options(pdl, num_warps=4),
     )  # fmt: skip
 
@@ -101,4 +111,7 @@ def _rows(x: Tensor, tiles: RingTiles) -> TensorDescriptor:
     blocks, heads, block_tokens, dim = x.shape
     rows = ((blocks - 1) * x.stride(0) + (heads - 1) * x.stride(1)) // dim + block_tokens
     page = min(block_tokens, tiles.n)
+    if x.dtype.itemsize == 1:
+        swizzle = NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=2)
+        return TensorDescriptor(x.view(torch.uint8), [rows, dim], [dim, 1], [page, dim], swizzle)
     return TensorDescriptor(x, [rows, dim], [dim, 1], [page, _COLUMNS], _SWIZZLE)

@@ -2,10 +2,10 @@
 
 A program walks over tiles of 128 (token, head) pairs. One warp copies pages of K and V into rings
 in shared memory, ahead of two warpgroups that have 64 of the pairs each; where no row has more than
-64, of one. While a warpgroup makes
-weights of one KV tile's scores, the tensor cores multiply the preceding tile's weights by its
-values, and work for the other warpgroup (FlashAttention-3, Shah et al., 2024). KV is taken from its
-end on down. The next tile's queries and KV are fetched meanwhile.
+64, of one. While a warpgroup makes weights of one KV tile's scores, the tensor cores multiply the
+preceding tile's weights by its values, and work for the other warpgroup (FlashAttention-3, Shah et
+al., 2024). KV is taken from its end on down. The next tile's queries and KV are fetched meanwhile.
+Pages of 8 bits go to rings of their own, out of which a further warpgroup makes tiles of fp16.
 """
 
 from triton.experimental import gluon
@@ -17,59 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
+from quire.ops.triton.hopper_attention_items import item_at
 from quire.ops.triton.hopper_attention_tiles import COLUMNS, ROWS, ask_queries, attend_tiles
+from quire.ops.triton.hopper_attention_widen import widen_pages
 from quire.ops.triton.hopper_common import wait_and_release
-
-ROWS_AT_ONCE = gl.constexpr(256)
-
-
-@gluon.jit
-def _row_of_tile(tile, query_start_ptr, num_rows, GROUP: gl.constexpr, BM: gl.constexpr):
-    """See `attention_kernels.row_of_tile`."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    row = -1
-    for start in range(0, num_rows, ROWS_AT_ONCE):
-        rows = start + gl.arange(0, ROWS_AT_ONCE, layout=layout)
-        first = gl.load(query_start_ptr + rows, mask=rows < num_rows, other=0)
-        first = first * GROUP // BM + rows
-        row += gl.sum(((first <= tile) & (rows < num_rows)).to(gl.int32), 0)
-    first_tile = gl.load(query_start_ptr + row) * GROUP // BM + row
-    return row, first_tile
-
-
-@gluon.jit
-def _item(
-    index, rows, window, GROUP: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-):  # fmt: skip
-    """Returns of the program's tile number `index`: KV head, row, which of the row's tiles it is,
-    where the row's queries begin, how many, the row's length, the tile's first and last position,
-    the first position that counts, the first KV tile, and how many. Of a tile that is none there
-    are no queries and no KV."""
-    BM: gl.constexpr = CONSUMERS * ROWS
-    query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest = rows
-    # The last tiles of a causal prompt are the longest: they come first. Every other round goes
-    # backwards, so that programs have about equal sums.
-    programs = gl.num_programs(0)
-    program = gl.program_id(0)
-    place = index * programs + gl.where(index % 2 == 0, program, programs - 1 - program)
-    head = place % kv_heads
-    tile = gl.maximum(most - 1 - place // kv_heads, 0)
-    row, first_tile = _row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
-    local = tile - first_tile
-    q_start = gl.load(query_start_ptr + row)
-    q_len = gl.load(query_start_ptr + row + 1) - q_start
-    length = gl.load(seq_lens_ptr + row)
-    first = length - q_len + local * BM // GROUP
-    last = length - q_len + gl.minimum((local * BM + BM - 1) // GROUP, q_len - 1)
-    begin = first * 0
-    if WINDOW:
-        begin = gl.maximum(first - window + 1, 0)
-    low = begin // BN
-    live = (place < kv_heads * most) & (q_len >= shortest) & (local * BM < q_len * GROUP)
-    count = gl.where(live, last // BN + 1 - low, 0)
-    q_len = gl.where(live, q_len, 0)
-    return head, row, local, q_start, q_len, length, first, last, begin, low, count
 
 
 @gluon.jit
@@ -80,15 +31,16 @@ def _copy_tile(
     """Asks for the KV tile at `position`. Pages outside [first_page, last_page] may not be stored:
     the nearest one stands for them."""
     PAGES: gl.constexpr = BN // PAGE
-    PARTS: gl.constexpr = D // COLUMNS
-    mbarrier.expect(bar, BN * D * 2)
+    WIDTH: gl.constexpr = pages.shape[2]
+    PARTS: gl.constexpr = D // WIDTH
+    mbarrier.expect(bar, BN * D * pages.dtype.primitive_bitwidth // 8)
     for page in gl.static_range(PAGES):
         at = position + page * PAGE
         index = gl.minimum(gl.maximum(at // BLOCK_TOKENS, first_page), last_page)
         row = gl.load(table_ptr + index) * block_rows + head_row + at % BLOCK_TOKENS
         for part in gl.static_range(PARTS):
             tma.async_copy_global_to_shared(
-                desc, [row, part * COLUMNS], bar,
+                desc, [row, part * WIDTH], bar,
                 pages.index((stage * PARTS + part) * PAGES + page),
             )  # fmt: skip
 
@@ -103,7 +55,7 @@ def _produce(
     full_k, full_v, empty_k, empty_v = barriers
     done = 0
     for index in range(rounds):
-        head, row, _, _, _, length, _, _, begin, low, count = _item(
+        head, row, _, _, _, length, _, _, begin, low, count = item_at(
             index, rows, window, GROUP, BN, WINDOW, CONSUMERS
         )
         table = table_ptr + row.to(gl.int64) * table_stride
@@ -131,11 +83,11 @@ def _consume(
     q_ptr, out_ptr, sinks_ptr, q_tiles, rings, rows, rounds, numbers, strides,
     GROUP: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, WHICH: gl.constexpr,
+    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, CLEAN: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     q_stride_t, q_stride_h, out_stride_t, out_stride_h = strides
     done = 0
-    item = _item(0, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
+    item = item_at(0, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
     base = (item[2] * CONSUMERS + WHICH) * ROWS
     ask_queries(
         q_ptr, q_tiles.index(WHICH), base, item[0], item[3], item[4], q_stride_t, q_stride_h,
@@ -145,7 +97,7 @@ def _consume(
         ahead = item
         ahead_base = base
         if index + 1 < rounds:
-            ahead = _item(index + 1, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
+            ahead = item_at(index + 1, rows, numbers[2], GROUP, BN, WINDOW, CONSUMERS)
             ahead_base = (ahead[2] * CONSUMERS + WHICH) * ROWS
             ask_queries(
                 q_ptr, q_tiles.index((index + 1) % 2 * CONSUMERS + WHICH), ahead_base, ahead[0],
@@ -157,12 +109,24 @@ def _consume(
             attend_tiles(
                 out_ptr, sinks_ptr, q_tiles.index(index % 2 * CONSUMERS + WHICH), rings, base,
                 item, done, numbers, out_stride_t, out_stride_h,
-                GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS,
+                GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CLEAN,
             )  # fmt: skip
         done += item[10]
         item = ahead
         base = ahead_base
     async_copy.wait_group(0)
+
+
+@gluon.jit
+def _ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
+    """Returns barriers of a ring's stages: those that say a tile is there, and those that say it is
+    done with."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=READERS)
+    return full, empty
 
 
 SIZES = ["num_rows", "kv_heads", "most", "rounds", "shortest", "window", "table_stride"]
@@ -171,58 +135,96 @@ SIZES = ["num_rows", "kv_heads", "most", "rounds", "shortest", "window", "table_
 
 @gluon.jit(do_not_specialize=SIZES)
 def attend_pages(
-    q_ptr, k_desc, v_desc, sinks_ptr, out_ptr, query_start_ptr, seq_lens_ptr, table_ptr, num_rows,
-    kv_heads, most, rounds, shortest, qk_scale, softcap, window, q_stride_t, q_stride_h,
-    out_stride_t, out_stride_h, k_block_rows, k_head_rows, v_block_rows, v_head_rows, table_stride,
+    q_ptr, k_desc, v_desc, k_scale_ptr, v_scale_ptr, sinks_ptr, out_ptr, query_start_ptr,
+    seq_lens_ptr, table_ptr, num_rows, kv_heads, most, rounds, shortest, qk_scale, softcap, window,
+    q_stride_t, q_stride_h, out_stride_t, out_stride_h, k_block_rows, k_head_rows, v_block_rows,
+    v_head_rows, scale_stride_b, scale_stride_h, table_stride,
     GROUP: gl.constexpr, D: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr,
-    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, PDL: gl.constexpr,
+    SINKS: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, OWN_SCALES: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
     """Rows of at least `shortest` queries, in tiles of CONSUMERS * ROWS pairs. Each program takes
     `rounds` of the `most` tiles of each KV head. k_desc, v_desc: of the pool as rows of D values,
     in boxes of a page, or a KV tile if that is smaller. k_block_rows: such rows from a block to the
-    next; k_head_rows: from a head to the next."""
+    next; k_head_rows: from a head to the next. KIND, OWN_SCALES: see `kv8.constants`."""
     PAGE: gl.constexpr = BLOCK_TOKENS if BLOCK_TOKENS < BN else BN
     PIECES: gl.constexpr = STAGES * (D // COLUMNS) * (BN // PAGE)
-    dtype: gl.constexpr = q_ptr.dtype.element_ty
+    dtype: gl.constexpr = gl.float16 if KIND > 0 else q_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    q_tiles = gl.allocate_shared_memory(dtype, [2 * CONSUMERS, ROWS, D], layout)
+    q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2 * CONSUMERS, ROWS, D], layout)
     k_pages = gl.allocate_shared_memory(dtype, [PIECES, PAGE, COLUMNS], layout)
     v_pages = gl.allocate_shared_memory(dtype, [PIECES, PAGE, COLUMNS], layout)
     k_tiles = k_pages._reinterpret(dtype, [STAGES, BN, D], layout)
     v_tiles = v_pages._reinterpret(dtype, [STAGES, BN, D], layout)
-    bars: gl.constexpr = mbarrier.MBarrierLayout()
-    full_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    full_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    empty_k = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    empty_v = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(full_k.index(stage), count=1)
-        mbarrier.init(full_v.index(stage), count=1)
-        mbarrier.init(empty_k.index(stage), count=CONSUMERS)
-        mbarrier.init(empty_v.index(stage), count=CONSUMERS)
-    fence_async_shared()
-    gl.thread_barrier()
-    if PDL:
-        wait_and_release()
-    rows = (query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest)
+    full_k, empty_k = _ring_barriers(STAGES, CONSUMERS)
+    full_v, empty_v = _ring_barriers(STAGES, CONSUMERS)
     barriers = (full_k, full_v, empty_k, empty_v)
+    rows = (query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest)
     queries = (
         q_ptr, out_ptr, sinks_ptr, q_tiles, (k_tiles, v_tiles) + barriers, rows, rounds,
         (qk_scale, softcap, window), (q_stride_t, q_stride_h, out_stride_t, out_stride_h),
     )  # fmt: skip
-    pages = (
-        k_desc, v_desc, k_pages, v_pages, barriers, rows, table_ptr, rounds, window, table_stride,
-        k_block_rows, k_head_rows, v_block_rows, v_head_rows,
+    where = (
+        rows, table_ptr, rounds, window, table_stride, k_block_rows, k_head_rows, v_block_rows,
+        v_head_rows,
     )  # fmt: skip
-    one: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, 0)
-    other: gl.constexpr = (GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, 1)
-    paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW, CONSUMERS)
+    one: gl.constexpr = (
+        GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, KIND > 0, 0,
+    )  # fmt: skip
+    other: gl.constexpr = (
+        GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, KIND > 0, 1,
+    )  # fmt: skip
     # What the copying warp does not need of the registers goes to the others.
-    if CONSUMERS == 1:
-        gl.warp_specialize([(_consume, queries + one), (_produce, pages + paging)], [1], [24])
-    else:
-        gl.warp_specialize(
-            [(_consume, queries + one), (_consume, queries + other), (_produce, pages + paging)],
-            [4, 1], [240, 24],
+    if KIND > 0:
+        byte_layout: gl.constexpr = gl.NVMMASharedLayout(D, 8, 2)
+        k_bytes = gl.allocate_shared_memory(gl.uint8, [BN // PAGE, PAGE, D], byte_layout)
+        v_bytes = gl.allocate_shared_memory(gl.uint8, [BN // PAGE, PAGE, D], byte_layout)
+        full_k_bytes, empty_k_bytes = _ring_barriers(1, 1)
+        full_v_bytes, empty_v_bytes = _ring_barriers(1, 1)
+        byte_barriers = (full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes)
+        pages = (k_desc, v_desc, k_bytes, v_bytes, byte_barriers) + where
+        byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, 1, WINDOW, CONSUMERS)
+        scales = (k_scale_ptr, v_scale_ptr, (scale_stride_b, scale_stride_h))
+        bytes_of = (
+            scales, k_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout),
+            v_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout), byte_barriers, k_tiles,
+            v_tiles, barriers, rows, table_ptr, rounds, window, table_stride,
         )  # fmt: skip
+        widening: gl.constexpr = (
+            GROUP, BLOCK_TOKENS, BN, D, STAGES, WINDOW, CONSUMERS, KIND, OWN_SCALES,
+        )  # fmt: skip
+        _begin(PDL)
+        if CONSUMERS == 1:
+            gl.warp_specialize(
+                [(_consume, queries + one), (widen_pages, bytes_of + widening),
+                 (_produce, pages + byte_paging)],
+                [4, 1], [96, 24],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [(_consume, queries + one), (_consume, queries + other),
+                 (widen_pages, bytes_of + widening), (_produce, pages + byte_paging)],
+                [4, 4, 1], [224, 40, 24],
+            )  # fmt: skip
+    else:
+        pages = (k_desc, v_desc, k_pages, v_pages, barriers) + where
+        paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW, CONSUMERS)
+        _begin(PDL)
+        if CONSUMERS == 1:
+            gl.warp_specialize([(_consume, queries + one), (_produce, pages + paging)], [1], [24])
+        else:
+            gl.warp_specialize(
+                [(_consume, queries + one), (_consume, queries + other),
+                 (_produce, pages + paging)],
+                [4, 1], [240, 24],
+            )  # fmt: skip
+
+
+@gluon.jit
+def _begin(PDL: gl.constexpr):
+    """Makes barriers known to all, and waits for the kernel before."""
+    fence_async_shared()
+    gl.thread_barrier()
+    if PDL:
+        wait_and_release()

@@ -57,6 +57,16 @@ def ask_queries(
 
 
 @gluon.jit
+def _in_fp16(q, D: gl.constexpr):
+    """Makes fp16 of queries where they are, and returns them. Each thread reads what it has asked
+    for and writes it."""
+    x = gl.minimum(gl.maximum(q.load(_lines(D)).to(gl.float32), -65504.0), 65504.0)
+    q = q._reinterpret(gl.float16, [ROWS, D], q.layout)
+    q.store(x.to(gl.float16))
+    return q
+
+
+@gluon.jit
 def _clear_tail(
     v_tiles, stage, position, end, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
@@ -159,13 +169,16 @@ def attend_tiles(
     out_ptr, sinks_ptr, q, rings, base, item, done, numbers, stride_t, stride_h,
     GROUP: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
+    CLEAN: gl.constexpr,
 ):  # fmt: skip
     """Attends from ROWS pairs of an item, from `base` on, of which the last but one group of copies
-    brings the queries. done: KV tiles that the rings have held before."""
+    brings the queries. done: KV tiles that the rings have held before. CLEAN: tiles have no NaN
+    where nothing is stored."""
     S_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(BN))
     O_LAYOUT: gl.constexpr = sums_layout(D)
-    dtype: gl.constexpr = out_ptr.dtype.element_ty
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings
+    dtype: gl.constexpr = k_tiles.dtype
+    out_dtype: gl.constexpr = out_ptr.dtype.element_ty
     head, _, _, q_start, q_len, length, first, last, _, low, count = item
     flat = base + gl.arange(0, ROWS, layout=S_ROWS)
     limit = gl.where(flat < q_len * GROUP, length - q_len + flat // GROUP, -1)
@@ -186,6 +199,9 @@ def attend_tiles(
     stage = done % STAGES
     phase = (done // STAGES) & 1
     async_copy.wait_group(1)
+    out_tile = q
+    if dtype != out_dtype:
+        q = _in_fp16(q, D)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.wait(full_k.index(stage), phase)
@@ -196,9 +212,10 @@ def attend_tiles(
         scores, peak, total, limit, position, numbers, True, SOFTCAP, WINDOW, BN, dtype
     )
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, O_LAYOUT, 2))
-    if position + BN > length:
-        mbarrier.wait(full_v.index(stage), phase)
-        _clear_tail(v_tiles, stage, position, length, BN, D, PAGE)
+    if not CLEAN:
+        if position + BN > length:
+            mbarrier.wait(full_v.index(stage), phase)
+            _clear_tail(v_tiles, stage, position, length, BN, D, PAGE)
     mbarrier.wait(full_k.index((done + 1) % STAGES), ((done + 1) // STAGES) & 1, pred=count > 1)
     acc = gl.zeros([ROWS, D], gl.float32, layout=O_LAYOUT)
     acc, weights, peak, total = _attend_range(
@@ -222,8 +239,8 @@ def attend_tiles(
     total = gl.where(total > 0.0, total, 1.0)
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # Through the queries' place, so that whole rows are written.
-    q.store(acc.to(dtype))
+    out_tile.store(acc.to(out_dtype))
     gl.thread_barrier()
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)
-    gl.store(out_ptr + at, q.load(_lines(D)), mask=inside)
+    gl.store(out_ptr + at, out_tile.load(_lines(D)), mask=inside)
     gl.thread_barrier()
