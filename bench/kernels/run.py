@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
 
 import attention_cases
 import elementwise_cases
@@ -28,7 +27,6 @@ from session import Session, only
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B
 from timing import DEVICE
 
-T = TypeVar("T")
 MODELS = (QWEN3_0_6B, QWEN25_1_5B, QWEN3_8B)
 
 

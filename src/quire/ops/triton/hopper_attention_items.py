@@ -1,4 +1,4 @@
-"""Which tiles of queries a program of `hopper_attention_kernel.py` takes, in which order."""
+"""Chooses the tiles of queries that a program of `hopper_attention_kernel.py` takes, in order."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -24,20 +24,33 @@ from quire.ops.triton.hopper_common import wait_and_release
 
 
 @gluon.jit
+def _blocks_of(
+    table_ptr, position, first_page, last_page,
+    BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr,
+):  # fmt: skip
+    """Returns the blocks that the pages of the KV tile at `position` are in. Pages outside
+    [first_page, last_page] may not be stored: the nearest one stands for them."""
+    blocks = ()
+    for page in gl.static_range(BN // PAGE):
+        index = (position + page * PAGE) // BLOCK_TOKENS
+        index = gl.minimum(gl.maximum(index, first_page), last_page)
+        blocks += (gl.load(table_ptr + index),)  # type: ignore[assignment]
+    return blocks
+
+
+@gluon.jit
 def _copy_tile(
-    desc, bar, pages, stage, table_ptr, position, first_page, last_page, head_row, block_rows,
+    desc, bar, pages, stage, blocks, position, head_row, block_rows,
     BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the KV tile at `position`. Pages outside [first_page, last_page] may not be stored:
-    the nearest one stands for them."""
+    """Asks for the KV tile at `position`."""
     PAGES: gl.constexpr = BN // PAGE
     WIDTH: gl.constexpr = pages.shape[2]
     PARTS: gl.constexpr = D // WIDTH
     mbarrier.expect(bar, BN * D * pages.dtype.primitive_bitwidth // 8)
     for page in gl.static_range(PAGES):
         at = position + page * PAGE
-        index = gl.minimum(gl.maximum(at // BLOCK_TOKENS, first_page), last_page)
-        row = gl.load(table_ptr + index) * block_rows + head_row + at % BLOCK_TOKENS
+        row = blocks[page] * block_rows + head_row + at % BLOCK_TOKENS
         for part in gl.static_range(PARTS):
             tma.async_copy_global_to_shared(
                 desc, [row, part * WIDTH], bar,
@@ -65,15 +78,16 @@ def _produce(
             stage = i % STAGES
             phase = (i // STAGES + 1) & 1
             position = (low + count - 1 + done - i) * BN
+            blocks = _blocks_of(table, position, first_page, last_page, BLOCK_TOKENS, BN, PAGE)
             mbarrier.wait(empty_k.index(stage), phase)
             _copy_tile(
-                k_desc, full_k.index(stage), k_pages, stage, table, position, first_page,
-                last_page, head * k_head_rows, k_block_rows, BLOCK_TOKENS, BN, D, PAGE,
+                k_desc, full_k.index(stage), k_pages, stage, blocks, position,
+                head * k_head_rows, k_block_rows, BLOCK_TOKENS, BN, D, PAGE,
             )  # fmt: skip
             mbarrier.wait(empty_v.index(stage), phase)
             _copy_tile(
-                v_desc, full_v.index(stage), v_pages, stage, table, position, first_page,
-                last_page, head * v_head_rows, v_block_rows, BLOCK_TOKENS, BN, D, PAGE,
+                v_desc, full_v.index(stage), v_pages, stage, blocks, position,
+                head * v_head_rows, v_block_rows, BLOCK_TOKENS, BN, D, PAGE,
             )  # fmt: skip
         done += count
 
@@ -185,14 +199,14 @@ def attend_pages(
         byte_barriers = (full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes)
         pages = (k_desc, v_desc, k_bytes, v_bytes, byte_barriers) + where
         byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, 1, WINDOW, CONSUMERS)
-        scales = (k_scale_ptr, v_scale_ptr, (scale_stride_b, scale_stride_h))
+        scales = (k_scale_ptr, v_scale_ptr, scale_stride_b, scale_stride_h)
         bytes_of = (
             scales, k_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout),
             v_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout), byte_barriers, k_tiles,
             v_tiles, barriers, rows, table_ptr, rounds, window, table_stride,
         )  # fmt: skip
         widening: gl.constexpr = (
-            GROUP, BLOCK_TOKENS, BN, D, STAGES, WINDOW, CONSUMERS, KIND, OWN_SCALES,
+            GROUP, BLOCK_TOKENS, BN, STAGES, WINDOW, CONSUMERS, KIND, OWN_SCALES,
         )  # fmt: skip
         _begin(PDL)
         if CONSUMERS == 1:
@@ -205,7 +219,7 @@ def attend_pages(
             gl.warp_specialize(
                 [(_consume, queries + one), (_consume, queries + other),
                  (widen_pages, bytes_of + widening), (_produce, pages + byte_paging)],
-                [4, 4, 1], [224, 40, 24],
+                [4, 4, 1], [208, 72, 24],
             )  # fmt: skip
     else:
         pages = (k_desc, v_desc, k_pages, v_pages, barriers) + where

@@ -11,22 +11,21 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from quire.ops.triton.hopper_attention_items import item_at
 from quire.ops.triton.kv8 import INT8
 
-LINES = gl.constexpr(32)
-"""Tokens that are under way in registers: a quarter of a tile."""
+TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+"""The layout of scales: a token a thread."""
 WIDEN_E4M3 = gl.constexpr("""{
-    .reg .b32 a, b;
-    prmt.b32 a, $2, 0, 0x1404;
-    shr.u32 b, a, 1;
-    lop3.b32 a, a, b, 0x80008000, 0xE4;
-    and.b32 a, a, 0xbf80bf80;
+    .reg .b16 low, high;
+    .reg .b32 a, b, unit;
+    mov.b32 unit, 0x1c001c00;
+    mov.b32 {low, high}, $2;
+    cvt.rn.f16x2.e4m3x2 a, low;
+    cvt.rn.f16x2.e4m3x2 b, high;
+    mul.rn.f16x2 a, a, unit;
+    mul.rn.f16x2 b, b, unit;
     mul.rn.f16x2 $0, a, $3;
-    prmt.b32 a, $2, 0, 0x3424;
-    shr.u32 b, a, 1;
-    lop3.b32 a, a, b, 0x80008000, 0xE4;
-    and.b32 a, a, 0xbf80bf80;
-    mul.rn.f16x2 $1, a, $4;
+    mul.rn.f16x2 $1, b, $4;
 }""")
-"""Four floats over 256, as shifting makes fp16 of them, times what is $3 and $4."""
+"""Four floats over 256, times what is $3 and $4, which may be as small as a scale over that."""
 WIDEN_INT8 = gl.constexpr("""{
     .reg .b32 a, unit, offset;
     mov.b32 unit, 0x20002000;
@@ -42,73 +41,66 @@ WIDEN_INT8 = gl.constexpr("""{
 
 
 @gluon.constexpr_function
-def _lines(columns: int) -> gl.BlockedLayout:
-    """The layout of the warpgroup: 16 bytes a thread."""
-    return gl.BlockedLayout([1, 16], [512 // columns, columns // 16], [4, 1], [1, 0])
+def _lines(tokens: int, columns: int) -> gl.BlockedLayout:
+    """The layout of a tile: eight threads write 128 bytes of a token, and have its scale."""
+    threads = columns // 8
+    return gl.BlockedLayout([tokens * threads // 128, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
-def _factors_of_lines(
-    scale_ptr, table, strides, head, position, begin, length,
-    BLOCK_TOKENS: gl.constexpr, D: gl.constexpr, OWN_SCALES: gl.constexpr, INTEGERS: gl.constexpr,
+def _stored(position, begin, length, BN: gl.constexpr):
+    """Returns the tokens of the tile at `position`, and which of them count."""
+    at = position + gl.arange(0, BN, layout=TOKENS)
+    return at, (at >= begin) & (at < length)
+
+
+@gluon.jit
+def _ask_blocks(
+    table, position, begin, length,
+    BN: gl.constexpr, BLOCK_TOKENS: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Returns what LINES tokens' values are multiplied by. Of tokens that are not stored, nothing
-    is left."""
-    unit: gl.constexpr = 128.0 if INTEGERS else 256.0
-    block_stride, head_stride = strides
-    at = position + gl.arange(0, LINES, layout=gl.SliceLayout(1, _lines(D)))
-    stored = at < length
+    """Returns the blocks that the tile's tokens are in, where scales need them."""
+    at, stored = _stored(position, begin, length, BN)
+    blocks = at
     if OWN_SCALES:
-        block = gl.load(table + gl.maximum(at, begin) // BLOCK_TOKENS, mask=stored, other=0)
-        place = block.to(gl.int64) * block_stride + head * head_stride + at % BLOCK_TOKENS
-    else:
-        place = at * 0 + head
-    return (gl.load(scale_ptr + place, mask=stored, other=0.0) * unit).to(gl.float16)
+        blocks = gl.load(table + at // BLOCK_TOKENS, mask=stored, other=0)
+    return blocks
 
 
 @gluon.jit
-def _factors(
-    scale_ptr, table, strides, head, position, begin, length,
-    BLOCK_TOKENS: gl.constexpr, D: gl.constexpr, OWN_SCALES: gl.constexpr, INTEGERS: gl.constexpr,
+def _ask_scales(
+    scales, blocks, head, position, begin, length,
+    BN: gl.constexpr, BLOCK_TOKENS: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Returns what the values of the tile at `position` are multiplied by, LINES tokens each."""
-    return (
-        _factors_of_lines(
-            scale_ptr, table, strides, head, position, begin, length,
-            BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
-        ),
-        _factors_of_lines(
-            scale_ptr, table, strides, head, position + LINES, begin, length,
-            BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
-        ),
-        _factors_of_lines(
-            scale_ptr, table, strides, head, position + 2 * LINES, begin, length,
-            BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
-        ),
-        _factors_of_lines(
-            scale_ptr, table, strides, head, position + 3 * LINES, begin, length,
-            BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
-        ),
-    )  # fmt: skip
+    """Returns the scales of the tile's K and V. Of tokens that do not count, nothing is left."""
+    k_scale_ptr, v_scale_ptr, block_stride, head_stride = scales
+    at, stored = _stored(position, begin, length, BN)
+    place = at * 0 + head
+    if OWN_SCALES:
+        place = blocks.to(gl.int64) * block_stride + head * head_stride + at % BLOCK_TOKENS
+    k_scale = gl.load(k_scale_ptr + place, mask=stored, other=0.0)
+    return k_scale, gl.load(v_scale_ptr + place, mask=stored, other=0.0)
 
 
 @gluon.jit
 def _widen(
-    factors, bytes_of, full_bytes, empty_bytes, tiles, full, empty, i, STAGES: gl.constexpr,
-    INTEGERS: gl.constexpr, D: gl.constexpr,
+    scale, bytes_of, full_bytes, empty_bytes, tiles, full, empty, i, STAGES: gl.constexpr,
+    INTEGERS: gl.constexpr,
 ):  # fmt: skip
     """Makes tile i of a ring."""
-    stage = i % STAGES
+    layout: gl.constexpr = _lines(bytes_of.shape[1], bytes_of.shape[2])
     asm: gl.constexpr = WIDEN_INT8 if INTEGERS else WIDEN_E4M3
+    unit: gl.constexpr = 128.0 if INTEGERS else 256.0
+    stage = i % STAGES
+    factors = gl.convert_layout((scale * unit).to(gl.float16), gl.SliceLayout(1, layout))
     mbarrier.wait(full_bytes.index(0), i & 1)
     mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
-    for part in gl.static_range(4):
-        x = bytes_of.index(0).slice(part * LINES, LINES).load(_lines(D))
-        times, _ = gl.broadcast(factors[part][:, None], x)
-        x = gl.inline_asm_elementwise(
-            asm, "=&r,=&r,r,r,r", [x, times], dtype=gl.float16, is_pure=True, pack=4
-        )
-        tiles.index(stage).slice(part * LINES, LINES).store(x)
+    x = bytes_of.index(0).load(layout)
+    factors, _ = gl.broadcast(factors[:, None], x)
+    x = gl.inline_asm_elementwise(
+        asm, "=&r,=&r,r,r,r", [x, factors], dtype=gl.float16, is_pure=True, pack=4
+    )
+    tiles.index(stage).store(x)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(empty_bytes.index(0))
@@ -119,14 +111,12 @@ def _widen(
 def widen_pages(
     scales, k_bytes, v_bytes, byte_barriers, k_tiles, v_tiles, barriers, rows, table_ptr, rounds,
     window, table_stride,
-    GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr,
-    OWN_SCALES: gl.constexpr,
+    GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
+    WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
     """Makes all tiles that the program's queries attend to. scales: of K and of V, float32, and
     their strides of blocks and heads; without OWN_SCALES of heads alone."""
     INTEGERS: gl.constexpr = KIND == INT8
-    k_scale_ptr, v_scale_ptr, strides = scales
     full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes = byte_barriers
     full_k, full_v, empty_k, empty_v = barriers
     done = 0
@@ -135,22 +125,27 @@ def widen_pages(
             index, rows, window, GROUP, BN, WINDOW, CONSUMERS
         )
         table = table_ptr + row.to(gl.int64) * table_stride
+        top = (low + count - 1) * BN
+        blocks = _ask_blocks(table, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
+        k_scale, v_scale = _ask_scales(
+            scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
+        )
+        blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
         for i in range(done, done + count):
-            position = (low + count - 1 + done - i) * BN
-            k_factors = _factors(
-                k_scale_ptr, table, strides, head, position, begin, length,
-                BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
-            )  # fmt: skip
-            v_factors = _factors(
-                v_scale_ptr, table, strides, head, position, begin, length,
-                BLOCK_TOKENS, D, OWN_SCALES, INTEGERS,
+            # Scales are asked for a tile ahead, and where they are two tiles ahead.
+            ahead = top - (i + 1 - done) * BN
+            k_ahead, v_ahead = _ask_scales(
+                scales, blocks, head, ahead, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
+            )
+            blocks = _ask_blocks(table, ahead - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
+            _widen(
+                k_scale, k_bytes, full_k_bytes, empty_k_bytes, k_tiles, full_k, empty_k, i, STAGES,
+                INTEGERS,
             )  # fmt: skip
             _widen(
-                k_factors, k_bytes, full_k_bytes, empty_k_bytes, k_tiles, full_k, empty_k, i,
-                STAGES, INTEGERS, D,
+                v_scale, v_bytes, full_v_bytes, empty_v_bytes, v_tiles, full_v, empty_v, i, STAGES,
+                INTEGERS,
             )  # fmt: skip
-            _widen(
-                v_factors, v_bytes, full_v_bytes, empty_v_bytes, v_tiles, full_v, empty_v, i,
-                STAGES, INTEGERS, D,
-            )  # fmt: skip
+            k_scale = k_ahead
+            v_scale = v_ahead
         done += count
