@@ -24,7 +24,7 @@ from quire.simulate.summary import Summary, summarize
 from quire.simulate.trace import TraceRequest, WorkloadTrace, read_trace
 
 MODEL = EngineModel(
-    step_seconds=0.01, prompt_token_seconds=1e-4, row_seconds=1e-3, context_token_seconds=0.0,
+    step_seconds=((1, 0.011), (4, 0.014)), prompt_token_seconds=1e-4, context_token_seconds=0.0,
     prompt_pair_seconds=0.0, request_seconds=0.0, max_tokens=100, max_rows=4, kv_tokens=1600,
 )  # fmt: skip
 
@@ -62,13 +62,13 @@ def test_a_step_takes_what_the_model_says() -> None:
     for _ in range(10):
         node.advance(node.wakes)
     # 100 tokens of the prompt, 50, and two steps of one row.
-    assert first.first == pytest.approx(0.02 + 0.015)
-    assert first.last == pytest.approx(0.035 + 2 * 0.011)
+    assert first.first == pytest.approx(0.021 + 0.016)
+    assert first.last == pytest.approx(0.037 + 2 * 0.011)
     again = SimulatedRequest(1.0, 150, 1, first.blocks)
     node.add(again, 1.0)
     node.advance(node.wakes)
     assert again.cached == 144
-    assert again.first == pytest.approx(1.0 + 0.01 + 6e-4)
+    assert again.first == pytest.approx(1.0 + 0.011 + 6e-4)
 
 
 def test_prompts_attend_to_what_stands_before_them() -> None:
@@ -80,11 +80,11 @@ def test_prompts_attend_to_what_stands_before_them() -> None:
     node.add(first, 0.0)
     for _ in range(2):
         node.advance(node.wakes)
-    assert first.first == pytest.approx(0.02 + 0.015 + 1e-6 * 150 * 150 / 2)
+    assert first.first == pytest.approx(0.021 + 0.016 + 1e-6 * 150 * 150 / 2)
     again = SimulatedRequest(1.0, 150, 1, first.blocks)
     node.add(again, 1.0)
     node.advance(node.wakes)
-    assert again.first == pytest.approx(1.0 + 0.01 + 6e-4 + 1e-6 * 6 * 147)
+    assert again.first == pytest.approx(1.0 + 0.011 + 6e-4 + 1e-6 * 6 * 147)
 
 
 def test_an_arrival_cuts_steps_short() -> None:
@@ -170,7 +170,13 @@ def test_wrong_traces_are_refused(tmp_path: Path, text: str, message: str) -> No
         read_trace(file)
 
 
-@pytest.mark.parametrize("wrong", ['{"step_seconds": -1}', '{"max_rows": 0}', '{"speed": 1}', "x"])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        '{"step_seconds": -1}', '{"step_seconds": []}', '{"step_seconds": [[1, 0.0]]}',
+        '{"step_seconds": [[4, 0.1], [2, 0.1]]}', '{"max_rows": 0}', '{"speed": 1}', "x",
+    ],
+)  # fmt: skip
 def test_wrong_models_are_refused(tmp_path: Path, wrong: str) -> None:
     file = tmp_path / "engine.json"
     file.write_text(wrong)
@@ -181,7 +187,8 @@ def test_wrong_models_are_refused(tmp_path: Path, wrong: str) -> None:
 def test_the_fit_finds_the_coefficients() -> None:
     steps = [
         StepSample(rows, context, MODEL.step(0, rows, context))
-        for rows, context in ((1, 50), (4, 200), (8, 4000), (16, 16_000))
+        for rows in (1, 4)
+        for context in (50 * rows, 1000 * rows)
     ]
     model = msgspec.structs.replace(MODEL, request_seconds=0.002, prompt_pair_seconds=1e-7)
     prompts = []
@@ -193,7 +200,10 @@ def test_the_fit_finds_the_coefficients() -> None:
             node.advance(node.wakes)
         prompts.append(PromptSample(tokens, model.request_seconds + alone.first))
     found = fit(steps, prompts, MODEL)
-    for name in MODEL.__struct_fields__:
+    assert [rows for rows, _ in found.step_seconds] == [1, 4]
+    for rows in (0, 1, 3, 4, 16):
+        assert found.rows_seconds(rows) == pytest.approx(0.01 + 1e-3 * max(rows, 1))
+    for name in set(MODEL.__struct_fields__) - {"step_seconds"}:
         wanted = getattr(model, name)
         assert getattr(found, name) == pytest.approx(wanted, rel=1e-3, abs=1e-9), name
 

@@ -26,7 +26,7 @@ _RESTS = (32, 128)
 """Tokens of prompts behind such beginnings: small steps take more for each token."""
 _LONGEST = 4096
 _REPEATS = 5
-_STREAMS = (1, 4, 8, 16)
+_STREAMS = (1, 2, 3, 4, 6, 8, 16, 64)
 _OUTPUT = 48
 _SHORT = 16
 
@@ -70,9 +70,15 @@ def fit(
 ) -> EngineModel:
     """Fits the coefficients of time by least squares, none of them negative. limits: has the other
     fields."""
-    rows = np.array([[1.0, step.rows, step.context] for step in steps])
+    # Steps of two or three rows can take longer than those of more: no line goes through them.
+    counts = sorted({step.rows for step in steps})
+    rows = np.array(
+        [[*(float(step.rows == count) for count in counts), step.context] for step in steps]
+    )
     times = np.array([step.seconds for step in steps])
-    base, row, context = _least_squares(rows, times, times)
+    *of_rows, context = _least_squares(rows, times, times)
+    measured = zip(counts, (max(seconds, 1e-6) for seconds in of_rows), strict=True)
+    model = msgspec.structs.replace(limits, step_seconds=tuple(measured))
     # A long prompt takes several steps.
     rests = [each.tokens - each.held for each in prompts]
     parts = np.array([-(-rest // limits.max_tokens) for rest in rests])
@@ -80,11 +86,9 @@ def fit(
         [[1.0, rest, pairs_of(each.held, rest)] for each, rest in zip(prompts, rests, strict=True)]
     )
     times = np.array([prompt.seconds for prompt in prompts])
-    start, token, pair = _least_squares(lengths, times - base * parts, times)
+    start, token, pair = _least_squares(lengths, times - model.rows_seconds(0) * parts, times)
     return msgspec.structs.replace(
-        limits,
-        step_seconds=max(base, 1e-6),
-        row_seconds=row,
+        model,
         context_token_seconds=context,
         prompt_token_seconds=token,
         prompt_pair_seconds=pair,
@@ -160,7 +164,7 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
         StepSample(streams, streams * (length + _OUTPUT // 2), _between(answers))
         for length in (_SHORT, longest // 2)
         for streams in _STREAMS
-        if streams <= limits.max_rows
+        if streams <= limits.max_rows and streams * (length + _OUTPUT) <= limits.kv_tokens
         for answers in (ask([length] * streams, _OUTPUT, streams),)
     ]
     return fit(steps, prompts, limits)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from pathlib import Path
 
 import msgspec
@@ -12,17 +14,17 @@ from quire.errors import ConfigError
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of an engine, as `quire simulate --calibrate` measures them.
 
-    step_seconds: of a step, whatever is in it. prompt_token_seconds, row_seconds,
-    context_token_seconds: for each prompt token, each generating row, and each token that a row
+    step_seconds: numbers of generating rows and the seconds of a step with so many; without any, it
+    takes what one does. Between two numbers it grows evenly, and beyond the last as before it.
+    prompt_token_seconds, context_token_seconds: for each prompt token, and each token that a row
     attends to. prompt_pair_seconds: for each prompt token and token that it attends to.
     request_seconds: of a request outside of steps: tokenizing, HTTP.
     max_tokens, max_rows: of a step. kv_tokens: that the cache has room for.
     handover_seconds, handover_token_seconds: of a prompt that was computed elsewhere.
     """
 
-    step_seconds: float = 4e-3
+    step_seconds: tuple[tuple[int, float], ...] = ((1, 4e-3), (256, 9e-3))
     prompt_token_seconds: float = 4e-5
-    row_seconds: float = 2e-5
     context_token_seconds: float = 3e-8
     prompt_pair_seconds: float = 2e-9
     request_seconds: float = 2e-3
@@ -36,12 +38,21 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Returns the seconds of a step. context: tokens that all rows attend to. pairs: of prompt
         tokens and those that they attend to."""
         return (
-            self.step_seconds
+            self.rows_seconds(rows)
             + self.prompt_token_seconds * prompt_tokens
-            + self.row_seconds * rows
             + self.context_token_seconds * context
             + self.prompt_pair_seconds * pairs
         )
+
+    def rows_seconds(self, rows: int) -> float:
+        """Returns the seconds of a step in which so many rows generate, but for what they attend
+        to."""
+        known = self.step_seconds
+        place = min(bisect_right(known, (rows, float("inf"))), len(known) - 1)
+        (low, begin), (high, end) = known[max(place - 1, 0)], known[place]
+        if high == low or rows <= low:
+            return begin
+        return max(begin, begin + (end - begin) / (high - low) * (rows - low))
 
 
 def pairs_of(begin: int, tokens: int) -> float:
@@ -62,6 +73,18 @@ def read_engine(path: Path) -> EngineModel:
         raise ConfigError(f"engine: {error}", "engine") from None
     for name in EngineModel.__struct_fields__:
         value = getattr(model, name)
-        if value < 0 or (value == 0 and name in ("step_seconds", "max_tokens", "max_rows")):
+        if name == "step_seconds":
+            _check_steps(value)
+        elif value < 0 or (value == 0 and name in ("max_tokens", "max_rows")):
             raise ConfigError(f"engine: {name} must be positive, got {value}", "engine")
     return model
+
+
+def _check_steps(steps: tuple[tuple[int, float], ...]) -> None:
+    rows = [count for count, _ in steps]
+    if not rows or rows[0] < 1 or any(a >= b for a, b in itertools.pairwise(rows)):
+        raise ConfigError(
+            f"engine: step_seconds needs growing numbers of rows, got {rows}", "engine"
+        )
+    if any(seconds <= 0 for _, seconds in steps):
+        raise ConfigError("engine: seconds of a step must be positive", "engine")

@@ -24,33 +24,28 @@ from quire.ops.triton.hopper_common import wait_and_release
 
 
 @gluon.jit
-def _blocks_of(
-    table_ptr, position, first_page, last_page,
-    BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, PAGE: gl.constexpr,
-):  # fmt: skip
-    """Returns the blocks that the pages of the KV tile at `position` are in. Pages outside
-    [first_page, last_page] may not be stored: the nearest one stands for them."""
-    blocks = ()
-    for page in gl.static_range(BN // PAGE):
-        index = (position + page * PAGE) // BLOCK_TOKENS
-        index = gl.minimum(gl.maximum(index, first_page), last_page)
-        blocks += (gl.load(table_ptr + index),)  # type: ignore[assignment]
-    return blocks
-
-
-@gluon.jit
 def _copy_tile(
-    desc, bar, pages, stage, blocks, position, head_row, block_rows,
+    desc, pages, full, empty, i, tile, table, first_page, last_page, head_row, block_rows,
     BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for the KV tile at `position`."""
+    """Asks for a KV tile as number i of a ring. Pages outside [first_page, last_page] may not be
+    stored: the nearest one stands for them."""
     PAGES: gl.constexpr = BN // PAGE
     WIDTH: gl.constexpr = pages.shape[2]
     PARTS: gl.constexpr = D // WIDTH
+    blocks = ()
+    for page in gl.static_range(PAGES):
+        index = (tile * BN + page * PAGE) // BLOCK_TOKENS
+        index = gl.minimum(gl.maximum(index, first_page), last_page)
+        blocks += (gl.load(table + index),)  # type: ignore[assignment]
+    stage = i % STAGES
+    bar = full.index(stage)
+    mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
     mbarrier.expect(bar, BN * D * pages.dtype.primitive_bitwidth // 8)
     for page in gl.static_range(PAGES):
-        at = position + page * PAGE
-        row = blocks[page] * block_rows + head_row + at % BLOCK_TOKENS
+        at = (tile * BN + page * PAGE) % BLOCK_TOKENS
+        row = blocks[page] * block_rows + head_row + at
         for part in gl.static_range(PARTS):
             tma.async_copy_global_to_shared(
                 desc, [row, part * WIDTH], bar,
@@ -74,21 +69,19 @@ def _produce(
         table = table_ptr + row.to(gl.int64) * table_stride
         first_page = begin // BLOCK_TOKENS
         last_page = (length - 1) // BLOCK_TOKENS
-        for i in range(done, done + count):
-            stage = i % STAGES
-            phase = (i // STAGES + 1) & 1
-            position = (low + count - 1 + done - i) * BN
-            blocks = _blocks_of(table, position, first_page, last_page, BLOCK_TOKENS, BN, PAGE)
-            mbarrier.wait(empty_k.index(stage), phase)
-            _copy_tile(
-                k_desc, full_k.index(stage), k_pages, stage, blocks, position,
-                head * k_head_rows, k_block_rows, BLOCK_TOKENS, BN, D, PAGE,
-            )  # fmt: skip
-            mbarrier.wait(empty_v.index(stage), phase)
-            _copy_tile(
-                v_desc, full_v.index(stage), v_pages, stage, blocks, position,
-                head * v_head_rows, v_block_rows, BLOCK_TOKENS, BN, D, PAGE,
-            )  # fmt: skip
+        top = low + count - 1 + done
+        # Keys go a tile ahead: values leave their place when the next tile's weights are made.
+        for i in range(done, done + count + 1):
+            if i < done + count:
+                _copy_tile(
+                    k_desc, k_pages, full_k, empty_k, i, top - i, table, first_page, last_page,
+                    head * k_head_rows, k_block_rows, BLOCK_TOKENS, BN, D, PAGE, STAGES,
+                )  # fmt: skip
+            if i > done:
+                _copy_tile(
+                    v_desc, v_pages, full_v, empty_v, i - 1, top - i + 1, table, first_page,
+                    last_page, head * v_head_rows, v_block_rows, BLOCK_TOKENS, BN, D, PAGE, STAGES,
+                )  # fmt: skip
         done += count
 
 
@@ -219,7 +212,7 @@ def attend_pages(
             gl.warp_specialize(
                 [(_consume, queries + one), (_consume, queries + other),
                  (widen_pages, bytes_of + widening), (_produce, pages + byte_paging)],
-                [4, 4, 1], [208, 72, 24],
+                [4, 4, 1], [200, 88, 24],
             )  # fmt: skip
     else:
         pages = (k_desc, v_desc, k_pages, v_pages, barriers) + where

@@ -131,21 +131,26 @@ def widen_pages(
             scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
         )
         blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
-        for i in range(done, done + count):
-            # Scales are asked for a tile ahead, and where they are two tiles ahead.
+        v_before = v_scale
+        # In the order in which bytes come. Scales are asked for a tile ahead, and where they are
+        # two tiles ahead.
+        for i in range(done, done + count + 1):
             ahead = top - (i + 1 - done) * BN
             k_ahead, v_ahead = _ask_scales(
                 scales, blocks, head, ahead, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
             )
             blocks = _ask_blocks(table, ahead - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
-            _widen(
-                k_scale, k_bytes, full_k_bytes, empty_k_bytes, k_tiles, full_k, empty_k, i, STAGES,
-                INTEGERS,
-            )  # fmt: skip
-            _widen(
-                v_scale, v_bytes, full_v_bytes, empty_v_bytes, v_tiles, full_v, empty_v, i, STAGES,
-                INTEGERS,
-            )  # fmt: skip
+            if i < done + count:
+                _widen(
+                    k_scale, k_bytes, full_k_bytes, empty_k_bytes, k_tiles, full_k, empty_k, i,
+                    STAGES, INTEGERS,
+                )  # fmt: skip
+            if i > done:
+                _widen(
+                    v_before, v_bytes, full_v_bytes, empty_v_bytes, v_tiles, full_v, empty_v, i - 1,
+                    STAGES, INTEGERS,
+                )  # fmt: skip
+            v_before = v_scale
             k_scale = k_ahead
             v_scale = v_ahead
         done += count
