@@ -136,6 +136,8 @@ def _ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
     return full, empty
 
 
+RING_BYTES = gl.constexpr(128 * 128)
+"""Room of a ring of tiles in 8 bits."""
 SIZES = ["num_rows", "kv_heads", "most", "rounds", "shortest", "window", "table_stride"]
 """One compilation for all of them."""
 
@@ -185,17 +187,18 @@ def attend_pages(
     # What the copying warp does not need of the registers goes to the others.
     if KIND > 0:
         byte_layout: gl.constexpr = gl.NVMMASharedLayout(D, 8, 2)
-        k_bytes = gl.allocate_shared_memory(gl.uint8, [BN // PAGE, PAGE, D], byte_layout)
-        v_bytes = gl.allocate_shared_memory(gl.uint8, [BN // PAGE, PAGE, D], byte_layout)
-        full_k_bytes, empty_k_bytes = _ring_barriers(1, 1)
-        full_v_bytes, empty_v_bytes = _ring_barriers(1, 1)
+        WAITING: gl.constexpr = RING_BYTES // (BN * D)
+        k_bytes = gl.allocate_shared_memory(gl.uint8, [WAITING * BN // PAGE, PAGE, D], byte_layout)
+        v_bytes = gl.allocate_shared_memory(gl.uint8, [WAITING * BN // PAGE, PAGE, D], byte_layout)
+        full_k_bytes, empty_k_bytes = _ring_barriers(WAITING, 1)
+        full_v_bytes, empty_v_bytes = _ring_barriers(WAITING, 1)
         byte_barriers = (full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes)
         pages = (k_desc, v_desc, k_bytes, v_bytes, byte_barriers) + where
-        byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, 1, WINDOW, CONSUMERS)
+        byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, WAITING, WINDOW, CONSUMERS)
         scales = (k_scale_ptr, v_scale_ptr, scale_stride_b, scale_stride_h)
         bytes_of = (
-            scales, k_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout),
-            v_bytes._reinterpret(gl.uint8, [1, BN, D], byte_layout), byte_barriers, k_tiles,
+            scales, k_bytes._reinterpret(gl.uint8, [WAITING, BN, D], byte_layout),
+            v_bytes._reinterpret(gl.uint8, [WAITING, BN, D], byte_layout), byte_barriers, k_tiles,
             v_tiles, barriers, rows, table_ptr, rounds, window, table_stride,
         )  # fmt: skip
         widening: gl.constexpr = (
@@ -212,7 +215,7 @@ def attend_pages(
             gl.warp_specialize(
                 [(_consume, queries + one), (_consume, queries + other),
                  (widen_pages, bytes_of + widening), (_produce, pages + byte_paging)],
-                [4, 4, 1], [200, 88, 24],
+                [4, 4, 1], [208, 72, 24],
             )  # fmt: skip
     else:
         pages = (k_desc, v_desc, k_pages, v_pages, barriers) + where

@@ -1,6 +1,6 @@
 """A part of the kernel of `hopper_attention_kernel.py`: a warpgroup that makes fp16 of bytes.
 
-It takes tiles of bytes from rings of one stage in shared memory, times their scales, to the rings
+It takes tiles of bytes from rings in shared memory, times their scales, to the rings
 that tiles of 16 bits would be copied to. Those who attend see no difference.
 """
 
@@ -91,11 +91,13 @@ def _widen(
     layout: gl.constexpr = _lines(bytes_of.shape[1], bytes_of.shape[2])
     asm: gl.constexpr = WIDEN_INT8 if INTEGERS else WIDEN_E4M3
     unit: gl.constexpr = 128.0 if INTEGERS else 256.0
+    WAITING: gl.constexpr = bytes_of.shape[0]
     stage = i % STAGES
+    waiting = i % WAITING
     factors = gl.convert_layout((scale * unit).to(gl.float16), gl.SliceLayout(1, layout))
-    mbarrier.wait(full_bytes.index(0), i & 1)
+    mbarrier.wait(full_bytes.index(waiting), (i // WAITING) & 1)
     mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
-    x = bytes_of.index(0).load(layout)
+    x = bytes_of.index(waiting).load(layout)
     factors, _ = gl.broadcast(factors[:, None], x)
     x = gl.inline_asm_elementwise(
         asm, "=&r,=&r,r,r,r", [x, factors], dtype=gl.float16, is_pure=True, pack=4
@@ -103,7 +105,7 @@ def _widen(
     tiles.index(stage).store(x)
     fence_async_shared()
     gl.thread_barrier()
-    mbarrier.arrive(empty_bytes.index(0))
+    mbarrier.arrive(empty_bytes.index(waiting))
     mbarrier.arrive(full.index(stage))
 
 
@@ -131,7 +133,9 @@ def widen_pages(
             scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
         )
         blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
-        v_before = v_scale
+        # Not `v_scale`: of two names that begin as one value and of which one becomes the other,
+        # Triton 3.6 keeps the first value.
+        v_before = gl.zeros_like(v_scale)
         # In the order in which bytes come. Scales are asked for a tile ahead, and where they are
         # two tiles ahead.
         for i in range(done, done + count + 1):
