@@ -223,7 +223,7 @@ def test_targets_are_sound() -> None:
             assert parse_case(target.case)
         if target.reach is not None and target.floor is not None:
             assert target.ratio(target.floor, target.reach) > 1
-    assert reach("Qwen3-8B", "b1-256") == 245
+    assert reach("Qwen3-8B", "b1-256") == 258
     with pytest.raises(KeyError):
         reach("Qwen3-0.6B", "nano-penalized")
 
