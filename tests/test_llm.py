@@ -6,6 +6,7 @@ import itertools
 import signal
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 
@@ -120,6 +121,44 @@ def test_bad_prompts_raise_before_anything_runs(
     with pytest.raises(error, match=what):
         llm.generate(["fine", *prompts], GREEDY)  # type: ignore[list-item]
     assert llm.stats().steps == steps
+
+
+def test_as_many_tokens_as_there_is_room_for(llm: LLM) -> None:
+    """The least number of tokens may be any; the context is what it is."""
+    room = llm.config.scheduler.max_model_len
+    ids = [5] * (room - 3)
+    params = SamplingParams(temperature=0.0, min_tokens=2**31 - 1, max_tokens=None)
+    (done,) = llm.generate([ids], params)[0].outputs
+    assert (done.finish_reason, len(done.token_ids)) == ("length", 3)
+
+
+def test_a_stop_string_that_begins_too_early(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    text = llm.generate("Once upon a", params)[0].outputs[0].text
+    tokens = [llm.get_tokenizer().token_text(id) for id in llm.generate(
+        "Once upon a", params)[0].outputs[0].token_ids]  # fmt: skip
+    stop = "".join(tokens[:3]).strip()
+    cut = msgspec.structs.replace(params, stop=[stop], min_tokens=2)
+    found = llm.generate("Once upon a", cut)[0].outputs[0]
+    assert (found.finish_reason, found.stop_reason, len(found.token_ids)) == ("stop", stop, 3)
+    assert found.text == text[: text.index(stop)]
+
+
+@pytest.mark.parametrize("ids", [[-(2**32) + 5, 7], [2**40, 7], [-1, 7]])
+def test_ids_that_are_none(llm: LLM, ids: list[int]) -> None:
+    with pytest.raises(RequestError, match="token id"):
+        llm.generate([ids], GREEDY)
+
+
+def test_a_priority_of_any_size_is_told(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="priority"):
+        llm.generate("a", GREEDY, priority=[10**400])
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self", "eos_token"])
+def test_what_the_template_is_given_anyway(llm: LLM, name: str) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs"):
+        llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template_kwargs={name: 1})
 
 
 def test_counts_must_agree(llm: LLM) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
+from quire.checks import integer
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
@@ -99,8 +100,8 @@ class LLM:
         many = as_list(prompts)
         params = one_each(sampling_params, len(many), SamplingParams())
         priorities = [0] * len(many) if priority is None else list(priority)
-        if not all(isinstance(each, int) for each in priorities):
-            raise RequestError("priorities are integers", "priority")
+        for each in priorities:
+            integer("priority", each, -(2**31), 2**31 - 1)
         if len(priorities) != len(many):
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
         adapters = [""] * len(many)

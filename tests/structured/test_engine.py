@@ -183,6 +183,11 @@ def test_ends(llm: LLM) -> None:
     assert (complete.text, complete.finish_reason) == ("abc", "stop")
     assert one("(a|b)*", ignore_eos=True, max_tokens=25).finish_reason == "length"
     assert len(one("[ab]*", min_tokens=9, max_tokens=40).token_ids) >= 10
+    letters = [llm.get_tokenizer().encode(x, add_special_tokens=False).item() for x in "ab"]
+    for ignored in (False, True):
+        ends = {"ignore_eos": ignored, "stop_token_ids": letters, "max_tokens": 12}
+        assert len(one("[ab]", **ends).token_ids) == 1
+        assert len(one("[abcd]*", min_tokens=6, **ends).token_ids) > 6
     assert one("a{9}b", stop=["aaa"], max_tokens=40).text == ""
     bias = one("[ab]{3}", logit_bias=dict.fromkeys(range(300, 320), 100.0), max_tokens=20)
     assert bias.text.strip("ab") == ""

@@ -258,6 +258,12 @@ def test_only_a_possible_stop_is_held_back() -> None:
     assert matcher.feed("> more") == ("", "<end>")
 
 
+def test_a_stop_string_counts_by_where_it_ends() -> None:
+    matcher = StopMatcher(["<end>"], include=False)
+    assert matcher.feed("<end> <e", early=True) == ("<end> ", None)
+    assert matcher.feed("nd>") == ("", "<end>")
+
+
 @pytest.mark.parametrize("include", [False, True])
 def test_reader_ends_at_a_stop_string_in_mid_batch(include: bool) -> None:
     ids = TOKENIZER.encode("One two STOP three").tolist()

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from quire import LLM
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.errors import ConfigError, QuireError
@@ -265,7 +266,19 @@ def test_identity_follows_the_model(tmp_path: Path) -> None:
     weights.write_bytes(b"12")
     second = identity(tmp_path, "bfloat16")
     (tmp_path / "config.json").write_text('{"rope_theta": 1}')
-    assert len({first, second, identity(tmp_path, "bfloat16")}) == 3
+    third = identity(tmp_path, "bfloat16")
+    (tmp_path / "model.gguf").symlink_to(weights)
+    fourth = identity(tmp_path, "bfloat16")
+    assert len({first, second, third, fourth}) == 4
+
+
+def test_weights_rounded_otherwise_have_files_of_their_own(tmp_path: Path) -> None:
+    for quantization in (None, "int8"):
+        LLM(
+            device="cpu", kv_cache_gb=0.05, host_cache_gb=0.01, disk_cache=str(tmp_path),
+            quantization=quantization,
+        ).shutdown()  # fmt: skip
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:

@@ -16,6 +16,7 @@ from quire.bench.record import card_name, number
 from quire.cli.info import config_alone
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.weight_files import stored_weights
 
 if TYPE_CHECKING:
     from quire.bench.residual import MeasuredCase
@@ -152,7 +153,7 @@ def _engine(config: EngineConfig, device: str) -> Iterator[QuireEngine]:
     from quire.llm import LLM
 
     folder = Path(config.model_path)
-    stored = any(folder.glob("*.safetensors"))
+    stored = bool(stored_weights(folder))
     settings: dict[str, Any] = {
         "load_format": "auto" if stored else "dummy", "device": device,
         "dtype": config.dtype, "quantization": config.args.quantization,

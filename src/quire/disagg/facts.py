@@ -12,6 +12,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 from quire.version import __version__
+from quire.weight_files import stored_weights
 
 PROTOCOL = 6
 """The version of the messages between engines."""
@@ -119,10 +120,9 @@ def _digest(folder: Path, *facts: object) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for fact in facts:
         digest.update(repr(fact).encode() + b"\0")
-    for name in ("config.json", *sorted(file.name for file in folder.glob("*.safetensors"))):
-        file = folder / name
+    for file in (folder / "config.json", *stored_weights(folder)):
         if file.is_file():
             with file.open("rb") as opened:
-                digest.update(repr((name, file.stat().st_size)).encode())
+                digest.update(repr((file.name, file.stat().st_size)).encode())
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()

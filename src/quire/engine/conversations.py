@@ -9,6 +9,8 @@ from quire.engine.prompt_inputs import Prompt
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
 
+_OWN = ("self", "messages", "add_generation_prompt", "chat_template")
+
 
 def chat_prompts(
     tokenizer: Tokenizer,
@@ -20,8 +22,14 @@ def chat_prompts(
     """Returns the prompts of one conversation or many. variables: further ones of the template.
 
     Raises:
-        RequestError: they are no conversations, or the template refuses one.
+        RequestError: they are no conversations, the template refuses one, or a variable is one that
+            it is given anyway.
     """
+    for name in variables:
+        if name in _OWN or name in tokenizer.special_tokens:
+            raise RequestError(
+                f"{name!r} cannot be set through chat_template_kwargs", "chat_template_kwargs"
+            )
     prompts: list[Prompt] = []
     for conversation in as_conversations(messages):
         text = tokenizer.apply_chat_template(

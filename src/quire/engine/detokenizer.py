@@ -170,10 +170,12 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """Returns (text to show now, the stop string found). No text follows a stop string."""
+    def feed(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
+        """Returns (text to show now, the stop string found). No text follows a stop string.
+        early: a stop string that this text completes does not count."""
         text = self._held + text
-        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        stops = () if early else self._stops
+        found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
             # The one that is complete first; of those, the one that began first.
             at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))

@@ -137,9 +137,9 @@ class CompletionReader:
 
     def _shown(self, text: str, count: int, update: StreamUpdate) -> str:
         """Returns what may be shown of `text`, the latest of `count` tokens."""
-        if self._stops is None or not text or count <= self._params.min_tokens:
+        if self._stops is None or not text:
             return text
-        text, stop = self._stops.feed(text)
+        text, stop = self._stops.feed(text, early=count <= self._params.min_tokens)
         if stop is not None:
             update.finish_reason, update.stop_reason = "stop", stop
             self.ended_by_text = True

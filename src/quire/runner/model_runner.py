@@ -356,7 +356,7 @@ class ModelRunner:
         state = self.state
         lanes = int32([admit.lane for admit in admits])
         lengths = int32([len(admit.tokens) for admit in admits])
-        least = int32([admit.prompt_len + admit.params.min_tokens for admit in admits])
+        least = int32([min(a.prompt_len + a.params.min_tokens, a.max_total) for a in admits])
         upload.put_lines(state.position, lanes, int32([admit.computed for admit in admits]))
         upload.put_lines(state.min_total, lanes, least)
         upload.put_lines(state.max_total, lanes, int32([admit.max_total for admit in admits]))

@@ -159,11 +159,11 @@ class GrammarFeature(Feature, LoopFeature):
             return error
         eos = self._compiler.eos_token_ids
         if params.ignore_eos and compiled is not None:
-            state.forbidden, state.until = eos, _FOREVER
-        elif params.min_tokens:
+            state.forbidden.append((eos, _FOREVER))
+        if params.min_tokens:
             ends = () if params.ignore_eos else eos
-            state.forbidden = (*ends, *params.stop_token_ids)
-            state.until = request.prompt_len + params.min_tokens
+            until = request.prompt_len + params.min_tokens
+            state.forbidden.append(((*ends, *params.stop_token_ids), until))
         self._states[request.request_id] = state
         if compiled is None:
             return None

@@ -34,7 +34,7 @@ class GrammarState:
         has in `pending`.
     pending: tokens that the matcher has yet to consume.
     matcher: None until it is compiled, or without a grammar.
-    forbidden: tokens that may not come before `until` tokens are there, unless nothing else may:
+    forbidden: tokens that may not come before so many tokens are there, unless nothing else may:
         ends that the user wants ignored, for a while (`min_tokens`) or for good.
     rules: of tokens that may come; None: none.
     last: the last generated tokens, as many as the rules look at.
@@ -45,8 +45,7 @@ class GrammarState:
 
     position: int
     matcher: LLMatcher | None = None
-    forbidden: tuple[int, ...] = ()
-    until: int = 0
+    forbidden: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     rules: TokenRules | None = None
     last: list[int] = field(default_factory=list)
     error: GrammarError | None = None
@@ -215,9 +214,11 @@ class MaskBuilder:
         for row, state, line in rows:
             if state.matcher is not None and (line in empty or state.matcher.is_error()):
                 state.error = _failed(state.matcher)
-            elif state.position < state.until:
-                last = min(len(row.drafts), state.until - state.position - 1)
-                ends.setdefault(state.forbidden, []).extend(range(line, line + last + 1))
+                continue
+            for tokens, until in state.forbidden:
+                if state.position < until:
+                    lines = min(len(row.drafts) + 1, until - state.position)
+                    ends.setdefault(tokens, []).extend(range(line, line + lines))
         for tokens, places in ends.items():
             self._forbid(tokens, places, masks)
         for row, state, line in rows:

@@ -33,6 +33,7 @@ import numpy as np
 from quire.arrays import Int32
 from quire.errors import ConfigError
 from quire.runner.transfer.threads import DaemonThreads
+from quire.weight_files import stored_weights
 
 _log = logging.getLogger(__name__)
 
@@ -264,8 +265,9 @@ def identity(model: Path, *facts: object) -> str:
     config = model / "config.json"
     if config.is_file():
         digest.update(config.read_bytes())
-    for file in sorted(model.glob("*.safetensors")):
-        real = file.resolve()  # the hub's cache links to files named by their contents
+    for file in stored_weights(model):
+        # The hub's cache links to files named by their contents, a folder of GGUF to the user's.
+        real = file.resolve()
         status = real.stat()
         known = file.name, real.name, status.st_size, status.st_mtime_ns
         digest.update(repr(known).encode())

@@ -239,7 +239,8 @@ def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dic
     if args.disk_cache is not None:
         shapes = [[(tuple(t.shape[1:]), str(t.dtype)) for t in each] for each in tensors]
         seed = args.seed if args.load_format == "dummy" else None
-        name = identity(Path(config.model_path), args.load_format, seed, config.dtype, shapes)
+        source = args.load_format, seed, args.quantization, config.dtype
+        name = identity(Path(config.model_path), *source, shapes)
         disk = DiskStore(Path(args.disk_cache), int(args.disk_cache_gb * GB), name)
     staging = staging_bytes(config, cache.groups, sum(t.nbytes for each in tensors for t in each))
     return tiers(tensors, slots, staging, disk, group)
