@@ -46,8 +46,10 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request can be sent."""
-        return self.complete and not self._lost and self._keeps
+        """Whether another request can be sent. None can while reading is paused, as behind a large
+        answer whose client has left: nobody would read on."""
+        paused = self._waiting > _HIGH_BYTES
+        return self.complete and not self._lost and self._keeps and not paused
 
     @property
     def lost(self) -> bool:
