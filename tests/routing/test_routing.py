@@ -19,6 +19,7 @@ from quire.cli.main import app as command
 from quire.errors import ConfigError
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
 from quire.server.args import ServerArgs
@@ -530,6 +531,34 @@ def test_another_checkpoint_by_the_same_name_is_another_model() -> None:
                 assert answer.status_code == status
             message = answer.json()["error"]["message"]
             assert message.endswith("serves fake (b), this router fake (a)")
+
+    run(main)
+
+
+def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        second.gate.set()
+        async with routed(first, second) as setup:
+            changed, other = setup.fleet
+
+            async def restart(replica: FakeReplica, known: RoutedReplica) -> None:
+                replica.ready, replica.name = False, "other"
+                await setup.until(lambda: not known.well)
+                replica.ready = True
+
+            await restart(first, changed)
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            assert list(setup.fleet) == [other]
+            assert (other.well, other.leaving) == (True, False)
+            assert (await setup.ask()).status_code == 200
+            await restart(second, other)
+            await setup.until(lambda: other.well)
+            assert other.model is not None
+            assert {entry.id for entry in other.model} == {"other"}
+            # The one that left serves what is served now.
+            joined = await setup.http.post("/replicas", json={"url": first.url}, headers=ADMIN)
+            assert joined.status_code == 200
 
     run(main)
 
