@@ -185,6 +185,54 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
     run(main)
 
 
+def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
+    """Nobody ends the connections, as with a process that is stopped, or a host that is gone."""
+
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        async with routed(first, second, policy="round-robin", check_timeout=0.05) as setup:
+            standing, _ = setup.fleet
+            begun = [asyncio.create_task(setup.ask()) for _ in range(2)]
+            await setup.until(lambda: bool(first.seen and second.seen))
+            first.frozen = True
+            waiting = [asyncio.create_task(setup.ask()) for _ in range(2)]
+            await setup.until(lambda: standing.state.running == 2)
+            await setup.until(lambda: standing.health == "lost")
+            second.gate.set()
+            # What had no answer yet gets one from the other.
+            assert [(await each).content for each in waiting] == [b"one two"] * 2
+            ends = await asyncio.gather(*begun, return_exceptions=True)
+            assert sum(isinstance(end, httpx.RemoteProtocolError) for end in ends) == 1
+            assert standing.state.running == 0
+            first.frozen = False
+            first.gate.set()
+            await setup.until(lambda: standing.well)
+
+    run(main)
+
+
+def test_requests_of_a_slow_replica_are_not_given_up() -> None:
+    """It answers no looks, but its connections are not silent."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica, check_timeout=0.05) as setup:
+            (known,) = setup.fleet
+            begun = asyncio.create_task(setup.ask())
+            await setup.until(lambda: bool(replica.seen))
+            replica.answers_late = 1000
+            async with asyncio.timeout(30):
+                while known.failures < 4:
+                    (await known.upstream.send("GET", b"/load", [], b"")).close()
+                    await asyncio.sleep(0.01)
+            assert known.health == "lost"
+            replica.gate.set()
+            assert (await begun).content == b"one two"
+            replica.answers_late = 0
+
+    run(main)
+
+
 def test_refusals_are_tried_elsewhere_and_the_last_one_is_passed_on() -> None:
     async def main() -> None:
         full, free = FakeReplica(status=503), FakeReplica()

@@ -17,7 +17,7 @@ from quire.routing.prompts import Prompt
 from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
 from quire.routing.replica import Model, RoutedReplica, model_names
 from quire.routing.replica_state import ReplicaState, Role
-from quire.routing.upstream import ReplicaLostError, Upstream
+from quire.routing.upstream import ReplicaLostError, UnreachableError, Upstream
 
 logger = logging.getLogger("quire.routing")
 
@@ -150,6 +150,8 @@ class Fleet:
                 else:
                     await self._name_peers(replica)
                     replica.found_well()
+            except UnreachableError as error:
+                replica.unreachable(error)
             except ReplicaLostError as error:
                 replica.lost(error)
             except NotReadyError as error:
