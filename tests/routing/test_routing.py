@@ -555,6 +555,54 @@ def test_tokens_of_the_fleet() -> None:
     keys.close()
 
 
+def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    async def left(setup: Setup) -> int:
+        answer = await setup.http.post("/tokenize", json={})
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            (known,) = setup.fleet
+            replica.frozen = True
+            asked = asyncio.create_task(setup.ask(json={"prompt": "x", "max_tokens": 600}))
+            await setup.until(lambda: known.state.running == 1)
+            asked.cancel()
+            await setup.until(lambda: known.state.running == 0)
+            replica.frozen = False
+            assert 399 <= await left(setup) < 500
+            # What no replica takes gives all back.
+            replica.die()
+            for _ in range(3):
+                answer = await setup.ask(json={"prompt": "x", "max_tokens": 300})
+                assert answer.status_code == 503
+
+    run(main)
+    keys.close()
+
+
+def test_bodies_that_are_no_utf8() -> None:
+    """Those of clients are for the servers to refuse; of the router's own it refuses them."""
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            broken = b'{"max_tokens": "\xff"}'
+            assert (await setup.http.post("/v1/completions", content=broken)).status_code == 200
+            assert replica.seen[-1][3] == broken
+            refused = await setup.http.post("/replicas", content=b'{"url": "\xff"}', headers=ADMIN)
+            assert refused.status_code == 400
+            assert "The body is no replica" in refused.json()["error"]["message"]
+
+    run(main)
+    keys.close()
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 

@@ -129,7 +129,7 @@ class RouterApp:
     async def _join(self, body: bytes) -> RoutedReplica:
         try:
             wanted = msgspec.json.decode(body, type=JoinRequest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"The body is no replica: {error}") from None
         try:
             return await self.fleet.admit(wanted.url, wanted.role, swap=wanted.swap)

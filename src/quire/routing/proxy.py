@@ -92,7 +92,7 @@ class Proxy:
             if span is not None:
                 span.end(exchange.status if exchange.whole else 0)
             if allowance is not None:
-                allowance.settle(exchange.used, exchange.status, exchange.pieces)
+                allowance.settle(exchange.used, exchange.computed, exchange.pieces)
 
     async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
         """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
@@ -126,16 +126,18 @@ class Proxy:
             try:
                 try:
                     headers = self._headers(replica, choice, exchange, span)
+                    exchange.sent = True
                     answer = await self._send(replica, headers, exchange)
                 except ReplicaLostError as error:
                     replica.lost(error)
-                    last = f"{replica.name}: {error}"
+                    last, exchange.sent = f"{replica.name}: {error}", False
                     self._metrics.retries.inc()
                     continue
                 try:
                     refused = answer.status == 503 or (stored and answer.status == 404)
                     if refused and self._has_more(scope["path"], tried):
                         self._metrics.retries.inc()
+                        exchange.sent = False
                         continue
                     replica.requests += 1
                     self._metrics.requests.labels(replica.name, answer.status).inc()
@@ -250,14 +252,16 @@ class Proxy:
 class _Exchange:
     """A request, and what became of it.
 
-    status: of its answer, 0 before there is one. pieces: of the answer that have come. used:
-    tokens, as the replica says. whole: the answer has come to its end.
+    sent: a replica has it, as far as is known. status: of its answer, 0 before there is one.
+    pieces: of the answer that have come. used: tokens, as the replica says. whole: the answer has
+    come to its end.
     """
 
     scope: Scope
     body: bytes
     prompt: Prompt
     allowance: Allowance | None
+    sent: bool = False
     status: int = 0
     pieces: int = 0
     used: int | None = None
@@ -267,6 +271,12 @@ class _Exchange:
     def metered(self) -> bool:
         """Whether its tokens count."""
         return self.allowance is not None and self.allowance.counts
+
+    @property
+    def computed(self) -> bool:
+        """Whether a replica may have computed for it, also where its client left before the
+        answer."""
+        return self.sent and self.status < 400
 
 
 class BrokenAnswerError(Exception):
