@@ -22,6 +22,7 @@ from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
+from quire.server import request_body
 from quire.server.args import ServerArgs
 from quire.server.middleware.hosts import HostCheck
 from quire.server.telemetry.tracing import Exporter
@@ -601,6 +602,28 @@ def test_bodies_that_are_no_utf8() -> None:
 
     run(main)
     keys.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/replicas"])
+def test_bodies_that_do_not_come_run_out_of_time(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.1)
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as setup, asyncio.timeout(10):
+            url = setup.http.base_url
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"POST %b HTTP/1.1\r\nhost: localhost\r\n" % path.encode())
+            writer.write(b"authorization: Bearer adm\r\ncontent-length: 99\r\n\r\n{")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"timeout"' in await reader.readuntil(b"}")
+            writer.close()
+            assert not replica.seen
+
+    run(main)
 
 
 def test_all_share_a_limit_without_keys() -> None:

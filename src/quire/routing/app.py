@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.errors import ConfigError
+from quire.routing.bodies import read_body
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
@@ -24,6 +25,7 @@ from quire.server.errors import ApiError
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.middleware.hosts import HostCheck
 
+_MOST_JOIN_BYTES = 1 << 16
 _PAGE = Path(__file__).with_name("fleet.html")
 
 
@@ -116,7 +118,9 @@ class RouterApp:
             await _json(send, 200, found)
         elif method == "POST" and not name:
             self._check_admin(scope)
-            await _json(send, 200, _state(await self._join(await _body(receive))))
+            body = await read_body(receive, _MOST_JOIN_BYTES)
+            if body is not None:
+                await _json(send, 200, _state(await self._join(body)))
         elif method == "DELETE" and name:
             self._check_admin(scope)
             try:
@@ -171,17 +175,6 @@ def _state(replica: RoutedReplica) -> ReplicaEntry:
         prefill_rate=round(replica.state.load.prefill_rate, 1),
         models=sorted(entry.id for entry in replica.model or ()),
     )
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        if sum(map(len, parts)) > 1 << 16:
-            raise ApiError(413, "The body has more than 65536 bytes.")
-    return b"".join(parts)
 
 
 async def _json(send: Send, status: int, value: object) -> None:

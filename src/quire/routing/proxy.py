@@ -17,6 +17,7 @@ from quire.kv_events.prompt_report import (
     REPORT_HEADER,
     decode_report,
 )
+from quire.routing.bodies import read_body
 from quire.routing.choice import RouteChoice
 from quire.routing.client_keys import Allowance
 from quire.routing.fleet import Fleet
@@ -69,7 +70,7 @@ class Proxy:
     ) -> None:
         """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
         began = time.perf_counter()
-        body = await self._read_body(scope, receive)
+        body = await read_body(receive, self._max_body_bytes)
         if body is None:
             return
         exchange = _Exchange(scope, body, read_prompt(body) if body else Prompt(), allowance)
@@ -93,20 +94,6 @@ class Proxy:
                 span.end(exchange.status if exchange.whole else 0)
             if allowance is not None:
                 allowance.settle(exchange.used, exchange.computed, exchange.pieces)
-
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
-                raise ApiError(413, f"The body has more than {self._max_body_bytes} bytes.")
-            more = message.get("more_body", False)
-        return b"".join(parts)
 
     async def _pass_on(
         self, exchange: _Exchange, send: Send, began: float, span: RequestSpan | None
