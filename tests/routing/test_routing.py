@@ -371,6 +371,32 @@ def test_replicas_join_and_leave_under_load() -> None:
     run(main)
 
 
+def test_metrics_tell_of_replicas_that_are_there() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        for replica in (first, second):
+            replica.gate.set()
+        async with routed(first, second, policy="round-robin") as setup:
+            for status in (200, 200, 400, 400):
+                first.status = second.status = status
+                assert (await setup.ask()).status_code == status
+            text = (await setup.http.get("/metrics")).text
+            gone, stays = setup.fleet
+            for name in (gone.name, stays.name):
+                for status in (200, 400):
+                    labels = f'{{replica="{name}",status="{status}"}}'
+                    assert f"quire_router_requests_total{labels} 1.0" in text
+            states = (await setup.http.get("/replicas")).json()["replicas"]
+            assert [each["requests"] for each in states] == [2, 2]
+            await setup.http.delete(f"/replicas/{gone.name}", headers=ADMIN)
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            text = (await setup.http.get("/metrics")).text
+            assert gone.name not in text
+            assert stays.name in text
+
+    run(main)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

@@ -168,7 +168,7 @@ def _state(replica: RoutedReplica) -> ReplicaEntry:
         leaving=replica.leaving,
         running=replica.state.running,
         reported=replica.state.reported,
-        requests=replica.requests,
+        requests=replica.answers.total(),
         failures=replica.failures,
         informed=replica.state.informed,
         prompt_tokens=replica.state.queued_tokens,

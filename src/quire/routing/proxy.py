@@ -126,8 +126,7 @@ class Proxy:
                         self._metrics.retries.inc()
                         exchange.sent = False
                         continue
-                    replica.requests += 1
-                    self._metrics.requests.labels(replica.name, answer.status).inc()
+                    replica.answers[answer.status] += 1
                     self._metrics.first_byte.observe(time.perf_counter() - began)
                     if choice.prefill is not None:
                         where = "apart" if choice.prefill else "local"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -43,6 +44,7 @@ class RoutedReplica:
         leaving: it gets no further requests.
         state: what the router knows of it.
         model: what it serves, None until it is known.
+        answers: requests that it answered, by their status.
         told_peers: the addresses that it was last told to ask for prompts.
     """
 
@@ -53,7 +55,8 @@ class RoutedReplica:
         self.health: Health = "lost"
         self.leaving = False
         self.state = ReplicaState(role)
-        self.requests = self.failures = 0
+        self.answers: Counter[int] = Counter()
+        self.failures = 0
         self.model: Model | None = None
         self.told_peers: tuple[str, ...] | None = None
         self.since = time.time()
