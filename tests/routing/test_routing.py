@@ -187,7 +187,7 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
 
 
 def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
-    """Nobody ends the connections, as with a process that is stopped, or a host that is gone."""
+    """Ends of connections do not come from a process that is stopped, or a host that is gone."""
 
     async def main() -> None:
         first, second = FakeReplica(), FakeReplica()
@@ -213,7 +213,7 @@ def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
 
 
 def test_requests_of_a_slow_replica_are_not_given_up() -> None:
-    """It answers no looks, but its connections are not silent."""
+    """Parts of answers still come from it, though it answers no looks in time."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -612,7 +612,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
 
 
 def test_bodies_that_are_no_utf8() -> None:
-    """Those of clients are for the servers to refuse; of the router's own it refuses them."""
+    """Passes on what clients send, for the servers to refuse, and refuses what is for itself."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     async def main() -> None:
