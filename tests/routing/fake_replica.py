@@ -22,7 +22,8 @@ class FakeReplica:
     """A server of one model. status: of answers to requests. parts: of their bodies; all but the
     first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
     events: to be sent. report: of each prompt. nonsense: its answer to the router's questions.
-    headers: of its answers. answers_late: how many more looks it lets wait."""
+    headers: of its answers. answers_late: how many more looks it lets wait. frozen: it keeps its
+    connections, and says nothing."""
 
     name: str = "fake"
     checkpoint: str = "a"
@@ -39,6 +40,7 @@ class FakeReplica:
     nonsense: bytes | None = None
     headers: tuple[tuple[bytes, bytes], ...] = ()
     answers_late: int = 0
+    frozen: bool = False
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
@@ -50,6 +52,8 @@ class FakeReplica:
             message = await receive()
             body += message.get("body", b"")
             more = message.get("more_body", False)
+        while self.frozen:
+            await asyncio.sleep(0.01)
         if path == "/ready":
             if self.answers_late:
                 self.answers_late -= 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.disagg.facts import KVFacts
-from quire.disagg.peer_list import Peer, PeerError
+from quire.disagg.peer_list import Peer, PeerError, _reason
 from quire.kv_events.messages import EngineLoad, KVEventLine, KVEvents
 from quire.kv_events.prompt_report import decode_report, encode_report
 from quire.routing.choice import Chooser
@@ -18,7 +18,7 @@ from quire.routing.prefixes import PrefixMap
 from quire.routing.prompts import Prompt, read_prompt
 from quire.routing.replica_state import ReplicaState, Role
 from quire.server.telemetry.tracing import Exporter
-from tests.routing.fake_replica import FakeReplica
+from tests.routing.fake_replica import FakeReplica, serving
 from tests.routing.test_routing import routed, run
 
 RATE = 1000.0
@@ -203,3 +203,16 @@ def test_a_trace_spans_router_and_replicas() -> None:
             assert replica.seen[-1][2]["traceparent"] == headers["traceparent"]
 
     run(main)
+
+
+def test_peers_that_answer_no_utf8() -> None:
+    async def main() -> None:
+        replica = FakeReplica(parts=(b'{"name": "\xff", "epoch": "\xff"}',))
+        async with serving(replica) as url:
+            peer = Peer(url, None, KVFacts(3, "", "tcp", "", "", "", 16, ()))
+            with pytest.raises(PeerError, match="no valid answer") as caught:
+                await asyncio.to_thread(peer.ask, [1] * 16, 0, "")
+            assert caught.value.outcome == "broken"
+
+    run(main)
+    assert _reason(b'{"error": {"message": "\xff"}}').startswith('{"error"')

@@ -19,8 +19,10 @@ from quire.cli.main import app as command
 from quire.errors import ConfigError
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
+from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
+from quire.server import request_body
 from quire.server.args import ServerArgs
 from quire.server.middleware.hosts import HostCheck
 from quire.server.telemetry.tracing import Exporter
@@ -184,6 +186,54 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
     run(main)
 
 
+def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
+    """Ends of connections do not come from a process that is stopped, or a host that is gone."""
+
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        async with routed(first, second, policy="round-robin", check_timeout=0.05) as setup:
+            standing, _ = setup.fleet
+            begun = [asyncio.create_task(setup.ask()) for _ in range(2)]
+            await setup.until(lambda: bool(first.seen and second.seen))
+            first.frozen = True
+            waiting = [asyncio.create_task(setup.ask()) for _ in range(2)]
+            await setup.until(lambda: standing.state.running == 2)
+            await setup.until(lambda: standing.health == "lost")
+            second.gate.set()
+            # What had no answer yet gets one from the other.
+            assert [(await each).content for each in waiting] == [b"one two"] * 2
+            ends = await asyncio.gather(*begun, return_exceptions=True)
+            assert sum(isinstance(end, httpx.RemoteProtocolError) for end in ends) == 1
+            assert standing.state.running == 0
+            first.frozen = False
+            first.gate.set()
+            await setup.until(lambda: standing.well)
+
+    run(main)
+
+
+def test_requests_of_a_slow_replica_are_not_given_up() -> None:
+    """Parts of answers still come from it, though it answers no looks in time."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica, check_timeout=0.05) as setup:
+            (known,) = setup.fleet
+            begun = asyncio.create_task(setup.ask())
+            await setup.until(lambda: bool(replica.seen))
+            replica.answers_late = 1000
+            async with asyncio.timeout(30):
+                while known.failures < 4:
+                    (await known.upstream.send("GET", b"/load", [], b"")).close()
+                    await asyncio.sleep(0.01)
+            assert known.health == "lost"
+            replica.gate.set()
+            assert (await begun).content == b"one two"
+            replica.answers_late = 0
+
+    run(main)
+
+
 def test_refusals_are_tried_elsewhere_and_the_last_one_is_passed_on() -> None:
     async def main() -> None:
         full, free = FakeReplica(status=503), FakeReplica()
@@ -317,6 +367,32 @@ def test_replicas_join_and_leave_under_load() -> None:
                 user.cancel()
             await asyncio.gather(*users, return_exceptions=True)
             assert set(statuses) == {200}
+
+    run(main)
+
+
+def test_metrics_tell_of_replicas_that_are_there() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        for replica in (first, second):
+            replica.gate.set()
+        async with routed(first, second, policy="round-robin") as setup:
+            for status in (200, 200, 400, 400):
+                first.status = second.status = status
+                assert (await setup.ask()).status_code == status
+            text = (await setup.http.get("/metrics")).text
+            gone, stays = setup.fleet
+            for name in (gone.name, stays.name):
+                for status in (200, 400):
+                    labels = f'{{replica="{name}",status="{status}"}}'
+                    assert f"quire_router_requests_total{labels} 1.0" in text
+            states = (await setup.http.get("/replicas")).json()["replicas"]
+            assert [each["requests"] for each in states] == [2, 2]
+            await setup.http.delete(f"/replicas/{gone.name}", headers=ADMIN)
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            text = (await setup.http.get("/metrics")).text
+            assert gone.name not in text
+            assert stays.name in text
 
     run(main)
 
@@ -506,6 +582,76 @@ def test_tokens_of_the_fleet() -> None:
     keys.close()
 
 
+def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    async def left(setup: Setup) -> int:
+        answer = await setup.http.post("/tokenize", json={})
+        return int(answer.headers["x-ratelimit-remaining-tokens"])
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            (known,) = setup.fleet
+            replica.frozen = True
+            asked = asyncio.create_task(setup.ask(json={"prompt": "x", "max_tokens": 600}))
+            await setup.until(lambda: known.state.running == 1)
+            asked.cancel()
+            await setup.until(lambda: known.state.running == 0)
+            replica.frozen = False
+            assert 399 <= await left(setup) < 500
+            # What no replica takes gives all back.
+            replica.die()
+            for _ in range(3):
+                answer = await setup.ask(json={"prompt": "x", "max_tokens": 300})
+                assert answer.status_code == 503
+
+    run(main)
+    keys.close()
+
+
+def test_bodies_that_are_no_utf8() -> None:
+    """Passes on what clients send, for the servers to refuse, and refuses what is for itself."""
+    keys = ClientKeys(None, tokens_per_minute=1000)
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        async with routed(replica, keys=keys) as setup:
+            broken = b'{"max_tokens": "\xff"}'
+            assert (await setup.http.post("/v1/completions", content=broken)).status_code == 200
+            assert replica.seen[-1][3] == broken
+            refused = await setup.http.post("/replicas", content=b'{"url": "\xff"}', headers=ADMIN)
+            assert refused.status_code == 400
+            assert "The body is no replica" in refused.json()["error"]["message"]
+
+    run(main)
+    keys.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/replicas"])
+def test_bodies_that_do_not_come_run_out_of_time(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.1)
+
+    async def main() -> None:
+        replica = FakeReplica()
+        async with routed(replica) as setup, asyncio.timeout(10):
+            url = setup.http.base_url
+            reader, writer = await asyncio.open_connection(url.host, url.port)
+            writer.write(b"POST %b HTTP/1.1\r\nhost: localhost\r\n" % path.encode())
+            writer.write(b"authorization: Bearer adm\r\ncontent-length: 99\r\n\r\n{")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 408 ")
+            assert b'"code":"timeout"' in await reader.readuntil(b"}")
+            writer.close()
+            assert not replica.seen
+
+    run(main)
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 
@@ -530,6 +676,34 @@ def test_another_checkpoint_by_the_same_name_is_another_model() -> None:
                 assert answer.status_code == status
             message = answer.json()["error"]["message"]
             assert message.endswith("serves fake (b), this router fake (a)")
+
+    run(main)
+
+
+def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone() -> None:
+    async def main() -> None:
+        first, second = FakeReplica(), FakeReplica()
+        second.gate.set()
+        async with routed(first, second) as setup:
+            changed, other = setup.fleet
+
+            async def restart(replica: FakeReplica, known: RoutedReplica) -> None:
+                replica.ready, replica.name = False, "other"
+                await setup.until(lambda: not known.well)
+                replica.ready = True
+
+            await restart(first, changed)
+            await setup.until(lambda: len(setup.fleet.replicas) == 1)
+            assert list(setup.fleet) == [other]
+            assert (other.well, other.leaving) == (True, False)
+            assert (await setup.ask()).status_code == 200
+            await restart(second, other)
+            await setup.until(lambda: other.well)
+            assert other.model is not None
+            assert {entry.id for entry in other.model} == {"other"}
+            # The one that left serves what is served now.
+            joined = await setup.http.post("/replicas", json={"url": first.url}, headers=ADMIN)
+            assert joined.status_code == 200
 
     run(main)
 

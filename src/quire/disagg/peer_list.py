@@ -127,7 +127,7 @@ class Peer:
             return msgspec.json.decode(data, type=kind)
         except (OSError, http.client.HTTPException) as error:
             raise PeerError("dead", f"{self.url}: {error}") from None
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PeerError("broken", f"{self.url} gave no valid answer: {error}") from None
         finally:
             connection.close()
@@ -144,7 +144,7 @@ def _outcome(status: int) -> str:
 def _reason(data: bytes) -> str:
     try:
         return str(msgspec.json.decode(data)["error"]["message"])
-    except (msgspec.DecodeError, KeyError, TypeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError):
         return data[:200].decode("utf-8", "replace")
 
 

@@ -12,6 +12,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.errors import ConfigError
+from quire.routing.bodies import read_body
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
@@ -24,6 +25,7 @@ from quire.server.errors import ApiError
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.middleware.hosts import HostCheck
 
+_MOST_JOIN_BYTES = 1 << 16
 _PAGE = Path(__file__).with_name("fleet.html")
 
 
@@ -116,7 +118,9 @@ class RouterApp:
             await _json(send, 200, found)
         elif method == "POST" and not name:
             self._check_admin(scope)
-            await _json(send, 200, _state(await self._join(await _body(receive))))
+            body = await read_body(receive, _MOST_JOIN_BYTES)
+            if body is not None:
+                await _json(send, 200, _state(await self._join(body)))
         elif method == "DELETE" and name:
             self._check_admin(scope)
             try:
@@ -129,7 +133,7 @@ class RouterApp:
     async def _join(self, body: bytes) -> RoutedReplica:
         try:
             wanted = msgspec.json.decode(body, type=JoinRequest)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, f"The body is no replica: {error}") from None
         try:
             return await self.fleet.admit(wanted.url, wanted.role, swap=wanted.swap)
@@ -164,24 +168,13 @@ def _state(replica: RoutedReplica) -> ReplicaEntry:
         leaving=replica.leaving,
         running=replica.state.running,
         reported=replica.state.reported,
-        requests=replica.requests,
+        requests=replica.answers.total(),
         failures=replica.failures,
         informed=replica.state.informed,
         prompt_tokens=replica.state.queued_tokens,
         prefill_rate=round(replica.state.load.prefill_rate, 1),
         models=sorted(entry.id for entry in replica.model or ()),
     )
-
-
-async def _body(receive: Receive) -> bytes:
-    parts, more = [], True
-    while more:
-        message = await receive()
-        parts.append(message.get("body", b""))
-        more = message.get("more_body", False)
-        if sum(map(len, parts)) > 1 << 16:
-            raise ApiError(413, "The body has more than 65536 bytes.")
-    return b"".join(parts)
 
 
 async def _json(send: Send, status: int, value: object) -> None:

@@ -60,14 +60,15 @@ class Allowance:
             raise limit_exceeded("tokens", self.levels.tokens, tokens)
         self._taken = tokens
 
-    def settle(self, used: int | None, status: int, pieces: int) -> None:
+    def settle(self, used: int | None, computed: bool, pieces: int) -> None:
         """Gives back what was taken and not used. used: tokens, as the server says. It says nothing
         of an answer that broke off, or that its client left: of such a one each of the `pieces`
-        that came counts, and at least what was taken. status: of the answer; 0: there was none."""
+        that came counts, and at least what was taken. computed: whether a server may have computed
+        for it; else nothing counts."""
         if not self.counts:
             return
         if used is None:
-            used = max(self._taken, self._prompt + pieces) if 0 < status < 400 else 0
+            used = max(self._taken, self._prompt + pieces) if computed else 0
         self.limiter.give_back(self.key, self._taken - used)
 
     @property
@@ -145,7 +146,7 @@ def _most_answered(body: bytes) -> int:
     """Returns the most tokens of all answers to a request, 0 where its body names no number."""
     try:
         found = _DECODER.decode(body)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return 0
     lengths = found.max_tokens, found.max_completion_tokens, found.max_output_tokens
     most = max((n for n in lengths if isinstance(n, int) and n > 0), default=0)

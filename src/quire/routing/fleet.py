@@ -17,7 +17,7 @@ from quire.routing.prompts import Prompt
 from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
 from quire.routing.replica import Model, RoutedReplica, model_names
 from quire.routing.replica_state import ReplicaState, Role
-from quire.routing.upstream import ReplicaLostError, Upstream
+from quire.routing.upstream import ReplicaLostError, UnreachableError, Upstream
 
 logger = logging.getLogger("quire.routing")
 
@@ -143,7 +143,15 @@ class Fleet:
         while not self._gone(replica):
             try:
                 await self._questions.look(replica)
-                await self._name_peers(replica)
+                if self._differs(replica):
+                    serves = model_names(replica.model)
+                    logger.error("%s serves %s now: it leaves", replica.name, serves)
+                    self.dismiss(replica.name)
+                else:
+                    await self._name_peers(replica)
+                    replica.found_well()
+            except UnreachableError as error:
+                replica.unreachable(error)
             except ReplicaLostError as error:
                 replica.lost(error)
             except NotReadyError as error:
@@ -152,13 +160,6 @@ class Fleet:
                 replica.late(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
-            else:
-                if not replica.leaving and replica.model != self.model:
-                    serves = model_names(replica.model)
-                    logger.error("%s serves %s now: it leaves", replica.name, serves)
-                    replica.leaving = True
-                else:
-                    replica.found_well()
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
             if task is not asyncio.current_task():
@@ -166,6 +167,12 @@ class Fleet:
         replica.upstream.close()
         del self.replicas[replica.name], self._by_number[replica.number]
         logger.info("replica %s has left", replica.name)
+
+    def _differs(self, replica: RoutedReplica) -> bool:
+        """Whether a replica serves another model than the others that stay."""
+        others = (r.model for r in self if r is not replica and not r.leaving)
+        model = next((each for each in others if each is not None), None)
+        return not replica.leaving and model not in (None, replica.model)
 
     def _gone(self, replica: RoutedReplica) -> bool:
         waited = time.time() - replica.since > self.settings.drain_timeout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from quire.routing.fleet import Fleet
 
@@ -18,9 +18,6 @@ class RouterMetrics:
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
         own = self.registry
-        self.requests = Counter(
-            "quire_router_requests", "Requests answered", ["replica", "status"], registry=own
-        )
         self.refused = Counter(
             "quire_router_refused", "Requests that the router itself refused", ["status"],
             registry=own,
@@ -50,6 +47,8 @@ class RouterMetrics:
 
 
 class _FleetCollector:
+    """Tells of the replicas that are there: of one that has left no series stays."""
+
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
@@ -58,8 +57,14 @@ class _FleetCollector:
         running = GaugeMetricFamily(
             "quire_router_replica_requests", "Requests from this router", labels=["replica"]
         )
+        requests = CounterMetricFamily(
+            "quire_router_requests", "Requests answered", labels=["replica", "status"]
+        )
         for replica in self._fleet:
+            for status, count in replica.answers.items():
+                requests.add_metric([replica.name, str(status)], count)
             ready.add_metric([replica.name], float(replica.able))
             running.add_metric([replica.name], replica.state.running)
+        yield requests
         yield ready
         yield running

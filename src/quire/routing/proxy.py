@@ -17,6 +17,7 @@ from quire.kv_events.prompt_report import (
     REPORT_HEADER,
     decode_report,
 )
+from quire.routing.bodies import read_body
 from quire.routing.choice import RouteChoice
 from quire.routing.client_keys import Allowance
 from quire.routing.fleet import Fleet
@@ -69,7 +70,7 @@ class Proxy:
     ) -> None:
         """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
         began = time.perf_counter()
-        body = await self._read_body(scope, receive)
+        body = await read_body(receive, self._max_body_bytes)
         if body is None:
             return
         exchange = _Exchange(scope, body, read_prompt(body) if body else Prompt(), allowance)
@@ -92,21 +93,7 @@ class Proxy:
             if span is not None:
                 span.end(exchange.status if exchange.whole else 0)
             if allowance is not None:
-                allowance.settle(exchange.used, exchange.status, exchange.pieces)
-
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """Returns the body; None if the client leaves before it is whole. Raises ApiError."""
-        parts, size, more = [], 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body_bytes:
-                raise ApiError(413, f"The body has more than {self._max_body_bytes} bytes.")
-            more = message.get("more_body", False)
-        return b"".join(parts)
+                allowance.settle(exchange.used, exchange.computed, exchange.pieces)
 
     async def _pass_on(
         self, exchange: _Exchange, send: Send, began: float, span: RequestSpan | None
@@ -126,19 +113,20 @@ class Proxy:
             try:
                 try:
                     headers = self._headers(replica, choice, exchange, span)
+                    exchange.sent = True
                     answer = await self._send(replica, headers, exchange)
                 except ReplicaLostError as error:
                     replica.lost(error)
-                    last = f"{replica.name}: {error}"
+                    last, exchange.sent = f"{replica.name}: {error}", False
                     self._metrics.retries.inc()
                     continue
                 try:
                     refused = answer.status == 503 or (stored and answer.status == 404)
                     if refused and self._has_more(scope["path"], tried):
                         self._metrics.retries.inc()
+                        exchange.sent = False
                         continue
-                    replica.requests += 1
-                    self._metrics.requests.labels(replica.name, answer.status).inc()
+                    replica.answers[answer.status] += 1
                     self._metrics.first_byte.observe(time.perf_counter() - began)
                     if choice.prefill is not None:
                         where = "apart" if choice.prefill else "local"
@@ -250,14 +238,16 @@ class Proxy:
 class _Exchange:
     """A request, and what became of it.
 
-    status: of its answer, 0 before there is one. pieces: of the answer that have come. used:
-    tokens, as the replica says. whole: the answer has come to its end.
+    sent: a replica has it, as far as is known. status: of its answer, 0 before there is one.
+    pieces: of the answer that have come. used: tokens, as the replica says. whole: the answer has
+    come to its end.
     """
 
     scope: Scope
     body: bytes
     prompt: Prompt
     allowance: Allowance | None
+    sent: bool = False
     status: int = 0
     pieces: int = 0
     used: int | None = None
@@ -267,6 +257,12 @@ class _Exchange:
     def metered(self) -> bool:
         """Whether its tokens count."""
         return self.allowance is not None and self.allowance.counts
+
+    @property
+    def computed(self) -> bool:
+        """Whether a replica may have computed for it, also where its client left before the
+        answer."""
+        return self.sent and self.status < 400
 
 
 class BrokenAnswerError(Exception):

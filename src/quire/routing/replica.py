@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Literal
 
 import msgspec
@@ -30,7 +31,8 @@ Health = Literal["ready", "slow", "refusing", "lost"]
 ready; none at all, or one of something else."""
 
 _MOST_LATE = 3
-"""Looks in a row without an answer in time with which a replica is lost."""
+"""Looks in a row without an answer in time with which a replica is lost, and without a sign of life
+with which its requests are given up."""
 
 
 class RoutedReplica:
@@ -42,6 +44,7 @@ class RoutedReplica:
         leaving: it gets no further requests.
         state: what the router knows of it.
         model: what it serves, None until it is known.
+        answers: requests that it answered, by their status.
         told_peers: the addresses that it was last told to ask for prompts.
     """
 
@@ -52,12 +55,13 @@ class RoutedReplica:
         self.health: Health = "lost"
         self.leaving = False
         self.state = ReplicaState(role)
-        self.requests = self.failures = 0
+        self.answers: Counter[int] = Counter()
+        self.failures = 0
         self.model: Model | None = None
         self.told_peers: tuple[str, ...] | None = None
         self.since = time.time()
         self.tasks: list[asyncio.Task[None]] = []
-        self._late = 0
+        self._late = self._silent = 0
 
     @property
     def role(self) -> Role:
@@ -82,6 +86,7 @@ class RoutedReplica:
             logger.info("replica %s is ready", self.name)
             self.since = time.time()
         self.health, self._late = "ready", 0
+        self._silent, self.upstream.heard = 0, False
 
     def refuses(self, why: object) -> None:
         """Takes note that it answers, and takes no requests now. It keeps what it holds."""
@@ -98,6 +103,12 @@ class RoutedReplica:
         elif self.health != "slow":
             logger.warning("replica %s is slow: %s", self.name, why)
             self.health = "slow"
+        self._count_silence()
+
+    def unreachable(self, why: object) -> None:
+        """Takes note that nothing is heard from its address."""
+        self.lost(why)
+        self._count_silence()
 
     def lost(self, why: object) -> None:
         """Takes note that it does not answer: what it held is gone."""
@@ -108,6 +119,14 @@ class RoutedReplica:
         self.told_peers = None
         self.state.forget()
         self.upstream.close()
+
+    def _count_silence(self) -> None:
+        """Gives its requests up where nothing has come for some looks, not even a part of an
+        answer: it stands still, or its host is gone, and nobody ends the connections."""
+        self._silent = 0 if self.upstream.heard else self._silent + 1
+        self.upstream.heard = False
+        if self._silent >= _MOST_LATE:
+            self.upstream.give_up()
 
 
 def model_names(model: Model | None) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ssl
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import cast
 
 import httptools
@@ -18,6 +19,7 @@ Headers = list[tuple[bytes, bytes]]
 _MOST_IDLE = 256
 _HIGH_BYTES = 1 << 18
 """Bytes that wait for a slow client before the replica is no longer read from."""
+_NO_HOST = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _PORTS = {"http": 80, "https": 443}
 
 
@@ -25,10 +27,15 @@ class ReplicaLostError(Exception):
     """A replica could not be reached, or its connection ended within an answer."""
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, and the answer that it is reading."""
+class UnreachableError(ReplicaLostError):
+    """Nothing is heard from a replica's address."""
 
-    def __init__(self) -> None:
+
+class _Connection(asyncio.Protocol):
+    """One connection, and the answer that it is reading. on_data: called when anything comes."""
+
+    def __init__(self, on_data: Callable[[], None]) -> None:
+        self._on_data = on_data
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -46,8 +53,10 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request can be sent."""
-        return self.complete and not self._lost and self._keeps
+        """Whether another request can be sent. None can while reading is paused, as behind a large
+        answer whose client has left: nobody would read on."""
+        paused = self._waiting > _HIGH_BYTES
+        return self.complete and not self._lost and self._keeps and not paused
 
     @property
     def lost(self) -> bool:
@@ -94,6 +103,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.silent = False
+        self._on_data()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
@@ -164,6 +174,9 @@ class ReplicaAnswer:
 class Upstream:
     """The connections to one replica.
 
+    Attributes:
+        heard: whether anything has come on any of them; who asks sets it back.
+
     Raises:
         ConfigError: `url` is no http address.
     """
@@ -180,6 +193,8 @@ class Upstream:
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._connect_timeout = connect_timeout
         self._idle: deque[_Connection] = deque()
+        self._used: set[_Connection] = set()
+        self.heard = False
 
     async def send(
         self, method: str, target: bytes, headers: Headers, body: bytes
@@ -193,15 +208,19 @@ class Upstream:
         data = [b"".join((*lines, b"\r\n")), body]
         while True:
             connection, fresh = await self._connection()
+            self._used.add(connection)
             connection.begin(data, bare=method == "HEAD")
             try:
                 await connection.head()
                 return ReplicaAnswer(self, connection)
             except ReplicaLostError:
+                given_up = connection not in self._used
+                self._used.discard(connection)
                 # A kept connection may have been closed meanwhile: then nothing was computed.
-                if fresh or not connection.silent:
+                if fresh or given_up or not connection.silent:
                     raise
             except asyncio.CancelledError:
+                self._used.discard(connection)
                 connection.abort()
                 raise
 
@@ -214,18 +233,30 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    _Connection, self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._hear), self._host, self._port, ssl=self._tls
                 )
-        except (OSError, TimeoutError) as error:
-            raise ReplicaLostError(str(error) or "it does not accept connections") from None
+        except TimeoutError:
+            raise UnreachableError("it does not accept connections") from None
+        except OSError as error:
+            kind = UnreachableError if error.errno in _NO_HOST else ReplicaLostError
+            raise kind(str(error) or "it does not accept connections") from None
         return connection, True
+
+    def _hear(self) -> None:
+        self.heard = True
 
     def release(self, connection: _Connection) -> None:
         """Takes back a connection of an answer that is read, or given up."""
+        self._used.discard(connection)
         if connection.reusable and len(self._idle) < _MOST_IDLE:
             self._idle.append(connection)
         else:
             connection.abort()
+
+    def give_up(self) -> None:
+        """Ends the connections in use: who waits for an answer gets ReplicaLostError."""
+        while self._used:
+            self._used.pop().abort()
 
     def close(self) -> None:
         """Ends the connections that are not in use."""
