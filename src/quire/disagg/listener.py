@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import socket
@@ -19,6 +20,8 @@ _TICK = 0.25
 """Seconds after which the loop is woken while there are grants: their leases may have expired."""
 _BACKLOG = 128
 _MOST_LINKS = 256
+_ENDED = frozenset({errno.EBADF, errno.EINVAL})
+"""Errors after which no reader can come; others, as of too many open files, may pass."""
 
 View = Callable[[int, int], memoryview]
 """Returns the bytes of a group's slot. There is none where blocks are read where they are."""
@@ -32,6 +35,10 @@ class ReaderConnection:
 
     The reading one has ended before the sending one tells of the end. send_seconds: that the reader
     may take for a piece of a message.
+
+    Raises:
+        OSError: the reader is gone already.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -58,8 +65,12 @@ class ReaderConnection:
         self._reader = threading.Thread(target=self._read, daemon=True, name="kv-reader")
         self._writer = threading.Thread(target=self._write, daemon=True, name="kv-writer")
         self._broken = False
-        self._reader.start()
         self._writer.start()
+        try:
+            self._reader.start()
+        except RuntimeError:
+            self._out.put(None)
+            raise
 
     def send(self, message: Message) -> None:
         self._out.put(message)
@@ -111,7 +122,8 @@ class ReaderConnection:
         except OSError:
             pass  # the reader is gone, which the other thread sees as well
         self._channel.end()
-        self._reader.join()
+        if self._reader.is_alive():  # it may not have been started
+            self._reader.join()
         self._channel.close()
         self._tell(Stopped(self, self._broken))
 
@@ -166,18 +178,35 @@ class Listener:
         self._thread.start()
 
     def _accept(self) -> None:
+        told = False
         while not self._closed.is_set():
             try:
                 connected, _ = self._socket.accept()
             except TimeoutError:
-                if self._open_grants():
-                    self._wake()
-                continue
-            except OSError:
-                if not self._closed.is_set():
+                self._wake_for_grants()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                if error.errno in _ENDED:
                     _log.exception("readers can no longer connect")
-                return
-            connected.settimeout(None)
+                    return
+                if not told:
+                    _log.warning("readers cannot connect for now: %s", error)
+                told = True
+                self._wake_for_grants()
+                self._closed.wait(_TICK)
+            else:
+                told = False
+                self._add(connected)
+
+    def _wake_for_grants(self) -> None:
+        if self._open_grants():
+            self._wake()
+
+    def _add(self, connected: socket.socket) -> None:
+        """Takes a reader in, if there is room for one."""
+        connected.settimeout(None)
+        try:
             with self._lock:
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
                     self._links.add(
@@ -185,8 +214,10 @@ class Listener:
                             connected, self._view, self._tell, self._meet, self._send_seconds
                         )
                     )
-                    continue
-            connected.close()
+                    return
+        except (OSError, RuntimeError) as error:
+            _log.warning("a reader could not be taken in: %s", error)
+        connected.close()
 
     def _tell(self, event: Heard | Stopped) -> None:
         if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):
