@@ -7,6 +7,7 @@ import os
 import queue
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -48,7 +49,8 @@ def assert_answered(to: Listener, news: News) -> None:
         heard.link.send(End(1.0))
         heard.link.close()
         assert channel.receive() == End(1.0)
-        assert news.get(timeout=5) == Stopped(heard.link)
+        while news.get(timeout=5) != Stopped(heard.link):
+            pass
 
 
 def test_readers_come_again_once_there_are_files_to_open(
@@ -89,3 +91,50 @@ def test_readers_come_again_once_there_are_threads(
             assert refused.recv(1) == b""
         assert_answered(listener, news)
     assert "could not be taken in: can't start new thread" in caplog.text
+
+
+def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends a byte now and then; who has shown a grant stays."""
+    monkeypatch.setattr(listener_module, "_TICK", 0.01)
+    with (
+        listening(lease=0.3) as (listener, news),
+        connect(listener) as reader,
+        connect(listener) as silent,
+        connect(listener) as slow,
+    ):
+        PeerChannel(reader).send(Redeem(GRANT))
+        slow.setblocking(False)
+        for _ in range(100):
+            try:
+                slow.send(b"\0")
+                ended = slow.recv(1) == b""
+            except BlockingIOError:
+                ended = False
+            except OSError:
+                ended = True
+            if ended:
+                break
+            time.sleep(0.02)
+        assert ended
+        assert silent.recv(1) == b""
+        heard = news.get(timeout=5)
+        assert isinstance(heard, Heard)
+        heard.link.send(End(1.0))
+        assert PeerChannel(reader).receive() == End(1.0)
+
+
+def test_silent_connections_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener_module, "_MOST_LINKS", 3)
+    with listening() as (listener, news):
+        silent = [connect(listener) for _ in range(5)]
+        assert silent[0].recv(1) == silent[1].recv(1) == b""
+        assert_answered(listener, news)
+        readers = [connect(listener) for _ in range(3)]
+        for reader in readers:
+            PeerChannel(reader).send(Redeem(GRANT))
+            while not isinstance(news.get(timeout=5), Heard):
+                pass
+        with connect(listener) as late:
+            assert late.recv(1) == b""  # all have shown grants
+        for connected in (*silent, *readers):
+            connected.close()

@@ -7,6 +7,7 @@ import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
@@ -34,7 +35,7 @@ class ReaderConnection:
     """A reader's connection. One thread reads its messages, one sends what the loop says.
 
     The reading one has ended before the sending one tells of the end. send_seconds: that the reader
-    may take for a piece of a message.
+    may take for a piece of a message. silent: it has shown no grant yet.
 
     Raises:
         OSError: the reader is gone already.
@@ -49,6 +50,8 @@ class ReaderConnection:
         meet: Meet,
         send_seconds: float,
     ) -> None:
+        self.silent = True
+        self.since = time.monotonic()
         self._channel = PeerChannel(connected)
         self._view = view
         self._tell = tell
@@ -102,6 +105,7 @@ class ReaderConnection:
                     self._shared = message.shared
                     continue
                 if isinstance(message, Redeem):
+                    self.silent = False
                     self._meet(self, message.grant)
                 if isinstance(message, Taken):
                     with self._lock:
@@ -139,7 +143,9 @@ class ReaderConnection:
 class Listener:
     """Accepts readers at an address.
 
-    open_grants: how many there are; while there are some, the loop is woken (`wake`) now and then.
+    A reader must show a grant within `lease` seconds, and at once where others want its place; it
+    may take as long for a piece of a message. open_grants: how many there are; while there are
+    some, the loop is woken (`wake`) now and then.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -153,7 +159,7 @@ class Listener:
         tell: Tell,
         wake: Callable[[], None],
         meet: Meet,
-        send_seconds: float,
+        lease: float,
         open_grants: Callable[[], int],
     ) -> None:
         try:
@@ -168,7 +174,7 @@ class Listener:
         self._told = tell
         self._wake = wake
         self._meet = meet
-        self._send_seconds = send_seconds
+        self._lease = lease
         self._open_grants = open_grants
         self._links: set[ReaderConnection] = set()
         self._lock = threading.Lock()
@@ -198,6 +204,7 @@ class Listener:
             else:
                 told = False
                 self._add(connected)
+            self._cut_silent()
 
     def _wake_for_grants(self) -> None:
         if self._open_grants():
@@ -208,16 +215,32 @@ class Listener:
         connected.settimeout(None)
         try:
             with self._lock:
+                self._make_room()
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
                     self._links.add(
-                        ReaderConnection(
-                            connected, self._view, self._tell, self._meet, self._send_seconds
-                        )
+                        ReaderConnection(connected, self._view, self._tell, self._meet, self._lease)
                     )
                     return
         except (OSError, RuntimeError) as error:
             _log.warning("a reader could not be taken in: %s", error)
         connected.close()
+
+    def _make_room(self) -> None:
+        """Ends the connection that has been silent longest, if there is no room for another."""
+        silent = [link for link in self._links if link.silent]
+        if silent and len(self._links) >= _MOST_LINKS:
+            self._cut(min(silent, key=lambda link: link.since))
+
+    def _cut_silent(self) -> None:
+        """Ends the connections that have shown no grant in time."""
+        begin = time.monotonic() - self._lease
+        with self._lock:
+            for link in [link for link in self._links if link.silent and link.since < begin]:
+                self._cut(link)
+
+    def _cut(self, link: ReaderConnection) -> None:
+        self._links.discard(link)
+        link.cut()
 
     def _tell(self, event: Heard | Stopped) -> None:
         if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):
