@@ -85,7 +85,7 @@ def ended(salt: str, tokens: list[int]) -> Request:
 
 
 def test_texts_of_all_namespaces_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in which a request ended last stay, one of them at least."""
+    """The namespaces in which requests ended last stay, one of them at least."""
     monkeypatch.setattr(text_source, "_RECENT", 8)
     monkeypatch.setattr(text_source, "_NAMESPACES", 3)
     texts = TextSource(SpeculationSettings(None, None, True), lanes=2, width=4)

@@ -126,7 +126,7 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As another user's in a folder with the sticky bit, or a folder of such a name."""
+    """Another user's file in a folder with the sticky bit is one, a folder of such a name too."""
     others = [tmp_path / "quire-1.trace.json", tmp_path / "quire-2.trace.json"]
     others[0].mkdir()
     others[1].write_text("")
