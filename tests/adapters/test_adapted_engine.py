@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.adapters.adapter_pool import AdapterPool
 from quire.arrays import int32
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, RequestError
@@ -255,6 +256,25 @@ def test_an_adapter_whose_files_change_is_refused(checkpoint: Path, tmp_path: Pa
     assert failures[0][0] is request
     assert "files have changed" in str(failures[0][1])
     finish(core)
+    llm.shutdown()
+
+
+def test_a_slot_that_cannot_be_filled_keeps_nobody_waiting(
+    checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise MemoryError
+
+    llm = open_llm(checkpoint)
+    with monkeypatch.context() as patched:
+        patched.setattr(AdapterPool, "_copy", failing)
+        replace_adapter(llm._core, "0", checkpoint / "0")
+        request = start(llm._core, "r", "0")
+        while not (failures := llm._core.take_failures()):
+            llm._core.step()
+    assert failures[0][0] is request
+    assert "could not be loaded" in str(failures[0][1])
+    assert tokens_of(llm, checkpoint, [0, 1]) == [expected[0], expected[1]]
     llm.shutdown()
 
 
