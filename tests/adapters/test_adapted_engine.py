@@ -6,12 +6,14 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
+from quire.adapters.adapter_pool import AdapterPool
 from quire.arrays import int32
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, RequestError
@@ -257,6 +259,25 @@ def test_an_adapter_whose_files_change_is_refused(checkpoint: Path, tmp_path: Pa
     llm.shutdown()
 
 
+def test_a_slot_that_cannot_be_filled_keeps_nobody_waiting(
+    checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: Any) -> None:
+        raise MemoryError
+
+    llm = open_llm(checkpoint)
+    with monkeypatch.context() as patched:
+        patched.setattr(AdapterPool, "_copy", failing)
+        replace_adapter(llm._core, "0", checkpoint / "0")
+        request = start(llm._core, "r", "0")
+        while not (failures := llm._core.take_failures()):
+            llm._core.step()
+    assert failures[0][0] is request
+    assert "could not be loaded" in str(failures[0][1])
+    assert tokens_of(llm, checkpoint, [0, 1]) == [expected[0], expected[1]]
+    llm.shutdown()
+
+
 def test_a_folder_of_adapters(checkpoint: Path, expected: dict[int, list[int]]) -> None:
     llm = open_llm(checkpoint, enable_lora=False, lora_dir=str(checkpoint))
     core = llm._core
@@ -354,6 +375,50 @@ def test_an_adapter_of_the_hub(
     llm.shutdown()
     llm = open_llm(checkpoint, enable_lora=False, lora=("y=some/adapter",))
     assert llm._core.control({"op": "adapters"}) == ["y"]
+    llm.shutdown()
+
+
+def test_a_name_is_loaded_once_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first load of a name has it, also before it has ended; an unload gives it up."""
+    came = threading.Event()
+
+    def fetched(name: str, **_: Any) -> str:
+        assert came.wait(60)
+        return str(checkpoint / "3")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetched)
+    llm = open_llm(checkpoint)
+    core = llm._core
+
+    def load(path: str, **how: bool) -> Future[None]:
+        answer: Future[None] = core.control(
+            {"op": "load_adapter", "name": "x", "path": path, **how}
+        )
+        return answer
+
+    def unload() -> None:
+        core.control({"op": "unload_adapter", "name": "x"}).result()
+
+    folder = str(checkpoint / "0")
+    for first, second in [("some/adapter", folder), (folder, "some/adapter"), (folder, folder)]:
+        answer = load(first)
+        with pytest.raises(RequestError, match="has already been loaded"):
+            load(second).result(0)
+        assert load(first, known=True) is answer
+        unload()
+        with pytest.raises(RequestError, match="'x' was unloaded before") as given_up:
+            answer.result(0)
+        assert given_up.value.code == "adapter_unloaded"
+        with pytest.raises(RequestError, match="cannot be found"):
+            unload()
+    answer, replacing = load("some/adapter"), load(folder, in_place=True)
+    came.set()
+    while not (answer.done() and replacing.done()):
+        core.step()
+    assert answer.exception() is replacing.exception() is None
+    unload()
+    core.step()
+    assert not core.control({"op": "adapters"})
     llm.shutdown()
 
 

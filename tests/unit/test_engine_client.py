@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from quire.config import EngineArgs
 from quire.engine.client import EngineClient, StreamUpdate
 from quire.engine.messages import (
     AddRequest,
+    ChangeAdapters,
     CompletionEnd,
     CompletionStart,
     Failure,
@@ -251,6 +253,36 @@ def test_errors_of_the_start_are_the_engines_own(
 
     with pytest.raises(error, match=what):
         on_engine(never, **settings)
+
+
+def test_adapters_of_several_engines() -> None:
+    """A load ends with the first refusal; an unload asks all, and one that knew the name is
+    enough."""
+    refusal = Failure.of(RequestError("no"))
+    asked: list[ChangeAdapters] = []
+
+    def engine(alive: bool, answer: Failure | None) -> SimpleNamespace:
+        async def ask(question: Callable[[int], ChangeAdapters]) -> Failure | None:
+            assert alive
+            asked.append(question(0))
+            return answer
+
+        return SimpleNamespace(alive=alive, ask=ask)
+
+    def change(answers: list[Failure | None], path: str | None) -> int:
+        engines = [engine(False, None), *(engine(True, answer) for answer in answers)]
+        found: Any = SimpleNamespace(engines=engines, check_alive=lambda: None)
+        client = EngineClient(found)
+        asked.clear()
+        asyncio.run(client.unload_adapter("x") if path is None else client.load_adapter("x", path))
+        return len(asked)
+
+    assert change([None, None], "a") == change([None, None], None) == 2
+    assert change([None, refusal], None) == change([refusal, None], None) == 2
+    for answers, path, count in [([refusal, None], "a", 1), ([refusal, refusal], None, 2)]:
+        with pytest.raises(RequestError, match="no"):
+            change(answers, path)
+        assert len(asked) == count
 
 
 def test_messages_survive_the_wire() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import itertools
 import logging
 import os
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -163,6 +166,42 @@ def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
     assert not DiskStore(tmp_path / "small", 10, "a").write(names[0], 0, memoryview(data)).result()
     again = DiskStore(tmp_path, 1500, "a")
     assert len(again.keys(0)) == 1
+
+
+def test_a_full_disk_is_told_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            return super().write(data[: len(data) // 2])
+
+    store = DiskStore(tmp_path, 1 << 20, "a")
+    name = keys(1)[0].tobytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "open", lambda path, *_, **__: Full(path, "w"), raising=False)
+        assert not store.write(name, 0, memoryview(name)).result()
+    assert caplog.messages == ["disk cache: No space left on device"]
+    assert not [path for path in (tmp_path / "a").glob("*/*") if path.is_file()]
+    assert store.write(name, 0, memoryview(name)).result()
+
+
+def test_a_file_that_cannot_be_read_for_now_still_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the folder would outgrow its size by it."""
+
+    def failing(path: Path) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    data, names = bytes(1000), [key.tobytes() for key in keys(3)]
+    store = DiskStore(tmp_path, 2500, "a")
+    for name in names[:2]:
+        assert store.write(name, 0, memoryview(data)).result()
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "_open_file", failing)
+        assert not store.read(names[0], 0, memoryview(bytearray(1000))).result()
+    assert store.write(names[2], 0, memoryview(data)).result()
+    assert len([path for path in (tmp_path / "a").glob("*/*") if path.is_file()]) == 2
 
 
 def test_what_a_dead_engine_left_unfinished_is_removed(tmp_path: Path) -> None:

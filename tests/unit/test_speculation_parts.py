@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.arrays import int32
+from quire.request import Request, TokenBuffer
+from quire.sampling_params import SamplingParams
+from quire.speculation import text_source
 from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
+from quire.speculation.draft_kinds import NONE
 from quire.speculation.lookup import RecentTexts, TextIndex
+from quire.speculation.settings import SpeculationSettings
+from quire.speculation.text_source import TextSource
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -70,6 +76,41 @@ def test_old_texts_are_forgotten() -> None:
     recent.add(int32([13, 14, 15, 16, 17]))
     assert recent.find(int32([2, 3])) is None
     assert recent.find(int32([8, 9])) is not None
+
+
+def ended(salt: str, tokens: list[int]) -> Request:
+    request = Request(salt, int32(tokens[:2]), SamplingParams(), max_total=64, cache_salt=salt)
+    request.tokens = TokenBuffer(int32(tokens), np.zeros(1, dtype=np.int32))
+    return request
+
+
+def test_texts_of_all_namespaces_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The namespaces in which requests ended last stay, one of them at least."""
+    monkeypatch.setattr(text_source, "_RECENT", 8)
+    monkeypatch.setattr(text_source, "_NAMESPACES", 3)
+    texts = TextSource(SpeculationSettings(None, None, True), lanes=2, width=4)
+
+    def kept() -> dict[str, int]:
+        return {salt: len(recent) for (_, salt), recent in texts._recent.items()}
+
+    for salt in ("a", "b", "a"):
+        texts.finish(ended(salt, [1, 2, 3, 4, 5]))
+    assert kept() == {"b": 5, "a": 10}
+    texts.finish(ended("c", [1, 2, 3]))
+    assert kept() == {"a": 10, "c": 3}
+    texts.finish(ended("d", [1, 2, 3]))
+    texts.finish(ended("e", [1, 2, 3]))
+    assert kept() == {"c": 3, "d": 3, "e": 3}
+    texts.finish(ended("f", list(range(40))))
+    assert kept() == {"f": 40}
+
+
+def test_a_request_that_has_ended_leaves_no_index() -> None:
+    texts = TextSource(SpeculationSettings(None, None, True), lanes=2, width=4)
+    request, other = ended("a", [1, 2, 1, 2]), ended("b", [1, 2, 1, 2])
+    assert (texts.look_up(int32([0, 1]), np.ones(2, dtype=bool), [request, other]) != NONE).all()
+    texts.finish(request)
+    assert [text is None for text in texts._texts] == [True, False]
 
 
 def costs(verify: dict[int, float], draft: float = 0.0) -> StepCosts:

@@ -125,6 +125,47 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's file in a folder with the sticky bit is one, a folder of such a name too."""
+    others = [tmp_path / "quire-1.trace.json", tmp_path / "quire-2.trace.json"]
+    others[0].mkdir()
+    others[1].write_text("")
+    for path in others:
+        os.utime(path, (0, 0))
+    unlink = Path.unlink
+
+    def sticky(self: Path, missing_ok: bool = False) -> None:
+        if self == others[1]:
+            raise PermissionError(1, "Operation not permitted")
+        unlink(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", sticky)
+    files = TraceFiles(tmp_path, file_bytes=10, most_files=1)
+    for _ in range(5):
+        files.write({"name": "x"})
+    files.close()
+    assert len(list(tmp_path.iterdir())) == 3
+    assert all(path.exists() for path in others)
+
+
+def test_what_fails_as_a_file_is_closed_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = os.close
+
+    def full(fd: int) -> None:
+        close(fd)
+        raise OSError(28, "No space left on device")
+
+    files = TraceFiles(tmp_path, file_bytes=10, most_files=4)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "close", full)
+        files.write({"name": "x"})
+        files.write({"name": "y"})
+        files.close()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_a_crash_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_files, "_FLUSH_BYTES", 50)
     files = TraceFiles(tmp_path)

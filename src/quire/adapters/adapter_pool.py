@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,10 +16,12 @@ from torch import Tensor
 from quire.adapters.adapted_linear import AdaptedLinear, AdaptedStep, adapter_rows
 from quire.adapters.peft import read_adapter
 from quire.adapters.projections import Adapter, AdapterLayout, Image
-from quire.errors import ConfigError, QuireError, RequestError
+from quire.errors import ConfigError, RequestError
 from quire.models import Decoder
 from quire.ops.adapters import SlotWeights
 from quire.ops.rows import StepRows
+
+_log = logging.getLogger(__name__)
 
 Flags = np.ndarray[tuple[int], np.dtype[np.int64]]
 
@@ -153,7 +156,8 @@ class AdapterPool:
                 if found != digest:
                     raise RequestError("the adapter's files have changed", "model")
             self._copy(image, slot, before)
-        except (QuireError, RuntimeError, OSError):
+        except Exception as error:  # whatever it is: all ranks wait for the flag
+            _log.warning("adapter %s could not be copied to a slot: %r", path, error)
             self._flags[self._rank] = -number
         else:
             self._flags[self._rank] = number

@@ -284,17 +284,13 @@ class AdapterFeature(Feature, LoopFeature):
 
     def on_control(self, message: dict[str, Any]) -> Any:
         """Answers "load_adapter" (name, path, in_place: replace one of that name; known: accept
-        that it is there) and "unload_adapter" (name) with a Future, "adapters" with their names."""
+        that it is there) and "unload_adapter" (name; ends its loads that are under way) with a
+        Future, "adapters" with their names."""
         match message.get("op"):
             case "load_adapter":
                 return self._add(message)
             case "unload_adapter":
-                answer: Future[None] = Future()
-                if self._registry.remove(message["name"]):
-                    answer.set_result(None)
-                else:
-                    answer.set_exception(not_loaded(message["name"]))
-                return answer
+                return self._remove(message["name"])
             case "adapters":
                 return self._registry.names()
         return None
@@ -303,11 +299,14 @@ class AdapterFeature(Feature, LoopFeature):
         answer: Future[None] = Future()
         name, path = message["name"], message["path"]
         known = self._registry.find(name) if name in self._registry else None
-        if known is not None and message.get("known") and path in (known.path, known.hub_id):
+        pending = self._pending(name)
+        if known is not None and message.get("known") and _stands_for(known, path):
             answer.set_result(None)
+        elif message.get("known") and (same := [w for v, w in pending if _stands_for(v, path)]):
+            answer = same[-1]
         elif not valid_name(name):
             answer.set_exception(RequestError("This name is not possible.", "lora_name"))
-        elif known is not None and not message.get("in_place"):
+        elif (known is not None or pending) and not message.get("in_place"):
             answer.set_exception(
                 RequestError(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the "
@@ -321,6 +320,28 @@ class AdapterFeature(Feature, LoopFeature):
         else:
             version = Version(name, path)
             self._readings.append(_Reading(version, self._pool.read(path), answer))
+        return answer
+
+    def _pending(self, name: str) -> list[tuple[Version, Future[None]]]:
+        """Returns the versions that a name is to stand for once they were read, with the answers
+        that their callers wait for."""
+        loads: list[_Fetching | _Reading] = [*self._fetching, *self._readings]
+        asked = [(load.version, load.answer) for load in loads]
+        return [(v, answer) for v, answer in asked if answer is not None and v.name == name]
+
+    def _remove(self, name: str) -> Future[None]:
+        """Forgets a name, and gives up the loads for it that have not ended."""
+        answer: Future[None] = Future()
+        pending = self._pending(name)
+        for version, waits in pending:
+            # A read or a fetch that has begun goes on; nobody asks what it found.
+            self._fetching = [each for each in self._fetching if each.version is not version]
+            self._readings = [each for each in self._readings if each.version is not version]
+            waits.set_exception(_unloaded(name))
+        if self._registry.remove(name) or pending:
+            answer.set_result(None)
+        else:
+            answer.set_exception(not_loaded(name))
         return answer
 
     def stats(self) -> dict[str, Any]:
@@ -356,6 +377,19 @@ def not_loaded(name: str) -> RequestError:
     return RequestError(
         f"The lora adapter '{name[:200]}' cannot be found.", "lora_name", "adapter_not_found"
     )
+
+
+def _unloaded(name: str) -> RequestError:
+    return RequestError(
+        f"The lora adapter '{name[:200]}' was unloaded before it had been loaded.",
+        "lora_name",
+        "adapter_unloaded",
+    )
+
+
+def _stands_for(version: Version, path: str) -> bool:
+    """Whether a version is what was asked for by a path."""
+    return path in (version.path, version.hub_id)
 
 
 def _broken(version: Version) -> RequestError:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
@@ -19,6 +21,8 @@ _TICK = 0.25
 """Seconds after which the loop is woken while there are grants: their leases may have expired."""
 _BACKLOG = 128
 _MOST_LINKS = 256
+_ENDED = frozenset({errno.EBADF, errno.EINVAL})
+"""Errors after which no reader can come; others, as of too many open files, may pass."""
 
 View = Callable[[int, int], memoryview]
 """Returns the bytes of a group's slot. There is none where blocks are read where they are."""
@@ -31,7 +35,11 @@ class ReaderConnection:
     """A reader's connection. One thread reads its messages, one sends what the loop says.
 
     The reading one has ended before the sending one tells of the end. send_seconds: that the reader
-    may take for a piece of a message.
+    may take for a piece of a message. silent: it has shown no grant yet.
+
+    Raises:
+        OSError: the reader is gone already.
+        RuntimeError: no thread can be started.
     """
 
     def __init__(
@@ -42,6 +50,8 @@ class ReaderConnection:
         meet: Meet,
         send_seconds: float,
     ) -> None:
+        self.silent = True
+        self.since = time.monotonic()
         self._channel = PeerChannel(connected)
         self._view = view
         self._tell = tell
@@ -58,8 +68,12 @@ class ReaderConnection:
         self._reader = threading.Thread(target=self._read, daemon=True, name="kv-reader")
         self._writer = threading.Thread(target=self._write, daemon=True, name="kv-writer")
         self._broken = False
-        self._reader.start()
         self._writer.start()
+        try:
+            self._reader.start()
+        except RuntimeError:
+            self._out.put(None)
+            raise
 
     def send(self, message: Message) -> None:
         self._out.put(message)
@@ -91,6 +105,7 @@ class ReaderConnection:
                     self._shared = message.shared
                     continue
                 if isinstance(message, Redeem):
+                    self.silent = False
                     self._meet(self, message.grant)
                 if isinstance(message, Taken):
                     with self._lock:
@@ -111,7 +126,8 @@ class ReaderConnection:
         except OSError:
             pass  # the reader is gone, which the other thread sees as well
         self._channel.end()
-        self._reader.join()
+        if self._reader.is_alive():  # it may not have been started
+            self._reader.join()
         self._channel.close()
         self._tell(Stopped(self, self._broken))
 
@@ -127,7 +143,9 @@ class ReaderConnection:
 class Listener:
     """Accepts readers at an address.
 
-    open_grants: how many there are; while there are some, the loop is woken (`wake`) now and then.
+    A reader must show a grant within `lease` seconds, and at once where others want its place; it
+    may take as long for a piece of a message. open_grants: how many there are; while there are
+    some, the loop is woken (`wake`) now and then.
 
     Raises:
         ConfigError: the address cannot be had.
@@ -141,7 +159,7 @@ class Listener:
         tell: Tell,
         wake: Callable[[], None],
         meet: Meet,
-        send_seconds: float,
+        lease: float,
         open_grants: Callable[[], int],
     ) -> None:
         try:
@@ -156,7 +174,7 @@ class Listener:
         self._told = tell
         self._wake = wake
         self._meet = meet
-        self._send_seconds = send_seconds
+        self._lease = lease
         self._open_grants = open_grants
         self._links: set[ReaderConnection] = set()
         self._lock = threading.Lock()
@@ -166,27 +184,63 @@ class Listener:
         self._thread.start()
 
     def _accept(self) -> None:
+        told = False
         while not self._closed.is_set():
             try:
                 connected, _ = self._socket.accept()
             except TimeoutError:
-                if self._open_grants():
-                    self._wake()
-                continue
-            except OSError:
-                if not self._closed.is_set():
+                self._wake_for_grants()
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                if error.errno in _ENDED:
                     _log.exception("readers can no longer connect")
-                return
-            connected.settimeout(None)
+                    return
+                if not told:
+                    _log.warning("readers cannot connect for now: %s", error)
+                told = True
+                self._wake_for_grants()
+                self._closed.wait(_TICK)
+            else:
+                told = False
+                self._add(connected)
+            self._cut_silent()
+
+    def _wake_for_grants(self) -> None:
+        if self._open_grants():
+            self._wake()
+
+    def _add(self, connected: socket.socket) -> None:
+        """Takes a reader in, if there is room for one."""
+        connected.settimeout(None)
+        try:
             with self._lock:
+                self._make_room()
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
                     self._links.add(
-                        ReaderConnection(
-                            connected, self._view, self._tell, self._meet, self._send_seconds
-                        )
+                        ReaderConnection(connected, self._view, self._tell, self._meet, self._lease)
                     )
-                    continue
-            connected.close()
+                    return
+        except (OSError, RuntimeError) as error:
+            _log.warning("a reader could not be taken in: %s", error)
+        connected.close()
+
+    def _make_room(self) -> None:
+        """Ends the connection that has been silent longest, if there is no room for another."""
+        silent = [link for link in self._links if link.silent]
+        if silent and len(self._links) >= _MOST_LINKS:
+            self._cut(min(silent, key=lambda link: link.since))
+
+    def _cut_silent(self) -> None:
+        """Ends the connections that have shown no grant in time."""
+        begin = time.monotonic() - self._lease
+        with self._lock:
+            for link in [link for link in self._links if link.silent and link.since < begin]:
+                self._cut(link)
+
+    def _cut(self, link: ReaderConnection) -> None:
+        self._links.discard(link)
+        link.cut()
 
     def _tell(self, event: Heard | Stopped) -> None:
         if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):

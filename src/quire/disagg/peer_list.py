@@ -66,6 +66,8 @@ class Peer:
         self.layers = False
         """Whether its clock can be read here."""
         self._not_before = 0.0
+        self._refusal: tuple[str, str] | None = None
+        """The outcome and the reason of the last handshake, if it failed."""
         self._lock = threading.Lock()
         self.reader = secrets.token_hex(8)
 
@@ -82,6 +84,9 @@ class Peer:
         """Asks for a prompt. traceparent: of the trace that it belongs to, "" for none. Raises
         PeerError."""
         with self._lock:
+            if self._refusal is not None and not self.up:
+                # Another thread has just waited for it in vain; so would each in turn.
+                raise PeerError(*self._refusal)
             epoch = self._epoch or self._shake_hands()
         request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers)
         try:
@@ -95,12 +100,17 @@ class Peer:
         return self._post("/kv/prefill", request, Grant, traceparent)
 
     def _shake_hands(self) -> str:
-        """Compares facts; returns the peer's epoch."""
+        """Compares facts; returns the peer's epoch. Raises PeerError, and leaves the peer alone."""
         self._epoch = ""
-        welcome = self._post("/kv/handshake", self._facts, Welcome)
-        found = differences(self._facts, welcome.facts)
-        if found:
-            raise PeerError("refused", "; ".join(found), 409)
+        try:
+            welcome = self._post("/kv/handshake", self._facts, Welcome)
+            if found := differences(self._facts, welcome.facts):
+                raise PeerError("refused", "; ".join(found), 409)
+        except PeerError as error:
+            self._refusal = error.outcome, str(error)
+            self.failed(error.outcome)
+            raise
+        self._refusal = None
         self._epoch, self.memory = welcome.epoch, welcome.memory
         self.layers = sees_clock(welcome.memory)
         return welcome.epoch

@@ -495,7 +495,14 @@ class EngineClient:
             RequestError: the name is known, or the adapter cannot be used.
             EngineDeadError: the engine is gone.
         """
-        await self._change(lambda call: ChangeAdapters(call, name, path, in_place))
+        self._replicas.check_alive()
+        for engine in self.replicas:
+            if not engine.alive:
+                continue
+            # One refusal ends it: of two loads of a name, the first engine takes one only.
+            failure = await engine.ask(lambda call: ChangeAdapters(call, name, path, in_place))
+            if failure is not None:
+                raise failure.error()
 
     async def unload_adapter(self, name: str) -> None:
         """Forgets a name; requests that run with its adapter go on.
@@ -504,16 +511,16 @@ class EngineClient:
             RequestError: there is no such name.
             EngineDeadError: the engine is gone.
         """
-        await self._change(lambda call: ChangeAdapters(call, name))
-
-    async def _change(self, question: Callable[[int], ChangeAdapters]) -> None:
         self._replicas.check_alive()
         failures: list[Failure | None] = [
-            await engine.ask(question) for engine in self.replicas if engine.alive
+            await engine.ask(lambda call: ChangeAdapters(call, name))
+            for engine in self.replicas
+            if engine.alive
         ]
-        for failure in failures:
-            if failure is not None:
-                raise failure.error()
+        # A load that was given up had not come to all engines.
+        failed = [failure for failure in failures if failure is not None]
+        if failed and len(failed) == len(failures):
+            raise failed[0].error()
 
     async def snapshot(self, tokens: bool) -> Snapshot:
         """Returns the engine's current state, of several that of one. Raises EngineDeadError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -89,7 +90,8 @@ class TraceFiles:
     def _prune(self) -> None:
         files = sorted(self._folder.glob(_PATTERN), key=lambda path: (_age(path), path.name))
         for path in files[: -self._most_files]:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # gone already, or another user's
+                path.unlink()
 
     def flush(self) -> None:
         """Writes all events so far to the file."""
@@ -114,7 +116,8 @@ class TraceFiles:
 
     def _release(self) -> None:
         if self._fd is not None:
-            os.close(self._fd)
+            with contextlib.suppress(OSError):  # of a network's full disk: the next file tells
+                os.close(self._fd)
             self._fd = None
 
     def close(self) -> None:
@@ -128,5 +131,5 @@ class TraceFiles:
 def _age(path: Path) -> float:
     try:
         return path.stat().st_mtime
-    except FileNotFoundError:  # another process removes old files too
+    except OSError:  # another process removes old files too
         return 0.0

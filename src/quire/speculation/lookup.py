@@ -119,6 +119,9 @@ class RecentTexts:
         self._young = TextIndex(least, compared)
         self._old: TextIndex | None = None
 
+    def __len__(self) -> int:
+        return len(self._young) + (0 if self._old is None else len(self._old))
+
     def add(self, tokens: Int32) -> None:
         """Adds a text, int32 [n]."""
         if len(self._young) + len(tokens) > self._most and len(self._young):

@@ -20,7 +20,8 @@ from quire.speculation.settings import SpeculationSettings
 _LOOKUPS = 64
 """Rows whose texts are searched in a step."""
 _RECENT = 1 << 20
-"""Tokens of ended requests that are searched, by namespace."""
+"""Tokens of ended requests that are searched in a namespace, at least; all namespaces together keep
+twice as many, the most that one of them may."""
 _NAMESPACES = 64
 
 
@@ -127,7 +128,11 @@ class TextSource:
         builder.write(DRAFT_START, lanes, starts)
 
     def finish(self, request: Request) -> None:
-        """Keeps what was generated for others to follow."""
+        """Keeps what was generated for others to follow, in place of namespaces in which no request
+        has ended for longest."""
+        for lane, text in enumerate(self._texts):
+            if text is not None and text.request is request:
+                self._texts[lane] = None
         if not self._settings.lookup or not request.num_output_tokens:
             return
         start = max(0, request.prompt_len - self._settings.lookup_max)
@@ -135,9 +140,10 @@ class TextSource:
         if recent is None:
             recent = RecentTexts(self._settings.lookup_min, self._settings.lookup_max, _RECENT)
         self._recent[request.namespace] = recent
-        if len(self._recent) > _NAMESPACES:
-            del self._recent[next(iter(self._recent))]
         recent.add(request.tokens.view(start))
+        kept = sum(map(len, self._recent.values()))
+        while len(self._recent) > 1 and (kept > 2 * _RECENT or len(self._recent) > _NAMESPACES):
+            kept -= len(self._recent.pop(next(iter(self._recent))))
 
     def forget(self) -> None:
         self._recent.clear()

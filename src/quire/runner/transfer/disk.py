@@ -14,6 +14,7 @@ longest ago go first. A file's time of modification says when that was.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import logging
@@ -161,9 +162,8 @@ class DiskStore:
         except FileNotFoundError:
             self._forget(path)  # deleted by someone: no reason to speak of it
             return False
-        except OSError as error:
+        except OSError as error:  # a file that is there still counts
             self._tell_once(error.strerror or type(error).__name__)
-            self._forget(path)
             return False
 
     def _write(self, path: Path, key: bytes, data: memoryview) -> bool:
@@ -172,9 +172,8 @@ class DiskStore:
         partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.part")
         try:
             with open(partial, "wb", buffering=0) as file:
-                file.write(header)
-                if file.write(data) != len(data):
-                    raise OSError("no space for a block")
+                if file.write(header) + file.write(data) != len(header) + len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             partial.replace(path)
         except OSError:
             partial.unlink(missing_ok=True)
