@@ -53,7 +53,9 @@ async def prepare(
     asked = dialogue.params.structured_outputs is not None
     await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
     params = reply.params
-    context.take_tokens(len(reply.prompt_token_ids), dialogue.params.max_tokens, params.n)
+    # Each step of a search makes a token for every beam.
+    completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
+    context.take_tokens(len(reply.prompt_token_ids), dialogue.params.max_tokens, completions)
     return reply
 
 

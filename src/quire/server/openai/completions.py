@@ -84,8 +84,8 @@ async def completions(request: Request) -> Response:
         sum(map(len, inputs)), params, body.n or 1, "logprobs" if echoed else "prompt_logprobs"
     )
     context = context_of(request)
-    charge(state, context, inputs, params)
     beams = beams_of(body, params, body.n or 1, body.best_of)
+    charge(state, context, inputs, params, params.n if beams is None else beams.beam_width)
     kind = TextGeneration if beams is None else functools.partial(BeamGeneration, beams)
     generation = kind(
         state,
@@ -113,13 +113,21 @@ async def completions(request: Request) -> Response:
 
 
 def charge(
-    state: ServerState, context: RequestContext, prompts: list[Prompt], params: SamplingParams
+    state: ServerState,
+    context: RequestContext,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    completions: int,
 ) -> None:
-    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429."""
+    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429.
+
+    Args:
+        completions: that run for each prompt, beams among them.
+    """
     if state.args.log_prompts:
         context.prompts += [prompt_text(state.client.tokenizer, prompt) for prompt in prompts]
     most = None if params.max_tokens is None else params.max_tokens * len(prompts)
-    context.take_tokens(sum(map(estimate_tokens, prompts)), most, params.n)
+    context.take_tokens(sum(map(estimate_tokens, prompts)), most, completions)
 
 
 async def _inputs(
@@ -376,7 +384,7 @@ async def generate(request: Request) -> Response:
     await check_structured(state, params, structured_field(body))
     context = context_of(request)
     inputs = await _inputs(state, body, prompts)
-    charge(state, context, inputs, params)
+    charge(state, context, inputs, params, params.n)
     generation = TextGeneration(
         state,
         context,
