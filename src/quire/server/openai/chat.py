@@ -276,6 +276,8 @@ class ChatWriter:
                 opening = ChatChunkChoice(
                     event.choice, ChatDelta("assistant", self.echoed), None, None
                 )
+                if self.body.return_token_ids:
+                    opening.prompt_token_ids = self.reply.prompt_token_ids
                 self.chunks.write(buffer, opening)
             self.chunks.write(buffer, self._chunk(event))
             if self.body.store:

@@ -127,6 +127,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):
