@@ -564,6 +564,9 @@ def test_tokens_of_the_fleet() -> None:
             assert (over.status_code, over.json()["error"]["type"]) == (429, "tokens")
             assert "may need 1101 tokens" in over.json()["error"]["message"]
             assert "retry-after" not in over.headers
+            beams = {"prompt": "x", "max_tokens": 100, "n": 2, "beam_width": 12}
+            over = await setup.ask(json=beams)
+            assert "may need 1201 tokens" in over.json()["error"]["message"]
             over = await setup.ask(json={"prompt": "x", "max_tokens": 900})
             assert (over.status_code, int(over.headers["retry-after"]) > 0) == (429, True)
             # A refused request gives all back, one that tells nothing what it took.

@@ -68,15 +68,18 @@ def bounded(
     """The port of a server that waits half a second for a head, or the rest of a refused body.
 
     Bodies sent to `/read` are read, others are not. Requests to `/hold` are not answered. `seen`:
-    gets the scope of each request, and in it as "left" what tells that its client is gone.
+    gets the scope of each request, in it its "body", and as "left" what tells that its client is
+    gone.
     """
     monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.5)
     monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        message = {"more_body": scope["path"] == "/read"}
+        message, body = {"more_body": scope["path"] == "/read"}, b""
         while message.get("more_body"):
             message = await receive()
+            body += message.get("body", b"")
+        scope = {**scope, "body": body}
         if scope["path"] == "/hold":
             await receive()  # the empty body
             scope = {**scope, "left": await receive()}
@@ -170,6 +173,68 @@ def test_trailers_and_extensions_are_bounded(
             client.sendall(part)
             sent += len(part)
     assert sent < 16_000_000  # what buffers on the way hold, and no more
+
+
+UPGRADE = (
+    b"POST /read HTTP/1.1\r\nHost: quire\r\ncOnNeCtIoN: Keep-Alive, uPgRaDe, HTTP2-Settings\r\n"
+    b"%s: %s\r\nHTTP2-Settings: AAEAAEAA\r\nX-Empty:\r\n"
+)
+INNER = b"GET /inner HTTP/1.1\r\nHost: quire\r\n\r\n"
+
+
+@pytest.mark.parametrize("step", [1, 7, 100_000])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_upgrades_are_ignored(monkeypatch: pytest.MonkeyPatch, chunked: bool, step: int) -> None:
+    seen: list[dict[str, Any]] = []
+    if chunked:
+        framed = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(INNER), INNER)
+    else:
+        framed = b"Content-Length: %d\r\n\r\n%s" % (len(INNER), INNER)
+    first = UPGRADE % (b"uPGRADE", b"h2c") + framed
+    second = UPGRADE % (b"Upgrade", b"websocket") + b"\r\n"
+    last = b"GET /last HTTP/1.1\r\nHost: quire\r\nConnection: close\r\n\r\n"
+    data = first + second + last
+    with (
+        bounded(monkeypatch, seen) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), step):
+            client.sendall(data[start : start + step])
+            time.sleep(0.0002)
+        assert ended(client).count(b"HTTP/1.1 204") == 3
+    assert [scope["path"] for scope in seen] == ["/read", "/read", "/last"]
+    assert [scope["body"] for scope in seen] == [INNER, b"", b""]
+    names = [name for name, _ in seen[0]["headers"]]
+    assert names[:4] == [b"host", b"connection", b"http2-settings", b"x-empty"]
+
+
+def test_a_refused_upgrade_has_no_second_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    with (
+        bounded(monkeypatch, seen) as port,
+        socket.create_connection(("127.0.0.1", port)) as client,
+    ):
+        head = UPGRADE.replace(b"/read", b"/refused") % (b"Upgrade", b"h2c")
+        client.sendall(head + b"Content-Length: %d\r\n\r\n" % len(INNER))
+        assert client.recv(65536).startswith(b"HTTP/1.1 204")
+        client.sendall(INNER)
+        client.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            client.recv(65536)
+    assert [scope["path"] for scope in seen] == ["/refused"]
+
+
+def test_connect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    for target in (b"quire:443", b"/read"):
+        with (
+            bounded(monkeypatch, seen) as port,
+            socket.create_connection(("127.0.0.1", port)) as client,
+        ):
+            client.sendall(b"CONNECT %s HTTP/1.1\r\nHost: quire\r\n\r\n" % target + INNER)
+            assert ended(client).startswith(b"HTTP/1.1 400")
+    assert seen == []
 
 
 def test_small_chunks_are_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
 import pytest
 
 from quire.errors import OverloadedError
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 from quire.server.telemetry.logs import JsonFormatter, TextFormatter
 from quire.server.usage_report import UsageReader
-from tests.server.fakes import FakeClient, PlainTokenizer
+from tests.server.fakes import FakeClient, PlainTokenizer, Update
 from tests.server.inprocess import PROMPT, assert_error, connect, run
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -99,6 +102,34 @@ def test_tokens_run_out() -> None:
     assert answers[3].headers["x-should-retry"] == "false"
     assert "retry-after" not in answers[3].headers
     assert len(engine.seen) == 2
+
+
+class Forking(FakeClient):
+    """Says two tokens for each prompt, either of which may follow."""
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
+    ) -> AsyncIterator[Update]:
+        entry = {0: Logprob(-1.0, 1), 1: Logprob(-2.0, 2)}
+        yield Update(0, "", [0], [entry], "length", prompt_token_ids=[1, 2, 3])
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_all_beams_of_a_search_count(chat: bool) -> None:
+    engine = Forking(tokenizer=PlainTokenizer() if chat else None)
+    vars(engine.config).update(vocab_size=10, eos_token_ids=())
+    path, prompt = "/v1/completions", PROMPT
+    if chat:
+        path, prompt = "/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}
+    body = {**prompt, "max_tokens": 3, "use_beam_search": True, "beam_width": 2}
+    wide = {**body, "beam_width": 9}
+    args, told = ServerArgs(tokens_per_minute=20), {"x-quire-report-usage": "1"}
+    wanted = [("POST", path, body), ("POST", path, wide)]
+    answer, refused = requests(args, *wanted, engine=engine, headers=told)
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    assert answer.headers["x-ratelimit-remaining-tokens"] == "11"  # of 20, 3 and 2 * 3 less
+    assert answer.headers["x-quire-usage"] == "8"  # one beam at first, then twice two
+    assert "30 tokens" in refused.json()["error"]["message"]
 
 
 def test_anthropics_shape_and_headers() -> None:

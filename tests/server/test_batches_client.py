@@ -358,6 +358,7 @@ def test_refusals(tmp_path: Path) -> None:
                 "/v1/files", files={"file": ("a", b"four")}, data={"purpose": "batch"}
             )
             assert_error(answer, 413, None, "store_full")
+            assert store.used == 0
             store.max_bytes = 1_000_000
             id = await upload(http, line("a"))
             body = {"input_file_id": id, "endpoint": URL, "completion_window": "24h"}
@@ -374,6 +375,58 @@ def test_refusals(tmp_path: Path) -> None:
                 assert answer.json()["error"]["param"] == param
             assert (await http.get("/v1/files?limit=0")).status_code == 400
             assert len(list(tmp_path.iterdir())) == 3, "of what was refused nothing is left"
+
+    run(go())
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_uploads_at_once_keep_to_the_room(tmp_path: Path, sized: bool) -> None:
+    content = b"x" * 6000
+    form = b"--b\r\nContent-Disposition: form-data; name="
+    form += b'"purpose"\r\n\r\nbatch\r\n--b\r\nContent-Disposition: form-data; name="file"; '
+    form += b'filename="a"\r\n\r\n%s\r\n--b--\r\n' % content
+
+    async def go() -> None:
+        async with serving(tmp_path, Recorder(), batch_file_mb=0.007) as http:
+            store = http._transport.app.state.batches.store  # type: ignore[attr-defined]
+            store.max_bytes, arrived, gate = 20_000, 0, asyncio.Event()
+
+            async def body() -> AsyncIterator[bytes]:
+                nonlocal arrived
+                arrived += 1
+                yield form[:3000]
+                await gate.wait()
+                yield form[3000:]
+
+            kind = {"content-type": "multipart/form-data; boundary=b"}
+            if sized:
+                kind["content-length"] = str(len(form))
+            coming = [
+                asyncio.create_task(http.post("/v1/files", content=body(), headers=kind))
+                for _ in range(2)
+            ]
+            while store.used == 0 or arrived < 2:
+                await asyncio.sleep(0.001)
+            room = len(form) if sized else 7000
+            assert store.used == 2 * room
+            store.max_bytes = 2 * room + len(form) - 1
+            refused = await http.post("/v1/files", content=form, headers=kind)
+            assert_error(refused, 413, None, "store_full")
+            coming[0].cancel()
+            gate.set()
+            await asyncio.gather(*coming, return_exceptions=True)
+            assert store.used == len(content)
+
+    run(go())
+
+
+def test_names_of_files_are_text(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with serving(tmp_path, Recorder()) as http:
+            for name in ("файл.jsonl", "plain.jsonl", "日本 語.jsonl"):
+                files = {"file": (name, b"{}")}
+                answer = await http.post("/v1/files", files=files, data={"purpose": "batch"})
+                assert answer.json()["filename"] == name
 
     run(go())
 

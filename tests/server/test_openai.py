@@ -127,6 +127,16 @@ def test_stop_token_and_bias(client: openai.OpenAI) -> None:
     assert late.usage.completion_tokens >= 4
 
 
+def test_chat_streams_have_the_prompts_ids_once(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"n": 2, "extra_body": {"return_token_ids": True}}
+    whole = chat(client, **asked).choices
+    chunks = [c.choices[0] for c in chat(client, stream=True, **asked)]
+    for choice in whole:
+        own = [chunk for chunk in chunks if chunk.index == choice.index]
+        told = [getattr(chunk, "prompt_token_ids", None) for chunk in own]
+        assert told == [choice.prompt_token_ids, *[None] * (len(own) - 1)]
+
+
 def test_chat_logprobs(client: openai.OpenAI) -> None:
     choice = chat(client, logprobs=True, top_logprobs=3).choices[0]
     content = choice.logprobs.content

@@ -365,6 +365,22 @@ def test_messages_thinking_ends_with_its_budget(
     assert engine.aborted == [f"{message.id}-0"]
 
 
+def test_thinking_that_was_cut_counts_its_prompt_once(
+    anthropic_client: anthropic.Anthropic, engine: Speaker
+) -> None:
+    engine.say("<think>" + "on and " * 1100 + "on</think>Never said.", "It snows.")
+    answer = anthropic_client.messages.with_raw_response.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Weather?"}],
+        max_tokens=1900,
+        thinking={"type": "enabled", "budget_tokens": 1024},
+        extra_headers={"x-quire-report-usage": "1"},
+    )
+    usage = answer.parse().usage
+    assert len(engine.seen) == 2
+    assert int(answer.headers["x-quire-usage"]) == usage.input_tokens + usage.output_tokens
+
+
 def test_messages_thinking_within_its_budget(
     anthropic_client: anthropic.Anthropic, engine: Speaker
 ) -> None:

@@ -51,6 +51,7 @@ class Tokenizer:
             weakref.WeakKeyDictionary()
         )
         self._texts: dict[int, str] = {}
+        self._bytes: dict[int, bytes] = {}
         self.byte_level = _is_byte_level(hub)
         added = hub.get_added_tokens_decoder()
         self._added = frozenset(added)
@@ -133,6 +134,12 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """Returns a token's exact bytes for byte-level BPE and byte fallback, else its text in
         UTF-8."""
+        data = self._bytes.get(id)
+        if data is None:
+            data = self._bytes[id] = self._token_bytes(id)
+        return data
+
+    def _token_bytes(self, id: int) -> bytes:
         piece = self.hub.id_to_token(id)
         if piece is None:
             return b""

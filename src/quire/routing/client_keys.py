@@ -28,6 +28,8 @@ class _Answer(msgspec.Struct):
     max_completion_tokens: Any = None
     max_output_tokens: Any = None
     n: Any = None
+    best_of: Any = None
+    beam_width: Any = None
 
 
 _DECODER = msgspec.json.Decoder(_Answer)
@@ -150,4 +152,5 @@ def _most_answered(body: bytes) -> int:
         return 0
     lengths = found.max_tokens, found.max_completion_tokens, found.max_output_tokens
     most = max((n for n in lengths if isinstance(n, int) and n > 0), default=0)
-    return most * (found.n if isinstance(found.n, int) and found.n > 0 else 1)
+    runs = found.n, found.best_of, found.beam_width
+    return most * max((n for n in runs if isinstance(n, int) and n > 0), default=1)

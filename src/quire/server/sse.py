@@ -101,6 +101,7 @@ class EventStream(Response, Generic[T]):
         finish: appends the last bytes after all batches.
         fail: appends an error that comes after the headers; by default an event with OpenAI's
             error. A stream of bare text cannot carry an error, so its connection is cut.
+        is_long: tells of a batch that it is to be written in a thread.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class EventStream(Response, Generic[T]):
         *,
         metrics: ServerMetrics,
         fail: Fail | None = None,
+        is_long: Callable[[list[T]], bool] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
@@ -120,6 +122,7 @@ class EventStream(Response, Generic[T]):
         self.write = write
         self.finish = finish
         self.fail = fail or _write_error
+        self.is_long = is_long or (lambda batch: False)
         self.metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -135,7 +138,10 @@ class EventStream(Response, Generic[T]):
         try:
             async for batch in self.source.batches():
                 buffer = bytearray()
-                self.write(buffer, batch)
+                if self.is_long(batch):
+                    await asyncio.to_thread(self.write, buffer, batch)
+                else:
+                    self.write(buffer, batch)
                 await send({"type": "http.response.body", "body": bytes(buffer), "more_body": True})
             buffer = bytearray()
             self.finish(buffer)

@@ -21,7 +21,7 @@ _MARK = b"\n: quire-usage "
 
 def with_usage(message: Message, context: RequestContext) -> Message:
     """Returns a message of an answer, told of in `context`, that tells what the request used."""
-    used = context.prompt_tokens + context.completion_tokens
+    used = context.used_tokens
     if message["type"] == "http.response.start":
         kinds = [value for name, value in message["headers"] if name == b"content-type"]
         context.streams = any(kind.startswith(b"text/event-stream") for kind in kinds)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from email import message_from_bytes
+from email import message_from_string
 from email.message import Message
 from typing import BinaryIO
 
@@ -131,7 +131,8 @@ class FormReader:
             raise _invalid("the head of a part is too large")
         if place < 0:
             return False
-        head = message_from_bytes(self._data[2:place])
+        # Clients send names in UTF-8 (RFC 7578, 5.1), which headers of mails do not allow.
+        head = message_from_string(self._data[2:place].decode("utf-8", "replace"))
         name = head.get_param("name", header="content-disposition")
         self._parts += 1
         if self._parts > MAX_PARTS:

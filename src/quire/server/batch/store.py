@@ -7,7 +7,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,6 +60,7 @@ class BatchStore:
         self.clock = clock
         self._files: dict[str, FileRecord] = {}
         self._batches: dict[str, BatchRecord] = {}
+        self._reserved: list[int] = []
         self._swept = 0.0
         try:
             self._open()
@@ -119,18 +121,28 @@ class BatchStore:
 
     @property
     def used(self) -> int:
-        """Bytes of all files."""
-        return sum(record.file.bytes for record in self._files.values())
+        """Bytes of all files, and of those that are coming."""
+        return sum(record.file.bytes for record in self._files.values()) + sum(self._reserved)
 
-    def check_room(self, size: int = 1) -> None:
-        """Raises ApiError, 413, where there is no room for another file of so many bytes."""
+    @contextmanager
+    def reserved(self, size: int) -> Iterator[None]:
+        """Keeps room for a file of at most so many bytes while it comes.
+
+        Raises ApiError, 413, where there is none.
+        """
         self._sweep()
-        if self.used + size > self.max_bytes or len(self._files) >= MAX_RECORDS:
+        count = len(self._files) + len(self._reserved)
+        if self.used + size > self.max_bytes or count >= MAX_RECORDS:
             raise ApiError(
                 413,
                 "This server's store of files is full: delete some, or wait until they expire.",
                 code="store_full",
             )
+        self._reserved.append(size)
+        try:
+            yield
+        finally:
+            self._reserved.remove(size)
 
     def add_file(
         self, id: str, owner: bytes, filename: str, purpose: str, seconds: float | None

@@ -29,6 +29,7 @@ class BeamGeneration(TextGeneration):
         name, client = f"{self.request_id}-{index}", self.state.client
         # The first beam is the prompt itself; its answer tells the prompt's tokens.
         search = BeamSearch(self._beams, client.config, 0)
+        self.context.searched_tokens += 1
         first = await self._next(prompt, search.step_params, f"{name}-0-0")
         ids = first.prompt_token_ids or []
         search = BeamSearch(self._beams, client.config, len(ids))
@@ -36,6 +37,7 @@ class BeamGeneration(TextGeneration):
         steps = 1
         while not search.over:
             asked = [[*ids, *tokens] for tokens in search.beams]
+            self.context.searched_tokens += len(asked)
             search.advance(await self._next_of_all(asked, search.step_params, f"{name}-{steps}"))
             steps += 1
         best = await client.sequences(search, self.params.n, ids, self.params, self.keep_special)

@@ -7,6 +7,8 @@ import functools
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.errors import ApiError
@@ -51,7 +53,9 @@ async def prepare(
     asked = dialogue.params.structured_outputs is not None
     await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
     params = reply.params
-    context.take_tokens(len(reply.prompt_token_ids), params.max_tokens, params.n)
+    # Each step of a search makes a token for every beam.
+    completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
+    context.take_tokens(len(reply.prompt_token_ids), dialogue.params.max_tokens, completions)
     return reply
 
 
@@ -153,7 +157,9 @@ class ChatGeneration:
 
     def _params(self) -> SamplingParams:
         added = self._tokenizer.added_tokens if self._needs_grammar() else {}
-        return constrained(self.dialogue, self._format, added, self._begins_open)
+        params = constrained(self.dialogue, self._format, added, self._begins_open)
+        usual = self.dialogue.usual_max_tokens
+        return params if usual is None else replace(params, max_tokens=usual)
 
     def _needs_grammar(self) -> bool:
         return bool(self._tools) or self.dialogue.params.structured_outputs is not None

@@ -39,6 +39,8 @@ class Dialogue:
             or None beside tool calls), and where they apply name, tool_call_id, reasoning_content
             and tool_calls in OpenAI's shape, with arguments as JSON text.
         params: with n, max_tokens and structured_outputs.
+        usual_max_tokens: most tokens of an answer where `params` names none; None leaves it to the
+            context.
         tools: in OpenAI's shape: {"type": "function", "function": {name, description, parameters,
             strict}}.
         parallel_tool_calls: False: one call at most.
@@ -55,6 +57,7 @@ class Dialogue:
 
     messages: list[dict[str, Any]]
     params: SamplingParams
+    usual_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True

@@ -146,10 +146,10 @@ class BudgetedChatGeneration:
             params=replace_params(dialogue.params, max_tokens=left),
             request_id=f"{dialogue.request_id}-answer",
         )
-        rendered = RenderedPrompt(closing, prompt)
-        return ChatGeneration(
-            self._state, self._tokenizer, dialogue, rendered, self._thought.context
-        )
+        rendered, context = RenderedPrompt(closing, prompt), self._thought.context
+        context.continues = True
+        context.completion_tokens += len(self._closing)
+        return ChatGeneration(self._state, self._tokenizer, dialogue, rendered, context)
 
     @property
     def _tokenizer(self) -> Tokenizer:

@@ -39,6 +39,8 @@ class RequestContext:
         began: moment of `time.perf_counter`.
         end: reason why its last completion ended.
         first_token: seconds until the first token.
+        searched_tokens: tokens that beam searches made; answers have the best of them.
+        continues: further prompts go on where an answer was cut, and are counted already.
         prompts: texts for the log, where prompts are logged.
         on_end: called once, when the request is over.
         adapter: the LoRA adapter that the request chose as its model, "" for none.
@@ -61,6 +63,8 @@ class RequestContext:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    searched_tokens: int = 0
+    continues: bool = False
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
     adapter: str = ""
@@ -134,8 +138,7 @@ class RequestContext:
         if self.on_end is not None:
             self.on_end(self)
         if self.key.tokens_per_minute is not None:
-            used = self.prompt_tokens + self.completion_tokens
-            self.rate_limiter.give_back(self.key, self._taken - used)
+            self.rate_limiter.give_back(self.key, self._taken - self.used_tokens)
 
     # -- what comes of it ----------------------------------------------------------------------
 
@@ -144,8 +147,13 @@ class RequestContext:
         """Seconds until the request must have been answered."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that count for the key's limit."""
+        return self.prompt_tokens + max(self.completion_tokens, self.searched_tokens)
+
     def observe(self, update: StreamUpdate) -> None:
-        if update.prompt_token_ids is not None:
+        if update.prompt_token_ids is not None and not self.continues:
             self.count_prompt(len(update.prompt_token_ids), update.num_cached_tokens)
         if update.token_ids:
             self.completion_tokens += len(update.token_ids)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,8 +30,22 @@ from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
 from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
-from quire.server.openai.convert import check_fan_out, check_streaming, sampling_params
-from quire.server.openai.logprobs import chat_logprobs, prompt_logprobs
+from quire.server.openai.convert import (
+    check_fan_out,
+    check_logprobs,
+    check_prompt_logprobs,
+    check_streaming,
+    sampling_params,
+    usual_room,
+)
+from quire.server.openai.logprobs import (
+    are_many,
+    chat_logprobs,
+    encoded,
+    entries_in,
+    formatted,
+    prompt_logprobs,
+)
 from quire.server.openai.messages import check_continuation, template_messages
 from quire.server.openai.objects import (
     ChatChoice,
@@ -78,27 +94,40 @@ async def chat_completions(request: Request) -> Response:
     names = {"structured_outputs": structured_field(body)}
     with rename_fields(names | functions.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue, context_of(request))
+    check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
     model = context_of(request).adapter or state.model_name
     writer = ChatWriter(model, state.fingerprint, tokenizer, body, reply)
 
-    def keep(answers: list[ChatAnswer]) -> CompletionObject[ChatChoice]:
-        envelope = writer.answer(answers)
+    def keep(envelope: CompletionObject[ChatChoice]) -> None:
         if body.store:
             stored = StoredChat(envelope, dialogue.messages, owner_of(request))
             chat_store(request).add(stored)
-        return envelope
 
     with blame_field("messages"):
         if not body.stream:
-            return json_response(keep(await unless_disconnected(request.receive, reply.whole())))
+            answers = await unless_disconnected(request.receive, reply.whole())
+            size = entries_in(reply.prompt_logprobs or ()) + _size(answers)
+            envelope = await formatted(size, lambda: writer.answer(answers))
+            keep(envelope)
+            return json_response(envelope)
         await start_stream(request, reply)
 
     def finish(buffer: bytearray) -> None:
         writer.chunks.finish(buffer)
         if body.store:
-            keep([writer.answers[choice] for choice in sorted(writer.answers)])
+            keep(writer.answer([writer.answers[choice] for choice in sorted(writer.answers)]))
 
-    return EventStream(reply, writer.write, finish, metrics=state.metrics)
+    return EventStream(
+        reply,
+        writer.write,
+        finish,
+        is_long=lambda events: are_many(_size(events)),
+        metrics=state.metrics,
+    )
+
+
+def _size(parts: Sequence[Event | ChatAnswer]) -> int:
+    return sum(entries_in(part.logprobs) for part in parts if not isinstance(part, Finished))
 
 
 def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
@@ -110,11 +139,17 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     effort = body.reasoning_effort
     if body.chat_template is None:
         effort = known_effort(state, effort, bool(body.tools))
-    params = _params(state, body)
+    params, most = _params(state, body), state.client.config.scheduler.max_model_len
+    check_logprobs(params, 1, most, "top_logprobs")
+    beams = beams_of(body, params, body.n or 1, None)
+    room = usual_room(params, most)
+    if beams is not None and room is not None:
+        beams = replace(beams, max_tokens=room)
     return Dialogue(
         messages=template_messages(body.messages),
         params=params,
-        beams=beams_of(body, params, body.n or 1, None),
+        usual_max_tokens=room,
+        beams=beams,
         tools=[tool.shape for tool in body.tools or ()] or functions.tools_of(body),
         tool_choice=body.tool_choice or functions.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
@@ -125,7 +160,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         add_special_tokens=bool(body.add_special_tokens),
         most_prompt_tokens=prompt_room(
             body.truncate_prompt_tokens,
-            state.client.config.scheduler.max_model_len,
+            most,
             _max_tokens(body),
         ),
         continue_final_message=bool(body.continue_final_message),
@@ -231,7 +266,7 @@ class ChatWriter:
         if self.body.metadata is not None:
             envelope.metadata = self.body.metadata
         if self.body.prompt_logprobs is not None:
-            envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs) or []
+            envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs)
         return envelope
 
     def write(self, buffer: bytearray, events: list[Event]) -> None:
@@ -241,6 +276,8 @@ class ChatWriter:
                 opening = ChatChunkChoice(
                     event.choice, ChatDelta("assistant", self.echoed), None, None
                 )
+                if self.body.return_token_ids:
+                    opening.prompt_token_ids = self.reply.prompt_token_ids
                 self.chunks.write(buffer, opening)
             self.chunks.write(buffer, self._chunk(event))
             if self.body.store:
@@ -279,9 +316,8 @@ class ChatWriter:
             return None
         count = self.reply.params.logprobs or 0
         as_ids = bool(self.body.return_tokens_as_token_ids)
-        return ChatLogprobs(
-            chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count, as_ids=as_ids)
-        )
+        entries = chat_logprobs(self.tokenizer, part.token_ids, part.logprobs, count, as_ids=as_ids)
+        return ChatLogprobs([encoded(entry) for entry in entries])
 
 
 def _message(answer: ChatAnswer, echoed: str) -> ChatMessage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -21,6 +21,8 @@ from quire.server.openai.beams import beams_of
 from quire.server.openai.chunks import ChunkWriter
 from quire.server.openai.convert import (
     check_fan_out,
+    check_logprobs,
+    check_prompt_logprobs,
     check_streaming,
     estimate_tokens,
     prompt_text,
@@ -29,12 +31,20 @@ from quire.server.openai.convert import (
     tokenized,
 )
 from quire.server.openai.fim import infill
-from quire.server.openai.logprobs import CompletionLogprobWriter, prompt_logprobs
+from quire.server.openai.logprobs import (
+    CompletionLogprobWriter,
+    are_many,
+    entries_in,
+    formatted,
+    joined,
+    prompt_logprobs,
+)
 from quire.server.openai.objects import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionObject,
     GenerateAnswer,
+    PromptLogprobs,
 )
 from quire.server.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.openai.structured import structured_field
@@ -42,6 +52,9 @@ from quire.server.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.request_body import read_body
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
+
+if TYPE_CHECKING:
+    from quire.engine.tokenizer import Tokenizer
 
 _NOT_BESIDE = (
     ("suffix", "echo"),
@@ -62,10 +75,17 @@ async def completions(request: Request) -> Response:
     _check(state, body, prompts)
     params = _params(state, body)
     await check_structured(state, params, structured_field(body))
-    inputs = await _inputs(state, body, prompts)
+    most = state.client.config.scheduler.max_model_len
+    if body.logprobs is not None:
+        check_logprobs(params, len(prompts), most, "logprobs")
+    inputs = await _inputs(state, body, prompts, always=params.prompt_logprobs is not None)
+    echoed = body.echo and body.logprobs is not None
+    check_prompt_logprobs(
+        sum(map(len, inputs)), params, body.n or 1, "logprobs" if echoed else "prompt_logprobs"
+    )
     context = context_of(request)
-    charge(state, context, inputs, params)
     beams = beams_of(body, params, body.n or 1, body.best_of)
+    charge(state, context, inputs, params, params.n if beams is None else beams.beam_width)
     kind = TextGeneration if beams is None else functools.partial(BeamGeneration, beams)
     generation = kind(
         state,
@@ -81,26 +101,44 @@ async def completions(request: Request) -> Response:
         pieces = await unless_disconnected(request.receive, collect(generation))
         if _ranks(body):
             pieces = best_completions(pieces, body.best_of or 1, body.n or 1)
-        choices = [writer.choice(piece) for piece in pieces]
-        return json_response(writer.envelope(choices, usage=writer.usage))
+        return json_response(await formatted(writer.size(pieces), lambda: writer.answer(pieces)))
     await start_stream(request, generation)
-    return EventStream(generation, writer.write, writer.chunks.finish, metrics=state.metrics)
+    return EventStream(
+        generation,
+        writer.write,
+        writer.chunks.finish,
+        is_long=lambda pieces: are_many(writer.size(pieces)),
+        metrics=state.metrics,
+    )
 
 
 def charge(
-    state: ServerState, context: RequestContext, prompts: list[Prompt], params: SamplingParams
+    state: ServerState,
+    context: RequestContext,
+    prompts: list[Prompt],
+    params: SamplingParams,
+    completions: int,
 ) -> None:
-    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429."""
+    """Takes the tokens that the prompts may use from the key's limit. Raises ApiError, 429.
+
+    Args:
+        completions: that run for each prompt, beams among them.
+    """
     if state.args.log_prompts:
         context.prompts += [prompt_text(state.client.tokenizer, prompt) for prompt in prompts]
     most = None if params.max_tokens is None else params.max_tokens * len(prompts)
-    context.take_tokens(sum(map(estimate_tokens, prompts)), most, params.n)
+    context.take_tokens(sum(map(estimate_tokens, prompts)), most, completions)
 
 
 async def _inputs(
-    state: ServerState, body: CompletionRequest | GenerateRequest, prompts: list[Prompt]
+    state: ServerState,
+    body: CompletionRequest | GenerateRequest,
+    prompts: list[Prompt],
+    *,
+    always: bool = False,
 ) -> list[Prompt]:
-    """Returns the prompts, or with a suffix those that fill in the middle."""
+    """Returns the prompts, or with a suffix those that fill in the middle. always: texts are
+    tokenized here in any case."""
     most = state.client.config.scheduler.max_model_len
     suffix = body.suffix if isinstance(body, CompletionRequest) else None
     if body.truncate_prompt_tokens is not None or body.add_special_tokens is False:
@@ -112,7 +150,7 @@ async def _inputs(
             longest=most,
         )
     if not suffix:
-        return await tokenized(state.client.tokenizer, prompts, most)
+        return await tokenized(state.client.tokenizer, prompts, most, always=always)
     tokenizer = state.tokenizer("suffix")
     return await asyncio.to_thread(lambda: [infill(tokenizer, p, suffix) for p in prompts])
 
@@ -225,6 +263,9 @@ class CompletionWriter:
         self.id = generation.request_id if own is None else f"cmpl-{own}"
         self.begun: set[int] = set()
         self.logprobs: dict[int, CompletionLogprobWriter] = {}
+        # What all completions of a prompt repeat, by the prompt's index.
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.echoed: dict[int, tuple[CompletionLogprobs, CompletionLogprobWriter]] = {}
 
     @property
     def usage(self) -> Any:
@@ -245,6 +286,15 @@ class CompletionWriter:
             system_fingerprint=self.fingerprint,
         )
 
+    def size(self, pieces: list[TextPiece]) -> int:
+        """Returns the log-probabilities that the pieces are written with."""
+        indices = {p.choice // self.n for p in pieces if p.choice not in self.begun}
+        prompts = [self.generation.prompts[index].logprobs or () for index in indices]
+        return sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
+
+    def answer(self, pieces: list[TextPiece]) -> CompletionObject[CompletionChoice]:
+        return self.envelope([self.choice(piece) for piece in pieces], usage=self.usage)
+
     def write(self, buffer: bytearray, pieces: list[TextPiece]) -> None:
         for piece in pieces:
             self.chunks.write(buffer, self.choice(piece))
@@ -262,16 +312,16 @@ class CompletionWriter:
         if piece.stop_reason is not None:
             choice.stop_reason = piece.stop_reason
         if self.body.logprobs is not None:
-            if self.body.echo and first:
-                entries = [*(info.logprobs or []), *entries]  # type: ignore[list-item]
-                token_ids = [*info.token_ids, *token_ids]
             choice.logprobs = self._logprobs(piece.choice, token_ids, entries)
         if self.body.return_token_ids:
             choice.token_ids = [] if self.body.max_tokens == 0 else piece.token_ids
             if first:
                 choice.prompt_token_ids = info.token_ids
         if self.with_prompt_logprobs and info.logprobs is not None:
-            choice.prompt_logprobs = prompt_logprobs(info.logprobs) or []
+            index = piece.choice // self.n
+            if index not in self.prompt_logprobs:
+                self.prompt_logprobs[index] = prompt_logprobs(info.logprobs)
+            choice.prompt_logprobs = self.prompt_logprobs[index]
         return choice
 
     def _prompt_text(self, choice: int) -> str:
@@ -288,12 +338,26 @@ class CompletionWriter:
         if self.tokenizer is None or self.body.logprobs is None:
             return None
         writer = self.logprobs.get(choice)
-        if writer is None:
+        if writer is not None:
+            return writer.write(token_ids, entries)
+        prompt, before = self._echoed(self.tokenizer, choice // self.n)
+        writer = self.logprobs[choice] = before.fork()
+        return joined(prompt, writer.write(token_ids, entries))
+
+    def _echoed(
+        self, tokenizer: Tokenizer, index: int
+    ) -> tuple[CompletionLogprobs, CompletionLogprobWriter]:
+        """Returns the log-probabilities of the echoed prompt, and the writer that goes on behind
+        it."""
+        if index not in self.echoed:
             count = self.generation.params.logprobs or 0
             as_ids = bool(self.body.return_tokens_as_token_ids)
-            writer = CompletionLogprobWriter(self.tokenizer, count, as_ids=as_ids)
-            self.logprobs[choice] = writer
-        return writer.write(token_ids, entries)
+            writer = CompletionLogprobWriter(tokenizer, count, as_ids=as_ids)
+            info = self.generation.prompts[index]
+            scored = info.logprobs or [] if self.body.echo else []
+            ids = info.token_ids if self.body.echo else []
+            self.echoed[index] = writer.write(ids, scored), writer
+        return self.echoed[index]
 
 
 async def generate(request: Request) -> Response:
@@ -320,7 +384,7 @@ async def generate(request: Request) -> Response:
     await check_structured(state, params, structured_field(body))
     context = context_of(request)
     inputs = await _inputs(state, body, prompts)
-    charge(state, context, inputs, params)
+    charge(state, context, inputs, params, params.n)
     generation = TextGeneration(
         state,
         context,

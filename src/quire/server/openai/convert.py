@@ -26,6 +26,9 @@ logger = logging.getLogger("quire.server")
 MAX_COMPLETIONS = 1024
 """Most completions of one request: prompts times `n`."""
 
+MAX_LOGPROBS = 1_000_000
+"""Most log-probabilities of one request's prompts, and as many of its completions."""
+
 _MUCH_TEXT = 4000
 """Characters of a request's prompts above which they are tokenized off the event loop."""
 
@@ -148,14 +151,17 @@ def prompts_of(value: Any, param: str = "prompt", most: int = MAX_COMPLETIONS) -
     return prompts
 
 
-async def tokenized(tokenizer: Tokenizer | None, prompts: list[Prompt], most: int) -> list[Prompt]:
+async def tokenized(
+    tokenizer: Tokenizer | None, prompts: list[Prompt], most: int, *, always: bool = False
+) -> list[Prompt]:
     """Tokenizes many texts, off the event loop. Few or short ones are left to the engine's client.
 
     Args:
-        most: tokens that a prompt may have.
+        most: tokens that a prompt may have. always: tokenizes few or short texts too.
     """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    if tokenizer is None or len(prompts) == 1 or size < _MUCH_TEXT:
+    few = not always and (len(prompts) == 1 or size < _MUCH_TEXT)
+    if tokenizer is None or few or size == 0:
         return prompts
     encode = tokenizer.encode
     return await asyncio.to_thread(
@@ -185,6 +191,53 @@ def check_streaming(body: ChatRequest | CompletionRequest) -> None:
         raise ApiError(
             400, "'prompt_logprobs' is not available with stream=true.", param="prompt_logprobs"
         )
+
+
+def check_prompt_logprobs(tokens: int, params: SamplingParams, copies: int, param: str) -> None:
+    """Raises ApiError, 400, where the log-probabilities of the prompts are too many.
+
+    Args:
+        tokens: of all prompts. copies: choices that repeat those of a prompt. param: the field
+            that asks for them.
+    """
+    if params.prompt_logprobs is None:
+        return
+    count = tokens * (params.prompt_logprobs + 1) * copies
+    if count > MAX_LOGPROBS:
+        raise _too_many_logprobs(count, f"'{param}' or 'n'", param, "prompts")
+
+
+def check_logprobs(params: SamplingParams, prompts: int, most: int, param: str) -> None:
+    """Raises ApiError, 400, where the log-probabilities of the completions may be too many.
+
+    Args:
+        most: tokens that a completion may have at all. param: the field that asks for them.
+    """
+    if params.logprobs is None or params.max_tokens is None:
+        return
+    tokens = min(params.max_tokens, most) * params.n * prompts
+    count = tokens * (params.logprobs + 1)
+    if count > MAX_LOGPROBS:
+        raise _too_many_logprobs(count, f"'max_tokens', '{param}' or 'n'", param, "completions")
+
+
+def usual_room(params: SamplingParams, most: int) -> int | None:
+    """Returns the most tokens of a completion whose request names none, where its log-probabilities
+    leave less than the context. most: tokens that a completion may have at all."""
+    if params.logprobs is None or params.max_tokens is not None:
+        return None
+    room = MAX_LOGPROBS // (params.n * (params.logprobs + 1))
+    return room if room < most else None
+
+
+def _too_many_logprobs(count: int, fields: str, param: str, of: str) -> ApiError:
+    return ApiError(
+        400,
+        f"The request may have {count} log-probabilities of its {of} (tokens, times alternatives "
+        f"and one more, times completions); at most {MAX_LOGPROBS} are allowed: lower {fields}.",
+        param=param,
+        code="invalid_value",
+    )
 
 
 def check_fan_out(prompts: int, n: int | None) -> None:

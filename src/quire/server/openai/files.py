@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, Response
 from quire.server.batch.multipart import FormReader, boundary_of
 from quire.server.batch.objects import FileObject, FileRecord
 from quire.server.batch.service import BatchService
+from quire.server.batch.store import BatchStore
 from quire.server.errors import ApiError, from_validation
 from quire.server.middleware.request_context import owner_of
 from quire.server.query import PAGING, Query, page_of
@@ -63,12 +64,17 @@ def batches_of(request: Request) -> BatchService:
 
 async def upload_file(request: Request) -> Response:
     service, args = batches_of(request), state_of(request).args
-    store = service.store
     boundary = boundary_of(request.headers.get("content-type", ""))
-    store.check_room()
+    limit = round(args.batch_file_mb * 1e6)
+    length = request.headers.get("content-length", "")
+    size = min(int(length[:18]), limit) if length.isdecimal() else limit
+    with service.store.reserved(size):
+        return json_response(await _upload(request, service.store, boundary, limit))
+
+
+async def _upload(request: Request, store: BatchStore, boundary: bytes, limit: int) -> FileObject:
     id = new_id("file")
     path = store.data(id)
-    limit = round(args.batch_file_mb * 1e6)
     try:
         with path.open("xb") as target:
             reader = FormReader(boundary, target, "file")
@@ -79,14 +85,12 @@ async def upload_file(request: Request) -> Response:
         if reader.size == 0:
             raise ApiError(400, "'file' is empty.", param="file", code="invalid_value")
         fields = _fields(reader)
-        store.check_room(reader.size)
-        file = store.add_file(
+        return store.add_file(
             id, owner_of(request), reader.filename or "file", fields.purpose, fields.seconds
         )
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    return json_response(file)
 
 
 def _fields(reader: FormReader) -> UploadRequest:

@@ -1,10 +1,18 @@
-"""Log-probabilities in OpenAI's two formats."""
+"""Log-probabilities in OpenAI's two formats.
+
+There may be a million in one answer. So those of each token are encoded as soon as they are
+formatted: encoded, they are small, can stand in many choices, and no step keeps other threads
+waiting.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import codecs
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from quire.outputs import Logprob
 from quire.server.openai.objects import (
@@ -17,6 +25,16 @@ from quire.server.openai.objects import (
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
+Entry = Mapping[int, Logprob] | None
+"""A token's log-probabilities by token. None: the first token of a prompt has none."""
+
+_MANY = 2000
+"""Log-probabilities above which they are formatted off the event loop."""
+
+_encode = msgspec.json.Encoder().encode
+
 _FLOOR = -9999.0
 """Stands for minus infinity, which JSON lacks: a token that a bias or a mask made impossible."""
 
@@ -25,7 +43,22 @@ def _finite(value: float) -> float:
     return max(value, _FLOOR)
 
 
-def _top(entry: dict[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
+def entries_in(entries: Sequence[Entry]) -> int:
+    """Returns the number of log-probabilities of all tokens."""
+    return sum(len(entry) for entry in entries if entry is not None)
+
+
+def are_many(count: int) -> bool:
+    """Tells whether to format so many log-probabilities in a thread."""
+    return count > _MANY
+
+
+async def formatted(count: int, make: Callable[[], T]) -> T:
+    """Returns what `make` makes of `count` log-probabilities; a thread makes it of many."""
+    return await asyncio.to_thread(make) if are_many(count) else make()
+
+
+def _top(entry: Mapping[int, Logprob], count: int) -> list[tuple[int, Logprob]]:
     """Returns the `count` likeliest of an entry, likeliest first.
 
     The sampled token is in the entry even where it is not among them.
@@ -41,14 +74,13 @@ def chat_logprobs(
     count: int,
     *,
     as_ids: bool = False,
-) -> list[ChatTokenLogprob]:
-    """Returns the log-probabilities of tokens. as_ids: tokens are named by their ids."""
+) -> Iterator[ChatTokenLogprob]:
+    """Yields the log-probabilities of tokens. as_ids: tokens are named by their ids."""
 
     def named(token: int) -> tuple[str, list[int]]:
         text, data = _text_and_bytes(tokenizer, token)
         return (_id_name(token) if as_ids else text), data
 
-    out = []
     for token, entry in zip(token_ids, entries, strict=True):
         own = entry[token]
         text, data = named(token)
@@ -56,8 +88,12 @@ def chat_logprobs(
         for other, value in _top(entry, count):
             name, bytes = named(other)
             top.append(ChatTopLogprob(name, _finite(value.logprob), bytes))
-        out.append(ChatTokenLogprob(text, _finite(own.logprob), data, top))
-    return out
+        yield ChatTokenLogprob(text, _finite(own.logprob), data, top)
+
+
+def encoded(value: Any) -> msgspec.Raw:
+    """Returns a value as JSON, to stand in an answer."""
+    return msgspec.Raw(_encode(value))
 
 
 def _text_and_bytes(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
@@ -83,21 +119,27 @@ class CompletionLogprobWriter:
         self.offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def write(
-        self, token_ids: Sequence[int], entries: Sequence[dict[int, Logprob] | None]
-    ) -> CompletionLogprobs:
+    def fork(self) -> CompletionLogprobWriter:
+        """Returns a writer that goes on where this one is."""
+        other = CompletionLogprobWriter(self.tokenizer, self.count, as_ids=self.as_ids)
+        other.offset = self.offset
+        other._decoder.setstate(self._decoder.getstate())
+        return other
+
+    def write(self, token_ids: Sequence[int], entries: Sequence[Entry]) -> CompletionLogprobs:
         out = CompletionLogprobs()
-        tops: list[Any] = []
+        tops: list[msgspec.Raw | None] = []
         for token, entry in zip(token_ids, entries, strict=True):
             out.tokens.append(self._name(token))
             out.text_offset.append(self.offset)
             out.token_logprobs.append(None if entry is None else _finite(entry[token].logprob))
-            tops.append(None if entry is None else self._alternatives(token, entry))
+            if self.count:
+                tops.append(None if entry is None else encoded(self._alternatives(token, entry)))
             self.offset += len(self._decoder.decode(self._visible(token)))
         out.top_logprobs = tops if self.count else None
         return out
 
-    def _alternatives(self, token: int, entry: dict[int, Logprob]) -> dict[str, float]:
+    def _alternatives(self, token: int, entry: Mapping[int, Logprob]) -> dict[str, float]:
         """Returns the likeliest tokens and the sampled one: up to `count` + 1.
 
         Tokens of equal text count as the likelier one.
@@ -128,23 +170,31 @@ class CompletionLogprobWriter:
         return self.tokenizer.token_bytes(token)
 
 
-def prompt_logprobs(
-    entries: Sequence[dict[int, Logprob] | None] | None,
-) -> PromptLogprobs | None:
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Returns the log-probabilities of two pieces as those of one."""
+    tops = None
+    if first.top_logprobs is not None and second.top_logprobs is not None:
+        tops = first.top_logprobs + second.top_logprobs
+    return CompletionLogprobs(
+        first.tokens + second.tokens,
+        first.token_logprobs + second.token_logprobs,
+        tops,
+        first.text_offset + second.text_offset,
+    )
+
+
+def prompt_logprobs(entries: Sequence[Entry] | None) -> PromptLogprobs:
     """Returns prompt log-probabilities in vLLM's format: per token, id to log-probability, rank and
     text."""
-    if entries is None:
-        return None
-    return [
-        None
-        if entry is None
-        else {
-            str(token): {
-                "logprob": _finite(value.logprob),
-                "rank": value.rank,
-                "decoded_token": value.decoded_token,
-            }
-            for token, value in entry.items()
+    return [None if entry is None else encoded(_by_id(entry)) for entry in entries or ()]
+
+
+def _by_id(entry: Mapping[int, Logprob]) -> dict[str, dict[str, Any]]:
+    return {
+        str(token): {
+            "logprob": _finite(value.logprob),
+            "rank": value.rank,
+            "decoded_token": value.decoded_token,
         }
-        for entry in entries
-    ]
+        for token, value in entry.items()
+    }

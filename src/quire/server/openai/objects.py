@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -11,18 +11,19 @@ from quire.server.generation.usage import CompletionUsage
 
 Choice = TypeVar("Choice")
 
-PromptLogprobs = list[dict[str, Any] | None]
+PromptLogprobs = list[msgspec.Raw | None]
 
 
 class CompletionLogprobs(msgspec.Struct):
     """Log-probabilities as parallel lists, one entry per token.
 
-    The first token of an echoed prompt has no log-probability.
+    The first token of an echoed prompt has no log-probability. top_logprobs: of each token a map
+    from texts to numbers.
     """
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] | None = []
+    top_logprobs: list[msgspec.Raw | None] | None = []
     text_offset: list[int] = []
 
 
@@ -51,7 +52,9 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    content: list[ChatTokenLogprob]
+    """content: of each token a `ChatTokenLogprob`."""
+
+    content: list[msgspec.Raw]
     refusal: None = None
 
 
@@ -124,6 +127,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024
@@ -23,6 +24,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     `HEAD_BYTES` each (in whole packets). Trailers are dropped: a request's headers are those that
     were authenticated. Bodies are bounded where they are read. What is left of a body whose request
     is answered already is read for `LINGER_SECONDS`, so that the client can read the answer.
+
+    `Upgrade` is ignored (RFC 9110, 7.8): there is no other protocol to change to. CONNECT is
+    refused.
     """
 
     _in_message = False
@@ -37,7 +41,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._framing_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self.transport.is_closing():
             return
         if self._framing_bytes > HEAD_BYTES:
@@ -46,6 +51,35 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         elif self._answered:
             # uvicorn takes any data for the begin of a request and forgets its own time limit.
             self._end_after(HEAD_SECONDS)
+
+    def _feed(self, data: bytes) -> None:
+        """Parses data.
+
+        The parser takes a head that asks for another protocol for a whole message, and what follows
+        for that protocol's, in a later packet even for the next request. Such a head is parsed
+        again without its `Upgrade`, so that its body is as long as it says.
+        """
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if self.parser.get_method() == b"CONNECT":
+                        self._refuse("CONNECT is not available.")
+                        return
+                    data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
     @property
     def _answered(self) -> bool:
@@ -71,6 +105,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # see _feed
+            return
         super().on_headers_complete()
         self._in_head = False
         self._framing_bytes = 0
@@ -85,6 +121,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._in_message, self._in_head = False, True
         self._framing_bytes = 0
