@@ -134,10 +134,9 @@ class Tokenizer:
     def token_bytes(self, id: int) -> bytes:
         """Returns a token's exact bytes for byte-level BPE and byte fallback, else its text in
         UTF-8."""
-        data = self._bytes.get(id)
-        if data is None:
-            data = self._bytes[id] = self._token_bytes(id)
-        return data
+        if id not in self._bytes:
+            self._bytes[id] = self._token_bytes(id)
+        return self._bytes[id]
 
     def _token_bytes(self, id: int) -> bytes:
         piece = self.hub.id_to_token(id)
