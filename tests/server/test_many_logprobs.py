@@ -100,6 +100,8 @@ def test_many_are_formatted_in_a_thread(
         ("/v1/chat/completions", {"prompt_logprobs": 30, "max_tokens": 1}, "prompt_logprobs"),
         ("/v1/chat/completions", {"logprobs": True, "max_tokens": 34, "n": 3}, "top_logprobs"),
         ("/v1/chat/completions", {"logprobs": True, "max_tokens": 33, "n": 3}, None),
+        ("/v1/responses", {"max_output_tokens": 26, "top_logprobs": 3}, "top_logprobs"),
+        ("/v1/responses", {"max_output_tokens": 25, "top_logprobs": 3}, None),
     ],
 )
 def test_many_are_refused(
@@ -109,12 +111,17 @@ def test_many_are_refused(
     client = engine()
     if "chat" in path:
         body = {"messages": HELLO, **body}
+    if "responses" in path:
+        body = {"input": "Hello", "include": ["message.output_text.logprobs"], **body}
     response = post(path, {"model": "fake", **body}, client)
     if param is None:
         assert client.seen
     else:
         assert_error(response, 400, param, "invalid_value")
-        assert "at most 100 are allowed" in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "at most 100 are allowed" in message
+        if "max_output_tokens" in body:
+            assert "lower 'max_output_tokens'" in message
         assert not client.seen
 
 
@@ -135,3 +142,49 @@ def test_chats_without_a_length_keep_to_the_bound(
     client = engine()
     post("/v1/chat/completions", {"model": "fake", "messages": HELLO, **body}, client)
     assert client.seen[0][1].max_tokens == most
+
+
+def test_responses_without_a_length_keep_to_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "MAX_LOGPROBS", 100)
+    client = engine()
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 4}
+    post("/v1/responses", {"model": "fake", "input": "Hello", **asked}, client)
+    assert client.seen[0][1].max_tokens == 20
+
+
+def test_stored_streams_keep_the_logprobs_that_were_sent(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "seed": 1, "n": 2}
+    asked |= {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 3}
+    sent: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.chat.completions.create(**asked, store=True, stream=True):
+        id = chunk.id
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                sent[choice.index] += choice.logprobs.content
+    stored = client.chat.completions.retrieve(id)
+    for choice in stored.choices:
+        assert choice.logprobs.content == sent[choice.index]
+        assert sent[choice.index]
+
+
+def test_stored_responses_keep_the_logprobs_that_were_sent(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "input": "Hello", "max_output_tokens": 12}
+    asked |= {"temperature": 0, "include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    sent, done = [], []
+    for event in client.responses.create(**asked, stream=True):
+        if event.type == "response.output_text.delta":
+            sent += event.logprobs
+        if event.type == "response.output_text.done":
+            done = event.logprobs
+        if event.type in ("response.incomplete", "response.completed"):
+            id = event.response.id
+    assert [entry.token for entry in sent] == [entry.token for entry in done]
+    kept = client.responses.retrieve(id).output[0].content[0].logprobs
+    assert kept
+    for entry, short in zip(kept, sent, strict=True):
+        assert bytes(entry.bytes).decode("utf-8", "replace") == entry.token == short.token
+        assert [top.logprob for top in entry.top_logprobs] == [
+            top.logprob for top in short.top_logprobs
+        ]
+    again = client.responses.create(**(asked | {"previous_response_id": id}))
+    assert again.output[0].content[0].logprobs

@@ -240,8 +240,10 @@ class ChatWriter:
         )
         self.id = reply.request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
         self.echoed = body.messages[-1].text if body.echo else ""
-        # What a stream has said so far, where it is to be stored.
+        # What a stream has said so far, where it is to be stored, and its log-probabilities as
+        # they were sent: to format all of them again at its end would keep other requests waiting.
         self.answers: dict[int, ChatAnswer] = {}
+        self.sent: dict[int, ChatLogprobs] = {}
         self.begun: set[int] = set()
 
     def answer(self, answers: list[ChatAnswer]) -> CompletionObject[ChatChoice]:
@@ -250,7 +252,7 @@ class ChatWriter:
             choice = ChatChoice(
                 answer.choice,
                 _message(answer, self.echoed),
-                self._logprobs(answer),
+                self.sent.get(answer.choice) or self._logprobs(answer),
                 answer.finish_reason,
             )
             if self.body.functions:
@@ -279,9 +281,13 @@ class ChatWriter:
                 if self.body.return_token_ids:
                     opening.prompt_token_ids = self.reply.prompt_token_ids
                 self.chunks.write(buffer, opening)
-            self.chunks.write(buffer, self._chunk(event))
+            chunk = self._chunk(event)
+            self.chunks.write(buffer, chunk)
             if self.body.store:
                 self.answers.setdefault(event.choice, ChatAnswer(event.choice)).add(event)
+                if chunk.logprobs is not None:
+                    sent = self.sent.setdefault(event.choice, ChatLogprobs([]))
+                    sent.content += chunk.logprobs.content
 
     def _chunk(self, event: Event) -> ChatChunkChoice:
         if isinstance(event, Finished):

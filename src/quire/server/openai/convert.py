@@ -207,18 +207,21 @@ def check_prompt_logprobs(tokens: int, params: SamplingParams, copies: int, para
         raise _too_many_logprobs(count, f"'{param}' or 'n'", param, "prompts")
 
 
-def check_logprobs(params: SamplingParams, prompts: int, most: int, param: str) -> None:
+def check_logprobs(
+    params: SamplingParams, prompts: int, most: int, param: str, length: str = "max_tokens"
+) -> None:
     """Raises ApiError, 400, where the log-probabilities of the completions may be too many.
 
     Args:
         most: tokens that a completion may have at all. param: the field that asks for them.
+            length: the field that bounds the tokens of a completion.
     """
     if params.logprobs is None or params.max_tokens is None:
         return
     tokens = min(params.max_tokens, most) * params.n * prompts
     count = tokens * (params.logprobs + 1)
     if count > MAX_LOGPROBS:
-        raise _too_many_logprobs(count, f"'max_tokens', '{param}' or 'n'", param, "completions")
+        raise _too_many_logprobs(count, f"'{length}', '{param}' or 'n'", param, "completions")
 
 
 def usual_room(params: SamplingParams, most: int) -> int | None:

@@ -14,6 +14,7 @@ from quire.server.errors import ApiError, unsupported
 from quire.server.generation.conversation import ConversationBuilder
 from quire.server.generation.dialogue import Dialogue, ToolChoice
 from quire.server.generation.thinking import known_effort, template_variables, thinking_switch
+from quire.server.openai.convert import check_logprobs, usual_room
 from quire.server.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -136,9 +137,13 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     elif verbosity not in (None, "medium"):
         raise unsupported("text.verbosity", "has no place in the model's chat template")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
+    params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
+    most = state.client.config.scheduler.max_model_len
+    check_logprobs(params, 1, most, "top_logprobs", "max_output_tokens")
     dialogue = Dialogue(
         messages=messages_of(body, items),
-        params=_params(state, body) if isinstance(body, CreateRequest) else SamplingParams(),
+        params=params,
+        usual_max_tokens=usual_room(params, most),
         tools=[_tool(tool) for tool in body.tools or ()],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,

@@ -54,7 +54,8 @@ class ResponseWriter:
         self.count = 0
         self._item: OutputItem | None = None
         self._texts: list[str] = []
-        self._logprobs: list[OutputTokenLogprob] = []
+        self._logprobs: list[msgspec.Raw] = []
+        self._short_logprobs: list[msgspec.Raw] = []
 
     def take(self) -> list[ResponseEvent]:
         out, self.out = self.out, []
@@ -72,14 +73,19 @@ class ResponseWriter:
 
     def text(self, text: str, logprobs: list[OutputTokenLogprob]) -> None:
         """Adds text. Tokens without text leave only their log-probabilities, and these only in a
-        message."""
+        message.
+
+        Log-probabilities are encoded once: the end repeats all of them several times.
+        """
         if not isinstance(self._item, OutputMessage):
             if not text:
                 return
             self._open_message()
         self._texts.append(text)
-        self._logprobs += logprobs
-        self._in_part("response.output_text.delta", delta=text, logprobs=_without_bytes(logprobs))
+        self._logprobs += [msgspec.Raw(_encoder.encode(entry)) for entry in logprobs]
+        short = [msgspec.Raw(_encoder.encode(_without_bytes(entry))) for entry in logprobs]
+        self._short_logprobs += short
+        self._in_part("response.output_text.delta", delta=text, logprobs=short)
 
     def reasoning(self, text: str) -> None:
         if not text:
@@ -152,13 +158,14 @@ class ResponseWriter:
         else:
             part = item.content[0]
             if isinstance(part, OutputText):
-                short = _without_bytes(part.logprobs)
-                self._in_part("response.output_text.done", text=part.text, logprobs=short)
+                self._in_part(
+                    "response.output_text.done", text=part.text, logprobs=self._short_logprobs
+                )
             else:
                 self._in_part("response.reasoning_text.done", text=part.text)
             self._in_part("response.content_part.done", part=part)
         self._emit("response.output_item.done", output_index=self._place, item=item)
-        self._item, self._texts, self._logprobs = None, [], []
+        self._item, self._texts, self._logprobs, self._short_logprobs = None, [], [], []
 
     def _open_message(self) -> None:
         self._open(OutputMessage(new_id("msg", "_"), "in_progress", []), OutputText())
@@ -193,15 +200,12 @@ class ResponseWriter:
             self.count += 1
 
 
-def _without_bytes(logprobs: list[OutputTokenLogprob]) -> list[dict[str, Any]]:
-    """Returns log-probabilities as events have them: without bytes."""
-    return [
-        {
-            "token": entry.token,
-            "logprob": entry.logprob,
-            "top_logprobs": [
-                {"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs
-            ],
-        }
-        for entry in logprobs
-    ]
+def _without_bytes(entry: OutputTokenLogprob) -> dict[str, Any]:
+    """Returns a token's log-probabilities as events have them: without bytes."""
+    return {
+        "token": entry.token,
+        "logprob": entry.logprob,
+        "top_logprobs": [
+            {"token": top.token, "logprob": top.logprob} for top in entry.top_logprobs
+        ],
+    }

@@ -22,9 +22,11 @@ class OutputTokenLogprob(msgspec.Struct):
 
 
 class OutputText(msgspec.Struct, tag="output_text", kw_only=True):
+    """logprobs: of each token an `OutputTokenLogprob`."""
+
     text: str = ""
     annotations: list[Any] = []
-    logprobs: list[OutputTokenLogprob] = []
+    logprobs: list[msgspec.Raw] = []
 
 
 class OutputReasoningText(msgspec.Struct, tag="reasoning_text"):

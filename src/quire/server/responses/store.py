@@ -6,13 +6,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from quire.server.errors import ApiError
 from quire.server.responses.events import ResponseEvent, ResponseWriter
 from quire.server.responses.items import Item, parse_item
-from quire.server.responses.objects import Response
+from quire.server.responses.objects import OutputItem, OutputMessage, Response
 from quire.server.store import BoundedStore
 
 _ITEM_BYTES = 512
@@ -48,7 +50,7 @@ class StoredResponse:
     @property
     def output(self) -> tuple[Item, ...]:
         """The model's items, as input of a later turn."""
-        return tuple(parse_item(msgspec.to_builtins(item)) for item in self.response.output)
+        return tuple(parse_item(_as_input(item)) for item in self.response.output)
 
     @property
     def history(self) -> tuple[Item, ...]:
@@ -157,6 +159,13 @@ class ResponseStore(BoundedStore[StoredResponse]):
         if stored.task is not None:
             stored.task.cancel()
         self.discard(stored.response.id)
+
+
+def _as_input(item: OutputItem) -> Any:
+    """Returns an item as requests have it, without log-probabilities, which are not used."""
+    if isinstance(item, OutputMessage):
+        item = replace(item, content=[replace(part, logprobs=[]) for part in item.content])
+    return msgspec.to_builtins(item)
 
 
 def _size_of(stored: StoredResponse) -> int:
