@@ -139,7 +139,7 @@ def test_forbidden_ends_hold_for_drafts(compiler: Compiler) -> None:
     asked = StructuredOutputsParams(regex="a*")
     matcher = compiler.compile(asked).result()
     for until, free in ((4, 3), (6, 1), (7, 0)):
-        state = GrammarState(4, matcher.deep_copy(), forbidden=eos, until=until)
+        state = GrammarState(4, matcher.deep_copy(), forbidden=[(eos, until)])
         first = build(compiler, MaskRow(state))
         token = some_token(first[0] & ~build_only(compiler, eos))
         found = build(compiler, MaskRow(state, 3, [token, token]))
