@@ -168,3 +168,5 @@ def test_settings_of_machines(tmp_path: Path) -> None:
         LLM(device="cpu", **settings_of(taken.getsockname()[1]))
     with pytest.raises(ConfigError, match="is no machine"):
         run_node(EngineArgs(nnodes=2, node_rank=2))
+    with pytest.raises(ConfigError, match="1 stages is no machine"):
+        run_node(EngineArgs(nnodes=2, node_rank=1, tensor_parallel_size=2))

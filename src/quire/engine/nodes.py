@@ -105,9 +105,10 @@ def run_node(args: EngineArgs) -> None:
     Raises:
         ConfigError: the settings are not those of such a machine.
     """
-    if not 0 < args.node_rank < args.nnodes or args.ranks % args.nnodes:
+    stages = args.pipeline_parallel_size
+    if not 0 < args.node_rank < args.nnodes or stages % args.nnodes:
         raise ConfigError(
-            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {args.ranks} ranks is no "
+            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {stages} stages is no "
             "machine",
             "node_rank",
         )
