@@ -364,6 +364,8 @@ def test_what_does_not_travel_is_refused(
         ({"kv_port": 70000}, "kv_port"),
         ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
         ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
+        ({"transport": "ipc"}, "transport needs a server that asks others"),
+        ({"remote_prefill_tokens": 64}, "give peer, or role=prefill or decode"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:

@@ -302,6 +302,14 @@ class ServerArgs(ApiArgs):
                 "server for each, not data_parallel_size",
                 "data_parallel_size",
             )
+        if self.kv_peers is None:
+            for name in ("peer_key", "kv_transfer", "transport", "remote_prefill_tokens"):
+                if getattr(self, name) != getattr(ServerArgs, name):
+                    raise ConfigError(
+                        f"{name} needs a server that asks others for prompts, or computes them for "
+                        "others: give peer, or role=prefill or decode",
+                        name,
+                    )
         for url in self.peer:
             try:
                 HttpClient(url)
