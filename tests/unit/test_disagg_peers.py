@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from quire.arrays import int32
-from quire.disagg import peer_list
+from quire.disagg import peer_list, pulls
 from quire.disagg.channel import PeerChannel
 from quire.disagg.facts import KVFacts
 from quire.disagg.free_slots import FreeSlots
@@ -139,3 +139,27 @@ def test_a_prompt_that_one_peer_cannot_compute_leaves_it_to_others(
     refused = PeerError("refused", "too long", status)
     assert pull(monkeypatch, peer, FreeSlots(1, 0, 4), refused).outcome == "refused"
     assert peer.up == up
+
+
+def test_an_aborted_prompt_does_not_wait_for_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, go_on = Peer("http://127.0.0.1:1", None, FACTS), threading.Event()
+
+    def ask(*_: Any) -> Grant:
+        go_on.wait(10.0)
+        raise PeerError("overloaded", "later")
+
+    monkeypatch.setattr(peer, "ask", ask)
+    peers = PeerList([], None, FACTS)
+    peers._peers = [peer]
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threads = PullThreads(peers, None, None, told.put, 5.0)
+    begun = [threads.start(ORDER) for _ in range(pulls._THREADS + 1)]
+    begun[-1].cancel()
+    begun[-1].cancel()
+    ended = told.get(timeout=5.0)
+    assert (ended.pull, ended.outcome) == (begun[-1], "aborted")
+    go_on.set()
+    others = {told.get(timeout=5.0).pull for _ in begun[:-1]}
+    threads.close()
+    assert told.empty()
+    assert others == set(begun[:-1])

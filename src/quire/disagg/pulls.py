@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -87,7 +88,7 @@ class PullThreads:
 
     def start(self, order: PullOrder) -> PeerPull:
         pull = PeerPull(self, order)
-        self._threads.submit(pull.run)
+        pull.job = self._threads.submit(pull.run)
         return pull
 
     def close(self) -> None:
@@ -95,7 +96,9 @@ class PullThreads:
 
 
 class PeerPull:
-    """Asks for one prompt, and brings its blocks."""
+    """Asks for one prompt, and brings its blocks. job: runs it; set before it may be cancelled."""
+
+    job: Future[None]
 
     def __init__(self, threads: PullThreads, order: PullOrder) -> None:
         self._threads = threads
@@ -108,10 +111,14 @@ class PeerPull:
 
     def cancel(self) -> None:
         with self._lock:
+            if self._cancelled.is_set():
+                return
             self._cancelled.set()
             if self._channel is not None:
                 self._channel.end()
         self._moved.put(False)
+        if self.job.cancel():  # all threads are busy, for how long is open
+            self._threads.tell(Ended(self, "aborted"))
 
     def moved(self, good: bool) -> None:
         self._moved.put(good)
