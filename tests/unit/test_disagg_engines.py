@@ -362,6 +362,7 @@ def test_what_does_not_travel_is_refused(
         ({"kv_transfer": "late"}, "kv_transfer must be one of"),
         ({"lease_timeout": 0.0}, "lease_timeout"),
         ({"kv_port": 70000}, "kv_port"),
+        ({"role": "prefill", "kv_port": 8000, "port": 8000}, "is the port of the API"),
         ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
         ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
         ({"transport": "ipc"}, "transport needs a server that asks others"),

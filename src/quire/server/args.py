@@ -289,6 +289,8 @@ class ServerArgs(ApiArgs):
         self._positive("lease_timeout")
         if not 0 <= self.kv_port <= 65535:
             raise ConfigError(f"kv_port must be in [0, 65535], got {self.kv_port}", "kv_port")
+        if self.kv_port and self.kv_port == self.port and self.uds is None:
+            raise ConfigError(f"kv_port={self.kv_port} is the port of the API", "kv_port")
         if self.remote_prefill_tokens is not None and self.remote_prefill_tokens < 1:
             raise ConfigError(
                 f"remote_prefill_tokens must be at least 1, got {self.remote_prefill_tokens}",
