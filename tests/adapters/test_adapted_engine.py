@@ -303,6 +303,7 @@ def test_settings(checkpoint: Path, tmp_path: Path, expected: dict[int, list[int
         ({"lora_dir": str(tmp_path / "none")}, "there is no folder"),
         ({"max_lora_rank": 257}, "at most 256"),
         ({"max_loras": 0}, "at least 1"),
+        ({"max_loras": 300_000, "max_lora_rank": 256}, "there is no room for max_loras=300000"),
         ({"lora_cache_gb": -1.0}, "lora_cache_gb"),
         ({"lora": (f"x={checkpoint / '5'}",), "max_lora_rank": 4}, "rank 7 is more than"),
     ]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
 from quire.balance import feature
-from quire.balance.placement import Placement, imbalance, keep_slots, place
+from quire.balance.placement import Placement, imbalance, keep_slots, place, rooms_of
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
@@ -20,9 +20,9 @@ from quire.layers.expert_weights import even_cut
 from tests.unit.tiny_engine import TINY_EXPERTS, model_folder, random_prompts
 
 
-def rooms_of(slots: int, ranks: int) -> list[int]:
-    cuts = [even_cut(slots, 1, rank, ranks) for rank in range(ranks)]
-    return [end - first for first, end in cuts]
+def rooms_for(experts: int, redundant: int, ranks: int) -> list[int]:
+    cuts = [even_cut(experts, 1, rank, ranks) for rank in range(ranks)]
+    return rooms_of([end - first for first, end in cuts], redundant)
 
 
 def check(placement: Placement, experts: int, rooms: list[int]) -> None:
@@ -39,7 +39,7 @@ def test_placements_are_whole(data: st.DataObject, ranks: int, experts: int) -> 
     redundant = data.draw(st.integers(0, experts * (ranks - 1)))
     number = st.one_of(st.just(0.0), st.floats(0, 1e6), st.integers(0, 3).map(float))
     drawn = st.lists(number, min_size=experts, max_size=experts)
-    rooms = rooms_of(experts + redundant, ranks)
+    rooms = rooms_for(experts, redundant, ranks)
     before, after = (place(data.draw(drawn), rooms) for _ in range(2))
     for placement in (before, after):
         check(placement, experts, rooms)
@@ -48,6 +48,19 @@ def test_placements_are_whole(data: st.DataObject, ranks: int, experts: int) -> 
     for old, new, wanted in zip(before, kept, after, strict=True):
         for was, now in zip(old, new, strict=True):
             assert was == now or was not in wanted or was < 0
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 16), st.integers(8, 128), st.data())
+def test_ranks_have_room_for_their_own_experts(
+    ranks: int, experts: int, data: st.DataObject
+) -> None:
+    """60 experts and one copy on eight ranks: an even cut of 61 takes one of a rank away."""
+    redundant = data.draw(st.integers(0, experts * (ranks - 1)))
+    held, rooms = rooms_for(experts, 0, ranks), rooms_for(experts, redundant, ranks)
+    assert all(own <= room for own, room in zip(held, rooms, strict=True))
+    assert sum(rooms) == experts + redundant
+    assert max(rooms) - min(rooms) <= 1
 
 
 @settings(max_examples=30)
@@ -62,7 +75,7 @@ def test_skewed_loads_are_evened_out(shape: tuple[int, int, int], skew: float, s
     draw = random.Random(seed)
     loads = [draw.uniform(0.8, 1.2) / (place + 1) ** skew for place in range(experts)]
     draw.shuffle(loads)
-    rooms = rooms_of(experts + redundant, ranks)
+    rooms = rooms_for(experts, redundant, ranks)
     assert imbalance(loads, place(loads, rooms)) <= 1.05
 
 

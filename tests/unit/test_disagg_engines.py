@@ -23,6 +23,7 @@ from quire.disagg.facts import differences, facts_of
 from quire.disagg.loop import DisaggLoop
 from quire.disagg.messages import Grant, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
+from quire.disagg.settings import read_settings
 from quire.engine.builder import build_core
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
@@ -361,13 +362,22 @@ def test_what_does_not_travel_is_refused(
         ({"kv_transfer": "late"}, "kv_transfer must be one of"),
         ({"lease_timeout": 0.0}, "lease_timeout"),
         ({"kv_port": 70000}, "kv_port"),
+        ({"role": "prefill", "kv_port": 8000, "port": 8000}, "is the port of the API"),
         ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
         ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
+        ({"transport": "ipc"}, "transport needs a server that asks others"),
+        ({"remote_prefill_tokens": 64}, "give peer, or role=prefill or decode"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ServerArgs(**settings)
+
+
+def test_a_lease_that_sockets_do_not_know() -> None:
+    """The thread that accepts readers would end at the first."""
+    with pytest.raises(ConfigError, match="lease_timeout must be at most"):
+        read_settings({"role": "prefill", "lease_timeout": 1e7})
 
 
 def test_a_server_without_peers_has_none_of_it() -> None:

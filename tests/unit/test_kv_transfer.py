@@ -138,6 +138,20 @@ def test_files_of_another_model_are_not_taken_for_ones_own(tmp_path: Path) -> No
     assert not DiskStore(tmp_path, 1 << 20, "b").read(name, 0, memoryview(bytearray(16))).result()
 
 
+def test_a_folder_that_becomes_read_only_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    store, into = DiskStore(tmp_path, 1 << 20, "a"), bytearray(16)
+    name = keys(1)[0].tobytes()
+    assert store.write(name, 0, memoryview(name)).result()
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.read(name, 0, memoryview(into)).result()
+    assert bytes(into) == name
+
+
 def test_the_folder_may_vanish(tmp_path: Path) -> None:
     store = DiskStore(tmp_path / "cache", 1 << 20, "a")
     name = keys(1)[0].tobytes()

@@ -111,6 +111,36 @@ def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.M
         assert not found
 
 
+def test_who_does_not_finish_a_word_is_not_waited_for(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "_HELLO", 1)
+    config = resolve(EngineArgs(device="cpu", max_model_len=64, **settings_of(port)))
+    found: list[Any] = []
+    accepting = threading.Thread(
+        target=lambda: found.extend(nodes.accept_workers(config, 2, 10.0)), daemon=True
+    )
+    accepting.start()
+    stalled = socket.socket()
+    while stalled.connect_ex(("127.0.0.1", port)):
+        stalled.close()
+        stalled = socket.socket()
+    stalled.sendall(b"\0\0")
+    pipe = connect("127.0.0.1", port, 1, 0)
+    accepting.join(8.0)
+    assert not accepting.is_alive()
+    stalled.close()
+    assert [worker.rank for worker in found] == [1]
+    assert pipe.poll(5.0)
+    pipe.recv_bytes()
+    # The limit was for who had not said who it is.
+    assert not found[0]._pipe.poll(2.0)
+    pipe.send_bytes(b"x")
+    assert found[0]._pipe.recv_bytes() == b"x"
+    found[0].stop()
+    pipe.close()
+
+
 def test_workers_of_a_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "_LEAVE", 0.0)
     workers = [subprocess.Popen(["sleep", seconds]) for seconds in ("600", "0")]
@@ -138,3 +168,5 @@ def test_settings_of_machines(tmp_path: Path) -> None:
         LLM(device="cpu", **settings_of(taken.getsockname()[1]))
     with pytest.raises(ConfigError, match="is no machine"):
         run_node(EngineArgs(nnodes=2, node_rank=2))
+    with pytest.raises(ConfigError, match="1 stages is no machine"):
+        run_node(EngineArgs(nnodes=2, node_rank=1, tensor_parallel_size=2))

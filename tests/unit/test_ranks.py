@@ -228,6 +228,14 @@ def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
     assert all(other.process.returncode is not None for other in others)
 
 
+def test_what_keeps_ranks_from_starting_is_told() -> None:
+    """All ranks fail alike; the error is not that another has ended."""
+    reason = "the draft head: 2 attention heads cannot be shared out over 4 ranks"
+    with pytest.raises(ConfigError, match=reason) as raised:
+        LLM(device="cpu", tensor_parallel_size=4, speculative={"method": "eagle3"})
+    assert raised.value.param == "speculative"
+
+
 def test_a_step_that_does_not_end(tmp_path: Path) -> None:
     """The error says which rank is behind, and at which step."""
     engine = engine_of(model_folder(tmp_path, TINY), 2, timeout=2.0)

@@ -13,7 +13,7 @@ import pytest
 
 from quire.arrays import int32
 from quire.engine.rank_stats import Ranks
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError
 from quire.executor import Capacity
 from quire.plan import HeadInputs, RowFlag
 from quire.sampling_params import SamplingParams
@@ -48,6 +48,15 @@ def test_two_ranks_give_the_tokens_of_one(folder: Path, pair: TinyEngine) -> Non
     halves, whole = (e.runner.cache.block_tensors(0)[0].numel() for e in (pair, lone))
     assert 2 * halves == whole
     assert pair.run(JOBS) == lone.run(JOBS)
+
+
+def test_too_little_shared_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write beyond a file system's room would end the process."""
+    found = list(os.statvfs("/"))
+    found[4] = 0  # blocks that are free
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(found))
+    with pytest.raises(ConfigError, match=r"has room for 0\.0 MB"):
+        TinyEngine(folder, depth=2, budget=64, world=2)
 
 
 def test_two_ranks_draft_the_same(folder: Path, tmp_path: Path) -> None:

@@ -83,9 +83,17 @@ class AdapterPool:
                 "more than 2**31 - 1; lower max_lora_rank",
                 "max_lora_rank",
             )
-        self._memory = torch.zeros(
-            self.slots, layout.elements, dtype=model.dtype, device=model.device
-        )
+        try:
+            self._memory = torch.zeros(
+                self.slots, layout.elements, dtype=model.dtype, device=model.device
+            )
+        except RuntimeError:
+            size = self.slots * layout.elements * model.dtype.itemsize
+            raise ConfigError(
+                f"there is no room for max_loras={self.slots} adapters of rank {layout.rank}, "
+                f"which take {size / 1e9:.1f} GB; lower max_loras or max_lora_rank",
+                "max_loras",
+            ) from None
         shape = self.slots, len(layout.layers), layout.words
         self._tables = torch.zeros(shape, dtype=torch.int32, device=model.device)
         self._step = AdaptedStep()

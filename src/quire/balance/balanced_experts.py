@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.balance.expert_stats import ExpertStats
-from quire.balance.placement import Placement, imbalance, keep_slots, place
+from quire.balance.placement import Placement, imbalance, keep_slots, place, rooms_of
 from quire.errors import ConfigError
 from quire.layers.expert_weights import even_cut
 from quire.layers.experts import Experts
@@ -36,8 +36,8 @@ class BalancedExperts:
         self.layer, self.group = layer, layer.group
         self.stats = ExpertStats()
         count, world = layer.spec.experts, layer.group.world
-        self._rooms = [_size(even_cut(count + redundant, 1, r, world)) for r in range(world)]
         held = [even_cut(count, 1, rank, world) for rank in range(world)]
+        self._rooms = rooms_of([_size(own) for own in held], redundant)
         self.placement: Placement = tuple(
             (*range(*own), *(-1,) * (room - _size(own)))
             for own, room in zip(held, self._rooms, strict=True)

@@ -11,6 +11,15 @@ Placement = tuple[tuple[int, ...], ...]
 _MOST_SWAPS = 200
 
 
+def rooms_of(held: Sequence[int], further: int) -> list[int]:
+    """Returns the slots of each rank, for the experts that it holds at first and its share of the
+    further copies. They differ by one at most, as `held` does."""
+    rooms = list(held)
+    for _ in range(further):
+        rooms[rooms.index(min(rooms))] += 1
+    return rooms
+
+
 def place(loads: Sequence[float], rooms: Sequence[int]) -> Placement:
     """Returns which experts each rank holds. An expert's load is shared out evenly over its copies,
     of which a rank has one at most.

@@ -8,8 +8,9 @@ OUTCOMES = ("done", "refused", "overloaded", "timeout", "dead", "aborted", "brok
 """The ends of grants and fetches.
 
 done: all blocks arrived. refused: the peer said no, for a reason that stays. overloaded: it said no
-for now. timeout: it gave no sign for the length of a lease. dead: it cannot be reached, or its
-connection ended. aborted: the request ended meanwhile. broken: what came was no valid message.
+for now, or there was no room here for what it sent. timeout: it gave no sign for the length of a
+lease. dead: it cannot be reached, or its connection ended. aborted: the request ended meanwhile.
+broken: what came was no valid message.
 """
 
 

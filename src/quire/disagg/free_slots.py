@@ -48,6 +48,7 @@ class FreeSlots:
     """The free slots `begin` to `end` - 1 of each group. From any thread."""
 
     def __init__(self, groups: int, begin: int, end: int) -> None:
+        self.groups = groups
         self._free = [list(range(begin, end)) for _ in range(groups)]
         self._changed = threading.Condition()
         self.total = end - begin

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,8 @@ _MOST_BLOCKS = 1 << 12
 _MOST_ID = (1 << 31) - 1
 """The most of a batch, and of a block's number, that a peer's words are taken for."""
 _CLOSE_SECONDS = 1.0
+_OF_THE_PROMPT = (400, 413)
+"""Statuses of a peer that cannot compute this prompt, as it is too long there; others it may."""
 _STATUS_OUTCOMES = {
     403: "refused",
     409: "refused",
@@ -51,6 +54,10 @@ _STATUS_OUTCOMES = {
     503: "overloaded",
     504: "timeout",
 }
+
+
+class _NoRoomError(Exception):
+    """No slots became free for the blocks that the peer sends."""
 
 
 class PullThreads:
@@ -81,7 +88,7 @@ class PullThreads:
 
     def start(self, order: PullOrder) -> PeerPull:
         pull = PeerPull(self, order)
-        self._threads.submit(pull.run)
+        pull.job = self._threads.submit(pull.run)
         return pull
 
     def close(self) -> None:
@@ -89,7 +96,9 @@ class PullThreads:
 
 
 class PeerPull:
-    """Asks for one prompt, and brings its blocks."""
+    """Asks for one prompt, and brings its blocks. job: runs it; set before it may be cancelled."""
+
+    job: Future[None]
 
     def __init__(self, threads: PullThreads, order: PullOrder) -> None:
         self._threads = threads
@@ -102,10 +111,14 @@ class PeerPull:
 
     def cancel(self) -> None:
         with self._lock:
+            if self._cancelled.is_set():
+                return
             self._cancelled.set()
             if self._channel is not None:
                 self._channel.end()
         self._moved.put(False)
+        if self.job.cancel():  # all threads are busy, for how long is open
+            self._threads.tell(Ended(self, "aborted"))
 
     def moved(self, good: bool) -> None:
         self._moved.put(good)
@@ -115,6 +128,9 @@ class PeerPull:
         begun = time.monotonic()
         try:
             outcome, reason = self._pull(begun)
+        except _NoRoomError:  # other prompts hold the slots: no fault of the peer
+            lease = self._threads.lease
+            outcome, reason = "overloaded", f"there was no room here for blocks for {lease:g} s"
         except Exception as error:  # the request must not wait for ever
             _log.exception("a pull failed")
             outcome, reason = "broken", type(error).__name__
@@ -139,7 +155,8 @@ class PeerPull:
                 return self._redeem(peer, grant)
             except PeerError as error:
                 outcome, reason = error.outcome, str(error)
-                peer.failed(outcome)
+                if error.status not in _OF_THE_PROMPT:
+                    peer.failed(outcome)
                 _log.warning("peer %s gave no prompt (%s): %s", peer.url, outcome, reason)
             finally:
                 peer.pulls -= 1
@@ -201,24 +218,29 @@ class PeerPull:
         threads = self._threads
         if threads.slots is None or threads.view is None:
             return self._read(channel, peer, batch)
-        if not 0 < batch.count <= threads.slots.total or (
-            batch.slots is not None and (memory is None or len(batch.slots) != batch.count)
+        if (
+            not 0 < batch.count <= _MOST_BLOCKS
+            or not 0 <= batch.group < threads.slots.groups
+            or (batch.slots is not None and (memory is None or len(batch.slots) != batch.count))
         ):
             return "a batch that cannot be"
-        slots = threads.slots.await_many(batch.group, batch.count, threads.lease)
-        if not slots:
-            raise TimeoutError
-        try:
-            for i, slot in enumerate(slots):
-                into = threads.view(batch.group, slot)
-                if batch.slots is not None and memory is not None:
-                    memory.copy_block(batch.group, batch.slots[i], into)
-                else:
-                    channel.receive_into(into)
-        except BaseException:
-            threads.slots.give(batch.group, slots)
-            raise
-        threads.tell(Brought(self, batch.group, batch.first, slots))
+        # A peer may have more slots than there are here.
+        for begin in range(0, batch.count, threads.slots.total):
+            part = range(begin, min(begin + threads.slots.total, batch.count))
+            slots = threads.slots.await_many(batch.group, len(part), threads.lease)
+            if not slots:
+                raise _NoRoomError
+            try:
+                for i, slot in zip(part, slots, strict=True):
+                    into = threads.view(batch.group, slot)
+                    if batch.slots is not None and memory is not None:
+                        memory.copy_block(batch.group, batch.slots[i], into)
+                    else:
+                        channel.receive_into(into)
+            except BaseException:
+                threads.slots.give(batch.group, slots)
+                raise
+            threads.tell(Brought(self, batch.group, batch.first + begin, slots))
         channel.send(Taken(batch.number))
         return ""
 

@@ -13,6 +13,9 @@ from quire.errors import ConfigError
 from quire.models import load_config, spec_from_config
 from quire.plan import KVGroup
 
+_MOST_SECONDS = 1_000_000
+"""Seconds that sockets can wait for."""
+
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of prefill and decode apart.
@@ -59,12 +62,15 @@ def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
     """Returns settings from their mapping.
 
     Raises:
-        ConfigError: one is unknown, or of a wrong type.
+        ConfigError: one is unknown, of a wrong type, or too large.
     """
     try:
-        return msgspec.convert(dict(given), DisaggSettings)
+        settings = msgspec.convert(dict(given), DisaggSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"kv_peers: {error}", "kv_peers") from None
+    if settings.lease_timeout > _MOST_SECONDS:
+        raise ConfigError(f"lease_timeout must be at most {_MOST_SECONDS} seconds", "lease_timeout")
+    return settings
 
 
 def check_engine(config: EngineConfig) -> None:

@@ -13,6 +13,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -29,7 +30,7 @@ logger = logging.getLogger("quire.engine")
 
 _WAIT = 600.0
 """Seconds within which all machines must have come."""
-_HELLO = 10.0
+_HELLO = 10
 """Seconds within which who connects must say who it is."""
 _GLANCE = 1.0
 """Seconds between two looks at what may end a wait."""
@@ -74,8 +75,11 @@ def accept_workers(
                 raise EngineDeadError(f"the workers of ranks {missing} have not come") from None
             accepted.settimeout(None)
             _keep_alive(accepted)
-            pipe = Connection(accepted.detach())
+            pipe = Connection(os.dup(accepted.fileno()))
+            _limit_reads(accepted, _HELLO)
             here = _introduced(pipe)
+            _limit_reads(accepted, 0)
+            accepted.close()
             if here is None or not (0 < here.node_rank < args.nnodes and 0 <= here.index < each):
                 logger.warning("who connected from %s is no worker of this engine", address[0])
                 pipe.close()
@@ -101,9 +105,10 @@ def run_node(args: EngineArgs) -> None:
     Raises:
         ConfigError: the settings are not those of such a machine.
     """
-    if not 0 < args.node_rank < args.nnodes or args.ranks % args.nnodes:
+    stages = args.pipeline_parallel_size
+    if not 0 < args.node_rank < args.nnodes or stages % args.nnodes:
         raise ConfigError(
-            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {args.ranks} ranks is no "
+            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {stages} stages is no "
             "machine",
             "node_rank",
         )
@@ -193,6 +198,11 @@ def _introduced(pipe: Connection) -> Here | None:
     except (OSError, EOFError, ValueError):
         return None
     return message if isinstance(message, Here) else None
+
+
+def _limit_reads(connected: socket.socket, seconds: int) -> None:
+    """Lets reads fail that wait for longer, also where they are a `Connection`'s. 0: no limit."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 
 def _keep_alive(connected: socket.socket) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from quire.engine.remote_worker import RemoteWorker
 from quire.engine.shared_memory import FlightRecorder
-from quire.errors import EngineDeadError
+from quire.errors import ConfigError, EngineDeadError, ModelError
 
 logger = logging.getLogger("quire.engine")
 
@@ -70,6 +70,8 @@ class RankWatch:
         self._deadline = time.monotonic() + self._timeout if limited else None
         try:
             yield
+        except (ConfigError, ModelError):
+            raise  # this rank's own, and perhaps that of others, which end with it
         except Exception as error:
             # Connections of a rank that is gone break before its end is seen.
             if self._broken.wait(_TOLD) and self.error is not None:

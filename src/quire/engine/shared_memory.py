@@ -11,6 +11,7 @@ import numpy as np
 
 from quire.config import EngineConfig
 from quire.engine.stats import RankStats
+from quire.errors import ConfigError
 from quire.runner import Hook, ModelRunner
 from quire.runner.model_runner import limits_of
 
@@ -25,12 +26,29 @@ def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: b
         return
     # Each begins a page, as some pin their part.
     pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
+    if create:
+        _check_room(folder, sum(pages))
     path, mode = os.path.join(folder, "hooks"), "w+" if create else "r+"
     memory = np.memmap(path, dtype=np.int8, mode=mode, shape=(sum(pages),))  # type: ignore[call-overload]
     starts = itertools.accumulate(pages, initial=0)
     for hook, size, start in zip(hooks, sizes, starts, strict=False):
         if size:
             hook.share(memory[start : start + size])
+
+
+def _check_room(folder: str, size: int) -> None:
+    """Refuses what would end the process when it is first written to.
+
+    Raises:
+        ConfigError: the file system has less room.
+    """
+    found = os.statvfs(folder)
+    room = found.f_bavail * found.f_frsize
+    if found.f_blocks and size > room:
+        raise ConfigError(
+            f"ranks share {size / 1e6:.1f} MB of memory, and {os.path.dirname(folder)} has room "
+            f"for {room / 1e6:.1f} MB; containers get more by --shm-size"
+        )
 
 
 class FlightRecorder:

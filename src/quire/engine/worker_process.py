@@ -109,7 +109,10 @@ def main(descriptor: int) -> None:
         pass
     except Exception as error:
         status = 1
-        if not isinstance(error, QuireError):
+        if isinstance(error, QuireError):
+            # Who started this process may be waiting for other ranks, and not hear of it.
+            sys.stderr.write(f"a further rank: {error}\n")
+        else:
             traceback.print_exc()
         pipe.send_bytes(encode(Broken(Failure.of(error))))
     finally:

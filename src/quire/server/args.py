@@ -289,6 +289,8 @@ class ServerArgs(ApiArgs):
         self._positive("lease_timeout")
         if not 0 <= self.kv_port <= 65535:
             raise ConfigError(f"kv_port must be in [0, 65535], got {self.kv_port}", "kv_port")
+        if self.kv_port and self.kv_port == self.port and self.uds is None:
+            raise ConfigError(f"kv_port={self.kv_port} is the port of the API", "kv_port")
         if self.remote_prefill_tokens is not None and self.remote_prefill_tokens < 1:
             raise ConfigError(
                 f"remote_prefill_tokens must be at least 1, got {self.remote_prefill_tokens}",
@@ -302,6 +304,14 @@ class ServerArgs(ApiArgs):
                 "server for each, not data_parallel_size",
                 "data_parallel_size",
             )
+        if self.kv_peers is None:
+            for name in ("peer_key", "kv_transfer", "transport", "remote_prefill_tokens"):
+                if getattr(self, name) != getattr(ServerArgs, name):
+                    raise ConfigError(
+                        f"{name} needs a server that asks others for prompts, or computes them for "
+                        "others: give peer, or role=prefill or decode",
+                        name,
+                    )
         for url in self.peer:
             try:
                 HttpClient(url)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quire.config import EngineConfig
+from quire.errors import ConfigError
 from quire.layers.build import Build
 from quire.models import Decoder
 from quire.models.draft_heads import DraftHead
@@ -68,7 +69,10 @@ class HeadDrafter(Drafter):
                 expert_parallel=self._config.args.enable_expert_parallel,
             )
 
-        self._head = self._load(build).eval()
+        try:
+            self._head = self._load(build).eval()
+        except ConfigError as error:
+            raise ConfigError(f"speculative: the draft head: {error}", "speculative") from None
         return (self._head,)
 
     def _load(self, build: Callable[[Quantization], Build]) -> DraftHead:

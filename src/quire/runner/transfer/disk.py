@@ -204,7 +204,8 @@ class DiskStore:
             into[:] = data
             if path in self._sizes:
                 self._sizes.move_to_end(path)
-        os.utime(path)
+        with contextlib.suppress(OSError):  # read-only by now, or deleted meanwhile
+            os.utime(path)
         return True
 
     def _shrink(self) -> None:
