@@ -153,7 +153,12 @@ class _Run:
                 f"{report.gate:g} %: nothing is written. --force writes it all the same, --gate "
                 "allows more"
             )
-        self._finish(report)
+        try:
+            self._finish(report)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.job.out}: {error}; the same command goes on from here", "out"
+            ) from error
         return report
 
     def _begin(self, text: Calibration) -> BlocksDone:
