@@ -36,9 +36,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
             # A name out of the folder would read what the checkpoint has no business with.
             absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
