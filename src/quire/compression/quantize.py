@@ -103,8 +103,9 @@ class _Run:
         self.ignored: set[str] = set()
         self._check()
         self.text = calibration(
-            Tokenizer.from_path(source.folder), options.data, options.samples, options.length
-        )
+            Tokenizer.from_path(source.folder), options.data, options.samples, options.length,
+            source.spec.vocab_size,
+        )  # fmt: skip
         self.job = WorkFolder(out, self._about())
 
     def _check(self) -> None:
