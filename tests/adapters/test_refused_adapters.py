@@ -65,6 +65,8 @@ def adapter(checkpoint: Path, tmp_path: Path) -> Path:
         ({"rank_pattern": [1]}, "rank_pattern is not a table"),
         ({"lora_alpha": "x"}, "lora_alpha 'x' is not a number"),
         ({"lora_alpha": float("inf")}, "lora_alpha inf is not a number"),
+        ({"lora_alpha": 1e300}, r"lora_alpha 1e\+300 is not a number of float32"),
+        ({"lora_alpha": 10**400}, "is not a number of float32"),
     ],
 )
 def test_configs(

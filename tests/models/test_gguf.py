@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelError
-from quire.models import resolve_model_path
+from quire.models import load_config, resolve_model_path
 from quire.models.gguf.file import GgufFile
 from quire.models.gguf.tokenizer import tokenizer_files
 from quire.ops.reference.quantized import dequantize
@@ -257,6 +257,35 @@ def test_settings_that_make_no_sense(
     assert not list((tmp_path / "cache").glob("gguf/*"))
 
 
+@pytest.mark.parametrize("name", ["scaling.factor", "scale_linear"])
+def test_a_factor_without_a_type_scales_positions(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Takes it for one of linear scaling, as llama.cpp does."""
+    write(tmp_path / "x.gguf", "F16")
+    read = GgufFile.__init__
+
+    def changed(self: GgufFile, path: Path) -> None:
+        read(self, path)
+        self.fields[f"llama.rope.{name}"] = 4.0
+
+    monkeypatch.setattr(GgufFile, "__init__", changed)
+    config = load_config(resolve_model_path(str(tmp_path / "x.gguf")))
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+def test_a_file_without_a_model(tmp_path: Path) -> None:
+    """Refuses an adapter, as llama.cpp's converter makes it."""
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("blk.0.attn_q.weight.lora_a", np.ones((4, 32), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"the file has no token_embd\.weight"):
+        resolve_model_path(str(tmp_path / "x.gguf"))
+
+
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "mamba")
     writer.write_header_to_file()
@@ -338,6 +367,11 @@ def test_byte_level_tokenizers(pre: str) -> None:
     assert files["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
     with pytest.raises(ModelError, match="splits text in the way 'falcon'"):
         tokenizer_files({**fields, "tokenizer.ggml.pre": "falcon"})
+    # As llama.cpp begins texts where a file does not say it.
+    begins = {**fields, "tokenizer.ggml.bos_token_id": 0}
+    assert (_built(tokenizer_files(begins)).encode("a").ids[0] == 0) == (pre == "llama-bpe")
+    unbegun = tokenizer_files({**begins, "tokenizer.ggml.add_bos_token": False})
+    assert _built(unbegun).encode("a").ids == hub.encode("a").ids
 
 
 def test_sentencepiece_tokenizers() -> None:

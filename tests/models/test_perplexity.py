@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.compression import Options, Recipe, quantize
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.evaluate import measure_perplexity, read_text, windows_of
@@ -182,3 +183,19 @@ def test_the_command(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert "is empty" in done.stderr
+
+
+def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
+    """Refuses a text with tokens that were added to the tokenizer, but not to the model."""
+    checkpoint(tmp_path / "model", "llama")
+    added = "".join(chr(code) for code in range(0x400, 0x500))
+    save_tokenizer(tmp_path / "model", CHARACTERS + added)
+    file = tmp_path / "text.txt"
+    file.write_text(text() + added, "utf-8")
+    with pytest.raises(ConfigError, match="token id 354, but the model's vocabulary ends at 210"):
+        measure_perplexity(EngineArgs(model=str(tmp_path / "model"), **SETTINGS), file)
+    options = Options(data=file, samples=6, length=32)
+    with pytest.raises(ConfigError, match="token id 354, but the model's vocabulary ends at 210"):
+        quantize(
+            tmp_path / "model", "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options
+        )

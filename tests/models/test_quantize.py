@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from quire.cli.quantize import quantize as command
 from quire.compression import GateError, Options, Recipe, Report, quantize
 from quire.compression.forward import Sequences
 from quire.compression.gptq import gptq
@@ -290,7 +292,17 @@ def test_damaged_files_are_not_given_a_name(tmp_path: Path) -> None:
 def test_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("x")
     monkeypatch.chdir(tmp_path)
-    for out, message in ((Path(), "exists already"), (tmp_path / "file" / "out", "cannot make")):
+    (tmp_path / "taken.partial").write_text("x")
+    (tmp_path / "volume").mkdir()
+    is_mount = Path.is_mount
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "volume" or is_mount(path))
+    for out, message in (
+        (Path(), "exists already"),
+        (tmp_path / "file" / "out", "cannot make"),
+        (tmp_path / "taken", "cannot make .*Not a directory"),
+        (tmp_path / ("x" * 255), "cannot make .*too long"),
+        (tmp_path / "volume", "is a mounted volume: name a folder in it"),
+    ):
         with pytest.raises(ConfigError, match=message):
             WorkFolder(out, {"bits": 4})
     (tmp_path / "empty").mkdir()
@@ -299,6 +311,47 @@ def test_folders_that_cannot_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder.finish()
     folder.close()
     assert list(tmp_path.glob("empty*")) == [tmp_path / "empty"]
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_leads_to_the_folder_that_is_made(there: bool, tmp_path: Path) -> None:
+    if there:
+        (tmp_path / "real").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "real")
+    folder = WorkFolder(tmp_path / "out", {"bits": 4})
+    folder.write("model.safetensors", {"x": torch.ones(2)})
+    folder.finish()
+    folder.close()
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
+
+
+def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends in one line, and what was computed is there for the next run."""
+    source = original(tmp_path / "model")
+
+    def full(self: WorkFolder, file: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recipe = Recipe.of("rtn", group_size=16)
+    with monkeypatch.context() as patched:
+        patched.setattr(WorkFolder, "copy", full)
+        with pytest.raises(ConfigError, match="No space left on device; the same command goes on"):
+            quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
+    blocks: list[int] = []
+    options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
+    quantize(source, "tiny", tmp_path / "out", recipe, options)
+    assert blocks == [3]
+
+
+@pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "cuda0", "tpu"])
+def test_devices_that_are_not_there(
+    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=f"device '{device}' is not there: found 2 GPUs"):
+        command(None, None, tmp_path / "out", Recipe.of("rtn"), Options(device=device))
 
 
 def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:

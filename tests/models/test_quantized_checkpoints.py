@@ -204,6 +204,14 @@ def test_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
         np.testing.assert_allclose(own.numpy(), exact[name], rtol=1e-6, atol=1e-7)
 
 
+def test_the_second_name_of_gptq_formats(tmp_path: Path) -> None:
+    """Reads `format`, as transformers 5 calls `checkpoint_format`: zeros are stored otherwise."""
+    exact = make_quantized(tmp_path, "gptq-asym-v2")
+    configure(tmp_path, lambda own: own.update(format=own.pop("checkpoint_format")))
+    for name, _, own in projections(loaded(tmp_path)):
+        np.testing.assert_allclose(own.numpy(), exact[name], rtol=1e-6, atol=1e-7)
+
+
 def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return lambda settings: settings.update({name: value})
 
@@ -226,6 +234,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
         "gptqmodel:5.0.0 may have stored zeros",
     ),
     ("awq", _set("version", "gemv"), "version 'gemv'"),
+    ("awq", lambda c: c.update(version=None, format="gemv"), "version 'gemv'"),
     ("awq", _set("zero_point", False), "awq without zero points"),
     ("fp8-blocks", _set("activation_scheme", "static"), "fixed scale of activations"),
     ("fp8-blocks", _set("weight_block_size", [128]), "weight_block_size must be two sizes"),

@@ -125,6 +125,7 @@ BAD = {
     "architectures": (1.5, "unknown architecture: 1.5"),
     "hidden_act": ("relu", "hidden_act 'relu' is not supported"),
     "rms_norm_eps": (-1.0, "rms_norm_eps must be a positive number"),
+    "rope_theta": (10**400, "rope_theta must be a positive number"),
     "rope_scaling": ({"type": "dynamic", "factor": 2.0}, "rope type 'dynamic'"),
     "dtype": ("int8", "dtype 'int8' is not supported"),
     "attention_bias": ("yes", "attention_bias must be true or false"),
@@ -152,6 +153,12 @@ def test_settings_that_make_no_sense(name: str) -> None:
     value, message = BAD[name]
     with pytest.raises(ModelError, match=message):
         spec_from_config({**LLAMA, name: value})
+
+
+def test_a_config_nested_without_end(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ModelError, match="cannot read"):
+        load_config(tmp_path)
 
 
 YARN = {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}

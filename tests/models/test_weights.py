@@ -72,6 +72,17 @@ def test_sharded_index_naming_absent_files(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "[" * 100_000, '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "x\\u0000"}}'],
+)
+def test_an_index_that_makes_no_sense(text: str, tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    (tmp_path / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(ModelError, match=r"is not a valid index|names files that are not there"):
+        load(tmp_path)
+
+
 def _rename(tensors: Tensors, old: str, new: str) -> None:
     tensors[new] = tensors.pop(old)
 

@@ -54,8 +54,8 @@ def test_docstrings_in_their_order() -> None:
 
 def test_sequences_of_the_built_in_text() -> None:
     tokenizer = Tokenizer.from_path(resolve_model_path(None))
-    text = calibration(tokenizer, None, 128, 512)
+    text = calibration(tokenizer, None, 128, 512, tokenizer.vocab_size)
     assert text.sequences.shape == (128, 512)
     assert text.held_out.shape == (18, 512)
     with pytest.raises(ConfigError, match="two sequences of"):
-        calibration(tokenizer, None, 1, 1_000_000)
+        calibration(tokenizer, None, 1, 1_000_000, tokenizer.vocab_size)

@@ -147,6 +147,13 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_full_disk_is_one_line() -> None:
+    done = quire("bench", "cache", "--output", "/dev/full")
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1] == "quire: [Errno 28] No space left on device"
+
+
 @pytest.mark.parametrize(
     "arguments", [["serve", "--no-such"], ["serve", "--port", "x"], ["nothing"], ["generate"]]
 )

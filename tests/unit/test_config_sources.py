@@ -109,6 +109,10 @@ def test_model_is_the_argument(resolve, tmp_path: Path) -> None:
         ("- port", "must map names to values"),
         ("port: [", "is not valid YAML"),
         ("block-size: 16\nblock_size: 32", "'block_size' is set twice"),
+        ("port: 1\nport: 2", "'port' is set twice"),
+        ("port: 2024-13-45", "is not valid YAML"),
+        ("port: " + "[" * 5000, "is not valid YAML"),
+        ("gpu_memory_utilization: 1" + "0" * 400, "gpu_memory_utilization must be a number"),
     ],
 )
 def test_file_errors_name_the_key(resolve, tmp_path: Path, text: str, message: str) -> None:

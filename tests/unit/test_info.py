@@ -10,6 +10,7 @@ import pytest
 
 from quire.cli.info import info
 from quire.config import EngineArgs
+from quire.errors import ModelError
 from quire.models import hub
 
 CONFIG: dict[str, Any] = {
@@ -72,6 +73,20 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
     found = model_of(capsys, "google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
+
+
+def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends in one line, whatever the hub's HTTP client raises."""
+
+    class ProxyError(Exception):
+        pass
+
+    def fetch(model: str, **settings: Any) -> str:
+        raise ProxyError("403 Forbidden")
+
+    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    with pytest.raises(ModelError, match=r"could not be fetched from the hub \(ProxyError\)"):
+        hub.download("google/gemma-3-tiny", None)
 
 
 def test_experts_in_four_bits_count_as_the_weights_they_stand_for(

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as HubTokenizer
+from tokenizers import models, processors
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelError
@@ -237,3 +239,35 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has no tokenizer.json, nor tekken.json, tiktoken.model"):
         Tokenizer.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("begins", [True, False, None])
+@pytest.mark.parametrize("ends", [True, False, None])
+def test_ends_of_texts_by_tokenizer_config(
+    begins: bool | None, ends: bool | None, tmp_path: Path
+) -> None:
+    """Gives DeepSeek's tokenizers, whose tokenizer.json has no BOS, what transformers gives."""
+    transformers = pytest.importorskip("transformers")
+    hub = HubTokenizer(models.BPE({char: place for place, char in enumerate("abcdef")}, []))
+    hub.add_special_tokens(["<s>", "</s>"])
+    hub.post_processor = processors.ByteLevel(trim_offsets=False)
+    hub.save(str(tmp_path / "tokenizer.json"))
+    asked = {
+        name: value
+        for name, value in (("add_bos_token", begins), ("add_eos_token", ends))
+        if value is not None
+    }
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, **asked}
+    oracle = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=HubTokenizer.from_str(hub.to_str()), bos_token="<s>", eos_token="</s>",
+        add_bos_token=begins is True or (begins is None and ends is True), add_eos_token=ends,
+    )  # fmt: skip
+    for name, expected in (
+        ("LlamaTokenizerFast", oracle("abc")["input_ids"]),
+        ("PreTrainedTokenizerFast", hub.encode("abc").ids),
+    ):
+        told = json.dumps({"tokenizer_class": name, **config})
+        (tmp_path / "tokenizer_config.json").write_text(told)
+        own = Tokenizer.from_path(tmp_path)
+        assert own.encode("abc").tolist() == expected
+        assert own.encode("abc", add_special_tokens=False).tolist() == hub.encode("abc").ids

@@ -175,8 +175,10 @@ def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Returns lora_alpha / rank, or with rsLoRA (Kalajdzievski 2023) over the root of the rank."""
     alphas = _mapping(config, "alpha_pattern")
     alpha = _pattern(alphas, module, config.get("lora_alpha", 8))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise _wrong(f"{CONFIG}: lora_alpha {_shown(alpha)} is not a number")
+    # Kernels have the scale in float32.
+    largest = torch.finfo(torch.float32).max
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= largest:
+        raise _wrong(f"{CONFIG}: lora_alpha {_shown(alpha)} is not a number of float32")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

@@ -39,7 +39,8 @@ def main() -> None:
     except (ConfigError, ModelError, RequestError) as error:
         typer.echo(f"quire: {_one_line(error)}", err=True)
         sys.exit(2)
-    except (EngineDeadError, QuireError) as error:
+    # Of the system's errors, those of files: a full disk, or a folder of another user's.
+    except (EngineDeadError, QuireError, OSError) as error:
         typer.echo(f"quire: {_one_line(error)}", err=True)
         sys.exit(1)
 

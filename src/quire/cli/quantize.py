@@ -24,8 +24,10 @@ def quantize(
     device = options.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    elif device != "cpu" and not (device.startswith("cuda") and torch.cuda.is_available()):
-        raise ConfigError(f"device {device!r} is not there", "device")
+    elif device != "cpu":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if device not in ("cuda", *(f"cuda:{index}" for index in range(count))) or not count:
+            raise ConfigError(f"device {device!r} is not there: found {count} GPUs", "device")
     with amount_bar(Console(stderr=True), "Layers") as on_block:
         options = replace(options, device=device, on_block=on_block)
         report = make(folder, model or folder.name, out, recipe, options)

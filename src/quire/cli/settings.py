@@ -10,6 +10,7 @@ import difflib
 import functools
 import inspect
 import json
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
@@ -266,11 +267,13 @@ def read_file(path: Path | None) -> dict[str, Any]:
     import yaml
 
     try:
-        raw = yaml.safe_load(path.read_text())
+        text = path.read_text("utf-8")
+        raw = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise ConfigError(f"cannot read {path}: {reason}", "config") from None
-    except yaml.YAMLError as error:
+    # Values that look like dates may be none.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f", line {line + 1}"
         raise ConfigError(f"{path} is not valid YAML{where}", "config") from None
@@ -280,6 +283,12 @@ def read_file(path: Path | None) -> dict[str, Any]:
         raise ConfigError(f"{path} must map names to values", "config")
     known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
     settings = {}
+    # The library keeps the last of several alike.
+    node = yaml.compose(text, yaml.SafeLoader)
+    keys = [] if node is None else [key.value for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigError(f"{path}: {key!r} is set twice", str(key))
     for key, value in raw.items():
         name = str(key).replace("-", "_")
         if name not in known:
@@ -322,7 +331,7 @@ def _scalar(setting: Setting, value: Any) -> Any:
             return value
         expected = "one of " + ", ".join(map(str, typing.get_args(kind)))
         raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
-    if kind is float and type(value) is int:
+    if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is not kind:
         expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a text")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
-from quire.evaluate import read_text
+from quire.evaluate import check_vocabulary, read_text
 
 _HELD_OUT = 8
 """One sequence in so many is held out, to measure the outcome."""
@@ -37,16 +37,19 @@ def built_in_text() -> str:
     return "\n".join(json.loads(line)["text"] for line in lines)
 
 
-def calibration(tokenizer: Tokenizer, data: Path | None, samples: int, length: int) -> Calibration:
+def calibration(
+    tokenizer: Tokenizer, data: Path | None, samples: int, length: int, vocab_size: int
+) -> Calibration:
     """Returns the first `samples` sequences of a text, or as many as it holds, and some held out.
 
     data: a text file; None: the built-in text.
 
     Raises:
-        ConfigError: the text is empty or too short.
+        ConfigError: the text is empty or too short, or has tokens beyond the model's vocabulary.
     """
     text = built_in_text() if data is None else read_text(data)
     tokens = torch.from_numpy(tokenizer.encode(text).copy())
+    check_vocabulary(tokens.numpy(), vocab_size)
     count = len(tokens) // length
     if count < 2:
         raise ConfigError(

@@ -103,8 +103,9 @@ class _Run:
         self.ignored: set[str] = set()
         self._check()
         self.text = calibration(
-            Tokenizer.from_path(source.folder), options.data, options.samples, options.length
-        )
+            Tokenizer.from_path(source.folder), options.data, options.samples, options.length,
+            source.spec.vocab_size,
+        )  # fmt: skip
         self.job = WorkFolder(out, self._about())
 
     def _check(self) -> None:
@@ -153,7 +154,12 @@ class _Run:
                 f"{report.gate:g} %: nothing is written. --force writes it all the same, --gate "
                 "allows more"
             )
-        self._finish(report)
+        try:
+            self._finish(report)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write {self.job.out}: {error}; the same command goes on from here", "out"
+            ) from error
         return report
 
     def _begin(self, text: Calibration) -> BlocksDone:

@@ -49,19 +49,24 @@ class WorkFolder:
     """
 
     def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
+        try:
+            self._open(out, about)
+        except OSError as error:
+            raise ConfigError(f"cannot make {out}: {error}", "out") from error
+
+    def _open(self, out: Path, about: Mapping[str, Any]) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists already", "out")
-        # "." has no name of its own.
-        self.out = out = out.absolute() if out.name else out.resolve()
+        # A finished folder can take the place of an empty one, but of no link and of no volume.
+        self.out = out = out.resolve()
+        if out.is_mount():
+            raise ConfigError(f"{out} is a mounted volume: name a folder in it", "out")
         self.folder = out.with_name(out.name + ".partial")
         job = self.folder / _JOB
         begun = job.with_suffix(".tmp")
         if not job.exists() and self.folder.exists() and set(self.folder.iterdir()) - {begun}:
             raise ConfigError(f"{self.folder} exists, and is no unfinished model", "out")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make {self.folder}: {error.strerror}", "out") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         told = json.dumps(about, sort_keys=True, default=str)
         if not job.exists():

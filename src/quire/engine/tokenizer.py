@@ -65,6 +65,11 @@ class Tokenizer:
         try:
             text, config = tokenizer_files(folder)
             hub = HubTokenizer.from_str(text)
+            if any(map(config.get, ("add_bos_token", "add_eos_token"))):
+                # Not every model has a token at an end.
+                from quire.tokenization.ends import set_ends
+
+                set_ends(hub, config)
             templates = load_templates(folder, config)
         except ModelError:
             raise

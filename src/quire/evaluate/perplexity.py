@@ -19,7 +19,7 @@ from quire.engine.embedding import NO_TOKENS
 from quire.engine.tokenizer import Tokenizer
 from quire.errors import BrokenLogitsError, ConfigError, RequestError
 from quire.evaluate.hook import Base, TokenScores
-from quire.evaluate.text import Window, read_text, windows_of
+from quire.evaluate.text import Window, check_vocabulary, read_text, windows_of
 from quire.executor import OnProgress
 from quire.models import Decoder
 from quire.runner import ModelRunner
@@ -111,6 +111,7 @@ def measure_perplexity(
         raise ConfigError(f"a window of {size} tokens, where the model takes {longest}", "window")
     tokenizer = _tokenizer(config)
     tokens = _tokens(tokenizer, text, limit)
+    check_vocabulary(tokens, config.vocab_size)
     windows = windows_of(tokens, size, size if stride is None else stride)
     of_base = None if base is None else _resolve(_as_stored(args, base))
     if of_base is not None:

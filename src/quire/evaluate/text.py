@@ -30,6 +30,16 @@ def read_text(file: Path) -> str:
     return text
 
 
+def check_vocabulary(tokens: Int32, vocab_size: int) -> None:
+    """Raises ConfigError for tokens that the model has no row of: some tokenizers have more."""
+    largest = int(tokens.max(initial=0))
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"the text has token id {largest}, but the model's vocabulary ends at {vocab_size - 1}",
+            "data",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """A part of a text that the model sees at once, without what stands before.

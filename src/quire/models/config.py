@@ -49,7 +49,7 @@ def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is not a model folder: it has no {name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{file} must hold a JSON object")

@@ -36,15 +36,13 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            # A name out of the folder would read what the checkpoint has no business with.
+            absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
-                f"{index.name} is not a valid index of a sharded checkpoint"
+                f"{index.name} is not a valid index of a sharded checkpoint: {error!r}"
             ) from error
-        # A name out of the folder would read what the checkpoint has no business with.
-        absent = [n for n in names if Path(n).name != n or not (folder / n).exists()]
         if absent:
             raise ModelError(f"{index.name} names files that are not there: {some(absent)}")
         return [folder / name for name in names]

@@ -27,7 +27,8 @@ class Awq:
         own = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
         settings = {**{key: value for key, value in own.items() if value is not None}, **settings}
         fields.one_of(settings, "bits", (4,))
-        version = str(settings.get("version", "gemm")).lower()
+        # Its name since transformers 5 is "format".
+        version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         if version != "gemm":
             raise refused(f"version {version!r}; known are: gemm")
         if not fields.flag(settings, "zero_point", True):

@@ -35,7 +35,10 @@ class Gptq:
 
     @classmethod
     def of(cls, settings: Settings) -> Gptq:
-        fields.one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+        # Its name since transformers 5 is "format".
+        format = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
+        settings = {**settings, "checkpoint_format": format}
+        fields.one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"))
         fields.one_of(settings, "pack_dtype", ("int32",), "int32")
         for name in ("is_marlin_format", "modules_in_block_to_quantize", "adapter"):
             if settings.get(name):
@@ -115,7 +118,7 @@ def _added(settings: Settings) -> int:
     """Returns what the stored zeros lack: 1 in the first version of the format, nothing in the
     second. Symmetric weights have one zero, which tells the versions apart; others do not, and
     GPTQModel 5 writes the second version under the name of the first."""
-    if settings.get("checkpoint_format", "gptq") == "gptq_v2":
+    if settings["checkpoint_format"] == "gptq_v2":
         return 0
     meta = settings.get("meta")
     writers = meta.get("quantizer") or [] if isinstance(meta, Mapping) else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +48,7 @@ def number(config: Config, name: str, default: float | None = None) -> float:
     value = default if value is None else value
     if value is None:
         raise ModelError(f"config.json lacks {name!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e308:
         raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)
 

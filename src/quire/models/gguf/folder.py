@@ -28,7 +28,8 @@ _ARCHITECTURES = {
 }
 _LINK = "model.gguf"
 """The name in the folder of a link to the file."""
-_VERSION = 1
+_EMBEDDING = "model.embed_tokens.weight"
+_VERSION = 2
 """Changes when folders made of the same file do."""
 _LLAMA3 = tuple(
     {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
@@ -99,6 +100,9 @@ def _config(file: GgufFile) -> dict[str, Any]:
     if fields.get(f"{kind}.attention.sliding_window"):
         raise ModelError("GGUF files with a sliding window are not supported")
 
+    if _EMBEDDING not in file.types:
+        raise ModelError("the file has no token_embd.weight: it holds no whole model")
+
     def integer(name: str, default: int | None = None) -> int:
         return _integer(fields, f"{kind}.{name}", default)
 
@@ -124,7 +128,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "rope_theta": theta,
         "rope_scaling": _rope_scaling(file, kind, theta, head_dim, positions),
-        "vocab_size": file.get_slice("model.embed_tokens.weight").get_shape()[0],
+        "vocab_size": file.get_slice(_EMBEDDING).get_shape()[0],
         "tie_word_embeddings": "lm_head.weight" not in file.types,
         "torch_dtype": "bfloat16",
         "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
@@ -135,7 +139,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
     types = {
         name.removesuffix(".weight"): type
         for name, type in file.types.items()
-        if type in BLOCKS and name != "model.embed_tokens.weight"
+        if type in BLOCKS and name != _EMBEDDING
     }
     if types:
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
@@ -167,12 +171,17 @@ def _rope_scaling(
     factors = file.rope_factors
     if factors is not None:
         return _llama3(factors, theta, head_dim)
-    name = file.fields.get(f"{kind}.rope.scaling.type", "none")
+    factor = f"{kind}.rope.scaling.factor"
+    if factor not in file.fields and f"{kind}.rope.scale_linear" in file.fields:
+        factor = f"{kind}.rope.scale_linear"  # its first name
+    # llama.cpp takes a factor without a type for one of linear scaling.
+    usual = "linear" if factor in file.fields else "none"
+    name = file.fields.get(f"{kind}.rope.scaling.type", usual)
     if name == "none":
         return None
     if name not in ("linear", "yarn"):
         raise ModelError(f"GGUF files with rope scaling {name!r} are not supported")
-    scaling = {"rope_type": name, "factor": _number(file.fields, f"{kind}.rope.scaling.factor")}
+    scaling = {"rope_type": name, "factor": _number(file.fields, factor)}
     original = f"{kind}.rope.scaling.original_context_length"
     if original in file.fields:
         scaling["original_max_position_embeddings"] = _integer(file.fields, original)

@@ -78,7 +78,9 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         )
         if fields.get(key) is not None and fields[key] < len(tokens)
     }
-    if fields.get("tokenizer.ggml.add_bos_token", kind == "llama") and "bos_token" in named:
+    # What llama.cpp does where a file does not say: those of Llama 3 from before 2025 do not.
+    usual = kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
+    if fields.get("tokenizer.ggml.add_bos_token", usual) and "bos_token" in named:
         bos = named["bos_token"]
         behind = processors.TemplateProcessing(
             single=[bos, "$A"],

@@ -1,0 +1,32 @@
+"""Tokens at both ends of texts that tokenizer_config.json asks for, and tokenizer.json may not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import Tokenizer, processors
+
+_CLASSES = "Llama", "CodeLlama", "Gemma", "Cohere"
+"""Beginnings of the names of the classes whose settings go before what tokenizer.json says, in all
+versions of transformers. DeepSeek's models and their distillations have no BOS there."""
+
+
+def set_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
+    """Makes texts begin and end as `add_bos_token`, by default true, and `add_eos_token` say."""
+    if not str(config.get("tokenizer_class")).startswith(_CLASSES):
+        return
+    begins, ends = config.get("add_bos_token") is not False, config.get("add_eos_token") is True
+    first = _known(tokenizer, config.get("bos_token")) if begins else []
+    last = _known(tokenizer, config.get("eos_token")) if ends else []
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=[*first, "$A", *last],
+        pair=[*first, "$A", *last, *first, "$B", *last],
+        special_tokens=[(text, tokenizer.token_to_id(text)) for text in {*first, *last}],
+    )
+
+
+def _known(tokenizer: Tokenizer, token: Any) -> list[str]:
+    """Returns the text of a token of the settings; none where the vocabulary does not have it."""
+    text = str(token["content"] if isinstance(token, Mapping) else token or "")
+    return [] if tokenizer.token_to_id(text) is None else [text]
