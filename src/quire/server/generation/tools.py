@@ -120,7 +120,12 @@ def constrained(
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
         schemas = _schemas(dialogue, tools, parser)
-        call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
+        try:
+            call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
+        except GrammarError as error:
+            raise ApiError(
+                400, f"Invalid value for 'tools': {error}", param="tools", code=error.code
+            ) from None
         if must:
             body = call
         elif wanted is not None:
@@ -198,4 +203,4 @@ def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
         return rules.regex(wanted.regex)
     if wanted.grammar is not None:
         return rules.add(f"%lark {{\n{as_lark(wanted.grammar)}\n}}")
-    return rules.any_of(rules.literal(choice) for choice in wanted.choice)
+    return rules.texts(wanted.choice)
