@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.tools import constrained
+from quire.server.generation.tools import constrained, parameters_of
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
 from quire.structured.grammar import compilable
 from tests.server.parsers.harness import TOOLS, read
@@ -365,6 +365,22 @@ def test_references_beyond_definitions(strict: bool) -> None:
         assert accepts(params("qwen3_xml"), qwen(kids, "[]")) == right
         assert accepts(params("qwen3_xml"), qwen("[]", kids)) == right
         assert accepts(params("pythonic"), f"[f(kids={kids})]") == right
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("parser", BARE)
+def test_a_schema_that_is_a_reference(parser: str, strict: bool) -> None:
+    text = {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"]}
+    for schema in (
+        {"$ref": "#/definitions/f", "definitions": {"f": text}},
+        {"$ref": "#/$defs/g", "$defs": {"g": {"$ref": "#/$defs/f"}, "f": text}},
+    ):
+        params = params_for(parser, ToolChoice("required"), schemas={"f": schema}, strict=strict)
+        assert accepts(params, BARE[parser] % "12")
+        read = parameters_of({"function": {"name": "f", "parameters": schema}})
+        assert (read["properties"], "$ref" in read) == (text["properties"], False)
+    for loop in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}):
+        assert "$ref" in parameters_of({"function": {"name": "f", "parameters": loop}})
 
 
 def test_definitions_that_each_property_needs_are_not_too_large() -> None:
