@@ -84,17 +84,24 @@ MAY_BE_TEXT: list[tuple[Any, str, Any]] = [
     ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
     ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "5", 5),
     ({}, "5", 5),
+    # Literals of Python, where no string may be.
+    ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}),
+    ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "['x']", ["x"]),
+    ({"type": ["array", "string"]}, "['x']", "['x']"),
+    ({"type": "array"}, "[f(x)]", "[f(x)]"),
+    ({}, "['x']", "['x']"),
     # What schemas should not be.
     ({"$ref": "#/properties/value"}, "5", 5),
     ({"anyOf": [{"$ref": "#/properties/value"}] * 50}, "5", 5),
     ({"type": [["string"]]}, "5", 5),
+    ({"$ref": "#/list/" + "9" * 5000}, "5", 5),
     (True, "5", 5),
 ]
 
 
 @pytest.mark.parametrize(("schema", "text", "want"), MAY_BE_TEXT, ids=range(len(MAY_BE_TEXT)))
 def test_a_value_that_may_be_a_string_only_is_one(schema: Any, text: str, want: Any) -> None:
-    tool = {"properties": {"value": schema}, "$defs": {"code": {"type": "string"}}}
+    tool = {"properties": {"value": schema}, "$defs": {"code": {"type": "string"}}, "list": []}
     for write in (
         f"<tool_call>\n<function=f>\n<parameter=value>\n{text}\n</parameter>\n</function>",
         f"<tool_call>f\n<arg_key>value</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",

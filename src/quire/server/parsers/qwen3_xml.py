@@ -3,12 +3,14 @@ and Qwen 3.5."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
 from quire.server.parsers.grammar import Rules
+from quire.server.parsers.pythonic import json_text
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser, overlap
 from quire.structured.bounded import resolve
 
@@ -99,14 +101,7 @@ class Qwen3XmlParser(ToolParser):
             self.give_arguments('"')
             return
         raw = yield from self.captured(self._text(escape=False))
-        text = _WORDS.get(raw.strip(), raw.strip())
-        try:
-            kinds = _kinds_of(json.loads(text, parse_constant=_refuse))
-            types = _types(schema, tool)
-            is_text = types is not None and "string" in types and not kinds & types
-        except (ValueError, RecursionError):
-            is_text = True
-        self.give_arguments(json.dumps(raw, ensure_ascii=False) if is_text else text)
+        self.give_arguments(_as_json(raw, _types(schema, tool)))
 
     def _text(self, escape: bool = True) -> Reading:
         """Reads up to the end mark; what belongs to the value is consumed."""
@@ -235,6 +230,25 @@ class Glm45Parser(Qwen3XmlParser):
             calls.append(f"{' '.join(parts)} {rules.literal('</tool_call>')}")
         call = rules.any_of(calls)
         return f'{call} ("\\n" {call})*' if parallel else call
+
+
+def _as_json(raw: str, types: set[str] | None) -> str:
+    """Returns a value as JSON.
+
+    types: those that it may have; None: any.
+    """
+    text = _WORDS.get(raw.strip(), raw.strip())
+    may_be_text = types is not None and "string" in types
+    try:
+        kinds = _kinds_of(json.loads(text, parse_constant=_refuse))
+        if not may_be_text or (types is not None and kinds & types):
+            return text
+    except (ValueError, RecursionError):
+        if types is not None and not may_be_text:
+            # Models write {'a': True} as well.
+            with contextlib.suppress(NotACallError):
+                return json_text(raw)
+    return json.dumps(raw, ensure_ascii=False)
 
 
 def _kinds_of(value: Any) -> set[str]:
