@@ -235,6 +235,34 @@ def test_calls_inside_reasoning(
     assert read(events[-1].response.output) == (thought, text, calls)
 
 
+def test_ids_that_name_tools(gpt: openai.OpenAI, engine: Speaker) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{% for m in messages %}"
+        "{{ m.role }} {{ m.tool_call_id }} {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<{{ c.id }}>{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+    )
+    before = engine.tokenizer.chat_templates["default"]
+    engine.tokenizer.use_template(template)
+    try:
+        engine.say("Yes.")
+        messages: list[Any] = [{"role": "user", "content": "Hello."}]
+        for place, name in enumerate(("look", "stop")):
+            function = {"name": name, "arguments": "{}"}
+            call = {"id": f"call_{place}", "type": "function", "function": function}
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": f"call_{place}", "content": "done"},
+            ]
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        gpt.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+    finally:
+        engine.tokenizer.use_template(before)
+    heard = engine.heard[0]
+    assert "<functions.look:0>{}tool functions.look:0 done" in heard
+    assert "<functions.stop:1>{}tool functions.stop:1 done" in heard
+    assert "call_" not in heard
+
+
 def test_a_call_inside_reasoning_that_is_cut(gpt: openai.OpenAI, engine: Speaker) -> None:
     engine.say(f"<think>Let me see. {CALL} and on and on")
     most = len(engine.tokenizer.encode(f"<think>See. {CALL}"))
