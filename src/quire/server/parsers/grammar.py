@@ -68,11 +68,12 @@ class Rules:
         alone: dict[str, Any] = _renamed(value, names)
         if "x-guidance" in schema:
             alone["x-guidance"] = schema["x-guidance"]
-        whole = {name: part for name, part in schema.items() if name not in _OF_ROOTS}
         definitions: dict[str, Any] = {}
         while len(definitions) < len(names):  # each may refer to more
             for pointer in list(names)[len(definitions) :]:
-                target = whole if pointer == "#" else resolve(schema, unquote(pointer))
+                target = resolve(schema, unquote(pointer))
+                if pointer == "#":
+                    target = {name: part for name, part in schema.items() if name not in _OF_ROOTS}
                 definitions[names[pointer]] = _renamed(target, names)
         if definitions:
             alone["$defs"] = definitions
@@ -96,7 +97,7 @@ class Rules:
             begin: returns the text before a value, given its name.
             value: returns an expression of a value, given its schema.
         """
-        required = schema.get("required", ())
+        required = frozenset(schema.get("required", ()))
         first = more = '""'
         for key in reversed(schema.get("properties", {})):
             inner = value(self, self.property(schema, key))

@@ -144,12 +144,12 @@ class Qwen3XmlParser(ToolParser):
     @classmethod
     def _parameters(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
         """Returns a rule of the properties in their order, each at most once."""
-        parts = []
+        parts, required = [], frozenset(schema.get("required", ()))
         for key in schema.get("properties", {}):
             before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.line}")
             inner = cls.value_rule(rules, rules.property(schema, key))
             part = f'{before} {inner} "\\n"'
-            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            parts.append(part if key in required else f"({part})?")
         return " ".join(parts) or '""'
 
     @classmethod
@@ -222,11 +222,12 @@ class Glm45Parser(Qwen3XmlParser):
         calls = []
         for name, schema in tools.items():
             parts = [rules.literal(f"<tool_call>{name}\n")]
+            required = frozenset(schema.get("required", ()))
             for key in schema.get("properties", {}):
                 before = rules.literal(f"<arg_key>{key}</arg_key>\n<arg_value>")
                 inner = cls.value_rule(rules, rules.property(schema, key))
                 part = f'{before} {inner} "\\n"'
-                parts.append(part if key in schema.get("required", ()) else f"({part})?")
+                parts.append(part if key in required else f"({part})?")
             calls.append(f"{' '.join(parts)} {rules.literal('</tool_call>')}")
         call = rules.any_of(calls)
         return f'{call} ("\\n" {call})*' if parallel else call
