@@ -99,6 +99,13 @@ def test_an_effort_that_the_template_does_not_use(
     assert ask(path, fields, args=args).status_code == 200
 
 
+def test_an_effort_of_messages_that_the_template_does_not_use() -> None:
+    fields = {**CHAT, "model": MODEL, "max_tokens": 5, "output_config": {"effort": "low"}}
+    assert ask("/v1/messages", fields).status_code == 400
+    args = ServerArgs(ignore_reasoning_effort=True)
+    assert ask("/v1/messages", fields, args=args).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("fields", "status"),
     [

@@ -199,6 +199,78 @@ def test_responses_reasoning(gpt: openai.OpenAI, engine: Speaker) -> None:
     assert "assistant\n<think>Let me see.</think>It snows.<|im_end|>" in engine.heard[1]
 
 
+LOOKED = ("look", {"city": "Oslo"})
+INSIDE: list[tuple[str, str, str, list[Any]]] = [
+    (f"<think>Let me see.\n{CALL}", "Let me see.", "", [LOOKED]),
+    (f"<think>{BOTH}\n", "I will look.", "", [LOOKED, ("stop", {})]),
+    (f"<think>{CALL}", "", "", [LOOKED]),
+    # Drafts, and text that names the mark.
+    (f"<think>{CALL}?</think>It snows.", f"{CALL}?", "It snows.", []),
+    (f"<think>{CALL} or so, then {CALL}", f"{CALL} or so, then", "", [LOOKED]),
+    (f"<think>{CALL} or so.", f"{CALL} or so.", "", []),
+    (f"<think>So a <tool_call>, then\n{CALL}", "So a <tool_call>, then", "", [LOOKED]),
+    ("<think>What is <tool_call> for", "What is <tool_call> for", "", []),
+    ("<think>a <tool_", "a <tool_", "", []),
+    ("<thi", "", "<thi", []),
+]
+
+
+@pytest.mark.parametrize(("said", "thought", "text", "calls"), INSIDE, ids=range(len(INSIDE)))
+def test_calls_inside_reasoning(
+    gpt: openai.OpenAI, engine: Speaker, said: str, thought: str, text: str, calls: list[Any]
+) -> None:
+    def read(output: Any) -> tuple[str, str, list[Any]]:
+        parts = {"reasoning": "", "message": ""}
+        found = []
+        for item in output:
+            if item.type == "function_call":
+                found.append((item.name, json.loads(item.arguments)))
+            else:
+                parts[item.type] += item.content[0].text
+        return parts["reasoning"], parts["message"], found
+
+    engine.say(said, said)
+    assert read(ask(gpt, tools=OPENAI_TOOLS).output) == (thought, text, calls)
+    events = list(ask(gpt, tools=OPENAI_TOOLS, stream=True))
+    assert read(events[-1].response.output) == (thought, text, calls)
+
+
+def test_ids_that_name_tools(gpt: openai.OpenAI, engine: Speaker) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool.function.name }}\n{% endfor %}{% for m in messages %}"
+        "{{ m.role }} {{ m.tool_call_id }} {{ m.content }}{% for c in m.tool_calls or [] %}"
+        "<{{ c.id }}>{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+    )
+    before = engine.tokenizer.chat_templates["default"]
+    engine.tokenizer.use_template(template)
+    try:
+        engine.say("Yes.")
+        messages: list[Any] = [{"role": "user", "content": "Hello."}]
+        for place, name in enumerate(("look", "stop")):
+            function = {"name": name, "arguments": "{}"}
+            call = {"id": f"call_{place}", "type": "function", "function": function}
+            messages += [
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": f"call_{place}", "content": "done"},
+            ]
+        tools = [{"type": "function", "function": {"name": "look"}}]
+        gpt.chat.completions.create(model=MODEL, messages=messages, tools=tools)
+    finally:
+        engine.tokenizer.use_template(before)
+    heard = engine.heard[0]
+    assert "<functions.look:0>{}tool functions.look:0 done" in heard
+    assert "<functions.stop:1>{}tool functions.stop:1 done" in heard
+    assert "call_" not in heard
+
+
+def test_a_call_inside_reasoning_that_is_cut(gpt: openai.OpenAI, engine: Speaker) -> None:
+    engine.say(f"<think>Let me see. {CALL} and on and on")
+    most = len(engine.tokenizer.encode(f"<think>See. {CALL}"))
+    response = ask(gpt, tools=OPENAI_TOOLS, max_output_tokens=most)
+    assert response.status == "incomplete"
+    assert [item.type for item in response.output] == ["reasoning"]
+
+
 def test_responses_without_reasoning(gpt: openai.OpenAI, engine: Speaker) -> None:
     engine.say("It snows.")
     response = ask(gpt, reasoning={"effort": "none"})

@@ -43,6 +43,22 @@ def test_probing(source: str, want: TemplateTraits) -> None:
     assert (found.call is not None) == want.shows_calls
 
 
+def test_ids_that_name_tools() -> None:
+    def found(call: str) -> TemplateTraits:
+        calls = f"{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}"
+        return probe(
+            ChatTemplate(f"{{% for m in messages %}}<{{{{ m.role }}}}>{calls}{{% endfor %}}"), {}
+        )
+
+    by_id = found("{{ c.id }} {{ c.function.arguments | tojson }}")
+    assert by_id.ids_name_tools
+    assert "functions.probed_tool:0 " in str(by_id.call)
+    both = found("{{ c.function.name }} {{ c.id }} {{ c.function.arguments | tojson }}")
+    assert not both.ids_name_tools
+    assert "probe1234" in str(both.call)
+    assert not found("{{ c.function.arguments | tojson }}").ids_name_tools
+
+
 def test_a_call_is_what_follows_the_generation_prompt() -> None:
     source = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"

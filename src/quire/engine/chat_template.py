@@ -278,6 +278,7 @@ class TemplateTraits:
         empty_content: content of a message with calls alone.
         call: a message with the probed call alone, as the template writes it; None where it shows
             no calls.
+        ids_name_tools: calls show their ids and not their tools' names, which the ids have to hold.
     """
 
     shows_tools: bool
@@ -286,6 +287,7 @@ class TemplateTraits:
     arguments_as_text: bool = False
     empty_content: str | None = ""
     call: str | None = None
+    ids_name_tools: bool = False
 
 
 class ChatTemplate:

@@ -32,6 +32,7 @@ _UNDESCRIBED = {
 }
 PROBED_CALL = {"probed_key": "probed_value"}
 """The arguments of the call to `PROBED_TOOL` in the conversations that are rendered."""
+_ID = "probe1234"  # of the only length that Mistral's templates take
 _TEXT = '{"probed_key": "probed_value"}'
 
 
@@ -65,10 +66,22 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
                 before = rendered(hello, add_generation_prompt=True)
                 shown = rendered(conversation[:2])
                 call = _behind(before, shown)
+                ids_name_tools = "probed_tool" not in call and _ID in call
+                if ids_name_tools:
+                    call = call.replace(_ID, named_id("probed_tool", 0))
                 return TemplateTraits(
-                    shows_tools, True, needs_description, as_text, empty_content, call
-                )
+                    shows_tools, True, needs_description, as_text, empty_content, call,
+                    ids_name_tools,
+                )  # fmt: skip
     return TemplateTraits(shows_tools, False, needs_description)
+
+
+def named_id(name: str, number: int) -> str:
+    """Returns a call's id that holds its tool's name, as Kimi K2 writes it.
+
+    number: the call's in the conversation.
+    """
+    return f"functions.{name}:{number}"
 
 
 def _behind(before: str, text: str) -> str:
@@ -81,12 +94,12 @@ def _behind(before: str, text: str) -> str:
 
 def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:
     call = {
-        "id": "probe1234",  # of the only length that Mistral's templates take
+        "id": _ID,
         "type": "function",
         "function": {"name": "probed_tool", "arguments": arguments},
     }
     return [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "probe1234", "name": "probed_tool", "content": "done"},
+        {"role": "tool", "tool_call_id": _ID, "name": "probed_tool", "content": "done"},
     ]

@@ -6,6 +6,7 @@ properties than those listed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 from urllib.parse import unquote
@@ -19,6 +20,7 @@ ANY_DEPTH = 6
 
 Json = Any
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_INDEX = re.compile("[0-9]{1,9}")
 _ANY = "quire:any-document-"
 """Begins the names of definitions that are added."""
 
@@ -51,7 +53,7 @@ def resolve(schema: Json, pointer: str) -> Json:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict):
             schema = schema.get(name)
-        elif isinstance(schema, list) and name.isdecimal() and int(name) < len(schema):
+        elif isinstance(schema, list) and _INDEX.fullmatch(name) and int(name) < len(schema):
             schema = schema[int(name)]
         else:
             return None

@@ -53,7 +53,11 @@ def compilable(params: StructuredOutputsParams) -> str:
 
 
 def _check_size(text: str, limit: int = MAX_BYTES) -> None:
-    size = len(text.encode("utf-8", "surrogatepass"))
+    check_size(len(text.encode("utf-8", "surrogatepass")), limit)
+
+
+def check_size(size: int, limit: int = MAX_BYTES) -> None:
+    """Raises GrammarError for more bytes than a grammar may have."""
     if size > limit:
         raise GrammarError(
             f"It has {size} bytes, at most {limit} are allowed.", code="grammar_too_large"

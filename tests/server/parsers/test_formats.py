@@ -46,6 +46,29 @@ def test_a_call_that_is_cut_shows_no_markup(name: str) -> None:
         assert [part[0] for part in found] in ([], ["weather"])
 
 
+END_MARKS = {
+    "hermes": ("\n</tool_call>\n", "\n"),
+    "qwen3_xml": ("\n</tool_call>\n", "\n"),
+    "minimax_m2": ("</minimax:tool_call>", ""),
+    "gemma4": ("<tool_call|>", ""),
+    "functionary": ("</function>", ""),
+    "kimi_k2": ("<|tool_call_end|>", ""),
+    "deepseek_v31": ("<｜tool▁call▁end｜>", ""),
+}
+
+
+@pytest.mark.parametrize("name", END_MARKS)
+def test_calls_without_end_marks(name: str) -> None:
+    whole = CALLS[name][1]
+    if name == "minimax_m2":
+        begin, end = "<minimax:tool_call>", END_MARKS[name][0]
+        inner = whole.removeprefix(begin).removesuffix(end)
+        whole = begin + inner.replace("</invoke>", f"</invoke>{end}{begin}", 1) + end
+    bare = whole.replace(*END_MARKS[name])
+    assert bare != whole
+    assert calls(name, bare) == calls(name, whole)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_unknown_tools_and_other_text_are_text(name: str) -> None:
     mark = TOOL_PARSERS[name].starts[0]

@@ -17,7 +17,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.tools import constrained
+from quire.server.generation.tools import constrained, parameters_of
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
 from quire.structured.grammar import compilable
 from tests.server.parsers.harness import TOOLS, read
@@ -336,6 +336,77 @@ def test_strings_that_are_written_as_they_are(parser: str) -> None:
             params(True, **keywords)
 
 
+NODE = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "kids": {"type": "array", "items": {"$ref": "#"}},
+        "twin": {"$ref": "#/properties/kids"},
+    },
+    "required": ["kids"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_references_beyond_definitions(strict: bool) -> None:
+    def params(parser: str) -> SamplingParams:
+        schema = {**NODE, "$schema": "http://json-schema.org/draft-07/schema#"}
+        choice = ToolChoice("required")
+        return params_for(parser, choice, schemas={"f": schema}, strict=strict)
+
+    def qwen(kids: str, twin: str) -> str:
+        return (
+            f"<tool_call>\n<function=f>\n<parameter=kids>\n{kids}\n</parameter>\n"
+            f"<parameter=twin>\n{twin}\n</parameter>\n</function>\n</tool_call>"
+        )
+
+    for kids, right in (('[{"kids": []}]', True), ("[[]]", False), ("[{}]", False)):
+        assert accepts(params("qwen3_xml"), qwen(kids, "[]")) == right
+        assert accepts(params("qwen3_xml"), qwen("[]", kids)) == right
+        assert accepts(params("pythonic"), f"[f(kids={kids})]") == right
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("parser", BARE)
+def test_a_schema_that_is_a_reference(parser: str, strict: bool) -> None:
+    text = {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"]}
+    for schema in (
+        {"$ref": "#/definitions/f", "definitions": {"f": text}},
+        {"$ref": "#/$defs/g", "$defs": {"g": {"$ref": "#/$defs/f"}, "f": text}},
+    ):
+        params = params_for(parser, ToolChoice("required"), schemas={"f": schema}, strict=strict)
+        assert accepts(params, BARE[parser] % "12")
+        read = parameters_of({"function": {"name": "f", "parameters": schema}})
+        assert (read["properties"], "$ref" in read) == (text["properties"], False)
+    for loop in ({"$ref": "#"}, {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}):
+        assert "$ref" in parameters_of({"function": {"name": "f", "parameters": loop}})
+
+
+def test_definitions_that_each_property_needs_are_not_too_large() -> None:
+    def params(value: Any) -> SamplingParams:
+        text = {"type": "string", "description": "long " * 1000}
+        properties = {f"p{place}": value for place in range(1000)}
+        schema = {"type": "object", "properties": properties, "$defs": {"text": text}}
+        return params_for("qwen3_xml", ToolChoice("required"), schemas={"f": schema})
+
+    wanted = params({"type": "integer"}).structured_outputs
+    assert wanted is not None
+    assert len(wanted.grammar or "") < 200_000
+    with pytest.raises(ApiError, match="at most 524288 are allowed") as refused:
+        params({"$ref": "#/$defs/text"})
+    assert (refused.value.param, refused.value.code) == ("tools", "grammar_too_large")
+
+
+def test_many_values_of_strings_that_are_written_as_they_are() -> None:
+    text = {"type": "string", "enum": [f"v{place}" for place in range(3000)]}
+    schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
+    for parser, call in BARE.items():
+        params = params_for(parser, ToolChoice("required"), schemas={"f": schema})
+        assert accepts(params, call % "v2999")
+        assert not accepts(params, call % "v3000")
+
+
 def test_every_format_with_bare_strings_is_here() -> None:
     assert BARE.keys() == {name for name, parser in TOOL_PARSERS.items() if parser.bare_strings}
 
@@ -343,6 +414,9 @@ def test_every_format_with_bare_strings_is_here() -> None:
 OUTPUTS = [
     (StructuredOutputsParams(json='{"type": "integer"}'), "42", "no"),
     (StructuredOutputsParams(json_object=True), '{"a": 1}', "[1]"),
+    (StructuredOutputsParams(regex=r"[0-9]+\/(x|\\/)/"), "1/x/", "1/x"),
+    (StructuredOutputsParams(choice=tuple(f"c{n}" for n in range(4000))), "c3999", "c4000"),
+    (StructuredOutputsParams(choice=("<think>", "a", "ab")), "ab", "b"),
     (StructuredOutputsParams(regex="a/b+|c"), "a/bb", "a/"),
     (StructuredOutputsParams(choice=("yes", 'n"o')), 'n"o', "maybe"),
     (StructuredOutputsParams(grammar='start: a\na: "x" B\nB: /y+/'), "xyy", "x"),

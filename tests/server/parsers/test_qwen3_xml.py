@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from quire.server.parsers.qwen3_xml import Qwen3XmlParser
+from quire.server.parsers.qwen3_xml import Glm45Parser, Qwen3XmlParser
+from quire.server.parsers.stream import CallArguments
 from tests.server.parsers.harness import Expected, cuts, read
 
 OSLO = "<parameter=city>\nOslo\n</parameter>"
@@ -64,3 +68,45 @@ CASES: list[tuple[str, Expected]] = [
 def test_every_cut_gives_the_same(text: str, want: Expected) -> None:
     for pieces in cuts(text):
         assert read(Qwen3XmlParser, pieces) == want, pieces
+
+
+TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+MAY_BE_TEXT: list[tuple[Any, str, Any]] = [
+    (TEXT_OR_NULL, "12345", "12345"),
+    (TEXT_OR_NULL, "true", "true"),
+    (TEXT_OR_NULL, "null", None),
+    (TEXT_OR_NULL, '"12"', "12"),
+    ({"type": ["string", "null"]}, "1e999", "1e999"),
+    ({"$ref": "#/$defs/code"}, "007", "007"),
+    ({"$ref": "#/$defs/code"}, "42", "42"),
+    ({"enum": ["1", "2"]}, "1", "1"),
+    ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "5", 5),
+    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
+    ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "5", 5),
+    ({}, "5", 5),
+    # Literals of Python, where no string may be.
+    ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}),
+    ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "['x']", ["x"]),
+    ({"type": ["array", "string"]}, "['x']", "['x']"),
+    ({"type": "array"}, "[f(x)]", "[f(x)]"),
+    ({}, "['x']", "['x']"),
+    # What schemas should not be.
+    ({"$ref": "#/properties/value"}, "5", 5),
+    ({"anyOf": [{"$ref": "#/properties/value"}] * 50}, "5", 5),
+    ({"type": [["string"]]}, "5", 5),
+    ({"$ref": "#/list/" + "9" * 5000}, "5", 5),
+    (True, "5", 5),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "want"), MAY_BE_TEXT, ids=range(len(MAY_BE_TEXT)))
+def test_a_value_that_may_be_a_string_only_is_one(schema: Any, text: str, want: Any) -> None:
+    tool = {"properties": {"value": schema}, "$defs": {"code": {"type": "string"}}, "list": []}
+    for write in (
+        f"<tool_call>\n<function=f>\n<parameter=value>\n{text}\n</parameter>\n</function>",
+        f"<tool_call>f\n<arg_key>value</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>",
+    ):
+        parser = (Qwen3XmlParser if "function" in write else Glm45Parser)({"f": tool})
+        parts = parser.feed(write) + parser.finish()
+        arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        assert json.loads(arguments) == {"value": want}

@@ -71,6 +71,11 @@ def test_auto_takes_the_parser_that_reads_the_templates_call(name: str) -> None:
     assert detected(template_of(WRITTEN[name])) == (name, None)
 
 
+def test_auto_where_ids_of_calls_name_their_tools() -> None:
+    by_id = WRITTEN["kimi_k2"].replace(f"functions.{NAME}:0", "{{ c.id }}")
+    assert detected(template_of(by_id)) == ("kimi_k2", None)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -175,10 +175,11 @@ class ChatGeneration:
 
     def _reader(self) -> ChoiceParser:
         format, dialogue = self._format, self.dialogue
+        tools = None if self._parser is None else self._parser(self._tools)
+        calls = () if tools is None or tools.marks_text else tools.starts
         think = None
         if format.reasoning is not None:
-            think = ThinkParser(format.reasoning, self._begins_open)
-        tools = None if self._parser is None else self._parser(self._tools)
+            think = ThinkParser(format.reasoning, self._begins_open, calls)
         return ChoiceParser(
             self._tokenizer,
             think,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
@@ -19,6 +20,9 @@ from quire.server.parsers.think import ThinkParser
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
+
+_MOST_CALLS = 8
+"""Marks of calls inside a block of reasoning that are looked at."""
 
 Tokens = tuple[list[int], list[dict[int, Logprob]]]
 
@@ -113,6 +117,9 @@ class ChoiceParser:
         undecided = think.undecided
         if piece.finish_reason is not None:
             rest = think.finish()
+            inside = not undecided and not think.answering
+            if inside and self._tools is not None and piece.finish_reason == "stop":
+                rest = _before_calls(self._tools, rest[0])
             reasoning, answer = reasoning + rest[0], answer + rest[1]
         elif undecided:
             return ""
@@ -156,3 +163,18 @@ class ChoiceParser:
                 events.append(ToolCallDelta(choice, index, text, *self._spend()))
             case CallEnd():
                 self._complete += 1
+
+
+def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:
+    """Splits the end of a block of reasoning that was never closed into (reasoning, calls that end
+    it)."""
+    marks = "|".join(map(re.escape, tools.starts))
+    places = [found.start() for found in re.finditer(marks, text)] if marks else []
+    end = len(text)
+    for place in reversed(places[-_MOST_CALLS:]):
+        reader = type(tools)(tools.tools)
+        parts = reader.feed(text[place:]) + reader.finish()
+        whole = any(isinstance(part, CallEnd) for part in parts)
+        if whole and not any(isinstance(part, Text) and part.text.strip() for part in parts):
+            end = place
+    return text[:end].rstrip(), text[end:]

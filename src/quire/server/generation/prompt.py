@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.engine.chat_template import ChatTemplate
+from quire.engine.template_traits import named_id
 from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
 
@@ -136,10 +137,30 @@ def _messages(
     traits = tokenizer.traits(template(with_tools))
     if not traits.shows_calls:
         raise _not_shown("tool calls", "messages")
+    if traits.ids_name_tools:
+        messages = _with_named_ids(messages)
     return [
         _with_calls(message, traits) if message.get("tool_calls") else message
         for message in messages
     ]
+
+
+def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose calls, and the results of these, have ids that name the tools."""
+    ids: dict[str, str] = {}
+    out, number = [], 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call["id"]] = named_id(call["function"]["name"], number)
+            calls.append({**call, "id": ids[call["id"]]})
+            number += 1
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        out.append(message)
+    return out
 
 
 def _not_shown(what: str, param: str) -> ApiError:

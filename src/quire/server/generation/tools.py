@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from msgspec.structs import replace
 
@@ -15,6 +16,7 @@ from quire.server.generation.chat_format import ChatFormat
 from quire.server.generation.dialogue import Dialogue
 from quire.server.parsers.grammar import Rules
 from quire.server.parsers.stream import ToolParser
+from quire.structured.bounded import resolve
 from quire.structured.grammar import as_lark
 from quire.structured.json_schema import ANNOTATIONS, enforceable
 
@@ -25,6 +27,8 @@ _OF_PROPERTIES = ANNOTATIONS | {
 # What of a string's schema is enforced where strings are written as they are.
 _OF_STRINGS = ANNOTATIONS | {"type", "enum", "const"}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+_MOST_STEPS = 16
+"""References followed in a row."""
 
 
 def check_tools(dialogue: Dialogue, format: ChatFormat) -> None:
@@ -68,11 +72,24 @@ def _invalid(param: str, why: str) -> ApiError:
 
 
 def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of the tool's arguments. A tool without one takes none, as at OpenAI."""
+    """Returns the schema of the tool's arguments. A tool without one takes none, as at OpenAI.
+
+    What the schema as a whole refers to stands in it, so that its properties are seen.
+    """
     parameters = tool["function"].get("parameters")
     if not parameters:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **parameters}
+    schema = {"type": "object", **parameters}
+    for _ in range(_MOST_STEPS):
+        reference = schema.get("$ref")
+        target = resolve(schema, unquote(reference)) if isinstance(reference, str) else None
+        rest = {name: value for name, value in schema.items() if name != "$ref"}
+        if not isinstance(target, Mapping) or any(
+            rest[name] != target[name] for name in rest.keys() & target.keys() - ANNOTATIONS
+        ):
+            break
+        schema = {**rest, **target}
+    return schema
 
 
 def callable_tools(dialogue: Dialogue) -> dict[str, dict[str, Any]]:
@@ -120,7 +137,12 @@ def constrained(
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
         schemas = _schemas(dialogue, tools, parser)
-        call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
+        try:
+            call = rules.add(parser.grammar(rules, schemas, parallel=not one_call(dialogue)))
+        except GrammarError as error:
+            raise ApiError(
+                400, f"Invalid value for 'tools': {error}", param="tools", code=error.code
+            ) from None
         if must:
             body = call
         elif wanted is not None:
@@ -198,4 +220,4 @@ def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
         return rules.regex(wanted.regex)
     if wanted.grammar is not None:
         return rules.add(f"%lark {{\n{as_lark(wanted.grammar)}\n}}")
-    return rules.any_of(rules.literal(choice) for choice in wanted.choice)
+    return rules.texts(wanted.choice)

@@ -6,11 +6,18 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
+from quire.structured.bounded import resolve
+from quire.structured.grammar import check_size
+
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON separators that templates use."""
+_OF_ROOTS = ("x-guidance", "$schema", "$id", "id", "$defs", "definitions")
+"""Keywords that stand at a schema's root only, or that nothing but references need."""
+_SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SPECIAL = frozenset(r".^$*+?()[]{}|\/")
 
 
@@ -26,6 +33,7 @@ class Rules:
         self.template = template
         self.lines: list[str] = []
         self._added = added
+        self._copied = 0  # bytes of definitions, which each property has for itself
         names = sorted(map(re.escape, added), key=len, reverse=True)
         self._split = re.compile("({})".format("|".join(names))) if names else None
 
@@ -47,12 +55,31 @@ class Rules:
         return self.add(f"%json {msgspec.json.encode(schema).decode()}")
 
     def property(self, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Returns the schema of a property, fit to stand alone."""
+        """Returns the schema of a property, fit to stand alone: with definitions of all that it
+        refers to, wherever in `schema` that is.
+
+        Raises:
+            GrammarError: such schemas are too large together.
+        """
         value = schema["properties"][key]
         if not isinstance(value, Mapping):
             value = {} if value else {"not": {}}
-        shared = ("$defs", "definitions", "x-guidance")
-        return {**{name: schema[name] for name in shared if name in schema}, **value}
+        names: dict[str, str] = {}
+        alone: dict[str, Any] = _renamed(value, names)
+        if "x-guidance" in schema:
+            alone["x-guidance"] = schema["x-guidance"]
+        definitions: dict[str, Any] = {}
+        while len(definitions) < len(names):  # each may refer to more
+            for pointer in list(names)[len(definitions) :]:
+                target = resolve(schema, unquote(pointer))
+                if pointer == "#":
+                    target = {name: part for name, part in schema.items() if name not in _OF_ROOTS}
+                definitions[names[pointer]] = _renamed(target, names)
+        if definitions:
+            alone["$defs"] = definitions
+            self._copied += len(msgspec.json.encode(definitions))
+            check_size(self._copied)
+        return alone
 
     def members(
         self,
@@ -70,7 +97,7 @@ class Rules:
             begin: returns the text before a value, given its name.
             value: returns an expression of a value, given its schema.
         """
-        required = schema.get("required", ())
+        required = frozenset(schema.get("required", ()))
         first = more = '""'
         for key in reversed(schema.get("properties", {})):
             inner = value(self, self.property(schema, key))
@@ -86,7 +113,21 @@ class Rules:
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
             return self.add_until(end)
-        return f"{self.any_of(self.literal(str(item)) for item in values)} {self.literal(end)}"
+        return f"{self.texts([str(item) for item in values])} {self.literal(end)}"
+
+    def texts(self, texts: Iterable[str]) -> str:
+        """Adds a rule of one of several texts; returns its name."""
+        plain: list[str] = []
+        others: list[str] = []
+        for text in texts:
+            named = not text or (self._split is not None and self._split.search(text))
+            (others if named else plain).append(text)
+        choices = [self.literal(text) for text in others]
+        if plain:
+            # One terminal: the parser has no room for thousands of alternatives.
+            choices.append(f"TEXTS_{len(self.lines)}")
+            self.lines.append(f"{choices[-1]}: {' | '.join(map(_quoted, plain))}")
+        return self.any_of(choices)
 
     def any_of(self, choices: Iterable[str]) -> str:
         return self.add(" | ".join(choices))
@@ -98,7 +139,8 @@ class Rules:
         return name
 
     def regex(self, pattern: str) -> str:
-        return self.add("/{}/".format(pattern.replace("/", "\\/")))
+        # A slash that is escaped already stays as it is.
+        return self.add("/{}/".format(_SLASH.sub(lambda found: found[1] or "\\/", pattern)))
 
     def add_text(self, without: Collection[str], first: str = "") -> str:
         """Adds a terminal of any text but one that contains one of `without`, or begins with a
@@ -135,6 +177,19 @@ class Rules:
 
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self.lines]) + "\n"
+
+
+def _renamed(schema: Any, names: dict[str, str]) -> Any:
+    """Returns a schema whose references lead to definitions; `names` maps pointers to theirs."""
+    if isinstance(schema, list):
+        return [_renamed(part, names) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    out = {key: _renamed(part, names) for key, part in schema.items()}
+    pointer = schema.get("$ref")
+    if isinstance(pointer, str) and (pointer == "#" or pointer.startswith("#/")):
+        out["$ref"] = f"#/$defs/{names.setdefault(pointer, str(len(names)))}"
+    return out
 
 
 def _quoted(text: str) -> str:

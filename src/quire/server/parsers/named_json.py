@@ -40,9 +40,7 @@ class NamedJsonParser(JsonToolParser):
             yield from self.expect(self.call_begin)
         while True:
             yield from self._one()
-            if not self.section or not self.char:
-                return
-            if (yield from self.one_of(self.call_begin, self.section_end)) == self.section_end:
+            if not (yield from self._another()):
                 return
 
     def _one(self) -> Reading:
@@ -54,11 +52,21 @@ class NamedJsonParser(JsonToolParser):
         yield from self.arguments(name)
         self.end()
         yield from self.space()
-        # Models may leave out the end mark.
-        after = self.call_end.lstrip()
-        if self.char == after[0]:
-            yield from self.expect(after)
-        yield from self.space()
+
+    def _another(self) -> Generator[None, None, bool]:
+        """Reads the marks behind a call, whose end mark models may leave out; returns whether the
+        section goes on with another call."""
+        end = self.call_end.lstrip()
+        if not self.section:
+            if self.char == end[0]:
+                yield from self.expect(end)
+            return False
+        while self.char:
+            mark = yield from self.one_of(end, self.call_begin, self.section_end)
+            if mark != end:
+                return mark == self.call_begin
+            yield from self.space()
+        return False
 
     def _name(self) -> Generator[None, None, str]:
         letters = []

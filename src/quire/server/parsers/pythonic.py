@@ -50,7 +50,7 @@ class PythonicParser(ToolParser):
             yield from self.expect("=")
             if not key or key in keys:
                 raise NotACallError
-            value = _json_text((yield from self._literal()))
+            value = json_text((yield from self._literal()))
             if not keys:
                 self.begin(name)
             self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
@@ -112,7 +112,8 @@ class PythonicParser(ToolParser):
         return f'{rules.literal(opened)} "[" {call} {more} "]" {rules.literal(closed)}'
 
 
-def _json_text(literal: str) -> str:
+def json_text(literal: str) -> str:
+    """Returns a literal of Python as JSON. Raises NotACallError for other text."""
     try:
         with warnings.catch_warnings():  # of unknown escapes, which are for who writes code
             warnings.simplefilter("ignore")

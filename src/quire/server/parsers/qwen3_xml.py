@@ -3,19 +3,27 @@ and Qwen 3.5."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 from quire.server.parsers.grammar import Rules
+from quire.server.parsers.pythonic import json_text
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser, overlap
+from quire.structured.bounded import resolve
+
+_WORDS = {"True": "true", "False": "false", "None": "null"}
+_MOST_SCHEMAS = 64
+"""Schemas, behind references and in options, that are looked at for a value."""
 
 
 class Qwen3XmlParser(ToolParser):
     """Parses calls whose values are bare text.
 
     A parameter whose schema says so is a string, passed on as it comes. Others are JSON where they
-    can be read as such.
+    can be read as such; a value that may be a string, but not what it reads as, is a string.
 
     Attributes:
         function, parameter: before a name, which `bracket` ends.
@@ -73,7 +81,8 @@ class Qwen3XmlParser(ToolParser):
             raise NotACallError
         self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
         keys.add(key)
-        yield from self._value(self.tools[name].get("properties", {}).get(key, {}))
+        tool = self.tools[name]
+        yield from self._value(tool.get("properties", {}).get(key, {}), tool)
 
     def until(self, end: str) -> Generator[None, None, str]:
         """Reads a name and the text that ends it; returns the name."""
@@ -84,7 +93,7 @@ class Qwen3XmlParser(ToolParser):
         yield from self.expect(end)
         return "".join(letters)
 
-    def _value(self, schema: Any) -> Reading:
+    def _value(self, schema: Any, tool: Mapping[str, Any]) -> Reading:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind == "string":
             self.give_arguments('"')
@@ -92,12 +101,7 @@ class Qwen3XmlParser(ToolParser):
             self.give_arguments('"')
             return
         raw = yield from self.captured(self._text(escape=False))
-        try:
-            json.loads(raw, parse_constant=_refuse)
-            self.give_arguments(raw.strip())
-        except (ValueError, RecursionError):
-            words = {"True": "true", "False": "false", "None": "null"}
-            self.give_arguments(words.get(raw.strip()) or json.dumps(raw, ensure_ascii=False))
+        self.give_arguments(_as_json(raw, _types(schema, tool)))
 
     def _text(self, escape: bool = True) -> Reading:
         """Reads up to the end mark; what belongs to the value is consumed."""
@@ -140,12 +144,12 @@ class Qwen3XmlParser(ToolParser):
     @classmethod
     def _parameters(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
         """Returns a rule of the properties in their order, each at most once."""
-        parts = []
+        parts, required = [], frozenset(schema.get("required", ()))
         for key in schema.get("properties", {}):
             before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.line}")
             inner = cls.value_rule(rules, rules.property(schema, key))
             part = f'{before} {inner} "\\n"'
-            parts.append(part if key in schema.get("required", ()) else f"({part})?")
+            parts.append(part if key in required else f"({part})?")
         return " ".join(parts) or '""'
 
     @classmethod
@@ -218,14 +222,76 @@ class Glm45Parser(Qwen3XmlParser):
         calls = []
         for name, schema in tools.items():
             parts = [rules.literal(f"<tool_call>{name}\n")]
+            required = frozenset(schema.get("required", ()))
             for key in schema.get("properties", {}):
                 before = rules.literal(f"<arg_key>{key}</arg_key>\n<arg_value>")
                 inner = cls.value_rule(rules, rules.property(schema, key))
                 part = f'{before} {inner} "\\n"'
-                parts.append(part if key in schema.get("required", ()) else f"({part})?")
+                parts.append(part if key in required else f"({part})?")
             calls.append(f"{' '.join(parts)} {rules.literal('</tool_call>')}")
         call = rules.any_of(calls)
         return f'{call} ("\\n" {call})*' if parallel else call
+
+
+def _as_json(raw: str, types: set[str] | None) -> str:
+    """Returns a value as JSON.
+
+    types: those that it may have; None: any.
+    """
+    text = _WORDS.get(raw.strip(), raw.strip())
+    may_be_text = types is not None and "string" in types
+    try:
+        kinds = _kinds_of(json.loads(text, parse_constant=_refuse))
+        if not may_be_text or (types is not None and kinds & types):
+            return text
+    except (ValueError, RecursionError):
+        if types is not None and not may_be_text:
+            # Models write {'a': True} as well.
+            with contextlib.suppress(NotACallError):
+                return json_text(raw)
+    return json.dumps(raw, ensure_ascii=False)
+
+
+def _kinds_of(value: Any) -> set[str]:
+    """Returns the types that a value is of."""
+    match value:
+        case bool():
+            return {"boolean"}
+        case int() | float():
+            whole = isinstance(value, int) or value.is_integer()
+            return {"number", "integer"} if whole else {"number"}
+        case str():
+            return {"string"}
+        case None:
+            return {"null"}
+    return {"array" if isinstance(value, list) else "object"}
+
+
+def _types(schema: Any, tool: Mapping[str, Any]) -> set[str] | None:
+    """Returns the types of the values that fit a schema; None where it does not tell.
+
+    tool: the document that its references lead into.
+    """
+    types: set[str] = set()
+    waiting, seen = [schema], 0
+    while waiting:
+        schema, seen = waiting.pop(), seen + 1
+        if not isinstance(schema, Mapping) or seen > _MOST_SCHEMAS:
+            return None
+        given, reference = schema.get("type"), schema.get("$ref")
+        values = [schema["const"]] if "const" in schema else schema.get("enum")
+        options = schema.get("anyOf", schema.get("oneOf"))
+        if given is not None:
+            types |= {str(name) for name in (given if isinstance(given, list) else [given])}
+        elif isinstance(reference, str):
+            waiting.append(resolve(tool, unquote(reference)))
+        elif isinstance(values, list):
+            types = types.union(*map(_kinds_of, values))
+        elif isinstance(options, list):
+            waiting += options
+        else:
+            return None
+    return types
 
 
 def _refuse(constant: str) -> None:

@@ -152,10 +152,14 @@ class ToolParser(ABC):
             self._give(plain)
             self._marked = True
             return self._open(text[len(plain) : place + len(start)], text[place + len(start) :])
+        self._pass(text)
+        return ""
+
+    def _pass(self, text: str) -> None:
+        """Passes text without a call on, but for an end that may begin one, or space before it."""
         plain = text[: len(text) - overlap(text, self.starts)].rstrip()
         self._give(plain)
         self._waiting = text[len(plain) :]
-        return ""
 
     def _open(self, held: str, rest: str) -> str:
         self._held = [held]
@@ -180,7 +184,7 @@ class ToolParser(ABC):
                 self._parts = self._take()
                 self._arguments = None
                 if char or not self._marked:
-                    self._give("".join(self._held))
+                    self._pass("".join(self._held))
             else:
                 self._behind_call = True
             self._held = []
@@ -252,10 +256,10 @@ class ToolParser(ABC):
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the longest end of `text` that begins one of `marks`."""
+    """Returns the length of the longest end of `text` that begins one of `marks`, not all of it."""
     longest = max(map(len, marks), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]
-        if any(mark.startswith(end) for mark in marks):
+        if any(mark.startswith(end) and mark != end for mark in marks):
             return length
     return 0

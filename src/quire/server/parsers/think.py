@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -61,10 +62,17 @@ class ThinkParser:
     """Splits one completion into reasoning and answer.
 
     Space around the reasoning is dropped. Only a block that the completion begins with counts.
+
+    Args:
+        calls: marks that begin calls. From the first one on the text of an open block waits, as
+            models may call without closing it.
     """
 
-    def __init__(self, format: ReasoningFormat, begins_open: bool | None) -> None:
+    def __init__(
+        self, format: ReasoningFormat, begins_open: bool | None, calls: Sequence[str] = ()
+    ) -> None:
         self._format = format
+        self._calls = tuple(calls)
         self.close = format.close
         self._waiting = ""
         self._silent = True  # nothing of the reasoning was passed on yet
@@ -135,7 +143,9 @@ class ThinkParser:
         if at >= 0:
             self._place = _ThinkState.BEHIND
             return buffer[:at].rstrip(), buffer[at + len(self._format.close) :]
-        reasoning = buffer[: len(buffer) - overlap(buffer, (self._format.close,))].rstrip()
+        begun = [at for mark in self._calls if (at := buffer.find(mark)) >= 0]
+        waits = len(buffer) - overlap(buffer, (self._format.close, *self._calls))
+        reasoning = buffer[: min(begun, default=waits)].rstrip()
         self._waiting = buffer[len(reasoning) :]
         self._silent = self._silent and not reasoning
         return reasoning, ""
