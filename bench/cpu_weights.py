@@ -1,10 +1,12 @@
 """Compares weights of 16, 8 and 4 bits with fp32's on this machine's CPU, as ratios within one
 process.
 
-    python bench/cpu_weights.py [--layers 6] [--steps 4] [--rounds 3] [--clock cpu] [--out FILE]
+    python bench/cpu_weights.py [--widths Qwen3-0.6B] [--layers 6] [--steps 4] [--rounds 3]
+                                [--clock cpu] [--out FILE]
 
-Layers of Qwen3-0.6B's widths and a tied head of 32 000 tokens, random, saved in fp32 and in
-bfloat16, the latter served as it is and with `--quantization`. Rounds go through all engines in
+Layers of a model's widths and a tied head of 32 000 tokens, random, saved in fp32 and in bfloat16,
+the latter served as it is and with `--quantization`. Six layers have the head's share of the whole
+model. Rounds go through all engines in
 turn, so that what slows the machine slows all. A decoding step is the difference between a long
 answer and a short one; a prompt is an answer of one token. Seconds are the processor's, which other
 programs disturb less where there is one thread (OMP_NUM_THREADS=1). Ratios are fp32's seconds by an
@@ -25,11 +27,21 @@ from cpu_vs_transformers import seconds
 from quire import LLM, SamplingParams
 from quire.bench.record import append_jsonl, format_table, make_record
 
+WIDTHS = {
+    "Qwen3-0.6B": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+    },
+    "Qwen2.5-1.5B": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+}
 SHAPE = {
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
@@ -48,13 +60,13 @@ FEW = 4
 CLOCKS = ("wall", "cpu")
 
 
-def checkpoints(folder: Path, layers: int) -> None:
+def checkpoints(folder: Path, widths: str, layers: int) -> None:
     """Writes a checkpoint of random weights for each dtype."""
     import transformers
 
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SHAPE, num_hidden_layers=layers)
+        transformers.LlamaConfig(**SHAPE, **WIDTHS[widths], num_hidden_layers=layers)
     )
     for dtype in ("float32", "bfloat16"):
         model.to(getattr(torch, dtype)).save_pretrained(folder / dtype)
@@ -100,6 +112,7 @@ def works(llm: LLM, steps: int, clock: int) -> dict[str, Callable[[], float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--widths", choices=WIDTHS, default="Qwen3-0.6B", help="whose widths")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     parser.add_argument("--steps", type=int, default=4, help="steps that are measured at once")
     parser.add_argument("--rounds", type=int, default=3, help="times that all is measured")
@@ -108,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     engines, starts = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints(Path(folder), args.layers)
+        checkpoints(Path(folder), args.widths, args.layers)
         for name, (dtype, quantization) in CASES.items():
             path = Path(folder) / dtype
             starts[name] = seconds(
@@ -142,7 +155,7 @@ def main() -> None:
                 f"{work}_ratio_most": max(ratios),
                 f"{work}_{args.clock}_ms": 1e3 * statistics.median(spent),
             }
-        model = f"{args.layers} layers of Qwen3-0.6B (random), {name}"
+        model = f"{args.layers} layers of {args.widths} (random), {name}"
         records.append(make_record("cpu_weights", metrics, model=model, settings=settings))
     print(format_table(records))
     if args.out is not None:

@@ -176,6 +176,31 @@ def test_gptq_changes_outputs_less_than_rounding(bits: int, symmetric: bool, gro
     assert int(values.amax()) < 2 ** (bits - 1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_searched_scales_of_floats_change_outputs_less(dtype: torch.dtype) -> None:
+    products, weight = _products(200, 48), torch.randn(24, 48)
+    weight[3] = 0
+    grid = Grid(8, float=True)
+    plain, searched = (find_scales(weight, grid, dtype, found) for found in (None, products))
+    ratios = searched.scales / plain.scales
+    assert ((ratios > 0.99) & (ratios < 2)).all()
+    powers = [
+        output_power(round_to(weight, scales).dequantized() - weight, products)
+        for scales in (plain, searched)
+    ]
+    assert powers[1] < 0.9 * powers[0]
+
+
+def test_blocks_of_floats_have_one_scale() -> None:
+    weight = torch.randn(40, 48)
+    scales = find_scales(weight, Grid(8, float=True, group=32, outputs=32), torch.float32)
+    for rows in (slice(0, 32), slice(32, 40)):
+        tops = weight[rows, :32].abs().amax(), weight[rows, 32:].abs().amax()
+        assert torch.allclose(
+            scales.scales[rows], torch.stack(tops).expand(scales.scales[rows].shape) / 448
+        )
+
+
 def test_gptq_refuses_what_is_not_finite() -> None:
     weight = torch.randn(4, 16)
     scales = find_scales(weight, Grid(4), torch.float32)

@@ -97,7 +97,7 @@ def _rounded(
     if recipe.method == "gptq":
         scales = find_scales(weight, grid, dtype, statistics.products)
         return gptq(weight, scales, statistics.products)
-    searched = recipe.method == "awq"
+    searched = recipe.method in ("awq", "fp8")
     return round_to(
         weight, find_scales(weight, grid, dtype, statistics.products if searched else None)
     )

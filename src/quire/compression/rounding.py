@@ -18,6 +18,9 @@ _SMALLEST = 2.0**-14
 """The smallest scale: below it float16 loses precision."""
 _RATIOS = [1 - 0.05 * step for step in range(11)]
 """The shares of a group's range that a search for its scale tries."""
+_FLOAT_RATIOS = [1 + step / 16 for step in range(16)]
+"""The same of floats. Their steps are as fine for twice the range, but lie elsewhere; a smaller
+range would cut weights off."""
 _AT_ONCE = 1 << 26
 """Weights that a search looks at in one piece."""
 
@@ -69,15 +72,13 @@ def find_scales(
 ) -> Scales:
     """Returns scales, in numbers that `dtype` has, for weights float32 [N, K].
 
-    products: [K, K], the sums of products of inputs: each group's range is then cut to the share
-        that changes the layer's outputs least, as in AWQ (Lin et al. 2023), by the group's own
-        block of the products. Else it is the whole range.
+    products: [K, K], the sums of products of inputs: each group's range is then multiplied by the
+        ratio that changes the layer's outputs least, as in AWQ (Lin et al. 2023), by the group's
+        own block of the products. Else, and where outputs share a scale, it is the whole range.
     """
-    if grid.float:
-        return _float_scales(weight, grid, dtype)
     parts = grouped(weight, grid)
     low, high = parts.amin(2), parts.amax(2)
-    if products is None:
+    if products is None or grid.outputs > 1:
         return _between(low, high, grid, dtype)
     own = _blocks(products, grid)
     best = torch.full_like(low, torch.inf)
@@ -85,7 +86,7 @@ def find_scales(
     rows = max(1, _AT_ONCE // weight.shape[1])
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
-        for ratio in _RATIOS:
+        for ratio in _FLOAT_RATIOS if grid.float else _RATIOS:
             tried = _between(low[part] * ratio, high[part] * ratio, grid, dtype)
             off = grouped(round_to(weight[part], tried).dequantized(), grid) - parts[part]
             error = (torch.einsum("ngi,gij->ngj", off, own) * off).sum(2)
@@ -109,7 +110,9 @@ def _blocks(products: Tensor, grid: Grid) -> Tensor:
 
 
 def _between(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> Scales:
-    """Returns scales such that the grid reaches from `low` to `high`, 0 included."""
+    """Returns scales such that the grid reaches from `low` to `high` [N, groups], 0 included."""
+    if grid.float:
+        return Scales(grid, _stored(_tops(low, high, grid.outputs) / _LARGEST, dtype), None)
     least, top = limits(grid)
     if grid.symmetric:
         wide = 2 * torch.maximum(low.abs(), high.abs()) / (top - least)
@@ -120,13 +123,11 @@ def _between(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> Scale
     return Scales(grid, scales, zeros)
 
 
-def _float_scales(weight: Tensor, grid: Grid, dtype: torch.dtype) -> Scales:
-    tops = grouped(weight, grid).abs().amax(2)
-    if grid.outputs > 1:
-        rows = F.pad(tops, (0, 0, 0, -len(tops) % grid.outputs))
-        tops = rows.view(-1, grid.outputs, rows.shape[1]).amax(1)
-        tops = tops.repeat_interleave(grid.outputs, 0)[: len(weight)]
-    return Scales(grid, _stored(tops / _LARGEST, dtype), None)
+def _tops(low: Tensor, high: Tensor, outputs: int) -> Tensor:
+    """Returns the largest magnitudes [N, groups], of as many outputs together."""
+    tops = torch.maximum(low.abs(), high.abs())
+    rows = F.pad(tops, (0, 0, 0, -len(tops) % outputs)).view(-1, outputs, tops.shape[1])
+    return rows.amax(1).repeat_interleave(outputs, 0)[: len(tops)]
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
