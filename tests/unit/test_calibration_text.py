@@ -25,6 +25,9 @@ def test_every_part_is_of_this_project() -> None:
     assert folders == {"README.md", "ARCHITECTURE.md", "docs", "src"}
     assert all(part["text"].strip() for part in parts)
     assert built_in_text() == "\n".join(part["text"] for part in parts)
+    stories = SCRIPT.known_stories()
+    assert parts[-1] == {"source": SCRIPT.STORIES, "text": stories}
+    assert 0.2 < len(stories) / len(built_in_text()) < 0.3
 
 
 def test_the_script_makes_the_same_text_twice() -> None:
