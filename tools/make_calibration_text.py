@@ -39,7 +39,7 @@ GENERATED = re.compile(r"<!-- *(\w+): ?begin *-->.*?<!-- *\1: ?end *-->\n?", re.
 """A block that a script writes from records."""
 NOISE = re.compile(r"<!--.*?-->\n?|!\[[^\]]*\]\([^)]*\)\n?", re.DOTALL)
 STORIES = "src/quire/embedded/quire-tiny"
-"""What the stories come from."""
+"""The folder of the model that writes the stories."""
 OPENINGS = (
     "Once upon a time",
     "One day,",
