@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -186,6 +187,7 @@ MORE = {
 }
 """Arguments that make a command's work fit a test."""
 RUNS = [c for c in quire_commands() if is_run(c) and c.words[1] not in ("serve", "route")]
+QUANTIZES = [c for c in RUNS if c.words[1] == "quantize"]
 SERVES = [c for c in quire_commands() if is_run(c) and c.words[1] == "serve"]
 ROUTES = [c for c in quire_commands() if is_run(c) and c.words[1] == "route"]
 
@@ -208,10 +210,12 @@ def test_quick_commands(command: Command, folder: Path, monkeypatch: pytest.Monk
     assert done.exit_code in ((0, 1) if port else (0,)), done.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [c for c in RUNS if c.words[1] not in QUICK], ids=str)
-def test_other_commands(command: Command, folder: Path, doc_server: Server) -> None:
-    address = doc_server.url.removeprefix("http://")
+def made_by(command: Command) -> str:
+    """Returns the folder that a `quire quantize` makes."""
+    return command.words[command.words.index("--out") + 1]
+
+
+def run(command: Command, folder: Path, address: str = "") -> None:
     words = [word.replace("localhost:8000", address) for word in given(command)]
     done = subprocess.run(
         [sys.executable, "-m", "quire", *words, *MORE.get(command.words[1], ())],
@@ -219,6 +223,24 @@ def test_other_commands(command: Command, folder: Path, doc_server: Server) -> N
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def make_models(command: Command, folder: Path) -> None:
+    """Makes models that the page has made before the command, unless a test here has."""
+    for other in QUANTIZES:
+        made = made_by(other)
+        if other.page == command.page and made in command.words and not (folder / made).exists():
+            run(other, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [c for c in RUNS if c.words[1] not in QUICK], ids=str)
+def test_other_commands(command: Command, folder: Path, doc_server: Server) -> None:
+    if command in QUANTIZES:
+        shutil.rmtree(folder / made_by(command), ignore_errors=True)
+    else:
+        make_models(command, folder)
+    run(command, folder, doc_server.url.removeprefix("http://"))
 
 
 @pytest.mark.parametrize("command", ROUTES, ids=str)
@@ -257,6 +279,7 @@ def until_ready(url: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", SERVES, ids=str)
 def test_serves(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_models(command, folder)
     monkeypatch.chdir(folder)
     for name, value in command.variables:
         monkeypatch.setenv(name, value)
