@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,20 +208,25 @@ def check_prompt_logprobs(tokens: int, params: SamplingParams, copies: int, para
 
 
 def check_logprobs(
-    params: SamplingParams, prompts: int, most: int, param: str, length: str = "max_tokens"
+    params: SamplingParams,
+    prompts: int,
+    most: int,
+    param: str,
+    others: Sequence[str] = ("max_tokens", "n"),
 ) -> None:
     """Raises ApiError, 400, where the log-probabilities of the completions may be too many.
 
     Args:
-        most: tokens that a completion may have at all. param: the field that asks for them.
-            length: the field that bounds the tokens of a completion.
+        most: tokens that a completion may have at all. param: the field that asks for them. others:
+            further fields that their number depends on.
     """
     if params.logprobs is None or params.max_tokens is None:
         return
     tokens = min(params.max_tokens, most) * params.n * prompts
     count = tokens * (params.logprobs + 1)
     if count > MAX_LOGPROBS:
-        raise _too_many_logprobs(count, f"'{length}', '{param}' or 'n'", param, "completions")
+        fields = " or ".join(f"'{name}'" for name in (param, *others))
+        raise _too_many_logprobs(count, fields, param, "completions")
 
 
 def usual_room(params: SamplingParams, most: int) -> int | None:

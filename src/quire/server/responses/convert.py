@@ -139,7 +139,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
     most = state.client.config.scheduler.max_model_len
-    check_logprobs(params, 1, most, "top_logprobs", "max_output_tokens")
+    check_logprobs(params, 1, most, "top_logprobs", ("max_output_tokens",))
     dialogue = Dialogue(
         messages=messages_of(body, items),
         params=params,
