@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from quire.cli.backend import ServerBackend
 from quire.cli.chat import Conversation
 from quire.cli.help import SUBJECTS
 from quire.cli.main import app
-from quire.cli.progress import TimeLeft, duration
+from quire.cli.progress import TimeLeft, amount_bar, duration
 from quire.cli.settings import SCHEMAS, SamplingArgs, settings_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
@@ -107,6 +108,33 @@ def test_time_left() -> None:
     now[0] = 30.0
     assert left.text(1, 4) == "1 of 4 done, about 2 min left"
     assert left.text(4, 4) == "4 of 4 done"
+    # What an earlier run has done took no time in this one.
+    resumed = TimeLeft(before=2, clock=lambda: now[0])
+    assert resumed.estimate(2, 4) == ""
+    now[0] = 70.0
+    assert resumed.estimate(3, 4) == "about 40 s left"
+
+
+def test_progress_of_parts_that_take_long() -> None:
+    now = [0.0]
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, get_time=lambda: now[0])
+    with amount_bar(console, "Layers", lambda: now[0]) as on_part:
+        for done in range(3):
+            now[0] = 600.0 * done
+            on_part(done, 30)
+    # Rich's estimate would have forgotten the first part.
+    assert "2/30 about 4 h 40 min left" in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+
+
+def test_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with amount_bar(Console(file=io.StringIO()), "Layers") as on_part:
+        for done in range(31):
+            on_part(done, 30)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 10
+    assert lines[0].startswith("Layers: 3 of 30 done, about ")
+    assert lines[-1] == "Layers: 30 of 30 done"
 
 
 @pytest.mark.parametrize(

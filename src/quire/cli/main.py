@@ -168,8 +168,9 @@ def quantize(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale; -1: all. Default: 128. fp8: the side of a square "
-            "block, by default a scale for each output."
+            help="Inputs that share a scale; -1: all. Default: the largest of 128, 64, 32 and 16 "
+            "that divides all layers. fp8: the side of a square block, by default a scale for each "
+            "output."
         ),
     ] = None,
     symmetric: Annotated[
@@ -187,7 +188,13 @@ def quantize(
         Path | None,
         typer.Option(metavar="FILE", help="Text to calibrate with. Default: one that is built in."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences to calibrate with.")] = 128,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences to calibrate with. Default: 128; for fp8, int8 and rtn 32.",
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
     ignore: Annotated[
         list[str] | None,
