@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -18,6 +18,8 @@ from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
 from quire.server.args import ApiArgs, ServerArgs
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 app = typer.Typer(
     name="quire",
@@ -67,7 +69,7 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     run(engine, server)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_options(RouteOptions)
 def route(*, options: RouteOptions) -> None:
     """Spread requests over several servers of one model."""
@@ -83,7 +85,10 @@ def chat(
     engine: EngineArgs,
     sampling: SamplingArgs,
     url: Annotated[
-        str | None, typer.Option(help="Talk to a running server instead of loading a model.")
+        str | None,
+        typer.Option(
+            "--url", "--base-url", help="Talk to a running server instead of loading a model."
+        ),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
@@ -147,7 +152,7 @@ def run_batch(
     run(engine, api, batch, max_concurrency)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def quantize(
     model: Annotated[
         str | None,
@@ -221,7 +226,7 @@ def quantize(
     run(model, revision, out, recipe, options)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def doctor(
     model: Annotated[
         str | None, typer.Argument(help="A model's folder to look at, too.", show_default=False)
@@ -236,7 +241,7 @@ def doctor(
     run(model, host=host, port=port, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def verify(
     url: Annotated[str, typer.Argument(help="The server's address, as in localhost:8000.")],
     model: Annotated[
@@ -260,7 +265,7 @@ def verify(
     run(url, model=model, api_key=api_key, timeout=timeout, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def roofline(
     model: Annotated[
         str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
@@ -295,7 +300,9 @@ def roofline(
         typer.Option("--kernels", help="Run, and compare the times of kinds of kernels as well."),
     ] = False,
     device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")
+    ] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
     ] = None,
@@ -316,7 +323,7 @@ def roofline(
     predict(engine, card, case, device=device, run=run, kernels=kernels, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def tune(
     model: Annotated[
         str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
@@ -336,7 +343,9 @@ def tune(
         bool, typer.Option("--again", help="Measure also what tables have entries of.")
     ] = False,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")
+    ] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
     ] = None,
@@ -441,7 +450,7 @@ def trace(
     run(output, engine, requests, prompt_tokens, output_tokens)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def simulate(
     trace: Annotated[
         Path | None,

@@ -115,6 +115,11 @@ class TimeLeft:
         return f"{done} of {total} done" + (f", {estimate}" if estimate else "")
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns "1 line", "2 lines"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def duration(seconds: float) -> str:
     """Returns a time for people: "40 s", "3 min", "2 h 5 min"."""
     if seconds < 90:

@@ -16,7 +16,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from quire.cli.progress import TimeLeft, progress_bar
+from quire.cli.progress import TimeLeft, counted, progress_bar
 from quire.config import EngineArgs
 from quire.server.args import ApiArgs, ServerArgs
 from quire.server.batch.run import Batch, Counts
@@ -39,8 +39,7 @@ def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int |
         typer.echo("stopped; the same command goes on where this one was", err=True)
         raise typer.Exit(_STOPPED) from None
     earlier = f", {counts.before} of them earlier" if counts.before else ""
-    lines = "1 line" if counts.done == 1 else f"{counts.done} lines"
-    typer.echo(f"{lines} done{earlier}; {counts.failed} failed", err=True)
+    typer.echo(f"{counted(counts.done, 'line')} done{earlier}; {counts.failed} failed", err=True)
     if counts.failed:
         raise typer.Exit(_FAILED)
 
