@@ -1,4 +1,4 @@
-"""What happens to tests of pages on a machine without a browser."""
+"""Tests of pages skip, or fail, on a machine without a browser."""
 
 from __future__ import annotations
 

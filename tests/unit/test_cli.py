@@ -196,6 +196,7 @@ def test_mistakes_are_one_line(arguments: list[str], message: str) -> None:
         ("serve", "QUIRE_PORT", "70000", "QUIRE_PORT: port must be in [0, 65535], got 70000"),
         ("info", "QUIRE_DTYPE", "bf16", "QUIRE_DTYPE must be one of auto,"),
         ("info", "QUIRE_ENFORCE_EAGER", "x", "QUIRE_ENFORCE_EAGER must be true or false, got 'x'"),
+        ("route", "QUIRE_ADMIN_API_KEY", "a b", "QUIRE_ADMIN_API_KEY: admin_api_key must be"),
         ("serve", "QUIRE_BLOCK_SIZE", "3", "QUIRE_BLOCK_SIZE: block_size must be a power of two"),
     ],
 )
@@ -235,8 +236,15 @@ def test_helps_name_types(path: tuple[str, ...]) -> None:
             # Most settings are left to --help-all.
             for word in re.findall(rf"^│ {flags} (\S+)", done.stdout, re.MULTILINE):
                 assert word in types | {option.metavar}
-    if ALL[path].params:
+    assert "--help, -h " in done.stdout
+
+
+def test_groups_help_as_commands_do() -> None:
+    for path in ([], ["bench"], ["eval"]):
+        done = CliRunner().invoke(app, [*path, "--help"])
+        assert done.stdout.strip() == CliRunner().invoke(app, path).output.strip()
         assert "│ --help, -h " in done.stdout
+        assert "<bool>" not in done.stdout
 
 
 def test_pairs_of_flags() -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.help import SettingsCommand
+from quire.cli.help import CommandGroup, SettingsCommand
 from quire.cli.options import with_options
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.bench.outputs import OutputFiles
 
-app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Measure Quire.", no_args_is_help=True)
 
 Output = Annotated[
     Path | None,

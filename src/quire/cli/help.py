@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from quire.cli.mistakes import from_variable, value_error, variable_of
-from quire.errors import ConfigError
+from quire.errors import ConfigError, RequestError
 
 _SHOW_ALL = "quire.help_all"
 
@@ -136,7 +136,7 @@ class SettingsCommand(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
+        except (ConfigError, RequestError) as error:
             if not error.param or not from_variable(ctx, error.param):
                 raise
             option = next(each for each in self.params if each.name == error.param)
@@ -159,13 +159,10 @@ class SettingsCommand(TyperCommand):
         settings: frozenset[str] = getattr(self.callback, "settings", frozenset())
         kinds = self._kinds()
         console = Console(highlight=False)
-        pieces = " ".join(self.collect_usage_pieces(ctx))
-        console.print(f"Usage: {ctx.command_path} {pieces}", markup=False)
-        for paragraph in (self.help or "").split("\n\n"):
-            console.print(f"\n{' '.join(paragraph.split())}", markup=False)
-        console.print()
+        _print_purpose(console, self, ctx)
         for title, options in self._panels(ctx, full):
-            console.print(Panel(_table(options, kinds, settings), title=title, title_align="left"))
+            table = _table([_row(option, kinds, settings) for option in options])
+            console.print(Panel(table, title=title, title_align="left"))
         if not settings:
             return
         if not full:
@@ -195,6 +192,27 @@ class SettingsCommand(TyperCommand):
         yield "Help and files" if settings else "Help", last
 
 
+class CommandGroup(TyperGroup):
+    """A group whose help looks like that of its commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        console = Console(highlight=False)
+        _print_purpose(console, self, ctx)
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, each.get_short_help_str(200)) for name, each in found if each is not None]
+        console.print(Panel(_table(rows), title="Commands", title_align="left"))
+        options = [_row(option, {}, frozenset()) for option in self.get_params(ctx)]
+        console.print(Panel(_table(options), title=_OWN, title_align="left"))
+
+
+def _print_purpose(console: Console, command: Any, ctx: Any) -> None:
+    pieces = " ".join(command.collect_usage_pieces(ctx))
+    console.print(f"Usage: {ctx.command_path} {pieces}", markup=False)
+    for paragraph in (command.help or "").split("\n\n"):
+        console.print(f"\n{' '.join(paragraph.split())}", markup=False)
+    console.print()
+
+
 def show_all(ctx: typer.Context, value: bool) -> None:
     """Prints the whole help and ends the command: the callback of `--help-all`."""
     if value:
@@ -210,20 +228,25 @@ def type_name(kind: Any) -> str:
     return {int: "INT", float: "NUMBER", Path: "FILE"}.get(kind, "TEXT")
 
 
-def _table(
-    options: list[Any], kinds: dict[Any, tuple[Any, Any]], settings: frozenset[str]
-) -> Table:
+def _table(rows: list[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
-    for option in options:
-        kind, _ = kinds.get(option.name, (bool, None))
-        text = _help(option)
-        # A setting's variable has the setting's name, as the end of the help says.
-        if option.envvar and option.name not in settings and option.name not in _LAST:
-            text += f" [variable: {option.envvar}]"
-        table.add_row(Text(_names(option, kind), style="bold"), Text(text))
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
     return table
+
+
+def _row(
+    option: Any, kinds: dict[Any, tuple[Any, Any]], settings: frozenset[str]
+) -> tuple[str, str]:
+    """Returns an option's names and its text."""
+    kind, _ = kinds.get(option.name, (bool, None))
+    text = _help(option)
+    # A setting's variable has the setting's name, as the end of the help says.
+    if option.envvar and option.name not in settings and option.name not in _LAST:
+        text += f" [variable: {option.envvar}]"
+    return _names(option, kind), text
 
 
 def _names(option: Any, kind: Any) -> str:

@@ -11,7 +11,7 @@ import typer
 from quire import __version__
 from quire.cli.bench_commands import app as bench
 from quire.cli.eval_commands import app as evaluate
-from quire.cli.help import SettingsCommand
+from quire.cli.help import CommandGroup, SettingsCommand
 from quire.cli.options import with_options
 from quire.cli.route_options import RouteOptions
 from quire.cli.settings import SamplingArgs, with_settings
@@ -23,6 +23,7 @@ Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 app = typer.Typer(
     name="quire",
+    cls=CommandGroup,
     help="Serve large language models. MODEL is a folder or a hub id; without one, every command "
     "uses the small model that ships with Quire.",
     no_args_is_help=True,
