@@ -109,7 +109,7 @@ class Recipe:
     def samples(self) -> int:
         """Sequences to calibrate with, if nothing else is said.
 
-        The search for scales of 8 bits gains nothing from more than 32.
+        The search for scales of 8 bits gains hardly anything from more than 32.
         """
         return 128 if self.sequential else 32
 
