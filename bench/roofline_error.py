@@ -85,6 +85,15 @@ def mean_error(found: list[Row]) -> float:
     return statistics.mean(abs(row.percent) for row in found)
 
 
+def summary(kind: str, found: list[Row]) -> str:
+    """Returns a sentence with the mean and the largest of the errors' sizes."""
+    worst = max(abs(row.percent) for row in found)
+    return (
+        f"{kind}: {mean_error(found):.1f} % off in the mean, {worst:.1f} % at worst "
+        f"({len(found)} figures)."
+    )
+
+
 def main() -> None:
     found = list(rows())
     print("| model | case | measured | predicted | error |")
@@ -97,10 +106,7 @@ def main() -> None:
         )
     plain = [row for row in found if not row.quantization]
     quantized = [row for row in found if row.quantization]
-    print(
-        f"\nMean error: {mean_error(plain):.1f} % of {len(plain)} figures in 16 bits, "
-        f"{mean_error(quantized):.1f} % of {len(quantized)} quantized"
-    )
+    print(f"\n{summary('In 16 bits', plain)} {summary('Quantized', quantized)}")
 
 
 if __name__ == "__main__":

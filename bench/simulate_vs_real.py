@@ -166,10 +166,12 @@ def main() -> None:
             runs[policy] = measured = real(urls, policy, trace)
             fleet = SimulatedFleet(args.replicas, model, policy, trace.block_size)
             found = summarize(fleet.run(trace), policy, args.replicas, 0)
+            simulated = {name: getattr(found, f"{name}_s") for name in NAMES}
+            simulated["hit_rate"] = found.hit_rate
             for name in (*NAMES, "hit_rate"):
                 print(f"{policy:>12} {name:>12} {measured[name]:9.4f} real", end=" ")
-                print(f"{getattr(found, name):9.4f} simulated")
-            ratios = {name: getattr(found, name) / measured[name] for name in measured}
+                print(f"{simulated[name]:9.4f} simulated")
+            ratios = {name: simulated[name] / measured[name] for name in measured}
             settings = {
                 "policy": policy,
                 "requests": args.requests,

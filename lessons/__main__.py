@@ -37,6 +37,8 @@ def main(arguments: list[str]) -> None:
                 sys.exit(done.returncode)
         return
     if not arguments or not arguments[0].isdigit() or int(arguments[0]) not in found:
+        if arguments:
+            print(f"no lesson {arguments[0]!r}: they are 1 to {max(found)}\n", file=sys.stderr)
         print("python -m lessons NUMBER [options], or python -m lessons all [options]\n")
         for folder in found.values():
             print(f"  {folder[:2]}  {title(folder)}")

@@ -53,7 +53,9 @@ def test_list() -> None:
     )
     assert "  02  The KV cache\n" in done.stdout
     wrong = [sys.executable, "-m", "lessons", "99"]
-    assert subprocess.run(wrong, cwd=ROOT, capture_output=True).returncode == 2
+    done = subprocess.run(wrong, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "no lesson '99': they are 1 to 13\n\n"
 
 
 def test_a_model_that_is_not_there_ends_all() -> None:

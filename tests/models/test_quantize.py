@@ -253,7 +253,8 @@ def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.of("rtn", group_size=16)
     strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
-    with pytest.raises(GateError, match="nothing is written"):
+    kept = r"out\.partial keeps what was computed: the same command with --force, or .* --gate"
+    with pytest.raises(GateError, match=kept):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="gate must be a number"):
@@ -268,6 +269,20 @@ def test_the_gate(tmp_path: Path) -> None:
     assert blocks == [3]
     assert not report.passes
     assert loaded(tmp_path / "out") is not None
+
+
+def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    recipe = Recipe.of("rtn", group_size=16)
+    blocks: list[int] = []
+    options = replace(OPTIONS, gate=-99.0, on_block=lambda done, _: blocks.append(done))
+    for _ in range(2):
+        with pytest.raises(GateError):
+            quantize(source, "tiny", tmp_path / "out", recipe, options)
+    assert blocks == [0, 1, 2, 3, 3]
+    report = quantize(source, "tiny", tmp_path / "out", recipe, replace(options, gate=1e6))
+    assert blocks[5:] == [3]
+    assert report.passes
 
 
 KILLED = """
@@ -440,14 +455,41 @@ def test_recipes_that_make_no_sense() -> None:
             Recipe.of(**choices)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "group", "message"),
+    [
+        ([320, 1024], 64, "--group-size 64 or 32 or 16 divides all layers; 128 does not"),
+        ([576, 1536], 64, "--group-size 64 or 32 or 16 divides all layers; 128 does not"),
+        ([4096, 11008], 128, None),
+        ([172, 64], 0, r"--group-size -1 fits any layer \(a scale for each output\); 128 does not"),
+    ],
+)
+def test_a_group_size_that_fits_the_model(
+    inputs: list[int], group: int, message: str | None
+) -> None:
+    sizes = {f"layer{index}": size for index, size in enumerate(inputs)}
+    assert Recipe.of("gptq").fit(sizes).grid.group == group
+    given = Recipe.of("gptq", group_size=128)
+    if message is None:
+        assert given.fit(sizes) == given
+        return
+    with pytest.raises(ConfigError, match=rf"^layer0 has {inputs[0]} inputs: {message}$"):
+        given.fit(sizes)
+
+
+def test_the_default_group_size(tmp_path: Path) -> None:
+    source = original(tmp_path / "model")
+    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn"), OPTIONS)
+    assert report.recipe.grid.group == 16
+    assert "groups of 16" in report.markdown()
+
+
 def test_refusals(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.of("rtn", group_size=16)
     out = tmp_path / "out"
-    with pytest.raises(
-        ConfigError, match=r"48 inputs, which groups of 128 do not divide; 16 or -1 "
-    ):
-        quantize(source, "tiny", out, Recipe.of("rtn"), OPTIONS)
+    with pytest.raises(ConfigError, match=r"48 inputs: --group-size 16 divides .*; 128 does not"):
+        quantize(source, "tiny", out, Recipe.of("rtn", group_size=128), OPTIONS)
     with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):
         quantize(source, "tiny", out, recipe, replace(OPTIONS, ignore=("q_proj",)))
     short = tmp_path / "short"

@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
+REQUIRED = "QUIRE_TESTS_NEED_BROWSER"
+"""The variable with which tests fail, rather than skip, without a browser."""
+
+if os.environ.get(REQUIRED):
+    from playwright import sync_api as playwright
+else:
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs the playwright package")
 
 WAIT = 60_000
 """Milliseconds that anything may take; the machine may be busy."""
@@ -26,14 +32,18 @@ def chromium_path() -> str | None:
 
 @contextmanager
 def launched() -> Iterator[Any]:
-    """A browser; the test is skipped where there is none."""
+    """A browser; without one the test is skipped, or fails if `REQUIRED` is set."""
     with playwright.sync_playwright() as driver:
         # A container's root has no sandbox; pages come from the tests' own servers only.
         flags = ["--no-sandbox"] if os.geteuid() == 0 else []
         try:
             browser = driver.chromium.launch(executable_path=chromium_path(), args=flags)
         except playwright.Error as error:
-            pytest.skip(f"no Chromium to be had: {str(error).splitlines()[0]}")
+            stop = pytest.fail if os.environ.get(REQUIRED) else pytest.skip
+            stop(
+                "no Chromium: apt-get install chromium, or name one with QUIRE_TEST_CHROMIUM "
+                f"({str(error).splitlines()[0]})"
+            )
         yield browser
         browser.close()
 

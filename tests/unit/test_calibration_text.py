@@ -7,6 +7,7 @@ import lzma
 from pathlib import Path
 
 import pytest
+import torch
 
 from quire.compression.calibration import built_in_text, calibration
 from quire.engine.tokenizer import Tokenizer
@@ -60,5 +61,9 @@ def test_sequences_of_the_built_in_text() -> None:
     text = calibration(tokenizer, None, 128, 512, tokenizer.vocab_size)
     assert text.sequences.shape == (128, 512)
     assert text.held_out.shape == (18, 512)
+    # Fewer sequences leave as many to measure with.
+    fewer = calibration(tokenizer, None, 32, 512, tokenizer.vocab_size)
+    assert fewer.sequences.shape == (32, 512)
+    assert torch.equal(fewer.held_out, text.held_out)
     with pytest.raises(ConfigError, match="two sequences of"):
         calibration(tokenizer, None, 1, 1_000_000, tokenizer.vocab_size)

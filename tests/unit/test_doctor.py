@@ -58,6 +58,13 @@ def test_a_folder_that_is_no_model(tmp_path: Path) -> None:
     assert "has no config.json" in found[str(tmp_path)]["found"]
 
 
+def test_a_folder_that_is_not_there() -> None:
+    status, found = run("/no/such")
+    assert status == 1
+    assert found["/no/such"]["found"] == "no such model folder: /no/such"
+    assert "or a hub id" in found["/no/such"]["advice"]
+
+
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
     finding = doctor.disk("models", tmp_path / "not" / "there")

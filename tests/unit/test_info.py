@@ -47,7 +47,7 @@ def test_sizes_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["kv_bytes_per_token"] == token
     assert found["window_bytes_per_request"] == 5 * 100 * token
     assert found["state_bytes_per_request"] == 0
-    assert found["kv_groups"] == ["full, 1 layers", "window of 100 tokens, 5 layers"]
+    assert found["kv_groups"] == ["full, 1 layer", "window of 100 tokens, 5 layers"]
 
 
 def test_a_head_in_8_bits_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

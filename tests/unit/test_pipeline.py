@@ -231,7 +231,7 @@ def test_what_stages_do_not_go_with(tmp_path: Path) -> None:
         assert message.startswith(f"{name} is not supported with pipeline_parallel_size=2: ")
     assert "which is 3" in refusal(folder, steps_in_flight=4)
     shallow = model_folder(tmp_path / "shallow", {**TINY, "num_hidden_layers": 1})
-    assert "the model has 1 layers" in refusal(shallow)
+    assert "the model has 1 layer" in refusal(shallow)
 
 
 def test_whole_experts_need_ranks_and_experts(tmp_path: Path) -> None:

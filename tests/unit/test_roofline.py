@@ -46,6 +46,9 @@ def test_mean_error_over_the_records() -> None:
     assert {row.quantization for row in quantized} >= {"int8", "fp8", "int4", "int4,head=int8"}
     assert roofline_error.mean_error(plain) < 6.0
     assert roofline_error.mean_error(quantized) < 10.0
+    page = (CONFIGS.parents[1] / "docs" / "roofline.md").read_text("utf-8")
+    assert roofline_error.summary("In 16 bits", plain) in page
+    assert roofline_error.summary("Quantized", quantized) in page
     # The largest is of 64 rows times 8-bit weights on two ranks, far from what their bytes take.
     assert max(abs(row.percent) for row in found) < 30.0
 

@@ -148,6 +148,9 @@ def test_command() -> None:
         done = command(server.url)
         assert done.exit_code == 0
         assert done.output.splitlines()[-1] == "23 passed, 0 failed, 0 not offered"
+        # Without a terminal each check is a line.
+        assert done.stderr.splitlines()[0] == "chat: greedy twice the same: passed"
+        assert len(done.stderr.splitlines()) == 23
     with serve("total", refused=("seed",)) as server:
         done = command(server.url)
     assert done.exit_code == 1

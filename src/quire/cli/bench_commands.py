@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.help import SettingsCommand
+from quire.cli.help import CommandGroup, SettingsCommand
 from quire.cli.options import with_options
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
@@ -17,7 +17,7 @@ from quire.errors import ConfigError
 if TYPE_CHECKING:
     from quire.bench.outputs import OutputFiles
 
-app = typer.Typer(help="Measure Quire.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Measure Quire.", no_args_is_help=True)
 
 Output = Annotated[
     Path | None,
@@ -206,7 +206,7 @@ def ablation(
     )
 
 
-@app.command("scheduler")
+@app.command("scheduler", cls=SettingsCommand)
 def scheduler(output: Output = None) -> None:
     """Measure what a step costs the scheduler."""
     from quire.bench.outputs import OutputFiles
@@ -215,7 +215,7 @@ def scheduler(output: Output = None) -> None:
     bench.scheduler(outputs=OutputFiles(output))
 
 
-@app.command("cache")
+@app.command("cache", cls=SettingsCommand)
 def cache(
     blocks: Annotated[
         int, typer.Option(min=10_000, max=10_000_000, help="KV blocks, all of them full.")
@@ -229,12 +229,12 @@ def cache(
     bench.cache(blocks=blocks, outputs=OutputFiles(output))
 
 
-@app.command("serve")
+@app.command("serve", cls=SettingsCommand)
 @with_options(OutputOptions)
 def serve(
     *,
-    base_url: Annotated[
-        str, typer.Option(help="A server that speaks OpenAI's API.")
+    url: Annotated[
+        str, typer.Option("--url", "--base-url", help="A server that speaks OpenAI's API.")
     ] = "http://127.0.0.1:8000",
     serve_flags: Annotated[
         str | None,
@@ -332,7 +332,7 @@ def serve(
         raise ConfigError("say how many with --num-prompts", "num_prompts")
     bench_serve.serve(
         plan,
-        base_url=base_url,
+        url=url,
         flags=serve_flags,
         model=model,
         api_key=api_key,

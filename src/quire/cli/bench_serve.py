@@ -27,7 +27,7 @@ _ON_SCREEN = (
 def serve(
     plan: Plan,
     *,
-    base_url: str,
+    url: str,
     flags: str | None,
     model: str | None,
     api_key: str | None,
@@ -38,12 +38,12 @@ def serve(
     """Runs a load.
 
     Args:
-        flags: of the `quire serve` to start; None loads the server at `base_url`.
+        flags: of the `quire serve` to start; None loads the server at `url`.
     """
     outputs.check()
     records: list[BenchRecord] = []
-    with _url(base_url, flags) as url:
-        server = Server(url, api_key)
+    with _address(url, flags) as address:
+        server = Server(address, api_key)
         name = model or server.model()
         settings = {
             "endpoint": plan.endpoint,
@@ -75,7 +75,7 @@ def serve(
     typer.echo(format_table(records, leave_out=hidden))
     outputs.finish(records, plots.online)
     if any(not record.metrics.get("requests") for record in records):
-        raise ConfigError("no request was answered", "base_url")
+        raise ConfigError("no request was answered", "url")
 
 
 def _case(plan: Plan, concurrency: int) -> str:
@@ -98,10 +98,10 @@ def meter_of(flags: str) -> GpuMeter:
 
 
 @contextlib.contextmanager
-def _url(base_url: str, flags: str | None) -> Iterator[str]:
+def _address(url: str, flags: str | None) -> Iterator[str]:
     if flags is None:
-        yield base_url
+        yield url
     else:
         typer.echo(f"starting quire serve {flags} ...", err=True)
-        with launched(flags) as (url, _):
-            yield url
+        with launched(flags) as (address, _):
+            yield address

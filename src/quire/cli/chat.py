@@ -8,10 +8,12 @@ from contextlib import closing
 
 from rich.console import Console
 from rich.markup import escape
+from rich.text import Text
 
 from quire.cli.backend import ChatBackend, EngineBackend, Messages, ServerBackend
 from quire.cli.progress import progress_bar
 from quire.cli.settings import SamplingArgs
+from quire.cli.word_wrap import WordWrap
 from quire.config import EngineArgs
 from quire.errors import EngineDeadError, QuireError
 
@@ -97,12 +99,15 @@ class Conversation:
         """Streams one answer. After Ctrl-C the text so far stays in the conversation."""
         self.messages.append({"role": "user", "content": line})
         pieces: list[str] = []
+        wrap = WordWrap(self.console.width if self.console.is_terminal else None)
         try:
-            with closing(self.backend.chat(self.messages, self.sampling)) as answer:
-                for piece in answer:
-                    pieces.append(piece)
-                    self.console.print(piece, end="", markup=False, soft_wrap=True)
-                    self.console.file.flush()
+            try:
+                with closing(self.backend.chat(self.messages, self.sampling)) as answer:
+                    for piece in answer:
+                        pieces.append(piece)
+                        self._show(wrap.add(piece))
+            finally:
+                self._show(wrap.end())
         except KeyboardInterrupt:
             self.console.print(" [dim]stopped[/dim]", end="")
         except EngineDeadError:
@@ -116,3 +121,8 @@ class Conversation:
             self.messages.append({"role": "assistant", "content": "".join(pieces)})
         else:
             self.messages.pop()
+
+    def _show(self, text: str) -> None:
+        # A `Text`, because a plain string's ":name:" would become an emoji.
+        self.console.print(Text(text), end="", soft_wrap=True)
+        self.console.file.flush()

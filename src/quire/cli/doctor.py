@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
+from quire.cli.progress import counted
 from quire.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def address(host: str, port: int) -> Finding:
         with sock:
             sock.listen()
     except ConfigError as error:
-        return _blamed(subject, error)
+        return _blamed(subject, error, "choose another with --host and --port")
     except OSError as error:
         return Finding(subject, "problem", str(error.strerror), "choose another port with --port")
     return Finding(subject, "ok", "free")
@@ -230,14 +231,22 @@ def model_folder(model: str) -> Finding:
     try:
         check_folder(EngineArgs(model=model))
     except ModelError as error:
-        return _blamed(model, error)
+        return _blamed(
+            model, error, "name a folder with config.json and weights, or a hub id (ORG/NAME)"
+        )
     return Finding(model, "ok", "can be loaded" if Path(model).exists() else "a hub id")
 
 
-def _blamed(subject: str, error: Exception) -> Finding:
-    """Returns a finding of an error's text, whose part behind the semicolon is the advice."""
+def _blamed(subject: str, error: Exception, otherwise: str) -> Finding:
+    """Returns a finding of an error's text, whose part behind the semicolon is the advice.
+
+    Args:
+        subject: what was checked.
+        error: what was wrong.
+        otherwise: the advice for an error that has none.
+    """
     found, _, advice = str(error).partition("; ")
-    return Finding(subject, "problem", found, advice or "see what it names")
+    return Finding(subject, "problem", found, advice or otherwise)
 
 
 def _print(findings: list[Finding]) -> None:
@@ -256,5 +265,4 @@ def _print(findings: list[Finding]) -> None:
     console = Console(highlight=False)
     console.print(table)
     problems = sum(finding.status == "problem" for finding in findings)
-    counted = "1 problem" if problems == 1 else f"{problems} problems"
-    console.print(f"\n{counted}" if problems else "\nQuire can serve here.")
+    console.print(f"\n{counted(problems, 'problem')}" if problems else "\nQuire can serve here.")

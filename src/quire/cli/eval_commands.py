@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from quire.cli.help import SettingsCommand
+from quire.cli.help import CommandGroup, SettingsCommand
 from quire.cli.settings import with_settings
 from quire.config import EngineArgs
 
-app = typer.Typer(help="Measure how good a model is.", no_args_is_help=True)
+app = typer.Typer(cls=CommandGroup, help="Measure how good a model is.", no_args_is_help=True)
 
 
 @app.command("perplexity", cls=SettingsCommand)

@@ -11,6 +11,7 @@ from rich.console import Console
 from quire.cli.backend import EngineBackend
 from quire.cli.progress import progress_bar
 from quire.cli.settings import SamplingArgs
+from quire.cli.word_wrap import WordWrap
 from quire.config import EngineArgs
 
 
@@ -24,13 +25,14 @@ def generate(prompt: str, engine: EngineArgs, sampling: SamplingArgs, *, as_chat
         messages = [{"role": "user", "content": prompt}]
         given = sampling.given()
         answer = backend.chat(messages, given) if as_chat else backend.complete(prompt, given)
+        screen = Console()
+        wrap = WordWrap(screen.width if screen.is_terminal else None)
         try:
             for piece in answer:
-                typer.echo(piece, nl=False)
+                typer.echo(wrap.add(piece), nl=False)
                 sys.stdout.flush()
         except KeyboardInterrupt:
-            typer.echo("")
             raise typer.Exit(130) from None
         finally:
             answer.close()
-        typer.echo("")
+            typer.echo(wrap.end())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from quire.cli.mistakes import from_variable, value_error, variable_of
+from quire.errors import ConfigError, RequestError
 
 _SHOW_ALL = "quire.help_all"
 
@@ -111,16 +117,54 @@ _LAST = ("config", "help_all", "help")
 
 
 class SettingsCommand(TyperCommand):
-    """A command made by `with_settings`: `--help` is short, `--help-all` is whole."""
+    """A command whose help names types, and whose errors name the flag or the variable.
+
+    With settings (see `with_settings`) `--help` is short, and `--help-all` is whole.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Raises ConfigError, in words of our own, for a value that is not of its type."""
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            mistake = value_error(self, ctx, given, error, self._kinds())
+            if mistake is None:
+                raise
+            raise mistake from None
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (ConfigError, RequestError) as error:
+            if not error.param or not from_variable(ctx, error.param):
+                raise
+            option = next(each for each in self.params if each.name == error.param)
+            raise ConfigError(f"{variable_of(option)}: {error}", error.param) from None
+
+    def _kinds(self) -> dict[Any, tuple[Any, Any]]:
+        """Returns by name the type of each parameter's values, and what is declared of it."""
+        if self.callback is None:
+            return {}
+        found: dict[Any, tuple[Any, Any]] = {}
+        for parameter in inspect.signature(self.callback, eval_str=True).parameters.values():
+            kind, *more = get_args(parameter.annotation) or (parameter.annotation,)
+            while get_origin(kind) in (Union, types.UnionType, list):
+                kind = next(each for each in get_args(kind) if each is not type(None))
+            found[parameter.name] = kind, more[0] if more else None
+        return found
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         full = bool(ctx.meta.get(_SHOW_ALL))
+        settings: frozenset[str] = getattr(self.callback, "settings", frozenset())
+        kinds = self._kinds()
         console = Console(highlight=False)
-        pieces = " ".join(self.collect_usage_pieces(ctx))
-        console.print(f"Usage: {ctx.command_path} {pieces}", markup=False)
-        console.print(f"\n{self.help or ''}\n", markup=False)
+        _print_purpose(console, self, ctx)
         for title, options in self._panels(ctx, full):
-            console.print(Panel(_table(options), title=title, title_align="left"))
+            table = _table([_row(option, kinds, settings) for option in options])
+            console.print(Panel(table, title=title, title_align="left"))
+        if not settings:
+            return
         if not full:
             console.print("--help-all shows every setting.", markup=False)
         console.print(
@@ -144,7 +188,29 @@ class SettingsCommand(TyperCommand):
         rest = [o for name, o in options.items() if name in settings and name not in known]
         if full and rest:
             yield _REST, rest
-        yield "Help and files", [options[name] for name in _LAST if name in options]
+        last = [options[name] for name in _LAST if name in options]
+        yield "Help and files" if settings else "Help", last
+
+
+class CommandGroup(TyperGroup):
+    """A group whose help looks like that of its commands."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        console = Console(highlight=False)
+        _print_purpose(console, self, ctx)
+        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, each.get_short_help_str(200)) for name, each in found if each is not None]
+        console.print(Panel(_table(rows), title="Commands", title_align="left"))
+        options = [_row(option, {}, frozenset()) for option in self.get_params(ctx)]
+        console.print(Panel(_table(options), title=_OWN, title_align="left"))
+
+
+def _print_purpose(console: Console, command: Any, ctx: Any) -> None:
+    pieces = " ".join(command.collect_usage_pieces(ctx))
+    console.print(f"Usage: {ctx.command_path} {pieces}", markup=False)
+    for paragraph in (command.help or "").split("\n\n"):
+        console.print(f"\n{' '.join(paragraph.split())}", markup=False)
+    console.print()
 
 
 def show_all(ctx: typer.Context, value: bool) -> None:
@@ -155,24 +221,44 @@ def show_all(ctx: typer.Context, value: bool) -> None:
         raise typer.Exit
 
 
-def _table(options: list[Any]) -> Table:
+def type_name(kind: Any) -> str:
+    """Returns the word for a type in the help."""
+    if get_origin(kind) is Literal:
+        return "NAME"
+    return {int: "INT", float: "NUMBER", Path: "FILE"}.get(kind, "TEXT")
+
+
+def _table(rows: list[tuple[str, str]]) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column()
-    for option in options:
-        table.add_row(Text(_names(option), style="bold"), Text(_help(option)))
+    for name, text in rows:
+        table.add_row(Text(name, style="bold"), Text(text))
     return table
 
 
-def _names(option: Any) -> str:
+def _row(
+    option: Any, kinds: dict[Any, tuple[Any, Any]], settings: frozenset[str]
+) -> tuple[str, str]:
+    """Returns an option's names and its text."""
+    kind, _ = kinds.get(option.name, (bool, None))
+    text = _help(option)
+    # A setting's variable has the setting's name, as the end of the help says.
+    if option.envvar and option.name not in settings and option.name not in _LAST:
+        text += f" [variable: {option.envvar}]"
+    return _names(option, kind), text
+
+
+def _names(option: Any, kind: Any) -> str:
     if option.param_type_name == "argument":
         return str(option.metavar or option.name.upper())
     flags = sorted(option.opts, key=len, reverse=True)
     if option.is_flag:
         (long, *short) = flags
-        name = f"--[no-]{long[2:]}" if option.secondary_opts else long
-        return ", ".join((name, *short))
-    return f"{', '.join(flags)} {option.metavar or 'VALUE'}"
+        (other,) = option.secondary_opts or ("",)
+        both = f"--[no-]{long[2:]}" if other == f"--no-{long[2:]}" else f"{long}/{other}"
+        return ", ".join((both if other else long, *short))
+    return f"{', '.join(flags)} {option.metavar or type_name(kind)}"
 
 
 def _help(option: Any) -> str:
@@ -180,6 +266,8 @@ def _help(option: Any) -> str:
     text = str(option.help or "")
     if option.param_type_name == "argument" or option.is_flag:
         return text
+    if option.required:
+        return f"{text} [required]"
     default = option.default
     if default is None or "[default" in text:
         return text

@@ -11,6 +11,7 @@ import typer
 
 from quire.bench.record import card_name, versions
 from quire.cli.choices import choices_section
+from quire.cli.progress import counted
 from quire.cli.ranks import ranks_section
 from quire.config import EngineArgs
 
@@ -140,7 +141,7 @@ def _token_bytes(group: KVGroup) -> int:
 
 def _group(group: KVGroup) -> str:
     window = "" if group.window is None else f" of {group.window} tokens"
-    return f"{group.kind}{window}, {len(group.layers)} layers"
+    return f"{group.kind}{window}, {counted(len(group.layers), 'layer')}"
 
 
 def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:

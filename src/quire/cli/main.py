@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from quire import __version__
 from quire.cli.bench_commands import app as bench
 from quire.cli.eval_commands import app as evaluate
-from quire.cli.help import SettingsCommand
+from quire.cli.help import CommandGroup, SettingsCommand
 from quire.cli.options import with_options
 from quire.cli.route_options import RouteOptions
 from quire.cli.settings import SamplingArgs, with_settings
@@ -19,8 +19,11 @@ from quire.config import EngineArgs
 from quire.errors import ConfigError, EngineDeadError, ModelError, QuireError, RequestError
 from quire.server.args import ApiArgs, ServerArgs
 
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+
 app = typer.Typer(
     name="quire",
+    cls=CommandGroup,
     help="Serve large language models. MODEL is a folder or a hub id; without one, every command "
     "uses the small model that ships with Quire.",
     no_args_is_help=True,
@@ -67,7 +70,7 @@ def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
     run(engine, server)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 @with_options(RouteOptions)
 def route(*, options: RouteOptions) -> None:
     """Spread requests over several servers of one model."""
@@ -83,7 +86,10 @@ def chat(
     engine: EngineArgs,
     sampling: SamplingArgs,
     url: Annotated[
-        str | None, typer.Option(help="Talk to a running server instead of loading a model.")
+        str | None,
+        typer.Option(
+            "--url", "--base-url", help="Talk to a running server instead of loading a model."
+        ),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
@@ -147,7 +153,7 @@ def run_batch(
     run(engine, api, batch, max_concurrency)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def quantize(
     model: Annotated[
         str | None,
@@ -168,8 +174,9 @@ def quantize(
     group_size: Annotated[
         int | None,
         typer.Option(
-            help="Inputs that share a scale; -1: all. Default: 128. fp8: the side of a square "
-            "block, by default a scale for each output."
+            help="Inputs that share a scale; -1: all. Default: the largest of 128, 64, 32 and 16 "
+            "that divides all layers. fp8: the side of a square block, by default a scale for each "
+            "output."
         ),
     ] = None,
     symmetric: Annotated[
@@ -187,7 +194,13 @@ def quantize(
         Path | None,
         typer.Option(metavar="FILE", help="Text to calibrate with. Default: one that is built in."),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Sequences to calibrate with.")] = 128,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Sequences to calibrate with. Default: 128; for fp8, int8 and rtn 32.",
+        ),
+    ] = None,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 512,
     ignore: Annotated[
         list[str] | None,
@@ -214,7 +227,7 @@ def quantize(
     run(model, revision, out, recipe, options)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def doctor(
     model: Annotated[
         str | None, typer.Argument(help="A model's folder to look at, too.", show_default=False)
@@ -229,7 +242,7 @@ def doctor(
     run(model, host=host, port=port, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def verify(
     url: Annotated[str, typer.Argument(help="The server's address, as in localhost:8000.")],
     model: Annotated[
@@ -253,7 +266,7 @@ def verify(
     run(url, model=model, api_key=api_key, timeout=timeout, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def roofline(
     model: Annotated[
         str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
@@ -288,7 +301,9 @@ def roofline(
         typer.Option("--kernels", help="Run, and compare the times of kinds of kernels as well."),
     ] = False,
     device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")
+    ] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
     ] = None,
@@ -309,7 +324,7 @@ def roofline(
     predict(engine, card, case, device=device, run=run, kernels=kernels, as_json=json)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def tune(
     model: Annotated[
         str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
@@ -329,7 +344,9 @@ def tune(
         bool, typer.Option("--again", help="Measure also what tables have entries of.")
     ] = False,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="auto is the checkpoint's.")] = "auto",
+    dtype: Annotated[
+        Dtype, typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16.")
+    ] = "auto",
     quantization: Annotated[
         str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
     ] = None,
@@ -434,7 +451,7 @@ def trace(
     run(output, engine, requests, prompt_tokens, output_tokens)
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def simulate(
     trace: Annotated[
         Path | None,

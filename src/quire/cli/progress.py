@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+import typer
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import (
@@ -13,7 +14,6 @@ from rich.progress import (
     MofNCompleteColumn,
     Progress,
     TextColumn,
-    TimeRemainingColumn,
 )
 
 from quire.executor import OnProgress
@@ -51,23 +51,37 @@ def progress_bar(console: Console) -> Iterator[OnProgress]:
 
 
 @contextlib.contextmanager
-def amount_bar(console: Console, title: str) -> Iterator[Callable[[int, int], None]]:
-    """Yields a callback that is told what is done, and all, and draws a bar of it with the time
-    left. Nothing is drawn where there is no terminal."""
+def amount_bar(
+    console: Console, title: str, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int, int], None]]:
+    """Yields a callback that takes the parts done and all parts, and draws a bar with time left.
+
+    Without a terminal it prints a line for every tenth of the parts instead.
+    """
+    left: TimeLeft | None = None
+    shown = 0
     progress = Progress(
         TextColumn(title),
         BarColumn(),
         MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        # Rich's own estimate forgets what is older than 30 s, which one part may take.
+        TextColumn("{task.fields[left]}"),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
-    task = progress.add_task("", total=None)
+    task = progress.add_task("", total=None, left="")
 
     def update(done: int, total: int) -> None:
+        nonlocal left, shown
+        tenth = 10 * done // max(1, total)
+        if left is None:
+            left, shown = TimeLeft(done, clock), tenth
         progress.start()
-        progress.update(task, completed=done, total=total)
+        progress.update(task, completed=done, total=total, left=left.estimate(done, total))
+        if tenth > shown and not console.is_terminal:
+            shown = tenth
+            typer.echo(f"{title}: {left.text(done, total)}", err=True)
 
     try:
         yield update
@@ -76,19 +90,34 @@ def amount_bar(console: Console, title: str) -> Iterator[Callable[[int, int], No
 
 
 class TimeLeft:
-    """Estimates the rest of work from the parts that are done, each taken for equally long."""
+    """Estimates the rest of work from the parts that are done, each taken for equally long.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    Args:
+        before: parts that an earlier run has done.
+        clock: seconds that pass.
+    """
+
+    def __init__(self, before: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._before = before
         self._clock = clock
         self._began = clock()
 
+    def estimate(self, done: int, total: int) -> str:
+        """Returns "about 3 min left"; "" if nothing is done yet, or everything."""
+        own = done - self._before
+        if own <= 0 or done >= total:
+            return ""
+        return f"about {duration((self._clock() - self._began) / own * (total - done))} left"
+
     def text(self, done: int, total: int) -> str:
-        """Returns "3 of 12 done", and behind it the time left once there is something to go by."""
-        position = f"{done} of {total} done"
-        if not 0 < done < total:
-            return position
-        seconds = (self._clock() - self._began) / done * (total - done)
-        return f"{position}, about {duration(seconds)} left"
+        """Returns "3 of 12 done", followed by the estimate."""
+        estimate = self.estimate(done, total)
+        return f"{done} of {total} done" + (f", {estimate}" if estimate else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns "1 line", "2 lines"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.console import Console
 
-from quire.cli.progress import amount_bar
+from quire.cli.progress import amount_bar, counted
 from quire.compression import Options, Recipe
 from quire.compression import quantize as make
 from quire.errors import ConfigError
@@ -27,7 +27,9 @@ def quantize(
     elif device != "cpu":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if device not in ("cuda", *(f"cuda:{index}" for index in range(count))) or not count:
-            raise ConfigError(f"device {device!r} is not there: found {count} GPUs", "device")
+            raise ConfigError(
+                f"device {device!r} is not there: found {counted(count, 'GPU')}", "device"
+            )
     with amount_bar(Console(stderr=True), "Layers") as on_block:
         options = replace(options, device=device, on_block=on_block)
         report = make(folder, model or folder.name, out, recipe, options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from quire.cli.progress import counted
+
 if TYPE_CHECKING:
     from quire.config import EngineConfig
     from quire.models import Decoder
@@ -44,7 +46,7 @@ def ranks_section(config: EngineConfig) -> dict[str, str]:
         name = _name(stages, world, whole)
         reason = obstacle(spec, quantization, world, whole)
         if stages > len(spec.layers):
-            reason = f"the model has {len(spec.layers)} layers"
+            reason = f"the model has {counted(len(spec.layers), 'layer')}"
         if reason is not None:
             found[name] = f"no: {reason}"
             continue

@@ -14,10 +14,9 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
-from quire.cli.progress import TimeLeft, progress_bar
+from quire.cli.progress import TimeLeft, counted, progress_bar
 from quire.config import EngineArgs
 from quire.server.args import ApiArgs, ServerArgs
 from quire.server.batch.run import Batch, Counts
@@ -40,7 +39,7 @@ def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int |
         typer.echo("stopped; the same command goes on where this one was", err=True)
         raise typer.Exit(_STOPPED) from None
     earlier = f", {counts.before} of them earlier" if counts.before else ""
-    typer.echo(f"{counts.done} lines done{earlier}; {counts.failed} failed", err=True)
+    typer.echo(f"{counted(counts.done, 'line')} done{earlier}; {counts.failed} failed", err=True)
     if counts.failed:
         raise typer.Exit(_FAILED)
 
@@ -79,13 +78,18 @@ def _bar(console: Console) -> Iterator[Callable[[Counts], None]]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[failed]} failed"),
         TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[left]}"),
         console=console,
     )
-    task = progress.add_task("", total=None, failed=0)
+    task = progress.add_task("", total=None, failed=0, left="")
+    left = TimeLeft()
     with progress:
         yield lambda counts: progress.update(
-            task, completed=counts.done, total=counts.total, failed=counts.failed
+            task,
+            completed=counts.done,
+            total=counts.total,
+            failed=counts.failed,
+            left=left.estimate(counts.done - counts.before, counts.total - counts.before),
         )
 
 

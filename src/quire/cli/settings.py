@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import typer
 
-from quire.cli.help import show_all
+from quire.cli.help import show_all, type_name
+from quire.cli.mistakes import not_one_of
 from quire.cli.options import set_parameters
 from quire.config import EngineArgs
 from quire.errors import ConfigError
@@ -179,10 +180,9 @@ def _parameter(setting: Setting, positional: bool) -> inspect.Parameter:
 
 
 def _metavar(setting: Setting) -> str | None:
-    kind = setting.kind
-    if setting.json or kind is bool:
+    if setting.json or setting.kind is bool:
         return "JSON" if setting.json else None
-    return {int: "INT", float: "NUMBER"}.get(kind, "NAME" if _is_literal(kind) else "TEXT")
+    return type_name(setting.kind)
 
 
 def _is_literal(kind: Any) -> bool:
@@ -329,8 +329,7 @@ def _scalar(setting: Setting, value: Any) -> Any:
     if _is_literal(kind):
         if value in typing.get_args(kind):
             return value
-        expected = "one of " + ", ".join(map(str, typing.get_args(kind)))
-        raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
+        raise not_one_of(setting.name, value, typing.get_args(kind))
     if kind is float and type(value) is int and abs(value) <= sys.float_info.max:
         return float(value)
     if type(value) is not kind:

@@ -18,7 +18,8 @@ from quire.simulate.fleet import SimulatedFleet
 from quire.simulate.summary import Summary, summarize, write_csv
 from quire.simulate.trace import read_trace
 
-_SHOWN = ("ttft_p50", "ttft_p99", "latency_p50", "latency_p99", "itl_p50", "itl_p99")
+_TIMES = ("ttft_p50_s", "ttft_p99_s", "latency_p50_s", "latency_p99_s", "itl_p50_s", "itl_p99_s")
+"""Figures of the table in seconds."""
 
 
 def simulate(
@@ -60,11 +61,11 @@ def simulate(
 
 
 def _table(summaries: Sequence[Summary]) -> str:
-    lines = ["".join(f"{name:>14}" for name in ("policy", "hits", "apart", "tokens/s", *_SHOWN))]
+    lines = ["".join(f"{name:>15}" for name in ("policy", "hits", "apart", "tokens/s", *_TIMES))]
     for each in summaries:
-        shares = f"{each.policy:>14}{each.hit_rate:>14.1%}{each.apart:>14.1%}"
-        times = "".join(f"{getattr(each, name):>14.4f}" for name in _SHOWN)
-        lines.append(f"{shares}{each.output_tok_s:>14.0f}{times}")
+        shares = f"{each.policy:>15}{each.hit_rate:>15.1%}{each.apart:>15.1%}"
+        seconds = "".join(f"{getattr(each, name):>15.4f}" for name in _TIMES)
+        lines.append(f"{shares}{each.output_tok_s:>15.0f}{seconds}")
     return "\n".join(lines)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import typer
 
+from quire.cli.progress import counted
 from quire.config import EngineArgs
 from quire.errors import ConfigError, PromptTooLongError
 from quire.llm import LLM
@@ -46,7 +47,7 @@ def trace(
             llm.generate(prompts[1:], params)
             steps = llm.stats().steps
         _join(sorted(Path(folder).iterdir()), output)
-    typer.echo(f"{output}: {steps} steps; open it in https://ui.perfetto.dev")
+    typer.echo(f"{output}: {counted(steps, 'step')}; open it in https://ui.perfetto.dev")
 
 
 class _Closing:

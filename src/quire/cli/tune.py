@@ -12,6 +12,7 @@ import typer
 
 from quire.bench.ceilings import ceilings
 from quire.cli.info import config_alone
+from quire.cli.progress import counted
 from quire.config import EngineArgs
 from quire.engine.ranks import model_of_rank
 from quire.errors import ConfigError, QuireError
@@ -91,5 +92,7 @@ def _gpu(device: str) -> torch.device:
         raise ConfigError(f"device {device!r} is not known", "device") from error
     count = torch.cuda.device_count()
     if found.type != "cuda" or (found.index or 0) >= count:
-        raise ConfigError(f"device {device!r} is not there: found {count} GPUs", "device")
+        raise ConfigError(
+            f"device {device!r} is not there: found {counted(count, 'GPU')}", "device"
+        )
     return torch.device("cuda", found.index or 0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import typer
@@ -11,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.http_client import HttpClient
-from quire.verify.run import ScoreCard
+from quire.verify.run import OnOutcome, ScoreCard
 from quire.verify.run import verify as run_checks
 
 _STYLES = {"passed": "green", "failed": "bold red", "not offered": "dim"}
@@ -26,17 +28,24 @@ def verify(
         ConfigError: the checks cannot be made; exit status 2.
     """
     client = HttpClient(url, api_key, timeout)
+    with _progress(Console(stderr=True)) as on_outcome:
+        card = run_checks(client, model, on_outcome)
     if as_json:
-        card = run_checks(client, model)
         typer.echo(json.dumps(described(card), indent=2))
     else:
-        with Console(stderr=True).status("Checking") as status:
-            card = run_checks(
-                client, model, lambda done: status.update(f"{done.route}: {done.check}")
-            )
         _print(card)
     if card.count("failed"):
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[OnOutcome]:
+    """Yields a callback for outcomes, which shows the last check, or without a terminal each."""
+    if not console.is_terminal:
+        yield lambda done: typer.echo(f"{done.route}: {done.check}: {done.status}", err=True)
+        return
+    with console.status("Checking") as status:
+        yield lambda done: status.update(f"{done.route}: {done.check}")
 
 
 def described(card: ScoreCard) -> dict[str, object]:

@@ -17,6 +17,8 @@ from quire.evaluate import check_vocabulary, read_text
 
 _HELD_OUT = 8
 """One sequence in so many is held out, to measure the outcome."""
+_LEAST = 128
+"""Sequences of calibration beside which others are held out: with fewer, as many are held out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +42,14 @@ def built_in_text() -> str:
 def calibration(
     tokenizer: Tokenizer, data: Path | None, samples: int, length: int, vocab_size: int
 ) -> Calibration:
-    """Returns the first `samples` sequences of a text, or as many as it holds, and some held out.
+    """Returns `samples` sequences of a text, or as many as it holds, and some held out.
 
-    data: a text file; None: the built-in text.
+    Args:
+        tokenizer: the model's.
+        data: a text file; None: the built-in text.
+        samples: sequences to calibrate with, spread over the text.
+        length: tokens of a sequence.
+        vocab_size: the model's.
 
     Raises:
         ConfigError: the text is empty or too short, or has tokens beyond the model's vocabulary.
@@ -57,8 +64,11 @@ def calibration(
             "data",
         )
     lines = tokens[: count * length].view(count, length)
-    wanted = min(count, samples + max(1, samples // (_HELD_OUT - 1)))
+    most = max(samples, _LEAST)
+    wanted = min(count, most + most // (_HELD_OUT - 1))
     spread = torch.linspace(0, count - 1, wanted).long()
     every = min(_HELD_OUT, wanted)
     out = torch.arange(wanted) % every == every - 1
-    return Calibration(lines[spread[~out]], lines[spread[out]])
+    rest = spread[~out]
+    chosen = torch.linspace(0, len(rest) - 1, min(len(rest), samples)).long()
+    return Calibration(lines[rest[chosen]], lines[spread[out]])

@@ -15,7 +15,7 @@ from quire.compression.recipe import Recipe
 from quire.compression.rounding import Rounded, find_scales, relative_error, round_to
 from quire.compression.scaling import move_scales
 from quire.compression.statistics import InputStatistics
-from quire.errors import ConfigError, ModelError
+from quire.errors import ModelError
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import named_slices
@@ -30,22 +30,6 @@ class RoundedBlock:
     tensors: dict[str, Tensor]
     errors: dict[str, float]
     plain: list[str]
-
-
-def check_block(
-    source: OriginalModel, block: Block, index: int, recipe: Recipe, ignore: frozenset[str]
-) -> None:
-    """Raises ConfigError where inputs do not divide into the recipe's groups."""
-    group = recipe.grid.group
-    for module, _, layer, _ in source.projections(block, index):
-        size = layer.inputs
-        if module not in ignore and group and size % group:
-            fits = [str(each) for each in (16, 32, 64, 128) if size % each == 0]
-            raise ConfigError(
-                f"{module} has {size} inputs, which groups of {group} do not divide; "
-                f"{' or '.join([*fits, '-1 (one for each output)'])} would",
-                "group_size",
-            )
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quire.compression.calibration import Calibration, calibration
 from quire.compression.forward import Sequences
-from quire.compression.layer import check_block, round_block
+from quire.compression.layer import round_block
 from quire.compression.original import OriginalModel
 from quire.compression.recipe import Recipe
 from quire.compression.report import Report
@@ -48,13 +48,19 @@ class GateError(QuireError):
 class Options:
     """Settings of a run beside its recipe.
 
-    data: a text; None: the built-in one. samples, length: sequences to calibrate with, and their
-    tokens. ignore: modules to leave as they are, by name or, behind `re:`, by pattern. gate: see
-    `Report`. force: write also what does not pass.
+    Attributes:
+        data: a text; None: the built-in one.
+        samples: sequences to calibrate with; None: the method's own number.
+        length: tokens of a sequence.
+        ignore: modules to leave as they are, by name or, behind `re:`, by pattern.
+        gate: see `Report`.
+        force: write the model even if it does not pass.
+        device: "cpu", "cuda" or "cuda:N".
+        on_block: called after each block.
     """
 
     data: Path | None = None
-    samples: int = 128
+    samples: int | None = None
     length: int = 512
     ignore: tuple[str, ...] = ()
     gate: float = GATE
@@ -91,8 +97,9 @@ class _Run:
     def __init__(
         self, source: OriginalModel, name: str, out: Path, recipe: Recipe, options: Options
     ) -> None:
-        self.source, self.name, self.recipe, self.options = source, name, recipe, options
-        if options.samples < 1 or not 2 <= options.length <= source.spec.max_positions:
+        self.source, self.name, self.options = source, name, options
+        self.samples = recipe.samples if options.samples is None else options.samples
+        if self.samples < 1 or not 2 <= options.length <= source.spec.max_positions:
             raise ConfigError(
                 f"samples must be 1 or more, and length from 2 to {source.spec.max_positions}",
                 "samples",
@@ -101,29 +108,34 @@ class _Run:
             raise ConfigError("gate must be a number", "gate")
         self.count = len(source.spec.layers)
         self.ignored: set[str] = set()
-        self._check()
+        self.recipe = recipe.fit(self._inputs())
         self.text = calibration(
-            Tokenizer.from_path(source.folder), options.data, options.samples, options.length,
+            Tokenizer.from_path(source.folder), options.data, self.samples, options.length,
             source.spec.vocab_size,
         )  # fmt: skip
         self.job = WorkFolder(out, self._about())
 
-    def _check(self) -> None:
-        """Finds the modules to leave as they are, and refuses what does not fit."""
+    def _inputs(self) -> dict[str, int]:
+        """Returns the number of inputs of each module to quantize.
+
+        Those to leave as they are become `ignored`.
+        """
         patterns = self.options.ignore
         used: set[str] = set()
+        inputs: dict[str, int] = {}
         source = self.source
         for index in range(self.count):
             block = source.shapes(index)
-            names = [module for module, *_ in source.projections(block, index)]
+            own = {module: layer.inputs for module, _, layer, _ in source.projections(block, index)}
             for pattern in patterns:
-                found = {name for name in names if _matches(name, pattern)}
+                found = {name for name in own if _matches(name, pattern)}
                 self.ignored |= found
                 used |= {pattern} if found else set()
-            check_block(source, block, index, self.recipe, frozenset(self.ignored))
+            inputs |= {name: size for name, size in own.items() if name not in self.ignored}
         for pattern in patterns:
             if pattern not in used:
                 raise ConfigError(f"no linear layer is named {pattern!r}", "ignore")
+        return inputs
 
     def _about(self) -> dict[str, Any]:
         files = weight_files(self.source.folder)
@@ -133,7 +145,7 @@ class _Run:
             "config": self.source.config,
             "weights": [(file.name, file.stat().st_size, file.stat().st_mtime) for file in files],
             "data": None if options.data is None else fingerprint(options.data),
-            "sequences": [options.samples, options.length],
+            "sequences": [self.samples, options.length],
             "ignore": sorted(self.ignored),
             "device": self.source.device.type,
         }
@@ -151,8 +163,9 @@ class _Run:
             raise GateError(
                 f"perplexity would rise from {report.perplexity_before:.4f} to "
                 f"{report.perplexity_after:.4f}, by {report.change:.2f} %, more than the gate's "
-                f"{report.gate:g} %: nothing is written. --force writes it all the same, --gate "
-                "allows more"
+                f"{report.gate:g} %, so {self.job.out} is not written. {self.job.folder} keeps "
+                "what was computed: the same command with --force, or with a larger --gate, writes "
+                "the model without computing it again"
             )
         try:
             self._finish(report)
@@ -179,9 +192,10 @@ class _Run:
         sequences = Sequences(block, self.options.length, source.device, source.dtype)
         sequences.run(block, done.states["original"])
         calls = -(-len(done.states["calibration"]) // sequences.rows)
+        states = done.states["calibration"]
         with watch_inputs(block, 1 / calls) as statistics:
-            # The states are needed once more, behind the rounded block.
-            sequences.run(block, done.states["calibration"].clone())
+            # A sequential recipe needs the states once more, for the rounded block.
+            sequences.run(block, states.clone() if self.recipe.sequential else states)
         rounded = round_block(
             source, block, index, self.recipe, statistics, frozenset(self.ignored)
         )
@@ -194,8 +208,9 @@ class _Run:
         )
         block = source.block(index, quantization)
         source.fill(block, f"layers.{index}", rounded.tensors)
-        for name in ("calibration", "quantized"):
-            sequences.run(block, done.states[name])
+        if self.recipe.sequential:
+            sequences.run(block, states)
+        sequences.run(block, done.states["quantized"])
         done.errors.update(rounded.errors)
         done.plain += rounded.plain
 

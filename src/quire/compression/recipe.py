@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from quire.errors import ConfigError
@@ -13,8 +15,10 @@ Inputs = Literal["none", "token", "group", "tensor"]
 METHODS: tuple[Method, ...] = ("gptq", "awq", "smoothquant", "fp8", "int8", "rtn")
 _INTEGERS = ("gptq", "awq", "rtn")
 """Methods that make integers of a chosen number of bits, with scales of groups."""
-GROUP = 128
-"""Inputs that share a scale, if nothing else is said."""
+GROUPS = (128, 64, 32, 16)
+"""Group sizes to choose from if none is given: the first that divides the inputs of all layers."""
+_SEQUENTIAL = ("gptq", "awq", "smoothquant")
+"""Methods whose later blocks can make up for what earlier ones lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,20 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """method: makes the weights. grid: their numbers. inputs: how the inputs of layers are rounded:
-    not at all, with a scale for each token, for each token and group, or with one fixed scale."""
+    """The choices of how a model is quantized.
+
+    Attributes:
+        method: makes the weights.
+        grid: the weights' numbers.
+        inputs: how the inputs of layers are rounded: not at all, with a scale for each token, for
+            each token and group, or with one fixed scale.
+        own_group: no group size was given, so the model decides: see `fit`.
+    """
 
     method: Method
     grid: Grid
     inputs: Inputs = "none"
+    own_group: bool = False
 
     @classmethod
     def of(
@@ -69,7 +81,8 @@ class Recipe:
         if name in _INTEGERS:
             if weight_only:
                 raise ConfigError(f"{name} quantizes nothing but weights", "weight_only")
-            return cls(name, _integers(name, bits, group_size, symmetric))
+            grid = _integers(name, bits, group_size, symmetric)
+            return cls(name, grid, own_group=group_size is None)
         if bits not in (None, 8):
             raise ConfigError(f"{name} has 8 bits, not {bits}", "bits")
         if symmetric is False:
@@ -86,6 +99,43 @@ class Recipe:
                 "smoothquant is for inputs that are rounded; int8 takes weights only", "weight_only"
             )
         return cls(name, Grid(8), "none" if weight_only else "token")
+
+    @property
+    def sequential(self) -> bool:
+        """Whether blocks are calibrated with the outputs of the rounded blocks before them."""
+        return self.method in _SEQUENTIAL
+
+    @property
+    def samples(self) -> int:
+        """Sequences to calibrate with, if nothing else is said.
+
+        The search for scales of 8 bits gains hardly anything from more than 32.
+        """
+        return 128 if self.sequential else 32
+
+    def fit(self, inputs: Mapping[str, int]) -> Recipe:
+        """Returns the recipe with a group size that divides the inputs of all layers.
+
+        Args:
+            inputs: the number of inputs of each module to quantize.
+
+        Raises:
+            ConfigError: the group size that was given does not divide them.
+        """
+        group = self.grid.group
+        misfit = next((name for name, size in inputs.items() if group and size % group), None)
+        if misfit is None:
+            return self
+        common = math.gcd(*inputs.values())
+        fits = [size for size in GROUPS if common % size == 0]
+        if self.own_group:
+            return replace(self, grid=replace(self.grid, group=fits[0] if fits else 0))
+        sizes = f"{' or '.join(map(str, fits))} divides" if fits else "-1 fits"
+        raise ConfigError(
+            f"{misfit} has {inputs[misfit]} inputs: --group-size {sizes} "
+            f"{'all layers' if fits else 'any layer (a scale for each output)'}; {group} does not",
+            "group_size",
+        )
 
     @property
     def format(self) -> str:
@@ -138,7 +188,7 @@ class Recipe:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the recipe as JSON has it."""
-        return asdict(self)
+        return {"method": self.method, "grid": asdict(self.grid), "inputs": self.inputs}
 
 
 def _integers(
@@ -147,7 +197,7 @@ def _integers(
     bits = 4 if bits is None else bits
     if bits not in (4, 8):
         raise ConfigError(f"bits must be 4 or 8, got {bits}", "bits")
-    size = GROUP if group_size is None else group_size
+    size = GROUPS[0] if group_size is None else group_size
     if size != -1 and (size < 16 or size % 16):
         raise ConfigError(f"group_size must be -1 or a multiple of 16, got {size}", "group_size")
     own = method != "awq" if symmetric is None else symmetric

@@ -27,12 +27,12 @@ class Summary(msgspec.Struct, frozen=True):
     output_tok_s: float
     hit_rate: float
     apart: float
-    ttft_p50: float
-    ttft_p99: float
-    latency_p50: float
-    latency_p99: float
-    itl_p50: float
-    itl_p99: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    latency_p50_s: float
+    latency_p99_s: float
+    itl_p50_s: float
+    itl_p99_s: float
 
 
 def summarize(outcome: FleetRun, policy: RoutePolicy, nodes: int, prefill_nodes: int) -> Summary:
@@ -55,12 +55,12 @@ def summarize(outcome: FleetRun, policy: RoutePolicy, nodes: int, prefill_nodes:
         hit_rate=sum(flight.cached for flight in flights)
         / sum(flight.asked.prompt for flight in flights),
         apart=sum(flight.cached_apart is not None for flight in flights) / len(flights),
-        ttft_p50=_percentile(first, 50),
-        ttft_p99=_percentile(first, 99),
-        latency_p50=_percentile(whole, 50),
-        latency_p99=_percentile(whole, 99),
-        itl_p50=_percentile(itl, 50),
-        itl_p99=_percentile(itl, 99),
+        ttft_p50_s=_percentile(first, 50),
+        ttft_p99_s=_percentile(first, 99),
+        latency_p50_s=_percentile(whole, 50),
+        latency_p99_s=_percentile(whole, 99),
+        itl_p50_s=_percentile(itl, 50),
+        itl_p99_s=_percentile(itl, 99),
     )
 
 

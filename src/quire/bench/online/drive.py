@@ -141,17 +141,17 @@ class Server:
         try:
             data = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise ConfigError(f"{path} broke off its answer: {error!r}", "base_url") from None
+            raise ConfigError(f"{path} broke off its answer: {error!r}", "url") from None
         finally:
             connection.close()
         if response.status != 200:
             said = data[:300].decode(errors="replace")
-            raise ConfigError(f"{path} answered {response.status}: {said}", "base_url")
+            raise ConfigError(f"{path} answered {response.status}: {said}", "url")
         try:
             return msgspec.json.decode(data, type=form)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"{self.base_url}{path} does not answer as it should: {error}", "base_url"
+                f"{self.base_url}{path} does not answer as it should: {error}", "url"
             ) from None
 
     def model(self) -> str:

@@ -1,0 +1,36 @@
+"""Numbers in the pages that the code decides."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quire.loop_feature import LoopFeature
+from quire.runner import Hook
+from quire.scheduler.feature import Feature
+from quire.server.json_size import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/design-decisions.md"])
+def test_interfaces_of_features(page: str) -> None:
+    methods = [
+        name
+        for interface in (Feature, LoopFeature, Hook)
+        for name, value in vars(interface).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property))
+    ]
+    text = " ".join((ROOT / page).read_text("utf-8").split())
+    assert "three interfaces" in text
+    assert f"{len(methods)} methods in all" in text
+
+
+def test_limits_of_values_in_a_body() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    (row,) = re.findall(r"^\| values in a body \| (.*?) \|", text, re.MULTILINE)
+    counts = [f"{most:,}".replace(",", " ") for most in (MAX_MEMBERS, MAX_STRINGS, MAX_VALUES)]
+    kinds = "lists, objects and members", "strings", "values"
+    assert row == "; ".join(f"{n} {kind}" for n, kind in zip(counts, kinds, strict=True))
