@@ -64,10 +64,10 @@ class FakeClient:
     )
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
+        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
 
     async def unload_adapter(self, name: str) -> None:
-        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
+        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
         compilable(params)

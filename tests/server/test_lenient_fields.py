@@ -99,6 +99,17 @@ def test_an_effort_that_the_template_does_not_use(
     assert ask(path, fields, args=args).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {**CHAT, "reasoning_effort": "none"}),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}),
+    ],
+)
+def test_a_model_that_does_not_reason_makes_no_effort(path: str, fields: dict[str, Any]) -> None:
+    assert ask(path, fields).status_code == 200
+
+
 def test_an_effort_of_messages_that_the_template_does_not_use() -> None:
     fields = {**CHAT, "model": MODEL, "max_tokens": 5, "output_config": {"effort": "low"}}
     assert ask("/v1/messages", fields).status_code == 400

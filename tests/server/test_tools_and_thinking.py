@@ -478,16 +478,20 @@ def test_messages_thinking_within_its_budget(
 def test_thinking_is_up_to_the_template(template: str, on: bool, why: str | None) -> None:
     engine = Speaker()
     engine.tokenizer.use_template(template)
-    engine.say("Yes.", "Yes.")
+    engine.say("Yes.", "Yes.", "Yes.")
     with serve(engine) as running:
         calls: list[Any] = [
             lambda: tell(running.anthropic(), thinking={"type": "adaptive" if on else "disabled"})
         ]
         if not on:
             calls.append(lambda: ask(running.openai(), reasoning={"effort": "none"}))
+            ask_chat: Any = running.openai().chat.completions.create
+            hello = [{"role": "user", "content": "Weather?"}]
+            calls.append(lambda: ask_chat(model=MODEL, messages=hello, reasoning_effort="none"))
         for call in calls:
             if why is None:
                 assert call().id
+                assert "{{ thinking }}" not in template or str(on) in engine.heard[-1]
             else:
                 refused = (anthropic.BadRequestError, openai.BadRequestError)
                 with pytest.raises(refused, match=why):

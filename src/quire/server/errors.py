@@ -125,7 +125,8 @@ def engine_dead(end: str = "") -> ApiError:
 def overloaded() -> ApiError:
     return ApiError(
         503,
-        "The server has as many requests waiting as it may; try again later.",
+        "The server has as many requests waiting as it may (--max-queue, --max-queue-tokens); try "
+        "again later.",
         code="overloaded",
         retry_after=_RETRY_SECONDS,
     )

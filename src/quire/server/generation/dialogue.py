@@ -46,7 +46,6 @@ class Dialogue:
         parallel_tool_calls: False: one call at most.
         chat_template: replaces the model's own.
         template_kwargs: further variables of the chat template, such as documents.
-        reasoning_effort: passed to a template that takes it, else refused.
         add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
         most_prompt_tokens: the last tokens of the prompt to keep; None keeps all.
         include_reasoning: False leaves reasoning out of the events (it is still generated).
@@ -63,7 +62,6 @@ class Dialogue:
     parallel_tool_calls: bool = True
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False

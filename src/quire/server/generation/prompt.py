@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from quire.engine.chat_template import TemplateTraits
     from quire.engine.tokenizer import Tokenizer
 
+_FIELDS = ("documents", "reasoning_effort", "verbosity")
+"""Variables of templates that are fields of requests."""
 _MARK = "~end-of-what-is-to-be-continued~"
 
 
@@ -107,16 +109,12 @@ def _shown_tools(
 def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
     """Returns the template's further variables. Raises ApiError for one that it does not use."""
     variables = dict(dialogue.template_kwargs)
-    fields = dict.fromkeys(variables, "chat_template_kwargs")
-    if dialogue.reasoning_effort is not None:
-        variables["reasoning_effort"] = dialogue.reasoning_effort
-        fields["reasoning_effort"] = "reasoning_effort"
     if not variables:
         return variables
     known = template(with_tools).variables
     for name in variables:
         if name not in known:
-            param = name if name in ("documents", "verbosity") else fields[name]
+            param = name if name in _FIELDS else "chat_template_kwargs"
             raise ApiError(
                 400,
                 f"'{param}': the model's chat template does not use '{name[:100]}'.",

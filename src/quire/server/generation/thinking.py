@@ -29,16 +29,35 @@ def template_variables(state: ServerState, param: str, *, with_tools: bool) -> f
     return state.tokenizer(param).template(with_tools).variables
 
 
-def known_effort(state: ServerState, effort: str | None, with_tools: bool) -> str | None:
-    """Returns the effort to pass to the chat template.
+def effort_variables(
+    state: ServerState, effort: str | None, known: frozenset[str], param: str
+) -> dict[str, Any]:
+    """Returns the variables by which a chat template gets an effort of reasoning.
 
-    None where the template does not use one and the server was told to ignore it; else the template
-    is given it, and refuses it.
+    A template without efforts may have a switch that turns thinking off, which is "none". A model
+    that does not reason makes no effort anyway.
+
+    Args:
+        known: the variables that the template uses.
+
+    Raises:
+        ApiError: the template has no place for the effort, and the server was not told to ignore
+            it.
     """
-    if effort is None or not state.args.ignore_reasoning_effort:
-        return effort
-    known = template_variables(state, "reasoning_effort", with_tools=with_tools)
-    return effort if "reasoning_effort" in known else None
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    ignored = state.args.ignore_reasoning_effort
+    if effort == "none" and not (ignored and known.isdisjoint(_SWITCHES)):
+        return thinking_switch(state, known, on=False, param=param)
+    if ignored:
+        return {}
+    raise unsupported(
+        param,
+        f"{effort[:40]!r} has no place in the model's chat template, which does not use "
+        "'reasoning_effort'; --ignore-reasoning-effort ignores it",
+    )
 
 
 def thinking_switch(

@@ -187,7 +187,7 @@ def is_id(text: str) -> bool:
 
 
 def timed_out() -> ApiError:
-    return ApiError(504, "The request took longer than this server allows.", code="timeout")
+    return ApiError(504, "The request took longer than --request-timeout allows.", code="timeout")
 
 
 def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:

@@ -13,7 +13,7 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError, unsupported
 from quire.server.generation.conversation import ConversationBuilder
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.thinking import known_effort, template_variables, thinking_switch
+from quire.server.generation.thinking import effort_variables, template_variables
 from quire.server.openai.convert import check_logprobs, usual_room
 from quire.server.responses.items import (
     FunctionCallItem,
@@ -60,7 +60,6 @@ _SAMPLING = (
 
 NAMES = {
     "messages": "input",
-    "reasoning_effort": "reasoning.effort",
     "structured_outputs": "text.format.schema",
     ".function": "",
 }
@@ -126,11 +125,8 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
 
 def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -> Dialogue:
     variables = dict(body.chat_template_kwargs or {})
-    effort = body.effort
     known = template_variables(state, "input", with_tools=bool(body.tools))
-    if effort == "none" and "reasoning_effort" not in known:
-        variables |= thinking_switch(state, known, on=False, param="reasoning.effort")
-        effort = None
+    variables |= effort_variables(state, body.effort, known, "reasoning.effort")
     verbosity = body.text.verbosity if body.text is not None else None
     if verbosity is not None and "verbosity" in known:
         variables["verbosity"] = verbosity
@@ -148,7 +144,6 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_kwargs=variables,
-        reasoning_effort=known_effort(state, effort, bool(body.tools)),
         with_tokens=logprobs,
         request_id=new_id("resp", "_"),
     )

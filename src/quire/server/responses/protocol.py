@@ -122,13 +122,12 @@ class TextFormat(StrictModel):
         given = {"name", "description", "json_schema", "strict"} & self.model_fields_set
         if self.type != "json_schema" and given:
             raise RequestError(f"a format of type {self.type!r} has no other fields.")
-        for name, value in (("name", self.name), ("schema", self.json_schema)):
-            if self.type == "json_schema" and value is None:
-                raise RequestError(
-                    f"a format of type 'json_schema' needs a '{name}'.",
-                    param=name,
-                    code="missing_required_parameter",
-                )
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestError(
+                "a format of type 'json_schema' needs a 'schema'.",
+                param="schema",
+                code="missing_required_parameter",
+            )
         return self
 
 

@@ -41,7 +41,7 @@ async def create_response(request: Request) -> Response:
         raise ApiError(
             400,
             "'background' is not available: this server keeps no responses "
-            "(response_store_size is 0).",
+            "(--response-store-size is 0).",
             param="background",
         )
     items = items_of(body, store_of(request), owner_of(request))
