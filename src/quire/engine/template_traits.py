@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.engine.chat_template import ChatTemplate, TemplateTraits
+from quire.engine.chat_template import UNSAFE, ChatTemplate, TemplateTraits
 from quire.errors import RequestError
 
 PROBED_TOOL: dict[str, Any] = {
@@ -38,6 +38,7 @@ _TEXT = '{"probed_key": "probed_value"}'
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
     """Renders a few small conversations and looks at the results."""
+    errors: list[str] = []
 
     def rendered(
         messages: Sequence[Mapping[str, Any]],
@@ -51,7 +52,9 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
                 add_generation_prompt=add_generation_prompt,
                 **special_tokens,
             )
-        except RequestError:
+        except RequestError as error:
+            if error.code == UNSAFE:
+                errors.append(str(error))
             return ""
 
     hello = [{"role": "user", "content": "Hello."}]
@@ -73,7 +76,9 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
                     shows_tools, True, needs_description, as_text, empty_content, call,
                     ids_name_tools,
                 )  # fmt: skip
-    return TemplateTraits(shows_tools, False, needs_description)
+    return TemplateTraits(
+        shows_tools, False, needs_description, error=errors[0] if errors else None
+    )
 
 
 def named_id(name: str, number: int) -> str:

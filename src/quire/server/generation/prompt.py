@@ -94,7 +94,7 @@ def _shown_tools(
         return []
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
-        raise _not_shown("tools", "tools")
+        raise _not_shown("tools", "tools", traits)
     shown = []
     for tool in dialogue.tools:
         function = {name: value for name, value in tool["function"].items() if name != "strict"}
@@ -134,7 +134,7 @@ def _messages(
         return messages
     traits = tokenizer.traits(template(with_tools))
     if not traits.shows_calls:
-        raise _not_shown("tool calls", "messages")
+        raise _not_shown("tool calls", "messages", traits)
     if traits.ids_name_tools:
         messages = _with_named_ids(messages)
     return [
@@ -161,11 +161,12 @@ def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _not_shown(what: str, param: str) -> ApiError:
+def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
+    why = "" if traits.error is None else f" ({traits.error})"
     return ApiError(
         400,
-        f"The model's chat template does not show {what} to the model. Start the server with a "
-        "--chat-template that does.",
+        f"The model's chat template does not show {what} to the model{why}. Start the server with "
+        "a --chat-template that does.",
         param=param,
         code="unsupported_parameter",
     )
