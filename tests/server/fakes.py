@@ -124,6 +124,7 @@ class PlainTokenizer:
     """One token per character; the template is the messages' contents."""
 
     chat_templates: ClassVar[dict[str, str]] = {}
+    config: ClassVar[dict[str, Any]] = {"tokenizer_class": "PlainTokenizer"}
     added_tokens: ClassVar[dict[str, int]] = {}
     hub: ClassVar[Any] = SimpleNamespace(token_to_id=lambda text: None)
     special_ids: ClassVar[frozenset[int]] = frozenset()

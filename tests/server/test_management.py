@@ -105,7 +105,7 @@ def _takes_templates(server: Server) -> None:
     answer = chat(OWN, chat_template_kwargs={"mood": "glad"})
     text = httpx.post(
         f"{server.url}/detokenize",
-        json={"tokens": answer.choices[0].prompt_token_ids},
+        json={"tokens": answer.prompt_token_ids},
         headers=headers("user-key"),
     ).json()["prompt"]
     assert text == "[user] Hello there!\nglad"

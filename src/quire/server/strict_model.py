@@ -4,7 +4,7 @@ unless they are null."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -124,6 +124,30 @@ TextsOrIds = Annotated[
     ),
 ]
 """A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
+
+
+TruncationSide = Literal["left", "right"]
+"""The side of a prompt on which `truncate_prompt_tokens` drops tokens."""
+
+
+def check_side(side: TruncationSide | None, truncate: int | None) -> None:
+    """Refuses a side where nothing is dropped."""
+    if side is not None and truncate is None:
+        raise RequestError(
+            "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side"
+        )
+
+
+def cut_prompt(ids: list[int], most: int | None, side: TruncationSide | None) -> list[int]:
+    """Returns the tokens of a prompt that are kept.
+
+    Args:
+        most: None keeps all.
+        side: where tokens are dropped; None is left.
+    """
+    if most is None:
+        return ids
+    return ids[:most] if side == "right" else ids[-most:]
 
 
 class StrictModel(BaseModel):

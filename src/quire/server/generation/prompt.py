@@ -11,6 +11,7 @@ from quire.engine.chat_template import ChatTemplate
 from quire.engine.template_traits import named_id
 from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
+from quire.server.strict_model import cut_prompt
 
 if TYPE_CHECKING:
     from quire.engine.chat_template import TemplateTraits
@@ -65,7 +66,7 @@ def render_prompt(
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
-    return RenderedPrompt(text, ids if keep is None else ids[-keep:], continued)
+    return RenderedPrompt(text, cut_prompt(ids, keep, dialogue.truncation_side), continued)
 
 
 Templates = Callable[[bool], ChatTemplate]

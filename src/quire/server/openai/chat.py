@@ -164,6 +164,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
             most,
             _max_tokens(body),
         ),
+        truncation_side=body.truncation_side,
         continue_final_message=bool(body.continue_final_message),
         include_reasoning=body.include_reasoning is not False,
         with_tokens=bool(body.logprobs or body.return_token_ids),

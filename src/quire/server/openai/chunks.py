@@ -31,7 +31,7 @@ class ChunkWriter:
         options = options or StreamOptions()
         self._envelope = envelope
         self._usage = usage
-        self._at_end = bool(options.include_usage)
+        self._at_end = bool(options.include_usage or options.continuous_usage_stats)
         self._always = bool(options.continuous_usage_stats)
         self._obfuscate = bool(options.include_obfuscation)
 

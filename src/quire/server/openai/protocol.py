@@ -28,6 +28,8 @@ from quire.server.strict_model import (
     StrictModel,
     TemplateKwargs,
     TextsOrIds,
+    TruncationSide,
+    check_side,
     drop_unused,
 )
 from quire.token_rules import MAX_ALLOWED, MAX_BAD
@@ -46,6 +48,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
     "function_call": ("none",),
     "functions": ([],),
+    "logprob_token_ids": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -70,7 +73,7 @@ Breaker = Annotated[str, Field(min_length=1, max_length=40)]
 
 class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: token counts in every
-    chunk."""
+    chunk, and at the end, as in vLLM."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -78,9 +81,10 @@ class StreamOptions(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> StreamOptions:
-        if self.continuous_usage_stats and not self.include_usage:
+        if self.continuous_usage_stats and self.include_usage is False:
             raise RequestError(
-                "'continuous_usage_stats' needs include_usage=true.", param="continuous_usage_stats"
+                "'continuous_usage_stats' excludes include_usage=false.",
+                param="continuous_usage_stats",
             )
         return self
 
@@ -126,6 +130,7 @@ class SamplingFields(StructuredFields):
     ) = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
@@ -151,6 +156,7 @@ class SamplingFields(StructuredFields):
             raise RequestError(
                 "'truncate_prompt_tokens' must be -1 or at least 1.", param="truncate_prompt_tokens"
             )
+        check_side(self.truncation_side, self.truncate_prompt_tokens)
         return self
 
 
