@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.sandbox
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -333,7 +333,7 @@ class ChatTemplate:
                     raise RequestError("the chat template's output is too large", "messages")
                 budget.spend(0)
                 parts.append(part)
-        except jinja2.sandbox.SecurityError as error:
+        except SecurityError as error:
             raise RequestError(
                 f"the sandbox refused the chat template: {error} As in transformers, it lets a "
                 "template change no list; --chat-template takes another one",

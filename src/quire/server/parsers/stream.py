@@ -244,7 +244,7 @@ class ToolParser(ABC):
 
     @property
     def read_so_far(self) -> str:
-        """What was read, the mark that began it included, and nothing was made of."""
+        """Returns the text that was read since the last event, the mark that began it included."""
         return "".join(self._held)
 
     def as_text(self, read: str) -> str:
