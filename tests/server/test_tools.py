@@ -288,10 +288,7 @@ def test_the_clients_own_stream_reader() -> None:
         ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]},
          "messages[0].reasoning_content"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
-         "chat_template_kwargs"),
         ({"extra_body": {"documents": [{"text": "x"}]}}, "documents"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(options: dict[str, Any], param: str) -> None:

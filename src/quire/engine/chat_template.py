@@ -282,6 +282,7 @@ class TemplateTraits:
         call: a message with the probed call alone, as the template writes it; None where it shows
             no calls.
         ids_name_tools: calls show their ids and not their tools' names, which the ids have to hold.
+        late_system: a system message behind others reaches the prompt.
         error: why the sandbox refuses the template where it shows no tools, or no calls.
     """
 
@@ -293,6 +294,7 @@ class TemplateTraits:
     call: str | None = None
     ids_name_tools: bool = False
     error: str | None = None
+    late_system: bool = True
 
 
 class ChatTemplate:

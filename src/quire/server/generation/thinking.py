@@ -15,6 +15,7 @@ from quire.server.generation.chat import ChatGeneration
 from quire.server.generation.dialogue import Event, Finished, ReasoningDelta
 from quire.server.generation.prompt import RenderedPrompt
 from quire.server.generation.usage import CompletionTokensDetails, CompletionUsage
+from quire.server.hints import decline, refuses_hints
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -40,9 +41,10 @@ def effort_variables(
     Args:
         known: the variables that the template uses.
 
+    Other templates have no place for an effort, which is ignored then.
+
     Raises:
-        ApiError: the template has no place for the effort, and the server was not told to ignore
-            it.
+        ApiError: it would be ignored, but the server refuses hints.
     """
     if effort is None:
         return {}
@@ -52,6 +54,9 @@ def effort_variables(
     if effort == "none" and not (ignored and known.isdisjoint(_SWITCHES)):
         return thinking_switch(state, known, on=False, param=param)
     if ignored:
+        return {}
+    if not refuses_hints():
+        decline(param)
         return {}
     raise unsupported(
         param,
@@ -65,14 +70,20 @@ def thinking_switch(
 ) -> dict[str, Any]:
     """Returns the template's variables that turn thinking on or off.
 
+    A wish to think is a hint, which a model that cannot think ignores.
+
     Raises:
-        ApiError: the model cannot think, or cannot be kept from it.
+        ApiError: the model cannot be kept from thinking, or cannot think and the server refuses
+            hints.
     """
     thinks = state.chat_format.reasoning is not None
     for name in _SWITCHES:
         if name in known and thinks:
             return {name: on}
     if on and not thinks:
+        if not refuses_hints():
+            decline(param)
+            return {}
         raise unsupported(param, "asks for thinking, but this model is not known to think")
     if not on and thinks:
         raise unsupported(

@@ -25,6 +25,7 @@ from quire.server.strict_model import (
     Metadata,
     Name,
     RequestId,
+    ServiceTier,
     StrictModel,
     TemplateKwargs,
     TextsOrIds,
@@ -46,6 +47,7 @@ MAX_BAD_WORDS = MAX_BAD // 2
 # Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "client_metadata": (),
     "function_call": ("none",),
     "functions": ([],),
     "logprob_token_ids": ([],),
@@ -57,14 +59,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
+    "provider": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
+    "transforms": ([],),
+    "usage": ({"include": False},),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+_HINTS = frozenset(
+    {
+        "client_metadata",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "provider",
+        "transforms",
+        "usage",
+    }
+)
 
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -143,7 +158,7 @@ class SamplingFields(StructuredFields):
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         refused = {name: v for name, v in _UNSUPPORTED.items() if name not in cls.model_fields}
-        return drop_unused(data, refused)
+        return drop_unused(data, refused, _HINTS)
 
     @field_validator("stop", mode="before", json_schema_input_type=list[str] | str | None)
     @classmethod
@@ -212,7 +227,7 @@ class ChatRequest(SamplingFields, BeamFields):
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     functions: (
         Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None
