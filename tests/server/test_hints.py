@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 
@@ -180,6 +181,29 @@ def test_the_billing_header_is_not_in_the_prompt(scripted: Scripted, strict: Scr
     assert post(strict, "/v1/messages", {"system": blocks}).status_code == 200
     assert isinstance(strict.engine, Speaker)
     assert "billing" in strict.engine.heard[-1]
+
+
+def test_models_in_anthropics_shape() -> None:
+    args = ServerArgs(generation_config="none", served_model_name=("a", "b", "c"))
+    with serve(Speaker(), args) as server:
+        client = server.anthropic()
+        assert [model.id for model in client.models.list()] == ["a", "b", "c"]
+        first = client.models.list(limit=2)
+        assert ([model.id for model in first.data], first.has_more) == (["a", "b"], True)
+        assert [model.id for model in client.models.list(limit=1)] == ["a", "b", "c"]
+        assert [model.id for model in client.models.list(before_id="c", limit=1).data] == ["b"]
+        assert [model.id for model in server.openai().models.list()] == ["a", "b", "c"]
+        with pytest.raises(anthropic.BadRequestError, match="after_id"):
+            client.models.list(after_id="x")
+
+
+def test_a_wrong_key_is_not_tried_again() -> None:
+    with serve(Speaker(), ServerArgs(generation_config="none", api_key=("k",))) as server:
+        for path in ("/v1/messages", "/v1/responses"):
+            refused = post(server, path, {})
+            assert refused.status_code == 401
+            assert refused.headers["x-should-retry"] == "false"
+            assert ("invalid x-api-key" in refused.text) == (path == "/v1/messages")
 
 
 def test_references_to_tools(scripted: Scripted) -> None:

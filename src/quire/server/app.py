@@ -17,6 +17,7 @@ from quire import __version__
 from quire.errors import QuireError
 from quire.server import kv_events, management, peers
 from quire.server.anthropic.routes import count_tokens, create_message
+from quire.server.anthropic.routes import list_models as anthropic_models
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
 from quire.server.batch.store import BatchStore
@@ -206,7 +207,10 @@ async def list_models(request: Request) -> Response:
     state = state_of(request)
     names = [*state.model_names, *state.adapters]
     key = context_of(request).key
-    return json_response(ModelList([_card(state, n) for n in names if _shown(state, key, n)]))
+    shown = [name for name in names if _shown(state, key, name)]
+    if "anthropic-version" in request.headers:
+        return anthropic_models(request, shown, state.created)
+    return json_response(ModelList([_card(state, name) for name in shown]))
 
 
 async def show_model(request: Request) -> Response:

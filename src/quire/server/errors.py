@@ -79,7 +79,7 @@ class ApiError(QuireError):
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
             headers["Retry-After-Ms"] = str(max(1, math.ceil(self.retry_after * 1000)))
-        if not self.retry:
+        if not self.retry or self.status == 401:
             headers["X-Should-Retry"] = "false"
         return headers
 
