@@ -64,10 +64,10 @@ class FakeClient:
     )
 
     async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
+        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
 
     async def unload_adapter(self, name: str) -> None:
-        raise RequestError("this server takes no adapters (enable_lora)", "lora_name")
+        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
 
     async def check_grammar(self, params: StructuredOutputsParams) -> None:
         compilable(params)
@@ -124,6 +124,7 @@ class PlainTokenizer:
     """One token per character; the template is the messages' contents."""
 
     chat_templates: ClassVar[dict[str, str]] = {}
+    config: ClassVar[dict[str, Any]] = {"tokenizer_class": "PlainTokenizer"}
     added_tokens: ClassVar[dict[str, int]] = {}
     hub: ClassVar[Any] = SimpleNamespace(token_to_id=lambda text: None)
     special_ids: ClassVar[frozenset[int]] = frozenset()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -110,6 +111,32 @@ def test_dimensions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="dimensions") as error:
         embed(client, "a", dimensions=size // 2)
     assert error.value.param == "dimensions"
+
+
+def test_a_conversation(client: openai.OpenAI, server: Server) -> None:
+    messages: list[Any] = [{"role": "user", "content": "A fox."}]
+    for begun in (False, True):
+        shape = {"messages": messages, "add_generation_prompt": begun}
+        ids = httpx.post(f"{server.url}/tokenize", json=shape).json()["tokens"]
+        for path in ("/v1/embeddings", "/pooling"):
+            answer = httpx.post(server.url + path, json=shape).json()
+            found = answer["data"][0].get("embedding") or answer["data"][0]["data"]
+            assert np.abs(vectors(embed(client, ids))[0] - found).max() < 1e-5
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+    for wrong, param in (
+        ({"messages": messages, "input": "a"}, "messages"),
+        ({"input": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ({}, "input"),
+        ({"messages": []}, "messages"),
+    ):
+        refused = httpx.post(f"{server.url}/v1/embeddings", json=wrong)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+def test_no_model_has_classes(server: Server) -> None:
+    refused = httpx.post(f"{server.url}/classify", json={"input": "a"})
+    assert refused.status_code == 404
+    assert "classification head" in refused.json()["error"]["message"]
 
 
 def test_metrics(client: openai.OpenAI, server: Server) -> None:

@@ -94,15 +94,27 @@ def test_head_of_probes(path: str) -> None:
 def test_an_effort_that_the_template_does_not_use(
     path: str, fields: dict[str, Any], param: str
 ) -> None:
-    assert_error(ask(path, fields), 400, param, "unsupported_parameter")
-    args = ServerArgs(ignore_reasoning_effort=True)
+    strict = ServerArgs(strict_fields=True)
+    assert_error(ask(path, fields, args=strict), 400, param, "unsupported_parameter")
+    args = ServerArgs(strict_fields=True, ignore_reasoning_effort=True)
     assert ask(path, fields, args=args).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/chat/completions", {**CHAT, "reasoning_effort": "none"}),
+        ("/v1/responses", {"input": "hi", "reasoning": {"effort": "none"}}),
+    ],
+)
+def test_a_model_that_does_not_reason_makes_no_effort(path: str, fields: dict[str, Any]) -> None:
+    assert ask(path, fields).status_code == 200
 
 
 def test_an_effort_of_messages_that_the_template_does_not_use() -> None:
     fields = {**CHAT, "model": MODEL, "max_tokens": 5, "output_config": {"effort": "low"}}
-    assert ask("/v1/messages", fields).status_code == 400
-    args = ServerArgs(ignore_reasoning_effort=True)
+    assert ask("/v1/messages", fields, args=ServerArgs(strict_fields=True)).status_code == 400
+    args = ServerArgs(strict_fields=True, ignore_reasoning_effort=True)
     assert ask("/v1/messages", fields, args=args).status_code == 200
 
 
@@ -113,7 +125,8 @@ def test_an_effort_of_messages_that_the_template_does_not_use() -> None:
         ({"include": ["file_search_call.results"]}, 400),
         ({"reasoning": {"summary": "auto"}}, 200),
         ({"reasoning": {"generate_summary": "auto", "effort": None}}, 200),
-        ({"reasoning": {"summary": "detailed"}}, 400),
+        ({"reasoning": {"summary": "detailed"}}, 200),
+        ({"reasoning": {"mode": "fast"}}, 400),
     ],
 )
 def test_reasoning_of_responses(fields: dict[str, Any], status: int) -> None:

@@ -87,6 +87,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     metrics.count_error(ApiError(404, "no", code="model_not_found"))
     metrics.count_error(ApiError(400, "no"))
     metrics.count_http("/health", "GET", 200, 0.01)
+    metrics.ignored.labels("service_tier").inc()
     metrics.finished.labels("stop").inc()
     metrics.batches_finished.labels("completed").inc()
     metrics.batch_requests.labels("completed").inc()

@@ -129,12 +129,14 @@ def test_stop_token_and_bias(client: openai.OpenAI) -> None:
 
 def test_chat_streams_have_the_prompts_ids_once(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"n": 2, "extra_body": {"return_token_ids": True}}
-    whole = chat(client, **asked).choices
-    chunks = [c.choices[0] for c in chat(client, stream=True, **asked)]
-    for choice in whole:
-        own = [chunk for chunk in chunks if chunk.index == choice.index]
+    whole = chat(client, **asked)
+    assert whole.prompt_token_ids
+    chunks = list(chat(client, stream=True, **asked))
+    for choice in whole.choices:
+        assert not hasattr(choice, "prompt_token_ids")
+        own = [chunk for chunk in chunks if chunk.choices[0].index == choice.index]
         told = [getattr(chunk, "prompt_token_ids", None) for chunk in own]
-        assert told == [choice.prompt_token_ids, *[None] * (len(own) - 1)]
+        assert told == [whole.prompt_token_ids, *[None] * (len(own) - 1)]
 
 
 def test_chat_logprobs(client: openai.OpenAI) -> None:
@@ -227,16 +229,14 @@ def test_continue_final_message(client: openai.OpenAI) -> None:
         extra_body={"continue_final_message": True, "return_token_ids": True},
     )
     closed = chat(client, messages=begun, extra_body={"return_token_ids": True})
-    ids = answer.choices[0].prompt_token_ids
-    assert closed.choices[0].prompt_token_ids[: len(ids) - 1] == ids[:-1]
-    assert len(closed.choices[0].prompt_token_ids) > len(ids)
+    ids = answer.prompt_token_ids
+    assert closed.prompt_token_ids[: len(ids) - 1] == ids[:-1]
+    assert len(closed.prompt_token_ids) > len(ids)
 
 
 def test_parts_and_developer(client: openai.OpenAI) -> None:
     ids = [
-        chat(client, messages=messages, extra_body={"return_token_ids": True})
-        .choices[0]
-        .prompt_token_ids
+        chat(client, messages=messages, extra_body={"return_token_ids": True}).prompt_token_ids
         for messages in (
             [{"role": "system", "content": "Be kind."}, *HELLO],
             [

@@ -68,6 +68,17 @@ def test_pairs(server: Server, cosines: Any) -> None:
     assert scores == pytest.approx([cosines[2], 1.0], abs=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("one", "other"), [("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+def test_other_names_of_the_two_sides(server: Server, cosines: Any, one: str, other: str) -> None:
+    answer = ask(server, "/score", **{one: QUERY, other: TEXTS})
+    assert [item["score"] for item in answer["data"]] == pytest.approx(cosines, abs=1e-5)
+    refused = post(server, "/score", **{one: ["a", "b"], other: ["a"]})
+    assert refused.json()["error"]["param"] == one
+    assert f"'{other}' 1" in refused.json()["error"]["message"]
+
+
 def test_rerank(server: Server, cosines: Any) -> None:
     order = np.argsort(-cosines).tolist()
     documents = [TEXTS[0], {"text": TEXTS[1]}, TEXTS[2]]
@@ -113,6 +124,12 @@ def test_the_last_tokens_are_kept(server: Server) -> None:
         ("/pooling", {"input": "a", "normalize": 1}, "normalize"),
         ("/pooling", {"input": "a", "dimensions": 3}, "dimensions"),
         ("/score", {"text_1": "a"}, "text_2"),
+        ("/score", {}, "text_1"),
+        ("/score", {"queries": "a"}, "documents"),
+        ("/score", {"items": "a"}, "queries"),
+        ("/score", {"text_1": "a", "documents": "b"}, "documents"),
+        ("/score", {"queries": "a", "documents": "b", "items": "c"}, "items"),
+        ("/score", {"queries": "a", "documents": ["a", ""]}, "documents"),
         ("/score", {"text_1": [], "text_2": "a"}, "text_1"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
         ("/score", {"text_1": "a", "text_2": ["a", ""]}, "text_2"),

@@ -101,6 +101,15 @@ def test_update_and_delete(client: openai.OpenAI, stored: list[ChatCompletion]) 
         assert error.value.param == "completion_id"
 
 
+@pytest.mark.parametrize(("name", "instead"), [("batch", "/v1/batches"), ("render", "/tokenize")])
+def test_routes_of_vllm_are_no_ids(server: Server, name: str, instead: str) -> None:
+    body = {"messages": [[{"role": "user", "content": "Hello."}]]}
+    answer = httpx.post(f"{server.url}/v1/chat/completions/{name}", json=body)
+    assert answer.status_code == 404
+    assert f"/v1/chat/completions/{name}" in answer.json()["error"]["message"]
+    assert instead in answer.json()["error"]["message"]
+
+
 def test_only_what_is_asked_for(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2, store=False)
     with pytest.raises(openai.NotFoundError):

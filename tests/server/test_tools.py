@@ -288,10 +288,7 @@ def test_the_clients_own_stream_reader() -> None:
         ({"messages": [*ASK, {"role": "assistant", "content": None}]}, "messages[1].content"),
         ({"messages": [{"role": "user", "content": "x", "reasoning_content": "y"}]},
          "messages[0].reasoning_content"),
-        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
-         "chat_template_kwargs"),
         ({"extra_body": {"documents": [{"text": "x"}]}}, "documents"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(options: dict[str, Any], param: str) -> None:
@@ -320,6 +317,44 @@ def test_models_without_tools(tmp_path: Path) -> None:
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
         with pytest.raises(openai.BadRequestError, match="does not show tool calls"):
             ask(server, tools=[], messages=[*ASK, {"role": "assistant", "tool_calls": [call]}])
+
+
+@pytest.mark.parametrize("parser", ["auto", "kimi_k2"])
+def test_a_template_that_changes_lists(tmp_path: Path, parser: str) -> None:
+    file = tmp_path / "appends.jinja"
+    file.write_text(
+        "{% set all = namespace(tools=[]) %}"
+        "{% for tool in tools or [] %}{% set _ = all.tools.append(tool) %}{% endfor %}"
+        "{{ all.tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    )
+    args = ServerArgs(
+        generation_config="none", chat_template=str(file), tool_call_parser=parser
+    )  # fmt: skip
+    with serve(scripted_engine("x"), args) as server:
+        assert ask(server, tools=[]).choices[0].message.content == "x"
+        with pytest.raises(openai.BadRequestError, match=r"'append'.*--chat-template") as error:
+            ask(server)
+    assert "--tool-call-parser" not in str(error.value)
+
+
+def test_gpt_oss_shows_no_markup() -> None:
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary"
+        "<|message|>I look.<|end|><|start|>assistant to=now<|channel|>commentary<|message|><|call|>"
+        '<|start|>assistant<|channel|>commentary to=functions.nobody<|message|>{"a": 1}<|call|>'
+    )
+    args = ServerArgs(
+        generation_config="none", tool_call_parser="gpt_oss", reasoning_parser="gpt_oss"
+    )
+    for size in (1, 2, 3, 7, len(text)):
+        with serve(scripted_engine(*pieces(text, size)), args) as server:
+            whole = ask(server).choices[0]
+            streamed = gathered(ask(server, stream=True))
+        assert [call.function.name for call in whole.message.tool_calls] == ["now"]
+        assert whole.message.content == streamed["content"] == 'I look.\n\n{"a": 1}'
+        assert whole.message.reasoning_content == streamed["reasoning"] == "Hm."
+        assert streamed["calls"] == [["now", "{}"]]
+        assert whole.finish_reason == streamed["finish"] == "tool_calls"
 
 
 def reasoning_server(*words: str, opens: bool = False, tmp_path: Path | None = None) -> Any:

@@ -26,7 +26,7 @@ from tests.server.inprocess import PROMPT, assert_error, connect, post, run
         ("modalities", ["text", "audio"], "unsupported_parameter"),
         ("store", 5, None),
         ("metadata", {"a": 5}, None),
-        ("reasoning_effort", "high", "unsupported_parameter"),
+        ("reasoning_effort", 3, None),
         ("temperature", "hot", "invalid_value"),
         ("temperature", True, "invalid_value"),
         ("max_tokens", 1.5, "invalid_value"),

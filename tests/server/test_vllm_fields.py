@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -78,6 +79,7 @@ def test_allowed_token_ids(client: openai.OpenAI) -> None:
         ({"request_id": ""}, "request_id"),
         ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
         ({"beam_width": 2}, "beam_width"),
+        ({"logprob_token_ids": [1]}, "logprob_token_ids"),
     ],
 )
 def test_refused(client: openai.OpenAI, extra: dict[str, Any], param: str) -> None:
@@ -106,6 +108,35 @@ def test_truncated_prompts(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     assert chat(client, whole, messages=much).usage.prompt_tokens == 2040
     assert refused(complete, client, extra, echo=True) == "echo"
     assert refused(complete, client, extra, suffix="end") == "suffix"
+
+
+def test_the_side_of_prompts_that_is_cut(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(PROMPT).tolist()
+    for side, want in (("left", ids[-2:]), ("right", ids[:2])):
+        extra = {
+            "truncate_prompt_tokens": 2, "truncation_side": side, "return_token_ids": True
+        }  # fmt: skip
+        assert complete(client, extra).choices[0].prompt_token_ids == want
+        whole = chat(client, {"return_token_ids": True}).prompt_token_ids
+        kept = whole[-2:] if side == "left" else whole[:2]
+        assert chat(client, extra).prompt_token_ids == kept
+    assert refused(complete, client, {"truncation_side": "left"}) == "truncation_side"
+
+
+def test_usage_in_every_chunk_and_at_the_end(client: openai.OpenAI) -> None:
+    options: Any = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    chunks = list(chat(client, {}, **options))
+    assert all(chunk.usage is not None for chunk in chunks)
+    assert chunks[-1].choices == []
+    options["stream_options"]["include_usage"] = False
+    field = "stream_options.continuous_usage_stats"
+    assert refused(chat, client, {}, **options) == field
+
+
+def test_tokenizer_info(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
+    info = httpx.get(str(client.base_url).replace("/v1/", "/tokenizer_info")).json()
+    assert info["chat_template"] in tokenizer.chat_templates.values()
+    assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
 
 
 def test_special_tokens(client: openai.OpenAI, tokenizer: Tokenizer) -> None:

@@ -55,7 +55,7 @@ def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[str]:
         }  # fmt: skip
         answer: Future[None] | None = core.control(message)
         if answer is None:
-            raise RequestError("this engine takes no adapters (enable_lora)", "lora_request")
+            raise RequestError("this engine takes no adapters (--enable-lora)", "lora_request")
         while not answer.done():
             core.step()
         answer.result()

@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 from jinja2 import meta, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Context
@@ -28,6 +29,8 @@ MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
 MAX_WORK_BYTES = 1_000_000_000
 """Memory of all texts and lists that one rendering makes, kept or not."""
+UNSAFE = "unsafe_template"
+"""Code of the error where the sandbox refuses a template."""
 _MAX_EXPONENT = 64
 _MAX_NUMBER = 1_000_000
 """Largest number that a filter or a text's method takes: a width, an indent or a count."""
@@ -279,6 +282,8 @@ class TemplateTraits:
         call: a message with the probed call alone, as the template writes it; None where it shows
             no calls.
         ids_name_tools: calls show their ids and not their tools' names, which the ids have to hold.
+        late_system: a system message behind others reaches the prompt.
+        error: why the sandbox refuses the template where it shows no tools, or no calls.
     """
 
     shows_tools: bool
@@ -288,6 +293,8 @@ class TemplateTraits:
     empty_content: str | None = ""
     call: str | None = None
     ids_name_tools: bool = False
+    error: str | None = None
+    late_system: bool = True
 
 
 class ChatTemplate:
@@ -328,6 +335,13 @@ class ChatTemplate:
                     raise RequestError("the chat template's output is too large", "messages")
                 budget.spend(0)
                 parts.append(part)
+        except SecurityError as error:
+            raise RequestError(
+                f"the sandbox refused the chat template: {error} As in transformers, it lets a "
+                "template change no list; --chat-template takes another one",
+                "messages",
+                UNSAFE,
+            ) from error
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refused: {error}", "messages") from error
         except _FAILURES as error:

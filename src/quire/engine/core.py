@@ -90,7 +90,9 @@ class EngineCore:
         self._turn_on(params, options)
         if options.get("priority") and self.config.scheduler.policy != "priority":
             raise RequestError(
-                "'priority' needs an engine with scheduling_policy=priority", param="priority"
+                f"'priority' {options['priority']} needs --scheduling-policy priority; this "
+                f"engine's is {self.config.scheduler.policy}",
+                param="priority",
             )
         seed = self._next_seed() if params.seed is None else params.seed
         requests: list[Request] = []

@@ -74,7 +74,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def _no_prompts() -> RequestError:
-    return RequestError("this server computes no prompts for others (role)", code="wrong_role")
+    return RequestError("this server computes no prompts for others (--role)", code="wrong_role")
 
 
 class Clients:
@@ -268,7 +268,7 @@ class EngineProcess:
         asked = {"op": "choose_peer", "request": name, "peer": peer, "traceparent": trace}
         try:
             if self.core.control(asked) is None and peer:
-                raise RequestError("this server asks no others for prompts (role)", "prefill")
+                raise RequestError("this server asks no others for prompts (--role)", "prefill")
         except RequestError:
             self.core.abort(name)
             raise
@@ -295,7 +295,7 @@ class EngineProcess:
     def _set_peers(self, peers: list[str]) -> PeerReply:
         known = self.core.control({"op": "set_peers", "peers": peers})
         if known is None:
-            raise RequestError("this server asks no others for prompts (role)", code="wrong_role")
+            raise RequestError("this server asks no others for prompts (--role)", code="wrong_role")
         return PeerReply(peers=known)
 
     def _grant(self, client: Client, message: GrantPrompt) -> PeerReply:
@@ -329,7 +329,7 @@ class EngineProcess:
             {"op": op, "name": message.name, "path": message.path, "in_place": message.in_place}
         )
         if answer is None:
-            error = RequestError("this server takes no adapters (enable_lora)", "lora_name")
+            error = RequestError("this server takes no adapters (--enable-lora)", "lora_name")
             self._send(client, AdaptersChanged(message.call, Failure.of(error)))
             return
         self._changes.append((client, message.call, answer))

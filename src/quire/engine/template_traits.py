@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.engine.chat_template import ChatTemplate, TemplateTraits
+from quire.engine.chat_template import UNSAFE, ChatTemplate, TemplateTraits
 from quire.errors import RequestError
 
 PROBED_TOOL: dict[str, Any] = {
@@ -38,6 +38,7 @@ _TEXT = '{"probed_key": "probed_value"}'
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
     """Renders a few small conversations and looks at the results."""
+    errors: list[str] = []
 
     def rendered(
         messages: Sequence[Mapping[str, Any]],
@@ -51,11 +52,14 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
                 add_generation_prompt=add_generation_prompt,
                 **special_tokens,
             )
-        except RequestError:
+        except RequestError as error:
+            if error.code == UNSAFE:
+                errors.append(str(error))
             return ""
 
     hello = [{"role": "user", "content": "Hello."}]
     shows_tools = "probed_tool" in rendered(hello)
+    late_system = _shows_late_system(template, special_tokens)
     needs_description = shows_tools and "probed_tool" not in rendered(hello, _UNDESCRIBED)
     for empty_content in ("", None):
         for as_text in (False, True):
@@ -71,9 +75,29 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
                     call = call.replace(_ID, named_id("probed_tool", 0))
                 return TemplateTraits(
                     shows_tools, True, needs_description, as_text, empty_content, call,
-                    ids_name_tools,
+                    ids_name_tools, None, late_system,
                 )  # fmt: skip
-    return TemplateTraits(shows_tools, False, needs_description)
+    return TemplateTraits(
+        shows_tools,
+        False,
+        needs_description,
+        error=errors[0] if errors else None,
+        late_system=late_system,
+    )
+
+
+def _shows_late_system(template: ChatTemplate, special_tokens: Mapping[str, str]) -> bool:
+    """Tells whether a system message behind others reaches the prompt, where a first one does."""
+    user = {"role": "user", "content": "Hello."}
+    system = {"role": "system", "content": "probed_system"}
+
+    def shown(*messages: Mapping[str, Any]) -> bool:
+        try:
+            return "probed_system" in template.render(messages, **special_tokens)
+        except RequestError:
+            return False
+
+    return shown(user, system) or not shown(system, user)
 
 
 def named_id(name: str, number: int) -> str:

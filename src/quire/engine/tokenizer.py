@@ -42,6 +42,7 @@ class Tokenizer:
         hub.no_truncation()
         hub.no_padding()
         self.hub = hub
+        self.config = config
         self.special_tokens = {
             name: text for name in _NAMED if (text := _content(config.get(name))) is not None
         }

@@ -60,7 +60,7 @@ class Admission:
             if chunk > config.max_num_batched_tokens:
                 raise RefusedError(
                     f"the prompt has {chunk} tokens, but without chunked prefill it must fit a "
-                    f"step of {config.max_num_batched_tokens}",
+                    f"step of {config.max_num_batched_tokens} (--max-num-batched-tokens)",
                     param="prompt",
                     code="prompt_exceeds_step",
                 )

@@ -17,6 +17,7 @@ from quire import __version__
 from quire.errors import QuireError
 from quire.server import kv_events, management, peers
 from quire.server.anthropic.routes import count_tokens, create_message
+from quire.server.anthropic.routes import list_models as anthropic_models
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
 from quire.server.batch.store import BatchStore
@@ -31,7 +32,7 @@ from quire.server.openai.batches import cancel_batch, create_batch, list_batches
 from quire.server.openai.chat import chat_completions
 from quire.server.openai.completions import completions, generate
 from quire.server.openai.convert import model_defaults
-from quire.server.openai.embeddings import embeddings, pooling
+from quire.server.openai.embeddings import classify, embeddings, pooling
 from quire.server.openai.files import (
     delete_file,
     file_content,
@@ -49,7 +50,7 @@ from quire.server.openai.stored_chats import (
     show_chat,
     update_chat,
 )
-from quire.server.openai.tokenize import apply_template, detokenize, tokenize
+from quire.server.openai.tokenize import apply_template, detokenize, tokenize, tokenizer_info
 from quire.server.openapi import openapi
 from quire.server.playground import add_playground
 from quire.server.responses.routes import (
@@ -161,6 +162,7 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/messages/count_tokens", count_tokens, methods=["POST"])
     app.add_api_route("/v1/embeddings", embeddings, methods=["POST"])
     app.add_api_route("/pooling", pooling, methods=["POST"])
+    app.add_api_route("/classify", classify, methods=["POST"])
     for path in SCORE_PATHS:
         app.add_api_route(path, score, methods=["POST"])
     for path in RERANK_PATHS:
@@ -176,6 +178,7 @@ def _add_routes(app: FastAPI) -> None:
     app.add_api_route("/v1/batches/{batch_id}/cancel", cancel_batch, methods=["POST"])
     app.add_api_route("/tokenize", tokenize, methods=["POST"])
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
+    app.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"])
     app.add_api_route("/apply-template", apply_template, methods=["POST"])
     app.add_api_route("/generate", generate, methods=["POST"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
@@ -204,7 +207,10 @@ async def list_models(request: Request) -> Response:
     state = state_of(request)
     names = [*state.model_names, *state.adapters]
     key = context_of(request).key
-    return json_response(ModelList([_card(state, n) for n in names if _shown(state, key, n)]))
+    shown = [name for name in names if _shown(state, key, name)]
+    if "anthropic-version" in request.headers:
+        return anthropic_models(request, shown, state.created)
+    return json_response(ModelList([_card(state, name) for name in shown]))
 
 
 async def show_model(request: Request) -> Response:

@@ -83,6 +83,9 @@ class ApiArgs:
         False,
         "Ignore reasoning_effort where the chat template does not use it, instead of refusing it.",
     )
+    strict_fields: bool = _setting(
+        False, "Refuse hints (fields that an answer can do without) instead of ignoring them."
+    )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
 
     def __post_init__(self) -> None:

@@ -79,7 +79,7 @@ class ApiError(QuireError):
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
             headers["Retry-After-Ms"] = str(max(1, math.ceil(self.retry_after * 1000)))
-        if not self.retry:
+        if not self.retry or self.status == 401:
             headers["X-Should-Retry"] = "false"
         return headers
 
@@ -125,7 +125,8 @@ def engine_dead(end: str = "") -> ApiError:
 def overloaded() -> ApiError:
     return ApiError(
         503,
-        "The server has as many requests waiting as it may; try again later.",
+        "The server has as many requests waiting as it may (--max-queue, --max-queue-tokens); try "
+        "again later.",
         code="overloaded",
         retry_after=_RETRY_SECONDS,
     )

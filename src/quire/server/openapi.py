@@ -155,6 +155,7 @@ ROUTES = (
     Route("post", "/v1/batches/{batch_id}/cancel", "End a batch", None, BatchObject),
     Route("post", "/tokenize", "Text or a conversation to tokens", TokenizeRequest, Tokenized),
     Route("post", "/detokenize", "Tokens to text", DetokenizeRequest, Detokenized),
+    Route("get", "/tokenizer_info", "The tokenizer's settings", None, dict[str, Any]),
     Route("post", "/apply-template", "A conversation to its prompt", ApplyTemplateRequest,
           AppliedTemplate),
     Route("post", "/generate", "Complete one prompt", GenerateRequest, openai.GenerateAnswer,

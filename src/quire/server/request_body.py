@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 from collections.abc import AsyncIterator
 from typing import TypeVar
@@ -44,7 +45,8 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     if len(data) <= _OFF_LOOP_BYTES:
         return parse(data, model)
     loop, thread = asyncio.get_running_loop(), state_of(request).parse_thread
-    return await loop.run_in_executor(thread, _parse_large, data, model)
+    run = contextvars.copy_context().run  # which knows the request's hints
+    return await loop.run_in_executor(thread, run, _parse_large, data, model)
 
 
 @contextlib.asynccontextmanager

@@ -211,7 +211,7 @@ class ServerState:
             raise ApiError(
                 400,
                 f"'{param}' needs a tokenizer, but this server runs without one "
-                "(skip_tokenizer_init): send prompts as token ids.",
+                "(--skip-tokenizer-init): send prompts as token ids.",
                 param=param,
                 code="no_tokenizer",
             )

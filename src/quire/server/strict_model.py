@@ -3,8 +3,8 @@ unless they are null."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -18,6 +18,7 @@ from pydantic import (
 
 from quire.checks import MAX_BIAS_ENTRIES
 from quire.errors import RequestError
+from quire.server.hints import decline, refuses_hints
 
 INT32_MAX = 2**31 - 1
 
@@ -126,6 +127,45 @@ TextsOrIds = Annotated[
 """A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
 
 
+def _known_tier(tier: str) -> str:
+    if tier in ("auto", "default"):
+        return tier
+    if refuses_hints():
+        raise RequestError(
+            f"{tier[:40]!r} is not supported; known are auto and default.",
+            code="unsupported_parameter",
+        )
+    decline("service_tier")
+    return "default"
+
+
+ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_known_tier)]
+"""There is one tier, the default. Another one is a hint."""
+
+TruncationSide = Literal["left", "right"]
+"""The side of a prompt on which `truncate_prompt_tokens` drops tokens."""
+
+
+def check_side(side: TruncationSide | None, truncate: int | None) -> None:
+    """Refuses a side where nothing is dropped."""
+    if side is not None and truncate is None:
+        raise RequestError(
+            "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side"
+        )
+
+
+def cut_prompt(ids: list[int], most: int | None, side: TruncationSide | None) -> list[int]:
+    """Returns the tokens of a prompt that are kept.
+
+    Args:
+        most: None keeps all.
+        side: where tokens are dropped; None is left.
+    """
+    if most is None:
+        return ids
+    return ids[:most] if side == "right" else ids[-most:]
+
+
 class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -160,18 +200,25 @@ class StrictModel(BaseModel):
         return data
 
 
-def drop_unused(data: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
+def drop_unused(
+    data: Any, unsupported: Mapping[str, tuple[Any, ...]], hints: Collection[str] = (), at: str = ""
+) -> Any:
     """Returns `data` without the fields of an API that are not implemented.
 
     Args:
         unsupported: maps each such field to the values that mean "not used". Clients send these
             unasked, so they are let through. Any other value is an error, as an answer that ignored
             it would be wrong silently.
+        hints: fields among them that are declined aloud instead, see `hints`.
+        at: the path of the object that has the fields, ending in a dot.
     """
     if not isinstance(data, dict):
         return data
     for name in unsupported.keys() & data.keys():
         if data[name] is not None and data[name] not in unsupported[name]:
+            if name in hints and not refuses_hints():
+                decline(at + name)
+                continue
             raise RequestError(
                 f"'{name}' is not supported by this server.",
                 param=name,

@@ -23,6 +23,8 @@ FRAGMENTS = [
     '{"name": "weather", "arguments": {"city": "', '{"name": "now", "parameters": {}}',
     '{"name": "now", "arguments": {', "[weather(city=", "[now()",
     "<tool_call>\n<function=weather>\n<parameter=city>\n", "[TOOL_CALLS]weather[ARGS]{",
+    "```", "```json\n", "\n```", '{"name": "now", "arguments": {}}', "<|channel|>", "<|message|>",
+    "<|start|>", "to=functions.now", "to=now", "<|call|>", "<|tool_call_begin|>",
 ]  # fmt: skip
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), max_size=14).map("".join)
 CUTS = st.lists(st.integers(1, 9), min_size=1, max_size=12)
@@ -49,11 +51,11 @@ def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
     whole = read(parser, [text])
     assert normal(read(parser, cut(text, sizes))) == normal(whole)
     assert normal(read(parser, list(text))) == normal(whole)
-    if all(isinstance(part, str) for part in whole):
+    if all(isinstance(part, str) for part in whole) and not parser.marks_text:
         shown = "".join(whole)  # type: ignore[arg-type]
         dropped = text[len(shown) :].lstrip()
         assert text.startswith(shown)
-        assert not dropped or dropped.startswith(parser.starts or "-")
+        assert not dropped or dropped.startswith((*parser.starts, *parser.loose, "```"))
 
 
 @pytest.mark.parametrize("begins_open", [None, True, False])

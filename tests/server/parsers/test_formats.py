@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from quire.server.parsers.registry import TOOL_PARSERS
-from tests.server.parsers.harness import cuts, read
-from tests.server.parsers.test_grammar import CALLS
+from quire.server.parsers.stream import CallEnd, Text
+from tests.server.parsers.harness import TOOLS, cuts, read
+from tests.server.parsers.test_grammar import CALLS, DS2, DS3, DS4, DS5, OSLO
 
 FORMATS = [name for name in CALLS if name not in ("llama3_json", "pythonic")]
 
@@ -73,9 +74,10 @@ def test_calls_without_end_marks(name: str) -> None:
 def test_unknown_tools_and_other_text_are_text(name: str) -> None:
     mark = TOOL_PARSERS[name].starts[0]
     unknown = CALLS[name][0].replace("weather", "nothing")
-    assert "".join(calls(name, unknown)) == unknown
+    marked = TOOL_PARSERS[name].marks_text  # those marks are never text
+    assert "".join(calls(name, unknown)) == (OSLO if marked else unknown)
     for text in ("", "Hello.", f"The mark {mark} ~ is one.", "a < b [c] {d}"):
-        assert "".join(calls(name, text)) == text
+        assert "".join(calls(name, text)) == (text.replace(mark, "") if marked else text)
 
 
 HEADERS: list[tuple[str, list[Any]]] = [
@@ -89,7 +91,31 @@ HEADERS: list[tuple[str, list[Any]]] = [
     (' to=functions.now<|channel|>commentary json<|message|>{"a": 1}<|call|>', [("now", {"a": 1})]),
     ("<|channel|>commentary to=functions.now <|constrain|>json<|message|> {}", [("now", {})]),
     ("<|channel|>commentary to=browser.open<|message|>{}", ["{}"]),
-    ("<|channel|>other<|message|>x", ["<|channel|>other<|message|>x"]),
+    ("<|channel|>other<|message|>x", ["x"]),
+    # A call without arguments, with an empty body.
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|><|call|>", [("now", {})]),
+    ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>", [("now", {})]),
+    ("<|channel|>commentary to=functions.now<|message|>\n<|end|><|start|>assistant<|channel|>final"
+     "<|message|>So.", [("now", {}), "So."]),
+    # Tools by their bare names, and tools that there are not.
+    ('<|channel|>commentary to=weather json<|message|>{"city": "Oslo"}<|call|>',
+     [("weather", {"city": "Oslo"})]),
+    (' to=now<|channel|>commentary<|message|>{}<|call|>', [("now", {})]),
+    ("to=now<|message|><|call|>", [("now", {})]),
+    ('<|channel|>commentary to=functions.nobody <|constrain|>json<|message|>{"a": 1}<|call|>',
+     ['{"a": 1}']),
+    ("to=nobody<|channel|>commentary code<|message|>print(1)<|call|>", ["print(1)"]),
+    ("<|channel|>commentary to=functions.now code<|message|>print(1)<|call|>", ["print(1)"]),
+    # Marks in wrong places.
+    ("a<|constrain|>b<|message|>c<|return|>", ["abc"]),
+    ("<|start|>user<|message|>b", ["b"]),
+    ("<|channel|>final, <b>", ["final, <b>"]),
+    ("<|channel|>analysis<|message|>a<|start|>assistant<|channel|>final<|message|>b", ["b"]),
+    ("<|channel|>analysis<|message|>a<|channel|>commentary to=functions.now<|message|>{}",
+     [("now", {})]),
+    ("to=day I go", ["to=day I go"]),
+    ("the end", ["the end"]),
+    ("to", ["to"]),
     ("it goes to=functions. or so", ["it goes to=functions. or so"]),
     ("<|channel|>fin", []),
 ]  # fmt: skip
@@ -98,6 +124,85 @@ HEADERS: list[tuple[str, list[Any]]] = [
 @pytest.mark.parametrize(("text", "expected"), HEADERS, ids=range(len(HEADERS)))
 def test_headers_of_gpt_oss(text: str, expected: list[Any]) -> None:
     assert calls("gpt_oss", text) == expected
+
+
+LOOSE: list[tuple[str, str, list[Any]]] = [
+    # Without the mark that begins a call, or the one that ends it.
+    ("qwen3_xml", "Sure.\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n"
+     "</tool_call>", ["Sure.", ("weather", {"city": "Oslo"})]),
+    ("qwen3_xml", "<function=now>\n</function>\n<function=now>\n</function>", [("now", {})] * 2),
+    ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n"
+     "</tool_call>\n<tool_call>\n<function=now>\n</tool_call>",
+     [("weather", {"city": "Oslo"}), ("now", {})]),
+    ("qwen3_xml", "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n",
+     [("weather", {"city": "Oslo"})]),
+    ("qwen3_xml", "It is <function=f> in HTML.", ["It is <function=f> in HTML."]),
+    ("seed_oss", "<function=weather><parameter=city>Oslo</parameter></seed:tool_call>",
+     [("weather", {"city": "Oslo"})]),
+    ("minimax_m2", '<invoke name="now">\n</invoke>\n<invoke name="now">\n</minimax:tool_call>.',
+     [("now", {}), ("now", {}), "."]),
+    ("kimi_k2", "<|tool_call_section_begin|><|tool_call_begin|>functions.now:0"
+     "<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_call_section_end|>", [("now", {})]),
+    ("kimi_k2", "So: <|tool_call_begin|>now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+     "<|tool_calls_section_end|>", ["So:", ("now", {})]),
+    ("deepseek_v31", f"{DS2}now{DS3}{{}}{DS4}{DS5}", [("now", {})]),
+    ("deepseek_v3", f"{DS2}function{DS3}now\n```json\n{{}}\n```{DS4}{DS5}", [("now", {})]),
+    # A list where one call is usual.
+    ("hermes", '<tool_call>[{"name": "now"}, {"name": "weather", "arguments": {"city": "Oslo"}}]\n'
+     "</tool_call>", [("now", {}), ("weather", {"city": "Oslo"})]),
+    # Blocks of code: around calls, inside of marks, and instead of marks.
+    ("hermes", 'Sure:\n```json\n<tool_call>{"name": "now"}</tool_call>\n```\nDone.',
+     ["Sure:", ("now", {}), "Done."]),
+    ("hermes", '<tool_call>\n```json\n{"name": "now"}\n```\n</tool_call>', [("now", {})]),
+    ("hermes", '```\n{"name": "now", "arguments": {}}\n```', [("now", {})]),
+    ("hermes", '```json\n[{"name": "now", "arguments": {}}]', [("now", {})]),
+    ("hermes", '```json\n{"name": "now"}\n```', ['```json\n{"name": "now"}\n```']),
+    ("hermes", '```json\n{"a": 1}\n```\n<tool_call>{"name": "now"}</tool_call>',
+     ['```json\n{"a": 1}\n```', ("now", {})]),
+    ("hermes", '```py\nx\n```\n```\n<tool_call>{"name": "now"}</tool_call>\n```',
+     ["```py\nx\n```", ("now", {})]),
+    ("hermes", "```", ["```"]),
+    ("hermes", "Use ```code``` ``here``.", ["Use ```code``` ``here``."]),
+    ("qwen3_xml", "```xml\n<tool_call>\n<function=now>\n</function>\n</tool_call>\n```",
+     [("now", {})]),
+    ("qwen3_xml", "<tool_call>\n```\n<function=now>\n</function>\n```\n</tool_call>",
+     [("now", {})]),
+    ("mistral", '```json\n[TOOL_CALLS][{"name": "now"}]\n```', [("now", {})]),
+    ("mistral", '[TOOL_CALLS]```json\n[{"name": "now"}]\n```', [("now", {})]),
+    ("granite", '<|tool_call|>```json\n[{"name": "now"}]\n```', [("now", {})]),
+    ("pythonic", "```python\n[now()]\n```", [("now", {})]),
+    ("llama3_json", '```json\n{"name": "now", "parameters": {}}\n```', [("now", {})]),
+    ("llama3_json", 'Sure:\n\n```json\n{"name": "now", "parameters": {}}\n```\nOne moment.',
+     ["Sure:", ("now", {}), "One moment."]),
+    ("llama3_json", '<|python_tag|>```\n{"name": "now", "parameters": {}}\n```', [("now", {})]),
+    ("llama3_json", 'f = {"a": {"b": 1}}; g = {}', ['f = {"a": {"b": 1}}; g = {}']),
+    ("llama3_json", '{{"name": "now", "parameters": {}}', ["{", ("now", {})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), LOOSE, ids=range(len(LOOSE)))
+def test_calls_of_models_that_depart_from_their_format(
+    name: str, text: str, expected: list[Any]
+) -> None:
+    assert calls(name, text) == expected
+
+
+def test_a_limit_may_cut_a_call_between_two_parameters() -> None:
+    parser = TOOL_PARSERS["qwen3_xml"](TOOLS)
+    parts = parser.feed("<tool_call><function=weather><parameter=city>Oslo</parameter>")
+    parts += parser.finish(stopped=False)
+    assert not any(isinstance(part, CallEnd) for part in parts)
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "qwen3_xml", "kimi_k2"])
+def test_only_the_format_begins_calls_that_a_grammar_writes(name: str) -> None:
+    own = [text for parser, text, want in LOOSE if parser == name and "<tool_call>" not in text]
+    for text in own:
+        parser = TOOL_PARSERS[name](TOOLS, enforced=True)
+        if text.startswith(parser.starts):
+            continue
+        parts = parser.feed(text) + parser.finish()
+        assert "".join(part.text for part in parts if isinstance(part, Text)) == text
 
 
 VALUES: list[tuple[str, Any]] = [

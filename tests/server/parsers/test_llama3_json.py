@@ -29,7 +29,7 @@ CASES: list[tuple[str, Expected]] = [
     ('{"name": "Ann", "parameters": {}}', ['{"name": "Ann", "parameters": {}}']),
     ('{"city": "Oslo", "days": [1, 2]}', ['{"city": "Oslo", "days": [1, 2]}']),
     ("{ braces }", ["{ braces }"]),
-    (f"In text: {OSLO}", [f"In text: {OSLO}"]),
+    (f"In text: {OSLO}", ["In text:", ("weather", {"city": "Oslo"})]),
     ("<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
     (f"{OSLO} and more", [("weather", {"city": "Oslo"}), "and more"]),
     (f"{OSLO}; {{}}", [("weather", {"city": "Oslo"}), "; {}"]),

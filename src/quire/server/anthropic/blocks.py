@@ -53,13 +53,20 @@ def _texts(content: Any) -> Any:
 class ToolResultBlock(_Block):
     type: Literal["tool_result"]
     tool_use_id: Name
-    content: Texts = Field(default_factory=list)
+    content: ResultBlocks = Field(default_factory=list)
     is_error: bool | None = None
 
     @field_validator("content", mode="before", json_schema_input_type=Any)
     @classmethod
     def _one_block(cls, content: Any) -> Any:
         return _texts(content)
+
+
+class ToolReference(_Block):
+    """Names a tool that a search found. All tools are in the prompt already."""
+
+    type: Literal["tool_reference"]
+    tool_name: Name
 
 
 class ThinkingBlock(StrictModel):
@@ -100,11 +107,24 @@ def _parse_text_block(data: Any) -> Any:
     return _parse(data, {"text": TextBlock})
 
 
+def _parse_result_block(data: Any) -> Any:
+    """Parses a block of a tool's result. A reference to a tool that was found becomes its name."""
+    if isinstance(data, dict) and data.get("type") == "tool_reference":
+        return TextBlock(type="text", text=ToolReference.model_validate(data).tool_name)
+    return _parse_text_block(data)
+
+
 AnyBlock = Annotated[Block, PlainValidator(_parse_block, json_schema_input_type=Block)]
 TextBlockOnly = Annotated[
     TextBlock, PlainValidator(_parse_text_block, json_schema_input_type=TextBlock)
 ]
 Texts = Annotated[list[TextBlockOnly], Field(max_length=MAX_BLOCKS, fail_fast=True)]
+
+ResultBlock = Annotated[
+    TextBlock,
+    PlainValidator(_parse_result_block, json_schema_input_type=TextBlock | ToolReference),
+]
+ResultBlocks = Annotated[list[ResultBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)]
 
 ToolResultBlock.model_rebuild()
 

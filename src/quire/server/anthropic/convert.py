@@ -18,7 +18,7 @@ from quire.server.anthropic.blocks import (
 from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest, ToolParam
 from quire.server.generation.conversation import ConversationBuilder
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.thinking import known_effort, template_variables, thinking_switch
+from quire.server.generation.thinking import effort_variables, template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
 
 _BETWEEN = "\n\n"
@@ -27,7 +27,6 @@ _BETWEEN = "\n\n"
 
 NAMES = {
     "continue_final_message": "messages",
-    "reasoning_effort": "output_config.effort",
     "structured_outputs": "output_config.format.schema",
     ".function.parameters": ".input_schema",
     ".function": "",
@@ -115,12 +114,13 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
             param=f"messages[{len(body.messages) - 1}].content",
         )
     variables: dict[str, Any] = {}
+    known = template_variables(state, "messages", with_tools=bool(body.tools))
     if body.thinking is not None:
-        known = template_variables(state, "messages", with_tools=bool(body.tools))
         on = body.thinking.type != "disabled"
         variables = thinking_switch(state, known, on=on, param="thinking")
     choice = body.tool_choice
     effort = body.output_config.effort if body.output_config is not None else None
+    variables |= effort_variables(state, effort, known, "output_config.effort")
     return Dialogue(
         messages=messages,
         params=_params(state, body) if isinstance(body, MessagesRequest) else SamplingParams(),
@@ -128,7 +128,6 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
         tool_choice=tool_choice_of(body),
         parallel_tool_calls=not (choice is not None and choice.disable_parallel_tool_use),
         template_kwargs=variables,
-        reasoning_effort=known_effort(state, effort, bool(body.tools)),
         continue_final_message=prefilled,
         with_tokens=body.budget is not None,
         request_id=new_id("msg", "_"),

@@ -33,6 +33,8 @@ def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
     """Returns the error in Anthropic's shape, whose only place for a field's name is the
     message."""
     message = str(error)
+    if error.code == "invalid_api_key":
+        message = f"invalid x-api-key: {message}"  # Claude Code looks for these words
     if error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
     kind = _KINDS.get(error.status) or (

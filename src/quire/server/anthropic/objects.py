@@ -51,5 +51,18 @@ class Message(msgspec.Struct, tag="message", kw_only=True):
     usage: MessageUsage
 
 
+class ModelInfo(msgspec.Struct, tag="model"):
+    id: str
+    display_name: str
+    created_at: str
+
+
+class ModelPage(msgspec.Struct):
+    data: list[ModelInfo]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class TokenCount(msgspec.Struct):
     input_tokens: int

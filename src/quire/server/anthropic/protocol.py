@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.anthropic.blocks import CacheControl, MessageParam, Texts
+from quire.server.anthropic.blocks import CacheControl, MessageParam, TextBlock, Texts
+from quire.server.hints import decline, refuses_hints
 from quire.server.strict_model import INT32_MAX, Name, StrictModel, drop_unused
 
 MAX_MESSAGES = 100_000
@@ -24,6 +25,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "user_profile_id": (),
     "workspace_id": (),
 }
+_HINTS = frozenset({"context_management"})
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of the system prompt that Claude Code writes for Anthropic. It changes with every
+prompt, so that no prefix behind it would be found in the cache."""
 _UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "defer_loading": (False,),
@@ -50,7 +55,7 @@ class ToolParam(StrictModel):
                 f"tools of type {kind[:40]!r} are not supported, only custom ones are.",
                 code="unsupported_parameter",
             )
-        return drop_unused(data, _UNSUPPORTED_IN_TOOL)
+        return drop_unused(data, _UNSUPPORTED_IN_TOOL, ("defer_loading",), "tools.")
 
 
 class ToolChoiceConfig(StrictModel):
@@ -77,9 +82,12 @@ class ThinkingConfig(StrictModel):
     @field_validator("display", mode="before")
     @classmethod
     def _no_summary(cls, display: Any) -> Any:
-        if display == "summarized":
+        if display in ("summarized", "updates"):
+            if not refuses_hints():
+                decline("thinking.display")
+                return None
             raise RequestError(
-                "'summarized' is not supported: thinking is returned whole, or with 'omitted' not "
+                f"{display!r} is not supported: thinking is returned whole, or with 'omitted' not "
                 "at all.",
                 code="unsupported_parameter",
             )
@@ -134,12 +142,20 @@ class CountTokensRequest(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED)
+        return drop_unused(data, _UNSUPPORTED, _HINTS)
 
     @field_validator("system", mode="before", json_schema_input_type=str | Texts | None)
     @classmethod
     def _one_block(cls, system: Any) -> Any:
         return _parse_system(system)
+
+    @field_validator("system", mode="after")
+    @classmethod
+    def _without_billing(cls, system: list[TextBlock] | None) -> list[TextBlock] | None:
+        if system and system[0].text.startswith(_BILLING) and not refuses_hints():
+            decline("system.x-anthropic-billing-header")
+            return system[1:]
+        return system
 
     @property
     def budget(self) -> int | None:

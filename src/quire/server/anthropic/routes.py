@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,8 @@ from quire.server.anthropic.events import MessageWriter, write_event
 from quire.server.anthropic.objects import (
     Message,
     MessageUsage,
+    ModelInfo,
+    ModelPage,
     ThinkingTokensDetails,
     TokenCount,
 )
@@ -29,6 +32,7 @@ from quire.server.generation.dialogue import (
 )
 from quire.server.generation.thinking import BudgetedChatGeneration, reasoning_tokens
 from quire.server.middleware.request_context import context_of
+from quire.server.query import Query
 from quire.server.request_body import Model, read_body
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
@@ -72,6 +76,24 @@ async def count_tokens(request: Request) -> Response:
     with rename_fields(NAMES):
         ids = await count(state, await asyncio.to_thread(dialogue_of, state, body))
     return json_response(TokenCount(len(ids)))
+
+
+def list_models(request: Request, names: list[str], created: int) -> Response:
+    """Answers with the models in Anthropic's shape. created: seconds since 1970."""
+    query = Query(request, "after_id", "before_id", "limit")
+    limit = query.integer("limit", 20, 1, 1000)
+    for field in ("after_id", "before_id"):
+        given = query.text(field)
+        if given is not None and given not in names:
+            raise ApiError(400, f"'{field}': there is no '{given[:200]}'.", param=field)
+    after, before = query.text("after_id"), query.text("before_id")
+    left = names[0 if after is None else names.index(after) + 1 :]
+    left = left if before is None else left[: left.index(before) if before in left else 0]
+    page = left[-limit:] if before is not None else left[:limit]
+    moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    data = [ModelInfo(name, name, moment) for name in page]
+    first, last = (page[0], page[-1]) if page else (None, None)
+    return json_response(ModelPage(data, first, last, len(left) > len(page)))
 
 
 async def _read(request: Request, state: ServerState, model: type[Model]) -> Model:

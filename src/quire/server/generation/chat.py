@@ -158,6 +158,7 @@ class ChatGeneration:
     def _params(self) -> SamplingParams:
         added = self._tokenizer.added_tokens if self._needs_grammar() else {}
         params = constrained(self.dialogue, self._format, added, self._begins_open)
+        self._enforced = params is not self.dialogue.params
         usual = self.dialogue.usual_max_tokens
         return params if usual is None else replace(params, max_tokens=usual)
 
@@ -175,7 +176,7 @@ class ChatGeneration:
 
     def _reader(self) -> ChoiceParser:
         format, dialogue = self._format, self.dialogue
-        tools = None if self._parser is None else self._parser(self._tools)
+        tools = None if self._parser is None else self._parser(self._tools, self._enforced)
         calls = () if tools is None or tools.marks_text else tools.starts
         think = None
         if format.reasoning is not None:

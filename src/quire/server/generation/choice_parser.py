@@ -83,7 +83,7 @@ class ChoiceParser:
         if self._tools is not None:
             parts = self._tools.feed(text)
             if last:
-                parts += self._tools.finish()
+                parts += self._tools.finish(stopped=piece.finish_reason == "stop")
             for part in parts:
                 self._add(piece.choice, part, events)
         elif text:

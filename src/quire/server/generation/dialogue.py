@@ -46,9 +46,9 @@ class Dialogue:
         parallel_tool_calls: False: one call at most.
         chat_template: replaces the model's own.
         template_kwargs: further variables of the chat template, such as documents.
-        reasoning_effort: passed to a template that takes it, else refused.
         add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
-        most_prompt_tokens: the last tokens of the prompt to keep; None keeps all.
+        most_prompt_tokens: tokens of the prompt to keep, the last ones; None keeps all.
+        truncation_side: "right" keeps the first ones instead.
         include_reasoning: False leaves reasoning out of the events (it is still generated).
         beams: searches for the likeliest answers instead of sampling them.
         with_tokens: give tokens without text (the end of sequence, say) an event too. Set it where
@@ -63,11 +63,11 @@ class Dialogue:
     parallel_tool_calls: bool = True
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    reasoning_effort: str | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
     most_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     include_reasoning: bool = True
     beams: BeamSearchParams | None = None
     with_tokens: bool = False

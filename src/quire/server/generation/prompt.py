@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,17 @@ from quire.engine.chat_template import ChatTemplate
 from quire.engine.template_traits import named_id
 from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
+from quire.server.hints import decline, refuses_hints
+from quire.server.strict_model import cut_prompt
 
 if TYPE_CHECKING:
     from quire.engine.chat_template import TemplateTraits
     from quire.engine.tokenizer import Tokenizer
 
+_FIELDS = ("documents", "reasoning_effort", "verbosity")
+"""Variables of templates that are fields of requests."""
+_FOLDED = "folded"
+"""Key of users' messages that have a system message, while messages are folded."""
 _MARK = "~end-of-what-is-to-be-continued~"
 
 
@@ -63,7 +70,7 @@ def render_prompt(
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
-    return RenderedPrompt(text, ids if keep is None else ids[-keep:], continued)
+    return RenderedPrompt(text, cut_prompt(ids, keep, dialogue.truncation_side), continued)
 
 
 Templates = Callable[[bool], ChatTemplate]
@@ -92,7 +99,7 @@ def _shown_tools(
         return []
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
-        raise _not_shown("tools", "tools")
+        raise _not_shown("tools", "tools", traits)
     shown = []
     for tool in dialogue.tools:
         function = {name: value for name, value in tool["function"].items() if name != "strict"}
@@ -105,24 +112,25 @@ def _shown_tools(
 
 
 def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
-    """Returns the template's further variables. Raises ApiError for one that it does not use."""
+    """Returns the template's further variables.
+
+    One that the template does not use is a hint, but for documents, which the answer depends on.
+    """
     variables = dict(dialogue.template_kwargs)
-    fields = dict.fromkeys(variables, "chat_template_kwargs")
-    if dialogue.reasoning_effort is not None:
-        variables["reasoning_effort"] = dialogue.reasoning_effort
-        fields["reasoning_effort"] = "reasoning_effort"
     if not variables:
         return variables
     known = template(with_tools).variables
-    for name in variables:
-        if name not in known:
-            param = name if name in ("documents", "verbosity") else fields[name]
+    for name in [name for name in variables if name not in known]:
+        param = name if name in _FIELDS else "chat_template_kwargs"
+        if name == "documents" or refuses_hints():
             raise ApiError(
                 400,
                 f"'{param}': the model's chat template does not use '{name[:100]}'.",
                 param=param,
                 code="unsupported_parameter",
             )
+        decline(param, param if param == name else f"{param}.{name[:100]}")
+        del variables[name]
     return variables
 
 
@@ -132,17 +140,42 @@ def _messages(
     """Returns the messages, with tool calls in the shape that the template takes."""
     messages = dialogue.messages
     called = any(message.get("tool_calls") for message in messages)
-    if not called:
+    late = any(
+        message["role"] == "system" and before["role"] != "system"
+        for before, message in itertools.pairwise(messages)
+    )
+    if not called and not late:
         return messages
     traits = tokenizer.traits(template(with_tools))
+    if late and not traits.late_system:
+        messages = _without_late_system(messages)
+    if not called:
+        return messages
     if not traits.shows_calls:
-        raise _not_shown("tool calls", "messages")
+        raise _not_shown("tool calls", "messages", traits)
     if traits.ids_name_tools:
         messages = _with_named_ids(messages)
     return [
         _with_calls(message, traits) if message.get("tool_calls") else message
         for message in messages
     ]
+
+
+def _without_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose system messages behind others are parts of users' turns."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and any(each["role"] != "system" for each in out):
+            message = {"role": "user", "content": message.get("content") or ""}
+        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED):
+            out.append(message)
+            continue
+        if out[-1]["role"] == "user":
+            text = f"{out[-1].get('content') or ''}\n\n{message.get('content') or ''}"
+            out[-1] = {**out[-1], "content": text, _FOLDED: True}
+        else:
+            out.append({**message, _FOLDED: True})
+    return [{name: each[name] for name in each if name != _FOLDED} for each in out]
 
 
 def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,11 +196,12 @@ def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _not_shown(what: str, param: str) -> ApiError:
+def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
+    why = "" if traits.error is None else f" ({traits.error})"
     return ApiError(
         400,
-        f"The model's chat template does not show {what} to the model. Start the server with a "
-        "--chat-template that does.",
+        f"The model's chat template does not show {what} to the model{why}. Start the server with "
+        "a --chat-template that does.",
         param=param,
         code="unsupported_parameter",
     )

@@ -15,6 +15,7 @@ from quire.server.generation.chat import ChatGeneration
 from quire.server.generation.dialogue import Event, Finished, ReasoningDelta
 from quire.server.generation.prompt import RenderedPrompt
 from quire.server.generation.usage import CompletionTokensDetails, CompletionUsage
+from quire.server.hints import decline, refuses_hints
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -29,16 +30,39 @@ def template_variables(state: ServerState, param: str, *, with_tools: bool) -> f
     return state.tokenizer(param).template(with_tools).variables
 
 
-def known_effort(state: ServerState, effort: str | None, with_tools: bool) -> str | None:
-    """Returns the effort to pass to the chat template.
+def effort_variables(
+    state: ServerState, effort: str | None, known: frozenset[str], param: str
+) -> dict[str, Any]:
+    """Returns the variables by which a chat template gets an effort of reasoning.
 
-    None where the template does not use one and the server was told to ignore it; else the template
-    is given it, and refuses it.
+    A template without efforts may have a switch that turns thinking off, which is "none". A model
+    that does not reason makes no effort anyway.
+
+    Args:
+        known: the variables that the template uses.
+
+    Other templates have no place for an effort, which is ignored then.
+
+    Raises:
+        ApiError: it would be ignored, but the server refuses hints.
     """
-    if effort is None or not state.args.ignore_reasoning_effort:
-        return effort
-    known = template_variables(state, "reasoning_effort", with_tools=with_tools)
-    return effort if "reasoning_effort" in known else None
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    ignored = state.args.ignore_reasoning_effort
+    if effort == "none" and not (ignored and known.isdisjoint(_SWITCHES)):
+        return thinking_switch(state, known, on=False, param=param)
+    if ignored:
+        return {}
+    if not refuses_hints():
+        decline(param)
+        return {}
+    raise unsupported(
+        param,
+        f"{effort[:40]!r} has no place in the model's chat template, which does not use "
+        "'reasoning_effort'; --ignore-reasoning-effort ignores it",
+    )
 
 
 def thinking_switch(
@@ -46,14 +70,20 @@ def thinking_switch(
 ) -> dict[str, Any]:
     """Returns the template's variables that turn thinking on or off.
 
+    A wish to think is a hint, which a model that cannot think ignores.
+
     Raises:
-        ApiError: the model cannot think, or cannot be kept from it.
+        ApiError: the model cannot be kept from thinking, or cannot think and the server refuses
+            hints.
     """
     thinks = state.chat_format.reasoning is not None
     for name in _SWITCHES:
         if name in known and thinks:
             return {name: on}
     if on and not thinks:
+        if not refuses_hints():
+            decline(param)
+            return {}
         raise unsupported(param, "asks for thinking, but this model is not known to think")
     if not on and thinks:
         raise unsupported(

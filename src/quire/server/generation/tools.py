@@ -58,10 +58,13 @@ def check_tools(dialogue: Dialogue, format: ChatFormat) -> None:
     if choice.mode == "required" and not names:
         raise _invalid("tool_choice", "there are no 'tools' to choose from.")
     if names and choice.mode != "none" and format.tool_parser is None:
+        why = format.error or (
+            "the format in which this model calls tools is not known. Start the server with "
+            "--tool-call-parser."
+        )
         raise ApiError(
             400,
-            "'tools' cannot be used: the format in which this model calls tools is not known. "
-            "Start the server with --tool-call-parser.",
+            f"'tools' cannot be used: {why}",
             param="tools",
             code="unsupported_parameter",
         )
@@ -148,7 +151,8 @@ def constrained(
         elif wanted is not None:
             body = f"{body} | {call}"
         else:
-            body = rules.optional_call(call, parser.starts, parser.first, answer)
+            first = "" if parser.marks_text else parser.first  # marks tell its text from calls
+            body = rules.optional_call(call, parser.starts, first, answer)
     if reasons and format.reasoning is not None:
         turn = rules.literal(format.reasoning.turn)
         block = f"{rules.add_until(format.reasoning.close)} {turn} /\\s{{0,4}}/"

@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.kv_events.prompt_report import LOCAL, PREFILL_HEADER, PROMPT_HEADER, REPORT_HEADER
 from quire.server.errors import stopping
+from quire.server.hints import HEADER, collect_hints
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
 from quire.server.middleware.request_context import (
@@ -31,6 +32,7 @@ access = logging.getLogger("quire.access")
 EXPOSED_HEADERS = [
     "x-request-id",
     "retry-after",
+    "quire-ignored",
     *(
         f"x-ratelimit-{part}-{what}"
         for what in ("requests", "tokens")
@@ -90,6 +92,8 @@ class RequestContextMiddleware:
         route = getattr(scope.get("route"), "path", _NO_ROUTE)
         method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
         seconds = time.perf_counter() - context.began
+        for name in context.hints.ignored if context.hints is not None else ():
+            self.state.metrics.ignored.labels(name).inc()
         self.state.metrics.count_http(route, method, context.status or _CLIENT_GONE, seconds)
 
     def _context(self, scope: Scope) -> RequestContext:
@@ -109,6 +113,7 @@ class RequestContextMiddleware:
             deadline=None if timeout is None else time.monotonic() + timeout,
             trace=trace,
             on_end=on_end,
+            hints=collect_hints(self.state.args.strict_fields),
         )
         _read_routing(scope, context, peers=self.state.args.kv_peers is not None)
         return context
@@ -141,6 +146,8 @@ def _headers(context: RequestContext, anthropic: bool) -> Iterator[tuple[bytes, 
     yield b"x-request-id", context.id.encode()
     if context.report:
         yield PROMPT_HEADER, context.report
+    if context.hints is not None and context.hints.ignored:
+        yield HEADER, context.hints.header
     if anthropic:
         yield b"request-id", context.id.encode()
     for what, left in (("requests", context.levels.requests), ("tokens", context.levels.tokens)):

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from quire.server.errors import ApiError
+from quire.server.hints import Hints
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.rate_limits import LimitStatus, RateLimiter, RateLimits
 from quire.server.telemetry.request_trace import RequestTrace
@@ -42,6 +43,7 @@ class RequestContext:
         searched_tokens: tokens that beam searches made; answers have the best of them.
         continues: further prompts go on where an answer was cut, and are counted already.
         prompts: texts for the log, where prompts are logged.
+        hints: the request's fields that its answer ignores.
         on_end: called once, when the request is over.
         adapter: the LoRA adapter that the request chose as its model, "" for none.
         batch: the request is a batch's, so others go first.
@@ -76,6 +78,7 @@ class RequestContext:
     reports_usage: bool = False
     streams: bool = False
     trace: RequestTrace | None = None
+    hints: Hints | None = None
     on_end: Callable[[RequestContext], None] | None = None
     _taken: int = 0
     _holders: int = 1
@@ -187,7 +190,7 @@ def is_id(text: str) -> bool:
 
 
 def timed_out() -> ApiError:
-    return ApiError(504, "The request took longer than this server allows.", code="timeout")
+    return ApiError(504, "The request took longer than --request-timeout allows.", code="timeout")
 
 
 def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
@@ -25,7 +25,7 @@ from quire.server.generation.dialogue import (
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.generation.thinking import known_effort
+from quire.server.generation.thinking import effort_variables, template_variables
 from quire.server.middleware.request_context import context_of, owner_of
 from quire.server.openai import functions
 from quire.server.openai.beams import beams_of
@@ -136,9 +136,11 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         kwargs["documents"] = body.documents
     if body.verbosity not in (None, "medium"):
         kwargs["verbosity"] = body.verbosity
-    effort = body.reasoning_effort
-    if body.chat_template is None:
-        effort = known_effort(state, effort, bool(body.tools))
+    if body.reasoning_effort is not None:
+        known = frozenset({"reasoning_effort"})  # a request's own template is looked at later
+        if body.chat_template is None:
+            known = template_variables(state, "messages", with_tools=bool(body.tools))
+        kwargs |= effort_variables(state, body.reasoning_effort, known, "reasoning_effort")
     params, most = _params(state, body), state.client.config.scheduler.max_model_len
     check_logprobs(params, 1, most, "top_logprobs")
     beams = beams_of(body, params, body.n or 1, None)
@@ -155,7 +157,6 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         chat_template=body.chat_template,
         template_kwargs=kwargs,
-        reasoning_effort=effort,
         add_generation_prompt=body.add_generation_prompt is not False,
         add_special_tokens=bool(body.add_special_tokens),
         most_prompt_tokens=prompt_room(
@@ -163,6 +164,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
             most,
             _max_tokens(body),
         ),
+        truncation_side=body.truncation_side,
         continue_final_message=bool(body.continue_final_message),
         include_reasoning=body.include_reasoning is not False,
         with_tokens=bool(body.logprobs or body.return_token_ids),
@@ -262,14 +264,18 @@ class ChatWriter:
                 choice.stop_reason = answer.stop_reason
             if self.body.return_token_ids:
                 choice.token_ids = answer.token_ids
-                choice.prompt_token_ids = self.reply.prompt_token_ids
             choices.append(choice)
         envelope = self._envelope("chat.completion", choices, self.reply.usage)
         if self.body.metadata is not None:
             envelope.metadata = self.body.metadata
         if self.body.prompt_logprobs is not None:
             envelope.prompt_logprobs = prompt_logprobs(self.reply.prompt_logprobs)
+        envelope.prompt_token_ids = self._prompt_token_ids
         return envelope
+
+    @property
+    def _prompt_token_ids(self) -> list[int] | UnsetType:
+        return self.reply.prompt_token_ids if self.body.return_token_ids else UNSET
 
     def write(self, buffer: bytearray, events: list[Event]) -> None:
         for event in events:
@@ -278,9 +284,7 @@ class ChatWriter:
                 opening = ChatChunkChoice(
                     event.choice, ChatDelta("assistant", self.echoed), None, None
                 )
-                if self.body.return_token_ids:
-                    opening.prompt_token_ids = self.reply.prompt_token_ids
-                self.chunks.write(buffer, opening)
+                self.chunks.write(buffer, opening, self._prompt_token_ids)
             chunk = self._chunk(event)
             self.chunks.write(buffer, chunk)
             if self.body.store:

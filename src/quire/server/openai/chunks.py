@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from quire.server.generation.usage import CompletionUsage
 from quire.server.openai.objects import CompletionObject
@@ -31,11 +31,13 @@ class ChunkWriter:
         options = options or StreamOptions()
         self._envelope = envelope
         self._usage = usage
-        self._at_end = bool(options.include_usage)
+        self._at_end = bool(options.include_usage or options.continuous_usage_stats)
         self._always = bool(options.continuous_usage_stats)
         self._obfuscate = bool(options.include_obfuscation)
 
-    def write(self, buffer: bytearray, choice: Any) -> None:
+    def write(
+        self, buffer: bytearray, choice: Any, prompt_token_ids: list[int] | UnsetType = UNSET
+    ) -> None:
         """Writes one choice's chunk.
 
         `usage` is null before the last chunk where the client asked for it there, and absent where
@@ -43,6 +45,7 @@ class ChunkWriter:
         """
         usage = self._usage() if self._always else None if self._at_end else UNSET
         envelope = self._envelope([choice], usage)
+        envelope.prompt_token_ids = prompt_token_ids
         if self._obfuscate:
             write_data(buffer, obfuscated(msgspec.json.encode(envelope)))
         else:

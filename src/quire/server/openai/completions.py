@@ -147,6 +147,7 @@ async def _inputs(
             prompts,
             special=body.add_special_tokens is not False,
             most=prompt_room(body.truncate_prompt_tokens, most, _max_tokens(body)),
+            side=body.truncation_side,
             longest=most,
         )
     if not suffix:

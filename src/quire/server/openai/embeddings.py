@@ -5,15 +5,24 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import RequestError
 from quire.pooling_params import Pooling, PoolingParams
+from quire.server.errors import ApiError
+from quire.server.generation.prompt import render_prompt
 from quire.server.openai.convert import prompts_of
+from quire.server.openai.tokenize import (
+    ConversationFields,
+    Messages,
+    refuse_without_messages,
+    rendered_only,
+)
 from quire.server.openai.vectors import (
     MAX_INPUTS,
     Encoding,
@@ -26,7 +35,7 @@ from quire.server.openai.vectors import (
     vectors_of,
 )
 from quire.server.sse import json_response
-from quire.server.state import new_id
+from quire.server.state import new_id, state_of
 from quire.server.strict_model import INT32_MAX, TextsOrIds
 
 if TYPE_CHECKING:
@@ -36,12 +45,31 @@ _MANY_NUMBERS = 50_000
 """Numbers above which the answer is written off the event loop."""
 
 
-class EmbeddingRequest(VectorFields):
-    """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either."""
+class EmbeddingRequest(VectorFields, ConversationFields):
+    """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either.
 
-    input: TextsOrIds
+    vLLM's `messages`, in place of it, are a conversation that becomes one vector: of the text that
+    the chat template makes of them, by default without the beginning of an answer.
+    """
+
+    input: TextsOrIds = None
+    messages: Messages | None = None
     encoding_format: Encoding | None = None
     dimensions: int | None = Field(None, ge=1, le=INT32_MAX)
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if self.messages is None:
+            refuse_without_messages(self)
+        if self.input is None and self.messages is None:
+            raise RequestError(
+                "Missing required parameter: 'input'.",
+                param="input",
+                code="missing_required_parameter",
+            )
+        if self.input is not None and self.messages is not None:
+            raise RequestError("'input' and 'messages' exclude each other.", param="messages")
+        return self
 
 
 class PoolingRequest(EmbeddingRequest):
@@ -118,11 +146,27 @@ async def pooling(request: Request) -> Response:
     return await _written(found, answer)
 
 
+async def classify(request: Request) -> Response:
+    raise ApiError(
+        404,
+        "This server has no /classify: it serves no checkpoint with a classification head "
+        "(...ForSequenceClassification). /v1/embeddings and /score take texts.",
+        code="not_found",
+    )
+
+
 async def _vectors(
     request: Request, body: EmbeddingRequest, params: PoolingParams
 ) -> list[Embedding]:
-    inputs = prompts_of(body.input, "input", MAX_INPUTS)
-    return (await vectors_of(request, body, {"input": inputs}, params))["input"]
+    if body.messages is None:
+        inputs = prompts_of(body.input, "input", MAX_INPUTS)
+        return (await vectors_of(request, body, {"input": inputs}, params))["input"]
+    state = state_of(request)
+    tokenizer = state.tokenizer("messages")
+    dialogue = rendered_only(state, body, body.messages)
+    dialogue.add_generation_prompt = body.add_generation_prompt is True
+    prompt = (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
+    return (await vectors_of(request, body, {"messages": [prompt]}, params))["messages"]
 
 
 async def _written(found: list[Embedding], answer: Callable[[], Any]) -> Response:

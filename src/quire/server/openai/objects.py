@@ -117,7 +117,6 @@ class ChatChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
@@ -127,13 +126,13 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: str | None
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionObject(msgspec.Struct, Generic[Choice]):
     """A whole answer, or one chunk of a stream.
 
-    service_tier, metadata: echoed where the request gave them.
+    service_tier, metadata: echoed where the request gave them. prompt_token_ids: of chats, which
+    have one prompt; text completions have them in their choices.
     """
 
     id: str
@@ -146,6 +145,7 @@ class CompletionObject(msgspec.Struct, Generic[Choice]):
     system_fingerprint: str | UnsetType = UNSET
     metadata: dict[str, str] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class GenerateAnswer(msgspec.Struct):

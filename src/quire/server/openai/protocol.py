@@ -25,9 +25,12 @@ from quire.server.strict_model import (
     Metadata,
     Name,
     RequestId,
+    ServiceTier,
     StrictModel,
     TemplateKwargs,
     TextsOrIds,
+    TruncationSide,
+    check_side,
     drop_unused,
 )
 from quire.token_rules import MAX_ALLOWED, MAX_BAD
@@ -44,8 +47,10 @@ MAX_BAD_WORDS = MAX_BAD // 2
 # Parameters of OpenAI's API that Quire does not implement, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": (),
+    "client_metadata": (),
     "function_call": ("none",),
     "functions": ([],),
+    "logprob_token_ids": ([],),
     "metadata": ({},),
     "modalities": (["text"],),
     "moderation": (),
@@ -54,14 +59,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_key": (),
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
+    "provider": (),
     "reasoning_effort": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "tool_choice": ("none",),
     "tools": ([],),
+    "transforms": ([],),
+    "usage": ({"include": False},),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
+_HINTS = frozenset(
+    {
+        "client_metadata",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "provider",
+        "transforms",
+        "usage",
+    }
+)
 
 
 Word = Annotated[str, Field(min_length=1, max_length=256)]
@@ -70,7 +88,7 @@ Breaker = Annotated[str, Field(min_length=1, max_length=40)]
 
 class StreamOptions(StrictModel):
     """OpenAI's `stream_options`, with vLLM's `continuous_usage_stats`: token counts in every
-    chunk."""
+    chunk, and at the end, as in vLLM."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
@@ -78,9 +96,10 @@ class StreamOptions(StrictModel):
 
     @model_validator(mode="after")
     def _consistent(self) -> StreamOptions:
-        if self.continuous_usage_stats and not self.include_usage:
+        if self.continuous_usage_stats and self.include_usage is False:
             raise RequestError(
-                "'continuous_usage_stats' needs include_usage=true.", param="continuous_usage_stats"
+                "'continuous_usage_stats' excludes include_usage=false.",
+                param="continuous_usage_stats",
             )
         return self
 
@@ -126,6 +145,7 @@ class SamplingFields(StructuredFields):
     ) = None
     prompt_logprobs: int | None = Field(None, ge=-1, le=INT32_MAX)
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=INT32_MAX)
+    truncation_side: TruncationSide | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
@@ -138,7 +158,7 @@ class SamplingFields(StructuredFields):
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
         refused = {name: v for name, v in _UNSUPPORTED.items() if name not in cls.model_fields}
-        return drop_unused(data, refused)
+        return drop_unused(data, refused, _HINTS)
 
     @field_validator("stop", mode="before", json_schema_input_type=list[str] | str | None)
     @classmethod
@@ -151,6 +171,7 @@ class SamplingFields(StructuredFields):
             raise RequestError(
                 "'truncate_prompt_tokens' must be -1 or at least 1.", param="truncate_prompt_tokens"
             )
+        check_side(self.truncation_side, self.truncate_prompt_tokens)
         return self
 
 
@@ -206,7 +227,7 @@ class ChatRequest(SamplingFields, BeamFields):
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     store: bool | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: ServiceTier | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
     functions: (
         Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True)] | None

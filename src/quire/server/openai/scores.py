@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.errors import RequestError
 from quire.pooling_params import PoolingParams
 from quire.server.errors import ApiError
 from quire.server.openai.vectors import (
@@ -58,11 +59,54 @@ Texts = Annotated[
 ]
 
 
-class ScoreRequest(VectorFields):
-    """Body of `/score`: one text and one or many others, or as many of each."""
+_SIDES = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+"""vLLM's names for the two sides of `/score`."""
 
-    text_1: Texts
-    text_2: Texts
+
+class ScoreRequest(VectorFields):
+    """Body of `/score`: one text and one or many others, or as many of each.
+
+    The two sides have one of the pairs of names in `_SIDES`.
+    """
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+
+    @model_validator(mode="after")
+    def _two_sides(self) -> ScoreRequest:
+        given = [name for name in dict.fromkeys(sum(_SIDES, ())) if getattr(self, name) is not None]
+        if tuple(given) in _SIDES:
+            return self
+        fits = [pair for pair in _SIDES if set(given) <= set(pair)]
+        if not fits:
+            known = ", ".join(f"{first!r} with {second!r}" for first, second in _SIDES)
+            raise RequestError(
+                f"{given[-1]!r} does not go with {given[0]!r}; the pairs are {known}.",
+                param=given[-1],
+                code="invalid_value",
+            )
+        missing = [next(name for name in pair if name not in given) for pair in fits]
+        raise RequestError(
+            f"Missing required parameter: {missing[0]!r}.",
+            param=missing[0],
+            code="missing_required_parameter",
+        )
+
+    @property
+    def sides(self) -> dict[str, list[str]]:
+        """The texts of the two sides, by the names that the request gave them."""
+        texts = {name: getattr(self, name) for pair in _SIDES for name in pair}
+        return {name: each for name, each in texts.items() if each is not None}
 
 
 class RerankRequest(VectorFields):
@@ -114,27 +158,27 @@ class RerankAnswer(msgspec.Struct):
 
 async def score(request: Request) -> Response:
     _, body = await read_fields(request, ScoreRequest)
-    first, second = body.text_1, body.text_2
+    (one, first), (other, second) = body.sides.items()
     if len(first) not in (1, len(second)):
         raise ApiError(
             400,
-            f"'text_1' has {len(first)} texts and 'text_2' {len(second)}: one to all, or as many "
+            f"'{one}' has {len(first)} texts and '{other}' {len(second)}: one to all, or as many "
             "of each, can be scored.",
-            param="text_1",
+            param=one,
             code="invalid_value",
         )
     if len(first) + len(second) > MAX_INPUTS:
         raise ApiError(
             400,
-            f"At most {MAX_INPUTS} texts of 'text_1' and 'text_2' together are allowed, got "
+            f"At most {MAX_INPUTS} texts of '{one}' and '{other}' together are allowed, got "
             f"{len(first) + len(second)}.",
-            param="text_2",
+            param=other,
             code="invalid_value",
         )
-    found = await vectors_of(request, body, {"text_1": [*first], "text_2": [*second]}, _UNIT)
-    scores = _cosines(found["text_1"], found["text_2"]).tolist()
+    found = await vectors_of(request, body, {one: [*first], other: [*second]}, _UNIT)
+    scores = _cosines(found[one], found[other]).tolist()
     data = [ScoreObject(index, each) for index, each in enumerate(scores)]
-    usage = usage_of([*found["text_1"], *found["text_2"]])
+    usage = usage_of([*found[one], *found[other]])
     now = int(time.time())
     return json_response(ScoreList(new_id("score"), now, model_of(request), data, usage))
 

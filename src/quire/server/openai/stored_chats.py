@@ -71,6 +71,13 @@ class ChatStore(BoundedStore[StoredChat]):
         self.discard(chat.completion.id)
 
 
+_OTHER_ROUTES = {
+    "batch": "send a request for each conversation, or a file of them to /v1/batches",
+    "render": "send the conversation to /tokenize or /apply-template",
+}
+"""Maps vLLM's routes below `/v1/chat/completions`, which are no ids, to what to use instead."""
+
+
 class UpdateRequest(StrictModel):
     metadata: Metadata | None
 
@@ -118,7 +125,7 @@ def check_store(request: Request) -> None:
         raise ApiError(
             400,
             "'store' is not available: this server keeps no completions "
-            "(response_store_size is 0).",
+            "(--response-store-size is 0).",
             param="store",
         )
 
@@ -150,6 +157,10 @@ async def show_chat(request: Request) -> Response:
 
 
 async def update_chat(request: Request) -> Response:
+    instead = _OTHER_ROUTES.get(request.path_params["completion_id"])
+    if instead is not None:
+        path = request.url.path
+        raise ApiError(404, f"This server has no {path}: {instead}.", code="not_found")
     body = await read_body(request, UpdateRequest, state_of(request).args.max_body_bytes)
     chat = _stored(request)
     chat.completion.metadata = body.metadata or {}

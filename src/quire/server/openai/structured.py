@@ -30,10 +30,11 @@ Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_
 class JsonSchema(StrictModel):
     """OpenAI's JSON schema. It is always enforced to the letter, `strict` or not.
 
-    `name` and `description` are labels; the model sees neither them nor the schema.
+    `name`, which may be left out, and `description` are labels; the model sees neither them nor the
+    schema.
     """
 
-    name: Annotated[str, Field(max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")]
+    name: Annotated[str, Field(max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")] | None = None
     description: Annotated[str, Field(max_length=4096)] | None = None
     json_schema: Schema = Field(alias="schema")
     strict: bool | None = None

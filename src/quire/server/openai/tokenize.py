@@ -38,6 +38,9 @@ T = TypeVar("T")
 _ON_LOOP = 2000
 """Characters or tokens up to which no thread is used."""
 
+_OF_FILES = ("chat_template", "merges_file", "name_or_path", "tokenizer_file", "vocab_file")
+"""Settings of tokenizers that name files, or that flags replace."""
+
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
 
 
@@ -54,6 +57,12 @@ class ConversationFields(StrictModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     tools: Annotated[list[ChatToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+
+
+def refuse_without_messages(body: ConversationFields) -> None:
+    for name in _OF_MESSAGES:
+        if getattr(body, name) is not None:
+            raise RequestError(f"'{name}' belongs to 'messages'.", param=name)
 
 
 class ApplyTemplateRequest(ConversationFields):
@@ -80,9 +89,8 @@ class TokenizeRequest(ConversationFields):
             raise RequestError(
                 "one of 'prompt' and 'messages' is needed, and not both.", param="prompt"
             )
-        for name in _OF_MESSAGES:
-            if self.messages is None and getattr(self, name) is not None:
-                raise RequestError(f"'{name}' belongs to 'messages'.", param=name)
+        if self.messages is None:
+            refuse_without_messages(self)
         return self
 
 
@@ -124,7 +132,7 @@ async def tokenize(request: Request) -> Response:
 
         tokens = await _computed(state, tokenized, len(text))
     else:
-        dialogue = _dialogue(state, body, body.messages)
+        dialogue = rendered_only(state, body, body.messages)
         tokens = await state.count(lambda: _conversation(tokenizer, dialogue, body))
     limit = state.client.config.scheduler.max_model_len
 
@@ -148,12 +156,12 @@ async def apply_template(request: Request) -> Response:
     body = await read_body(request, ApplyTemplateRequest, state.args.max_body_bytes)
     state.check_model(body.model, context_of(request))
     tokenizer = state.tokenizer("messages")
-    dialogue = _dialogue(state, body, body.messages)
+    dialogue = rendered_only(state, body, body.messages)
     rendered = await asyncio.to_thread(render_prompt, tokenizer, dialogue)
     return json_response(AppliedTemplate(rendered.text))
 
 
-def _dialogue(
+def rendered_only(
     state: ServerState, body: ConversationFields, messages: list[ChatMessageParam]
 ) -> Dialogue:
     """Returns a conversation that is only rendered. Raises ApiError for what cannot be."""
@@ -177,6 +185,18 @@ def _conversation(tokenizer: Tokenizer, dialogue: Dialogue, body: TokenizeReques
         return prompt.token_ids
     ids: list[int] = tokenizer.encode(prompt.text, add_special_tokens=True).tolist()
     return ids
+
+
+async def tokenizer_info(request: Request) -> Response:
+    """Answers with the tokenizer's settings, and the chat templates that are in use."""
+    tokenizer = state_of(request).tokenizer("tokenizer")
+    info = {name: value for name, value in tokenizer.config.items() if name not in _OF_FILES}
+    templates = tokenizer.chat_templates
+    if len(templates) == 1:
+        (info["chat_template"],) = templates.values()
+    elif templates:
+        info["chat_template"] = dict(templates)
+    return json_response(info)
 
 
 async def detokenize(request: Request) -> Response:

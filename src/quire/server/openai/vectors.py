@@ -6,10 +6,10 @@ import asyncio
 import base64
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import msgspec
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 
 from quire.errors import OverloadedError, RequestError
@@ -22,7 +22,13 @@ from quire.server.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.request_body import Model, read_body
 from quire.server.sse import unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
-from quire.server.strict_model import INT32_MAX, Name, StrictModel
+from quire.server.strict_model import (
+    INT32_MAX,
+    Name,
+    StrictModel,
+    TruncationSide,
+    check_side,
+)
 from quire.server.telemetry.request_trace import PromptPhases
 
 if TYPE_CHECKING:
@@ -49,8 +55,14 @@ class VectorFields(StrictModel):
     truncate_prompt_tokens: (
         Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_not_zero)] | None
     ) = None
+    truncation_side: TruncationSide | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: Name | None = None
+
+    @model_validator(mode="after")
+    def _sided(self) -> Self:
+        check_side(self.truncation_side, self.truncate_prompt_tokens)
+        return self
 
 
 class VectorUsage(msgspec.Struct):
@@ -125,7 +137,12 @@ async def _tokenized(state: ServerState, body: VectorFields, prompts: list[Promp
         return await tokenized(state.client.tokenizer, prompts, most)
     room = prompt_room(keep, most, None)
     return await prompt_tokens(
-        state.client.tokenizer, prompts, special=True, most=room, longest=most
+        state.client.tokenizer,
+        prompts,
+        special=True,
+        most=room,
+        side=body.truncation_side,
+        longest=most,
     )
 
 

@@ -9,6 +9,7 @@ from quire.errors import RequestError
 from quire.sampling_params import MAX_LOGPROBS
 from quire.server.errors import ApiError
 from quire.server.generation.text import Prompt
+from quire.server.strict_model import TruncationSide, cut_prompt
 from quire.token_rules import MAX_BAD_LENGTH
 
 if TYPE_CHECKING:
@@ -92,13 +93,15 @@ async def prompt_tokens(
     *,
     special: bool,
     most: int | None,
+    side: TruncationSide | None = None,
     longest: int,
 ) -> list[Prompt]:
-    """Tokenizes prompts, of which the last `most` tokens are kept.
+    """Tokenizes prompts, of which the last `most` tokens are kept, or the first ones.
 
     Args:
         special: adds the tokenizer's special tokens.
         most: None keeps all, and refuses a text that cannot have as few as `longest`.
+        side: see `cut_prompt`.
     """
 
     def tokenized(prompt: Prompt) -> list[int]:
@@ -109,7 +112,7 @@ async def prompt_tokens(
             ids: list[int] = tokenizer.encode(prompt, special, limit).tolist()
         else:
             ids = prompt
-        return ids if most is None else ids[-most:]
+        return cut_prompt(ids, most, side)
 
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     if size <= _MUCH_TEXT:

@@ -145,7 +145,8 @@ class Rules:
     def add_text(self, without: Collection[str], first: str = "") -> str:
         """Adds a terminal of any text but one that contains one of `without`, or begins with a
         character of `first`."""
-        barred = [f"(?s:.*){_escaped(text)}(?s:.*)" for text in without if text not in self._added]
+        marks = [_escaped(text) for text in without if text not in self._added]
+        barred = [f"(?s:.*)({'|'.join(marks)})(?s:.*)"] if marks else []
         barred += [f"\\s*{_escaped(char)}(?s:.*)" for char in first]
         body = " & ".join(["/(?s:.+)/", *(f"~/{pattern}/" for pattern in barred)])
         name = f"TEXT_{len(self.lines)}"

@@ -13,9 +13,11 @@ from quire.server.parsers.stream import NotACallError, Reading
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 _HEADER = _NAME | frozenset("=<|> ")
-_TO = re.compile(r"to=functions\.([A-Za-z0-9_.-]{1,128}?)(?=<|\s|$)")
+_TO = re.compile(r"to=(?:functions\.)?([A-Za-z0-9_.-]{1,128}?)(?=<|\s|$)")
 _CHANNEL = re.compile(r"<\|channel\|>([a-z]+)")
-_CHANNELS = ("analysis", "commentary", "final")
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+_HEADS = ("<|start|>", "<|channel|>")
+_MARK = re.compile(r"<\|(?:start|channel|constrain|message|end|call|return)\|>")
 _LONGEST_HEADER = 300
 
 
@@ -23,53 +25,77 @@ class HarmonyParser(JsonToolParser):
     """Parses messages, each with a header that names its channel and whom it is for.
 
     Messages to functions are calls. The marks around others are dropped, and with them all of the
-    analysis, of which the first message is the reasoning (see `think`).
+    analysis, of which the first message is the reasoning (see `think`). A message to a tool that
+    there is not is text, like one to the user; no mark is ever text.
     """
 
     name = "gpt_oss"
-    starts = ("<|channel|>", "<|start|>assistant", "to=functions.", "<|end|>", "<|call|>")
-    marks = ("<|start|>", "<|constrain|>", "<|message|>")
+    starts = (*_HEADS, "to=functions.", *_ENDS, "<|constrain|>", "<|message|>")
+    first = "t"  # of a header without marks before it: to=f
     marks_text = True
     _spoke = False
 
     def calls(self) -> Reading:
-        if "".join(self._held).lstrip().startswith(("<|end|>", "<|call|>")):
+        mark = self.read_so_far.lstrip()
+        if not mark:
+            yield from self.expect("to=")
+        elif not mark.startswith((*_HEADS, "to=")):
             return
+        while (yield from self._message()):
+            pass
+
+    def _message(self) -> Generator[None, None, bool]:
+        """Reads a header, and what is not text of the message; returns whether another header has
+        begun."""
         header = yield from self._header()
         to, channel = _TO.search(header), _CHANNEL.search(header)
-        if to is not None:
+        if to is not None and to[1] in self.tools:
             yield from self.space()
-            yield from self.arguments(to[1])
-            self.end()
-        elif channel is None or channel[1] not in _CHANNELS:
-            raise NotACallError
-        elif channel[1] == "analysis":
-            yield from self._skip("<|end|>")
-        elif self._spoke:
+            if self.char == "{":
+                yield from self.arguments(to[1])
+                self.end()
+                return False
+            if self.char == "<" or (not self.char and self.stopped):
+                self.begin(to[1])
+                self.give_arguments("{}")
+                self.end()
+                return False
+        elif to is None and channel is not None and channel[1] == "analysis":
+            return (yield from self._skip()) in _HEADS
+        if self._spoke:
             self._give("\n\n")
+        return False
 
     def _give(self, text: str) -> None:
         super()._give(text)
         self._spoke = self._spoke or bool(text)
 
+    def as_text(self, read: str) -> str:
+        return _MARK.sub("", read)
+
     def _header(self) -> Generator[None, None, str]:
         """Reads the rest of a header; returns all of it."""
-        header = "".join(self._held)
+        header = self.read_so_far
         while not header.endswith("<|message|>"):
-            allowed = _NAME if header.endswith("to=functions.") else _HEADER
+            allowed = _NAME if header.endswith(("to=functions.", "to=")) else _HEADER
             if self.char not in allowed or len(header) > _LONGEST_HEADER:
                 raise NotACallError
             header += self.char
             yield
         return header
 
-    def _skip(self, end: str) -> Reading:
-        tail = ""
-        while tail != end:
+    def _skip(self) -> Generator[None, None, str]:
+        """Skips a message; returns the mark behind it."""
+        text = ""
+        while True:
             if not self.char:
                 raise NotACallError
-            tail = (tail + self.char)[-len(end) :]
+            text = (text + self.char)[-len("<|channel|>") :]
             yield
+            for mark in (*_ENDS, *_HEADS):
+                if text.endswith(mark):
+                    self._held = [mark]
+                    return mark
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:

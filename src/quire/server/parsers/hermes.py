@@ -13,15 +13,20 @@ from quire.server.parsers.stream import Reading
 class HermesParser(JsonToolParser):
     name = "hermes"
     starts = ("<tool_call>",)
+    fenced = "{["
     marks = ("</tool_call>",)
 
     def calls(self) -> Reading:
+        self.needs_arguments = not self.marked
         yield from self.space()
-        yield from self.call()
+        yield from self.in_fence(self._objects)
+        if self.char == "<" and self.marked:
+            yield from self.expect("</tool_call>")
+
+    def _objects(self) -> Reading:
+        yield from self.one_or_list()
         # Models leave out the closing mark, or write a brace too many before it.
         yield from self.space(also="}")
-        if self.char == "<":
-            yield from self.expect("</tool_call>")
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:

@@ -79,6 +79,16 @@ class JsonToolParser(ToolParser):
             self.end()
         return done
 
+    def one_or_list(self) -> Reading:
+        """Reads one call's object, or a list of them."""
+        if self.char != "[":
+            yield from self.call()
+            return
+        yield
+        yield from self.listed(self.call)
+        if self.char == "]":  # its absence does no harm
+            yield
+
     def arguments(self, name: str) -> Reading:
         """Begins a call and passes on the object that follows. Raises NotACallError for another."""
         if self.char != "{":

@@ -24,20 +24,9 @@ class JsonListParser(JsonToolParser):
 
     def calls(self) -> Reading:
         yield from self.space()
-        if self.char == "[":
-            yield
-            yield from self.listed(self.entry)
-            if self.char == "]":  # its absence does no harm
-                yield
-        else:
-            yield from self.entry()
-        yield from self.space()
+        yield from self.in_fence(self.one_or_list)
         if self.close and self.char == self.close[0]:
             yield from self.expect(self.close)
-
-    def entry(self) -> Reading:
-        """Reads one call of the list."""
-        yield from self.call()
 
     @classmethod
     def around(cls, name: str) -> tuple[str, str]:
@@ -90,7 +79,7 @@ class ApertusParser(JsonListParser):
     close = "<|tools_suffix|>"
     marks = (close,)
 
-    def entry(self) -> Reading:
+    def call(self) -> Reading:
         yield from self.expect("{")
         yield from self.space()
         name = yield from self.string()

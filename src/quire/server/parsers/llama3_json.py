@@ -11,18 +11,21 @@ from quire.server.parsers.stream import Reading
 
 
 class Llama3JsonParser(JsonToolParser):
-    """Parses Llama's JSON calls: an answer that begins with a brace, or with <|python_tag|>, is a
-    call."""
+    """Parses Llama's JSON calls, which begin with a brace, or with <|python_tag|>.
+
+    JSON behind other text is a call too, unless a grammar enforces calls.
+    """
 
     name = "llama3_json"
     starts = ("<|python_tag|>",)
     first = "{"
+    loose = ("{",)
     needs_arguments = True
 
     def calls(self) -> Reading:
         while True:
             yield from self.space()
-            yield from self.call()
+            yield from self.in_fence(self.call)
             yield from self.space()
             if self.char != ";":
                 return

@@ -21,13 +21,10 @@ class MistralParser(JsonToolParser):
 
     def calls(self) -> Reading:
         yield from self.space()
-        if self.char != "[":
+        if self.char in _NAME:
             yield from self._one()
-            return
-        yield
-        yield from self.listed(self.call)
-        if self.char == "]":  # its absence does no harm
-            yield
+        else:
+            yield from self.in_fence(self.one_or_list)
 
     def _one(self) -> Reading:
         """Reads a name, an id if there is one, and arguments; the next call has a mark of its

@@ -19,7 +19,9 @@ class NamedJsonParser(JsonToolParser):
     """Parses calls one after the other, in a section with marks of its own or without.
 
     Attributes:
-        section, section_end: around all calls; empty where there are none.
+        section, section_end: around all calls; empty where there are none. Models leave the first
+            out.
+        ends: further marks that end a section.
         call_begin: before a name. middle: between the name and its arguments. call_end: after
             them.
         between: what the model writes between two calls.
@@ -28,6 +30,7 @@ class NamedJsonParser(JsonToolParser):
 
     section: ClassVar[str] = ""
     section_end: ClassVar[str] = ""
+    ends: ClassVar[tuple[str, ...]] = ()
     call_begin: ClassVar[str]
     middle: ClassVar[str]
     call_end: ClassVar[str]
@@ -35,7 +38,7 @@ class NamedJsonParser(JsonToolParser):
     numbered: ClassVar[bool] = False
 
     def calls(self) -> Reading:
-        if self.section:
+        if not self.read_so_far.endswith(self.call_begin):
             yield from self.space()
             yield from self.expect(self.call_begin)
         while True:
@@ -62,7 +65,7 @@ class NamedJsonParser(JsonToolParser):
                 yield from self.expect(end)
             return False
         while self.char:
-            mark = yield from self.one_of(end, self.call_begin, self.section_end)
+            mark = yield from self.one_of(end, self.call_begin, self.section_end, *self.ends)
             if mark != end:
                 return mark == self.call_begin
             yield from self.space()
@@ -102,8 +105,10 @@ class KimiK2Parser(NamedJsonParser):
     call_begin, middle = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
     call_end = "<|tool_call_end|>"
     numbered = True
+    ends = ("<|tool_call_section_end|>",)
     starts = (section,)
-    marks = (section_end, call_begin, middle, call_end)
+    loose = ("<|tool_call_section_begin|>", call_begin)
+    marks = (section_end, *ends, call_begin, middle, call_end)
 
 
 class DeepSeekV31Parser(NamedJsonParser):
@@ -114,6 +119,7 @@ class DeepSeekV31Parser(NamedJsonParser):
     call_begin, middle = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
     call_end = "<｜tool▁call▁end｜>"
     starts = (section,)
+    loose = (call_begin,)
     marks = (section_end, call_begin, middle, call_end)
 
 
@@ -127,6 +133,7 @@ class DeepSeekV3Parser(NamedJsonParser):
     call_end = f"\n```{DeepSeekV31Parser.call_end}"
     between = "\n"
     starts = (section,)
+    loose = (call_begin,)
     marks = DeepSeekV31Parser.marks
 
 

@@ -30,11 +30,14 @@ class Qwen3XmlParser(ToolParser):
         value_end, call_end, block_end: end a value, a call, and what the mark began.
         line: what stands around a value.
         several: one mark may begin several calls.
+
+    Models leave the mark out, or the end of a call.
     """
 
     name = "qwen3_xml"
     starts = ("<tool_call>",)
     function: ClassVar[str] = "<function="
+    loose: ClassVar[tuple[str, ...]] = (function,)
     parameter: ClassVar[str] = "<parameter="
     bracket: ClassVar[str] = ">"
     value_end: ClassVar[str] = "</parameter>"
@@ -47,18 +50,27 @@ class Qwen3XmlParser(ToolParser):
     bare_strings = True
 
     def calls(self) -> Reading:
-        yield from self.space()
+        if self.read_so_far.endswith(self.function):
+            yield from self._calls()
+        else:
+            yield from self.space()
+            yield from self.in_fence(self._marked_calls)
+        if self.char == self.block_end[0] and not self._ended:
+            yield from self.expect(self.block_end)
+
+    def _marked_calls(self) -> Reading:
         yield from self.expect(self.function)
-        while True:
+        yield from self._calls()
+
+    def _calls(self) -> Reading:
+        self._ended = False  # the mark that ends a block was read
+        while not self._ended:
             yield from self._call()
             yield from self.space()
-            if self.char != self.block_end[0]:
+            if self._ended or not self.several or self.char != self.block_end[0]:
                 return
-            if not self.several:
-                yield from self.expect(self.block_end)
-                return
-            if (yield from self.one_of(self.function, self.block_end)) == self.block_end:
-                return
+            mark = yield from self.one_of(self.function, self.block_end)
+            self._ended = mark == self.block_end
 
     def _call(self) -> Reading:
         name = yield from self.until(self.bracket)
@@ -66,7 +78,11 @@ class Qwen3XmlParser(ToolParser):
         keys: set[str] = set()
         while True:
             yield from self.space()
-            if (yield from self.one_of(self.parameter, self.call_end)) == self.call_end:
+            if not self.char and self.stopped:
+                break
+            mark = yield from self.one_of(self.parameter, self.call_end, self.block_end)
+            if mark != self.parameter:
+                self._ended = mark == self.block_end
                 break
             key = yield from self.until(self.bracket)
             yield from self.add(name, key, keys)
@@ -179,6 +195,7 @@ class MiniMaxM2Parser(Qwen3XmlParser):
     name = "minimax_m2"
     starts = ("<minimax:tool_call>",)
     function, parameter, bracket = '<invoke name="', '<parameter name="', '">'
+    loose = (function,)
     call_end, block_end = "</invoke>", "</minimax:tool_call>"
     line = ""
     several = True
@@ -189,6 +206,7 @@ class Glm45Parser(Qwen3XmlParser):
     """<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM 4.5 and later."""
 
     name = "glm45"
+    loose = ()
     parameter, bracket, value_end = "<arg_key>", "</arg_key>", "</arg_value>"
     call_end, line = "</tool_call>", ""
     marks = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

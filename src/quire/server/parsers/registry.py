@@ -96,7 +96,7 @@ def tool_parser(name: str, written: str | None) -> type[ToolParser] | None:
 def _reads_back(parser: type[ToolParser], written: str) -> bool:
     """Returns whether a parser reads exactly the probed call, and shows nothing of its marks."""
     function = PROBED_TOOL["function"]
-    reader = parser({function["name"]: function["parameters"]})
+    reader = parser({function["name"]: function["parameters"]}, enforced=True)
     parts = reader.feed(written) + reader.finish()
     names = [part.name for part in parts if isinstance(part, CallBegin)]
     arguments = "".join(part.text for part in parts if isinstance(part, CallArguments))

@@ -8,6 +8,7 @@ text was cut.
 from __future__ import annotations
 
 import secrets
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 Reading = Generator[None, None, None]
 
 SPACE = frozenset(" \t\r\n")
+FENCE = "```"
+_LANGUAGE = frozenset(string.ascii_letters + string.digits + "_-+")
 
 
 class NotACallError(Exception):
@@ -58,7 +61,12 @@ class ToolParser(ABC):
     begun, and only text after the last character that fits is passed on. A call that the text's end
     cuts before that is dropped, with the mark that began it. The name must be one of `tools` (names
     to JSON Schemas of the parameters), so that clients get no other. Space around calls is dropped.
+    Calls in a block of code are read as well, and the marks of the block are dropped.
     Subclasses say where calls begin and read them; `grammar` writes what the parser reads.
+
+    Args:
+        enforced: a grammar writes the calls, so `loose` marks and blocks of code begin none: what
+            the grammar lets through as text is text.
     """
 
     name: ClassVar[str]
@@ -67,6 +75,11 @@ class ToolParser(ABC):
     first: ClassVar[str] = ""
     """Characters that begin calls as the first of a completion. They are not consumed when `calls`
     runs."""
+    loose: ClassVar[tuple[str, ...]] = ()
+    """Marks that begin calls of models which depart from the format, as `starts` do. One that is in
+    `first` is not consumed."""
+    fenced: ClassVar[str] = ""
+    """Characters that begin calls as the first of a block of code, as `first` does."""
     marks: ClassVar[tuple[str, ...]] = ()
     """Further text of the format that may be special tokens."""
     by_property: ClassVar[bool] = False
@@ -78,9 +91,14 @@ class ToolParser(ABC):
     marks_text: ClassVar[bool] = False
     """Tells that other text than calls is marked too, so that it is parsed without tools, too."""
 
-    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], enforced: bool = False) -> None:
         self.tools = tools
         self.char = ""
+        self.stopped = True
+        """The model ended its text itself; false where a limit cut it."""
+        self._begins = self.starts if enforced else (*self.starts, *self.loose)
+        self._opens = self._begins if enforced or self.marks_text else (*self._begins, FENCE)
+        self._in_code = False  # behind the mark of a block of code that is shown
         self._parts: list[Part] = []
         self._waiting = ""  # may begin a call, or be space around one
         self._held: list[str] = []  # consumed by `calls`, and nothing made of it yet
@@ -88,7 +106,8 @@ class ToolParser(ABC):
         self._arguments: list[str] | None = None  # while they are passed on as they come
         self._at_first = bool(self.first)
         self._behind_call = False
-        self._marked = False  # the call that is read began with a mark
+        self.marked = False
+        """The call that is read began with a mark."""
 
     @abstractmethod
     def calls(self) -> Reading:
@@ -110,8 +129,9 @@ class ToolParser(ABC):
             text = self._scan(text) if self._reading is None else self._read(text)
         return self._take()
 
-    def finish(self) -> list[Part]:
-        """Returns the rest; nothing may be fed afterwards."""
+    def finish(self, *, stopped: bool = True) -> list[Part]:
+        """Returns the rest; nothing may be fed afterwards. stopped: see the attribute."""
+        self.stopped = stopped
         if self._reading is not None:
             self._step("")
         self._give(self._waiting)
@@ -141,29 +161,58 @@ class ToolParser(ABC):
                 return ""
             self._at_first = False
             if inner[0] in self.first:
-                self._marked = False
+                self.marked = False
                 return self._open(text[: len(text) - len(inner)], inner)
         place, start = min(
-            ((at, start) for start in self.starts if (at := text.find(start)) >= 0),
+            ((at, start) for start in self._opens if (at := text.find(start)) >= 0),
             default=(len(text), ""),
         )
-        if start:
-            plain = text[:place].rstrip()
-            self._give(plain)
-            self._marked = True
-            return self._open(text[len(plain) : place + len(start)], text[place + len(start) :])
-        self._pass(text)
-        return ""
+        if not start:
+            self._pass(text)
+            return ""
+        end = place if start in self.first else place + len(start)
+        if start == FENCE and self._in_code:
+            self._in_code = False
+            self._give(text[:end])
+            return text[end:]
+        plain = text[:place].rstrip()
+        self._give(plain)
+        self.marked = start not in (*self.first, FENCE)
+        reading = self._block_of_code() if start == FENCE else None
+        return self._open(text[len(plain) : end], text[end:], reading)
+
+    def _block_of_code(self) -> Reading:
+        """Reads a block of code that has calls, and nothing else."""
+        self._in_code = True
+        while self.char in _LANGUAGE:
+            yield
+        yield from self.space()
+        while True:
+            mark = ""
+            while mark not in self._begins and (mark or self.char not in self.first + self.fenced):
+                mark += self.char
+                if not self.char or not any(start.startswith(mark) for start in self._begins):
+                    raise NotACallError
+                yield
+            self.marked = bool(mark)
+            yield from self.calls()
+            yield from self.space()
+            if not self.char:
+                return
+            if self.char == FENCE[0]:
+                break
+        yield from self.expect(FENCE)
+        self._in_code = False
 
     def _pass(self, text: str) -> None:
         """Passes text without a call on, but for an end that may begin one, or space before it."""
-        plain = text[: len(text) - overlap(text, self.starts)].rstrip()
+        plain = text[: len(text) - overlap(text, self._opens)].rstrip()
         self._give(plain)
         self._waiting = text[len(plain) :]
 
-    def _open(self, held: str, rest: str) -> str:
+    def _open(self, held: str, rest: str, reading: Reading | None = None) -> str:
         self._held = [held]
-        self._reading = self.calls()
+        self._reading = self.calls() if reading is None else reading
         return rest
 
     def _read(self, text: str) -> str:
@@ -183,8 +232,8 @@ class ToolParser(ABC):
             if isinstance(end, NotACallError):
                 self._parts = self._take()
                 self._arguments = None
-                if char or not self._marked:
-                    self._pass("".join(self._held))
+                if char or not self.marked:
+                    self._pass(self.as_text("".join(self._held)))
             else:
                 self._behind_call = True
             self._held = []
@@ -192,6 +241,15 @@ class ToolParser(ABC):
         (self._held if self._arguments is None else self._arguments).append(self.char)
 
     # -- for `calls` ---------------------------------------------------------------------------
+
+    @property
+    def read_so_far(self) -> str:
+        """Returns the text that was read since the last event, the mark that began it included."""
+        return "".join(self._held)
+
+    def as_text(self, read: str) -> str:
+        """Returns what is shown of text that began as a call and is none."""
+        return read
 
     def begin(self, name: str) -> None:
         """Begins a call. Raises NotACallError if there is no such tool."""
@@ -224,6 +282,20 @@ class ToolParser(ABC):
     def space(self, also: str = "") -> Reading:
         while self.char in SPACE or (self.char and self.char in also):
             yield
+
+    def in_fence(self, reading: Callable[[], Reading]) -> Reading:
+        """Reads what `reading` reads, in a block of code or without one."""
+        fenced = self.char == FENCE[0]
+        if fenced:
+            yield from self.expect(FENCE)
+            while self.char in _LANGUAGE:
+                yield
+            yield from self.space()
+        yield from reading()
+        yield from self.space()
+        if fenced and self.char == FENCE[0]:
+            yield from self.expect(FENCE)
+            yield from self.space()
 
     def listed(self, entry: Callable[[], Reading]) -> Reading:
         """Reads what `entry` reads, once or several times with commas between."""

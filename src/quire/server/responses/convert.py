@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -13,7 +13,8 @@ from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError, unsupported
 from quire.server.generation.conversation import ConversationBuilder
 from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.thinking import known_effort, template_variables, thinking_switch
+from quire.server.generation.thinking import effort_variables, template_variables
+from quire.server.hints import decline, refuses_hints
 from quire.server.openai.convert import check_logprobs, usual_room
 from quire.server.responses.items import (
     FunctionCallItem,
@@ -30,8 +31,10 @@ from quire.server.responses.protocol import (
     CreateRequest,
     FunctionTool,
     NamedTool,
+    NamespaceTool,
     PromptFields,
     TextConfig,
+    flat_name,
 )
 from quire.server.responses.store import ResponseStore
 from quire.server.state import ServerState, new_id
@@ -60,7 +63,6 @@ _SAMPLING = (
 
 NAMES = {
     "messages": "input",
-    "reasoning_effort": "reasoning.effort",
     "structured_outputs": "text.format.schema",
     ".function": "",
 }
@@ -110,7 +112,7 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
     for place, item in enumerate(items, -earlier):
         where = f"input[{place}].call_id" if place >= 0 else "previous_response_id"
         if isinstance(item, FunctionCallItem):
-            turns.call(item.call_id, item.name, item.arguments, where)
+            turns.call(item.call_id, flat_name(item.namespace, item.name), item.arguments, where)
         elif isinstance(item, FunctionCallOutputItem):
             turns.result(item.call_id, item.text, where)
         elif isinstance(item, ReasoningItem):
@@ -126,16 +128,15 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
 
 def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -> Dialogue:
     variables = dict(body.chat_template_kwargs or {})
-    effort = body.effort
     known = template_variables(state, "input", with_tools=bool(body.tools))
-    if effort == "none" and "reasoning_effort" not in known:
-        variables |= thinking_switch(state, known, on=False, param="reasoning.effort")
-        effort = None
+    variables |= effort_variables(state, body.effort, known, "reasoning.effort")
     verbosity = body.text.verbosity if body.text is not None else None
     if verbosity is not None and "verbosity" in known:
         variables["verbosity"] = verbosity
     elif verbosity not in (None, "medium"):
-        raise unsupported("text.verbosity", "has no place in the model's chat template")
+        if refuses_hints():
+            raise unsupported("text.verbosity", "has no place in the model's chat template")
+        decline("text.verbosity")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
     most = state.client.config.scheduler.max_model_len
@@ -144,11 +145,10 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         messages=messages_of(body, items),
         params=params,
         usual_max_tokens=usual_room(params, most),
-        tools=[_tool(tool) for tool in body.tools or ()],
+        tools=[_tool(tool, namespace) for namespace, tool in functions_of(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_kwargs=variables,
-        reasoning_effort=known_effort(state, effort, bool(body.tools)),
         with_tokens=logprobs,
         request_id=new_id("resp", "_"),
     )
@@ -180,8 +180,19 @@ def _structured(text: TextConfig | None) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=msgspec.json.encode(format.json_schema).decode())
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
+def functions_of(
+    tools: Sequence[FunctionTool | NamespaceTool] | None,
+) -> Iterator[tuple[str | None, FunctionTool]]:
+    """Yields the functions, each with its namespace if it is in one."""
+    for tool in tools or ():
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool.name, function) for function in tool.tools)
+        else:
+            yield None, tool
+
+
+def _tool(tool: FunctionTool, namespace: str | None) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": flat_name(namespace, tool.name)}
     for name in ("description", "parameters", "strict"):
         if getattr(tool, name) is not None:
             function[name] = getattr(tool, name)
@@ -192,9 +203,11 @@ def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
     if isinstance(choice, NamedTool):
-        return ToolChoice.named(choice.name)
+        return ToolChoice.named(flat_name(choice.namespace, choice.name))
     if isinstance(choice, AllowedTools):
-        return ToolChoice(choice.mode, tuple(tool.name for tool in choice.tools))
+        return ToolChoice(
+            choice.mode, tuple(flat_name(tool.namespace, tool.name) for tool in choice.tools)
+        )
     return ToolChoice(choice)  # type: ignore[arg-type]
 
 
@@ -236,11 +249,7 @@ def response_of(
     if body.text is not None:
         text |= body.text.model_dump(exclude_none=True, by_alias=True)
     choice = body.tool_choice or "auto"
-    tools = [
-        {"description": None, "parameters": None, "strict": False}
-        | tool.model_dump(exclude_none=True)
-        for tool in body.tools or ()
-    ]
+    tools = [_shown_tool(tool) for tool in body.tools or ()]
     return Response(
         id=dialogue.request_id,
         created_at=int(time.time()),
@@ -259,13 +268,21 @@ def response_of(
         store=stores(state, body),
         temperature=dialogue.params.temperature,
         text=text,
-        tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
         tools=tools,
         top_logprobs=body.top_logprobs or 0,
         top_p=dialogue.params.top_p,
         truncation=body.truncation or "disabled",
         user=UNSET if body.user is None else body.user,
     )
+
+
+def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        own = tool.model_dump(exclude_none=True, exclude={"tools"})
+        return own | {"tools": [_shown_tool(each) for each in tool.tools]}
+    shown = {"description": None, "parameters": None, "strict": False}
+    return shown | tool.model_dump(exclude_none=True)
 
 
 def stores(state: ServerState, body: CreateRequest) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
+from msgspec import UNSET
 
 from quire.server.errors import ApiError
 from quire.server.responses.objects import (
@@ -44,11 +46,18 @@ class ResponseEvent(NamedTuple):
 class ResponseWriter:
     """Builds `response` and its events, which wait in `out` until `take`.
 
-    streams: False makes no events.
+    Args:
+        namespaced: maps the names by which the model knows functions to their namespaces and names.
+
+    Attributes:
+        streams: False makes no events.
     """
 
-    def __init__(self, response: Response) -> None:
+    def __init__(
+        self, response: Response, namespaced: Mapping[str, tuple[str, str]] | None = None
+    ) -> None:
         self.response = response
+        self._namespaced = namespaced or {}
         self.streams = True
         self.out: list[ResponseEvent] = []
         self.count = 0
@@ -96,7 +105,11 @@ class ResponseWriter:
         self._in_part("response.reasoning_text.delta", delta=text)
 
     def call(self, call_id: str, name: str) -> None:
-        self._open(OutputFunctionCall(new_id("fc", "_"), "in_progress", call_id, name), None)
+        namespace, own = self._namespaced.get(name, (UNSET, name))
+        call = OutputFunctionCall(
+            new_id("fc", "_"), "in_progress", call_id, own, namespace=namespace
+        )
+        self._open(call, None)
 
     def arguments(self, text: str) -> None:
         """Adds to the arguments of the call that began last."""

@@ -28,7 +28,6 @@ _UNUSED_IN_ITEM: dict[str, tuple[Any, ...]] = {
     "caller": ({"type": "direct"},),
     "created_by": (),
     "encrypted_content": (),
-    "namespace": (),
     "phase": (),
 }
 
@@ -75,7 +74,7 @@ class _Item(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNUSED_IN_ITEM)
+        return drop_unused(data, _UNUSED_IN_ITEM, ("phase",), "input.")
 
 
 Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS, fail_fast=True)]
@@ -107,6 +106,7 @@ class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: Name
     name: Name
+    namespace: Name | None = None
     arguments: str
 
     @property
@@ -119,6 +119,7 @@ class FunctionCallOutputItem(_Item):
     call_id: Name
     output: Parts
     name: Name | None = None
+    namespace: Name | None = None
 
     @field_validator("output", mode="before", json_schema_input_type=str | Parts)
     @classmethod
@@ -200,6 +201,8 @@ def shown(item: Item) -> dict[str, Any]:
         out |= {"role": item.role, "content": [part.shown() for part in item.content]}
     elif isinstance(item, FunctionCallItem):
         out |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        if item.namespace is not None:
+            out["namespace"] = item.namespace
     elif isinstance(item, FunctionCallOutputItem):
         out |= {"call_id": item.call_id, "output": [part.shown() for part in item.output]}
     else:

@@ -46,6 +46,7 @@ class OutputFunctionCall(msgspec.Struct, tag="function_call"):
     call_id: str
     name: str
     arguments: str = ""
+    namespace: str | UnsetType = UNSET
 
 
 class OutputReasoning(msgspec.Struct, tag="reasoning"):

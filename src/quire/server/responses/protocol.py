@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.server.hints import decline, refuses_hints
 from quire.server.responses.items import MAX_ITEMS, InputItem
 from quire.server.strict_model import (
     INT32_MAX,
@@ -14,6 +15,7 @@ from quire.server.strict_model import (
     LogitBias,
     Metadata,
     Name,
+    ServiceTier,
     StrictModel,
     TemplateKwargs,
     drop_unused,
@@ -27,6 +29,7 @@ ENCRYPTED = "reasoning.encrypted_content"
 # Fields of OpenAI's API that are not implemented, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "access_programs": (),
+    "client_metadata": (),
     "background_options": ({}, {"completion_window": "soonest"}),
     "context_management": ([],),
     "conversation": (),
@@ -37,6 +40,27 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": ({"mode": "implicit"},),
     "prompt_cache_retention": ("in_memory",),
 }
+_HINTS = frozenset(
+    {"client_metadata", "context_management", "prompt_cache_options", "prompt_cache_retention"}
+)
+_HOSTED = frozenset(
+    {
+        "code_interpreter",
+        "computer",
+        "computer_use_preview",
+        "file_search",
+        "image_generation",
+        "local_shell",
+        "mcp",
+        "shell",
+        "tool_search",
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+    }
+)
+"""Types of tools that OpenAI runs itself. They are never offered to the model."""
 _UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
     "allowed_callers": (["direct"],),
     "async": (False,),
@@ -67,15 +91,46 @@ class FunctionTool(StrictModel):
         kind = data.get("type") if isinstance(data, dict) else None
         if isinstance(kind, str) and kind != "function":
             raise RequestError(
-                f"tools of type {kind[:40]!r} are not supported, only functions are.",
+                f"tools of type {kind[:40]!r} are not supported, only functions and namespaces "
+                "of functions are.",
                 code="unsupported_parameter",
             )
-        return drop_unused(data, _UNSUPPORTED_IN_TOOL)
+        return drop_unused(data, _UNSUPPORTED_IN_TOOL, ("defer_loading",), "tools.")
+
+
+class NamespaceTool(StrictModel):
+    """A group of functions, as Codex sends those of an MCP server.
+
+    The model sees each as `namespace__name`.
+    """
+
+    type: Literal["namespace"]
+    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+def _parse_tool(data: Any) -> Any:
+    if isinstance(data, dict) and data.get("type") == "namespace":
+        return NamespaceTool.model_validate(data)
+    return FunctionTool.model_validate(data)
+
+
+ToolParam = Annotated[
+    FunctionTool | NamespaceTool,
+    PlainValidator(_parse_tool, json_schema_input_type=FunctionTool | NamespaceTool),
+]
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Returns the name by which the model knows a function."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class NamedTool(StrictModel):
     type: Literal["function"]
     name: Name
+    namespace: Name | None = None
 
 
 class AllowedTools(StrictModel):
@@ -122,13 +177,12 @@ class TextFormat(StrictModel):
         given = {"name", "description", "json_schema", "strict"} & self.model_fields_set
         if self.type != "json_schema" and given:
             raise RequestError(f"a format of type {self.type!r} has no other fields.")
-        for name, value in (("name", self.name), ("schema", self.json_schema)):
-            if self.type == "json_schema" and value is None:
-                raise RequestError(
-                    f"a format of type 'json_schema' needs a '{name}'.",
-                    param=name,
-                    code="missing_required_parameter",
-                )
+        if self.type == "json_schema" and self.json_schema is None:
+            raise RequestError(
+                "a format of type 'json_schema' needs a 'schema'.",
+                param="schema",
+                code="missing_required_parameter",
+            )
         return self
 
 
@@ -143,7 +197,8 @@ class ReasoningConfig(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED_IN_REASONING)
+        hints = ("generate_summary", "summary")
+        return drop_unused(data, _UNSUPPORTED_IN_REASONING, hints, "reasoning.")
 
 
 class ResponseStreamOptions(StrictModel):
@@ -163,14 +218,29 @@ class PromptFields(StrictModel):
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoiceParam | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported(cls, data: Any) -> Any:
-        return drop_unused(data, _UNSUPPORTED)
+        return drop_unused(data, _UNSUPPORTED, _HINTS)
+
+    @field_validator("tools", mode="before", json_schema_input_type=list[ToolParam] | None)
+    @classmethod
+    def _without_hosted(cls, tools: Any) -> Any:
+        """Drops hosted tools, which are hints."""
+        if not isinstance(tools, list) or refuses_hints():
+            return tools
+        kept = []
+        for tool in tools:
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind in _HOSTED:
+                decline(f"tools.{kind}")
+            else:
+                kept.append(tool)
+        return kept
 
     @field_validator("input", mode="before", json_schema_input_type=str | list[InputItem])
     @classmethod
@@ -208,7 +278,7 @@ class CreateRequest(PromptFields):
     metadata: Metadata | None = None
     prompt_cache_key: Name | None = None
     safety_identifier: Name | None = None
-    service_tier: str | None = None
+    service_tier: ServiceTier | None = None
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -242,16 +312,6 @@ class CreateRequest(PromptFields):
                     code="unsupported_parameter",
                 )
         return include
-
-    @field_validator("service_tier")
-    @classmethod
-    def _tier(cls, tier: str | None) -> str | None:
-        if tier not in (None, "auto", "default"):
-            raise RequestError(
-                f"{str(tier)[:40]!r} is not supported; known are auto and default.",
-                code="unsupported_parameter",
-            )
-        return tier
 
     @field_validator("stop", mode="before", json_schema_input_type=list[str] | str | None)
     @classmethod

@@ -17,6 +17,7 @@ from quire.server.responses.answer import BackgroundEvents, ResponseAnswer
 from quire.server.responses.convert import (
     NAMES,
     dialogue_of,
+    functions_of,
     items_of,
     response_of,
     stores,
@@ -26,7 +27,7 @@ from quire.server.responses.convert import (
 from quire.server.responses.events import ResponseEvent, ResponseWriter
 from quire.server.responses.items import Item, shown
 from quire.server.responses.objects import DeletedResponse, InputTokens, ItemList
-from quire.server.responses.protocol import LOGPROBS, CreateRequest, PromptFields
+from quire.server.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
 from quire.server.responses.store import ResponseStore, StoredResponse
 from quire.server.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
@@ -41,7 +42,7 @@ async def create_response(request: Request) -> Response:
         raise ApiError(
             400,
             "'background' is not available: this server keeps no responses "
-            "(response_store_size is 0).",
+            "(--response-store-size is 0).",
             param="background",
         )
     items = items_of(body, store_of(request), owner_of(request))
@@ -54,7 +55,14 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     dialogue = await _fitted(state, body, items)
     reply = await prepare(state, dialogue, context_of(request))
     stored = StoredResponse(
-        ResponseWriter(response_of(state, body, dialogue, context_of(request).adapter)),
+        ResponseWriter(
+            response_of(state, body, dialogue, context_of(request).adapter),
+            {
+                flat_name(namespace, tool.name): (namespace, tool.name)
+                for namespace, tool in functions_of(body.tools)
+                if namespace is not None
+            },
+        ),
         items,
         owner_of(request),
     )

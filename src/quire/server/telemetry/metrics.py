@@ -67,6 +67,9 @@ class ServerMetrics:
         self.http_seconds = self._histogram(
             "http_request_seconds", "First byte in to last byte out.", labels=["route", "method"]
         )
+        self.ignored = self._counter(
+            "ignored_fields", "Requests with a field that its answer ignores.", ["field"]
+        )
         self.batches_finished = self._counter(
             "batches_finished",
             "Batches that ended, by their status: completed, failed, expired or cancelled.",
