@@ -6,11 +6,14 @@ Names are resolved lazily: importing the package loads neither torch nor the eng
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from quire.version import __version__
 
+TYPE_CHECKING = False
+"""Not typing's: with `python -m quire` the current folder could still provide that module."""
 if TYPE_CHECKING:
+    from typing import Any
+
     from quire.adapters import LoRARequest
     from quire.engine.beam_search import BeamSearchParams
     from quire.llm import LLM

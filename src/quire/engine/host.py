@@ -9,13 +9,13 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from quire.child_process import python_command
 from quire.engine.owned_folders import PREFIX, mark, remove_stale
 from quire.engine.threads import thread_variables
 from quire.errors import ConfigError
@@ -70,7 +70,7 @@ class EngineHost:
         self._exited.clear()
         self._began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
+            python_command("quire.engine.process", self.address, str(os.getpid())),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **thread_variables(os.environ), **self._environment},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment

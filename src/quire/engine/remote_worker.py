@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from multiprocessing.connection import Connection, Pipe
 
+from quire.child_process import python_command
 from quire.engine.threads import thread_variables
 from quire.engine.worker_messages import Broken, Done, Setup, ToWorker, decode_from_worker, encode
 from quire.errors import EngineDeadError
@@ -18,7 +18,7 @@ _STOP_SECONDS = 5.0
 def start_process(descriptor: int) -> subprocess.Popen[bytes]:
     """Starts a worker's process, whose end of its pipe has this descriptor."""
     return subprocess.Popen(
-        [sys.executable, "-m", "quire.engine.worker_process", str(descriptor)],
+        python_command("quire.engine.worker_process", str(descriptor)),
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **thread_variables(os.environ)},

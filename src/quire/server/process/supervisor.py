@@ -14,13 +14,13 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client import multiprocess
 
+from quire.child_process import python_command
 from quire.engine.client import EngineClient
 from quire.errors import QuireError
 from quire.server.args import ServerArgs
@@ -146,9 +146,7 @@ class Supervisor:
 
     async def _start(self, ready: asyncio.Event) -> asyncio.subprocess.Process:
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "quire.server.process.worker",
+            *python_command("quire.server.process.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=() if self._fd is None else (self._fd,),
