@@ -538,7 +538,7 @@ def _events_after(place: tuple[str, int], call: int) -> GetEvents:
 
 
 def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:
-    """Returns what a reply has. Raises its failure."""
+    """Returns what a reply has."""
     if found is None:
-        raise QuireError("no answer") if reply.failure is None else reply.failure.error()
+        raise QuireError("no answer")
     return found

@@ -15,6 +15,7 @@ from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
     AdapterNames,
     AdaptersChanged,
+    CallFailed,
     EventsReply,
     Failed,
     FromEngine,
@@ -199,9 +200,9 @@ class RemoteEngine:
                 | EventsReply(call, found)
                 | GrantEnded(call, found)
             ):
-                answer = self._calls.get(call)
-                if answer is not None and not answer.done():
-                    answer.set_result(found)
+                self._answer(call, found)
+            case CallFailed(call, failure):
+                self._answer(call, None, failure.error())
             case AdapterNames(names):
                 self.adapters = tuple(names)
             case Loading(what, done, total):
@@ -220,6 +221,16 @@ class RemoteEngine:
                 self.end = failure.message if isinstance(error, EngineDeadError) else ""
                 self._never_ready(error)
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
+
+    def _answer(self, call: int, found: Any, error: QuireError | None = None) -> None:
+        """Ends a call that somebody still waits for."""
+        answer = self._calls.get(call)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
 
     # -- life ----------------------------------------------------------------------------------
 

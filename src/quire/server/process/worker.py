@@ -7,18 +7,15 @@ says "ready" on standard output, and serves until it is told to stop or its supe
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
 import msgspec
 
+from quire.child_process import end_with
 from quire.server.args import ServerArgs
 
-_ORPHAN_CHECK = 0.5
 _LIFE_SECONDS = 1.0
 
 
@@ -45,7 +42,7 @@ def main() -> None:
     from quire.server.telemetry import logs
 
     share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    threading.Thread(target=_exit_with, args=(share.owner,), daemon=True).start()
+    end_with(share.owner)
     logs.configure(share.args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_work(share))
@@ -85,12 +82,6 @@ async def _show_life() -> None:
 def _say(what: str) -> None:
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
-
-
-def _exit_with(owner: int) -> None:
-    while os.getppid() == owner:
-        time.sleep(_ORPHAN_CHECK)
-    os._exit(1)
 
 
 if __name__ == "__main__":
