@@ -17,6 +17,7 @@ from starlette.requests import Request
 
 from quire import __version__
 from quire.adapters.registry import folder_of, names_in
+from quire.engine.stuck import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
@@ -147,7 +148,7 @@ class ServerState:
         self.check_alive()
         if self.draining:
             raise stopping()
-        if self.client.silence > self.args.stuck_timeout:
+        if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def stop_generations(self) -> None:
