@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.owned_folders import MEMORY, PREFIX, mark, remove_stale
+from quire.engine.owned_folders import MEMORY, PREFIX, remove_stale, take_ownership
 from quire.engine.rank_stats import ASK, WATCH
 from quire.engine.rank_watch import RankWatch
 from quire.engine.ranks import config_of_rank, open_worker, ranks_of_node
@@ -72,7 +72,7 @@ class WorkerExecutor:
         place = MEMORY if os.access(MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
         folder = self._folder.name
-        mark(Path(folder))
+        self._lock = take_ownership(Path(folder))
         share(hooks, config, folder, create=True)
         each = ranks_of_node(config, world)
         self._recorder = FlightRecorder(folder, each, create=True)
@@ -213,3 +213,5 @@ class WorkerExecutor:
         if self._placement is not None:
             self._placement.close()
         self._folder.cleanup()
+        if self._lock is not None:
+            self._lock.close()
