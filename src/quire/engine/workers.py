@@ -33,7 +33,7 @@ from quire.engine.worker_messages import (
 )
 from quire.errors import EngineDeadError
 from quire.executor import Capacity, OnProgress
-from quire.parallel.torch_group import abort_group, leave_group
+from quire.parallel.torch_group import abort_group, check_no_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook
 
@@ -63,6 +63,7 @@ class WorkerExecutor:
         world: int = 2,
         timeout: float | None = None,
     ) -> None:
+        check_no_group()  # before the end of this engine could leave the group of another
         self._captured = config.device != "cpu" and not config.eager
         timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
         self.workers: list[RemoteWorker] = []

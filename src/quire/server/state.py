@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -124,7 +125,8 @@ class ServerState:
         if self.args.served_model_name:
             return self.args.served_model_name
         if Path(config.model_name).is_dir():
-            return (Path(config.model_path).name,)
+            # A path like `.` has no name of its own.
+            return (os.path.basename(os.path.abspath(config.model_path)) or config.model_name,)
         return (config.model_name,)
 
     async def count(self, work: Callable[[], T]) -> T:
