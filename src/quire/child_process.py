@@ -1,4 +1,4 @@
-"""How Quire starts Python processes of its own, and ends them."""
+"""Starting Python processes of Quire, and ending them with their parent."""
 
 from __future__ import annotations
 
