@@ -124,7 +124,14 @@ class ForkedProcess(_Popen):  # type: ignore[type-arg]
 
 
 def _is_quire(words: list[str]) -> bool:
-    return words[:2] == [sys.executable, "-m"] and words[2].partition(".")[0] == "quire"
+    plain = _without_flag(words)
+    return plain[:2] == [sys.executable, "-m"] and plain[2].partition(".")[0] == "quire"
+
+
+def _without_flag(words: list[str]) -> list[str]:
+    """Returns a command of Python without `-P`, with which it imports nothing from the current
+    folder."""
+    return words[:1] + words[2:] if words[1:2] == ["-P"] else words
 
 
 def _read_at_imports(variables: Any) -> dict[str, str]:
@@ -214,14 +221,15 @@ def _run(connection: socket.socket, request: dict[str, Any], given: list[int]) -
     os.environ.update(request["environment"])
     use()
     os.chdir(request["cwd"])
-    sys.path[0] = request["cwd"]
-    sys.argv = ["-m", *command[3:]]
+    plain = _without_flag(command)
+    sys.path[:1] = [request["cwd"]] if plain == command else []
+    sys.argv = ["-m", *plain[3:]]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with connection:
         connection.send(str(os.getpid()).encode())
     status: Any = 0
     try:
-        runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+        runpy.run_module(plain[2], run_name="__main__", alter_sys=True)
     except SystemExit as end:
         status = end.code or 0
     if isinstance(status, int):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import signal
 from collections.abc import Iterator
@@ -255,3 +256,31 @@ def test_without_a_tokenizer() -> None:
         with pytest.raises(RequestError, match="tokenizer"):
             call()
     llm.shutdown()
+
+
+def test_two_engines_at_once(llm: LLM) -> None:
+    prompts = ["Once upon a time", "The fox"]
+    expected = [output.outputs[0].text for output in llm.generate(prompts, GREEDY)]
+    other = LLM(**SETTINGS)
+    for prompt, text in zip(prompts, expected, strict=True):
+        for engine in (other, llm):
+            assert engine.generate(prompt, GREEDY)[0].outputs[0].text == text
+    other.shutdown()
+    assert llm.generate(prompts[0], GREEDY)[0].outputs[0].text == expected[0]
+
+
+def test_an_engine_that_goes_out_of_scope_gives_its_ranks_up(llm: LLM) -> None:
+    prompt = "Once upon a time"
+    settings = {**SETTINGS, "tensor_parallel_size": 2}
+    first = LLM(**settings)
+    expected = first.generate(prompt, GREEDY)[0].outputs[0].token_ids
+    # Its group is the process's: another is refused, and leaves it whole.
+    with pytest.raises(ConfigError, match="has a group of ranks already"):
+        LLM(**settings)
+    assert first.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
+    del first
+    gc.collect()
+    second = LLM(**settings)
+    assert second.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
+    second.shutdown()
+    second.shutdown()

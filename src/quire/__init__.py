@@ -6,10 +6,11 @@ Names are resolved lazily: importing the package loads neither torch nor the eng
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
 from quire.version import __version__
 
+TYPE_CHECKING = False
+"""Not typing's: with `python -m quire` the current folder could still provide that module."""
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest
     from quire.engine.beam_search import BeamSearchParams
@@ -44,7 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'quire' has no attribute {name!r}")

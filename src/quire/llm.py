@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -65,12 +66,12 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
-        config = resolve(EngineArgs.from_kwargs(model=model, **settings))
-        self.config = config
-        self._tokenizer = None
-        if config.tokenizer_path is not None:
-            self._tokenizer = Tokenizer.from_path(config.tokenizer_path)
+        self.config = config = resolve(EngineArgs.from_kwargs(model=model, **settings))
+        path = config.tokenizer_path
+        self._tokenizer = None if path is None else Tokenizer.from_path(path)
         self._core = build_core(config, complete=False)
+        # At the interpreter's end the processes of further ranks end by themselves.
+        weakref.finalize(self, self._core.shutdown).atexit = False
         self._count = 0
 
     # -- what users call -----------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from quire.adapters import patterns, peft
+from quire.adapters.patterns import ModulePatterns
 from quire.adapters.peft import WEIGHTS, read_adapter
 from quire.adapters.projections import AdapterLayout
 from quire.adapters.registry import CONFIG, folder_of, names_in, parse_setting, valid_name
@@ -62,6 +66,11 @@ def adapter(checkpoint: Path, tmp_path: Path) -> Path:
         ({"r": 5}, r"lora_A.weight has shape \(4, 80\), expected \(5, 80\)"),
         ({"rank_pattern": {"q_proj": 3}}, r"q_proj.lora_A.weight has shape"),
         ({"rank_pattern": {"(": 3}}, "the pattern '[(]' is malformed"),
+        ({"rank_pattern": {"a)|(b": 3}}, "is malformed"),
+        ({"rank_pattern": {"(?=a)": 3}}, "lookaround, which are not supported"),
+        ({"alpha_pattern": {r"(a)\1": 3}}, "alpha_pattern: .* backreference"),
+        ({"alpha_pattern": {r"\w{5000}": 3}}, "alpha_pattern: .* too large"),
+        ({"rank_pattern": {f"m{i}": 4 for i in range(20_000)}}, "20000 patterns, more than 4096"),
         ({"rank_pattern": [1]}, "rank_pattern is not a table"),
         ({"lora_alpha": "x"}, "lora_alpha 'x' is not a number"),
         ({"lora_alpha": float("inf")}, "lora_alpha inf is not a number"),
@@ -175,3 +184,54 @@ def test_names(checkpoint: Path) -> None:
     assert names_in(checkpoint / "none") == []
     for name in ("model", "..", "./adapter", "adapter/", "x/../adapter"):
         assert folder_of(checkpoint, name) is None
+
+
+def test_patterns_are_pefts() -> None:
+    from peft.utils.other import get_pattern_key
+
+    keys = [
+        "q_proj", "self_attn.q_proj", "attn.q_proj", "layers.0.self_attn.q_proj", "proj", "k.proj",
+        "^model.layers.1.*q_proj", r"model\.layers\.[01]\.self_attn\.\w_proj", ".*", "(k|v)_proj",
+        r"layers\.\d+\.mlp\.(?:up|gate)_proj", "q_proj$", "model", "",
+    ]  # fmt: skip
+    names = [
+        f"model.layers.{layer}.{name}"
+        for layer in (0, 1, 10)
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.myq_proj")
+    ]
+    for order in (keys, keys[::-1], *([key] for key in keys)):
+        found = ModulePatterns("rank_pattern", {key: key for key in order})
+        for name in names:
+            assert found.value(name, name) == get_pattern_key(order, name)
+
+
+def test_patterns_that_backtrack_take_no_time(adapter: Path, layout: AdapterLayout) -> None:
+    change(adapter, rank_pattern={"((.*)*)*z": 8}, alpha_pattern={"((.*)*)*z": 8})
+    assert read_adapter(adapter, layout).parts
+
+
+def test_patterns_may_take_ten_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_SECONDS", -1.0)
+    with pytest.raises(RequestError, match="alpha_pattern: its patterns take more than"):
+        ModulePatterns("alpha_pattern", {"a": 1})
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, CONFIG])
+def test_only_regular_files_are_read(adapter: Path, layout: AdapterLayout, name: str) -> None:
+    (adapter / name).unlink()
+    for make_one in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
+        make_one(adapter / name)
+        with pytest.raises(RequestError, match=f"{name} cannot be read: "):
+            read_adapter(adapter, layout)
+        (adapter / name).rename(adapter / f"{name}.{make_one.__name__.strip('<>')}")
+
+
+def test_a_file_that_does_not_come_is_given_up(
+    adapter: Path, layout: AdapterLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    come = threading.Event()
+    monkeypatch.setattr(peft, "_READ_SECONDS", 0.05)
+    monkeypatch.setattr(peft, "read_bounded", lambda path, most: come.wait(60))
+    with pytest.raises(RequestError, match=r"has not come within 0.05 s"):
+        read_adapter(adapter, layout)
+    come.set()

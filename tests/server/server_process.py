@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import openai
 import pytest
@@ -55,9 +56,15 @@ class Server:
             raise
 
 
-def start_server(*flags: str, variables: Mapping[str, str] | None = None) -> Server:
-    """Starts `quire serve` on a free port and waits until it says that it is ready. variables: for
-    its environment."""
+def start_server(
+    *flags: str, variables: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Server:
+    """Starts `quire serve` on a free port and waits until it says that it is ready.
+
+    Args:
+        variables: for its environment.
+        folder: its current folder; None: this process's.
+    """
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **(variables or {})}
     command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu"]
     process = subprocess.Popen(
@@ -66,6 +73,7 @@ def start_server(*flags: str, variables: Mapping[str, str] | None = None) -> Ser
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
+        cwd=folder,
         start_new_session=True,
     )
     output: list[str] = []

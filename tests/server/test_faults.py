@@ -96,17 +96,24 @@ def test_a_killed_engine_is_started_again(launch: Callable[..., Server]) -> None
     assert server.stop() == 0
 
 
-def test_a_stopped_engine_is_not_ready(launch: Callable[..., Server]) -> None:
-    server = launch("--stuck-timeout", "2")
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_an_engine_that_stands_still_is_started_again(
+    launch: Callable[..., Server], workers: str
+) -> None:
+    server = launch("--stuck-timeout", "2", "--engine-restarts", "1", "--api-workers", workers)
+    stream = iter(server.client().completions.create(**LONG, stream=True))
+    next(stream)
     engine = child(server, "quire.engine.process")
     assert status(server, "/ready") == 200
     os.kill(engine, signal.SIGSTOP)
-    try:
-        server.wait_for(lambda: status(server, "/ready") == 503, "/ready to fail")
-        assert status(server, "/health") == 200  # it lives, after all
-    finally:
-        os.kill(engine, signal.SIGCONT)
-    server.wait_for(lambda: status(server, "/ready") == 200, "/ready to recover")
+    server.wait_for(lambda: status(server, "/ready") == 503, "/ready to fail")
+    with pytest.raises(openai.APIError) as error:
+        list(stream)
+    assert error.value.code == "engine_dead"
+    server.wait_for(lambda: status(server, "/ready") == 200, "the engine to be back")
+    assert status(server, "/health") == 200
+    assert child(server, "quire.engine.process") != engine
+    assert "has not turned for 2 s (--stuck-timeout)" in "".join(server.output)
     assert answers(server)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -73,6 +74,24 @@ def test_a_model_may_have_several_names() -> None:
     assert_error(refused, 404, "model", "model_not_found")
     with pytest.raises(ConfigError):
         ServerArgs(served_model_name=("",))
+
+
+@pytest.mark.parametrize("path", [".", "./", "../{}", "{}/", "{}/../{}"])
+def test_a_model_of_the_current_folder_is_named_as_that(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    monkeypatch.chdir(folder if path[0] == "." else tmp_path)
+    given = path.replace("{}", "model")
+
+    async def go() -> httpx.Response:
+        client = FakeClient()
+        client.config.model_name, client.config.model_path = given, str(Path(given))
+        async with connect(client, ServerArgs()) as http:
+            return await http.get("/v1/models")
+
+    assert [card["id"] for card in run(go()).json()["data"]] == ["model"]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

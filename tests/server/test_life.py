@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -107,12 +109,46 @@ def test_a_worker_that_shows_no_life_is_ended(
         worker = await asyncio.create_subprocess_exec(
             sys.executable, "-c", lines + code, stdout=asyncio.subprocess.PIPE
         )
-        return await Supervisor._watched(object.__new__(Supervisor), worker, 1)
+        return await Supervisor._watched(object.__new__(Supervisor), worker, 1, ready)
 
+    ready = asyncio.Event()
     assert run(watched("raise SystemExit(3)")) == 3
+    assert not ready.is_set()
+    assert run(watched("print('ready')")) == 0
+    assert ready.is_set()
     monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
-    assert "has not responded" in caplog.text
+    assert "has not responded for 0.2 s" in caplog.text
+    # One that stands still before its first line.
+    monkeypatch.setattr(supervisor, "START_SECONDS", 0.3)
+    lines = "import time\n"
+    assert run(watched("time.sleep(600)")) == -signal.SIGKILL
+    assert "has not responded for 0.3 s" in caplog.text
+
+
+def test_a_worker_that_is_stopped_at_its_start_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first of its processes stands still, the second serves."""
+    code = (
+        "import pathlib, sys, time\n"
+        f"place = pathlib.Path({str(tmp_path / 'once')!r})\n"
+        "if not place.exists(): place.touch(); time.sleep(600)\n"
+        "print('ready', flush=True); sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(supervisor, "python_command", lambda name: [sys.executable, "-c", code])
+    monkeypatch.setattr(supervisor, "START_SECONDS", 3.0)
+    monkeypatch.setattr(supervisor, "_PAUSE", 0.01)
+
+    async def go() -> None:
+        host = SimpleNamespace(folder=tmp_path, address="a")
+        client: Any = SimpleNamespace(host=host, replicas=[SimpleNamespace(host=host)])
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            running = Supervisor(client, ServerArgs(api_workers=1), sock)
+            serving = asyncio.create_task(running.run(running._stop))
+            await asyncio.wait_for(serving, WAIT)
+
+    run(go())
 
 
 def test_engine_death(launch: Callable[..., Server]) -> None:

@@ -187,12 +187,15 @@ import asyncio, os, signal
 from quire.config import EngineArgs
 from quire.engine import client, host
 
+RANKS = 1
+
 def die(pid):
     print(pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
-    engine = await client.EngineClient.launch(EngineArgs(kv_cache_gb=0.1, device="cpu"))
+    args = EngineArgs(kv_cache_gb=0.1, device="cpu", tensor_parallel_size=RANKS)
+    engine = await client.EngineClient.launch(args)
     die(engine.pid)
 """
 _DIES_LATE = "asyncio.run(main())"
@@ -201,9 +204,30 @@ popen = host.subprocess.Popen
 host.subprocess.Popen = lambda *a, **k: die(popen(*a, stdout=2, **k).pid)
 asyncio.run(main())
 """
+_DIES_BESIDE_A_FROZEN_ONE = """
+end = die
+def die(pid):
+    os.kill(pid, signal.SIGSTOP)
+    end(pid)
+asyncio.run(main())
+"""
+_DIES_BESIDE_A_FROZEN_RANK = """
+end = die
+def die(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        rank = int(file.read())
+    os.kill(rank, signal.SIGSTOP)
+    end(rank)
+RANKS = 2
+asyncio.run(main())
+"""
 
 
-@pytest.mark.parametrize("moment", [_DIES_LATE, _DIES_EARLY], ids=["ready", "starting"])
+@pytest.mark.parametrize(
+    "moment",
+    [_DIES_LATE, _DIES_EARLY, _DIES_BESIDE_A_FROZEN_ONE, _DIES_BESIDE_A_FROZEN_RANK],
+    ids=["ready", "starting", "frozen", "frozen rank"],
+)
 def test_the_engine_ends_with_its_client(tmp_path: Path, moment: str) -> None:
     script = tmp_path / "client.py"
     script.write_text(_CLIENT + moment)

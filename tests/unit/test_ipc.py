@@ -4,6 +4,7 @@ stand-in of CUDA's driver, all else is real. On a GPU also by the driver."""
 from __future__ import annotations
 
 import ctypes
+import mmap
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import torch
 
 from quire.arrays import int32
 from quire.disagg.facts import facts_of
-from quire.errors import QuireError
+from quire.errors import ConfigError, QuireError
 from quire.runner.transfer import ipc_agent
 from quire.runner.transfer.engine_memory import (
     MemoryPieces,
@@ -32,8 +33,9 @@ from quire.runner.transfer.ipc_agent import IpcAgent, open_ipc_agent
 from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.process_memory import Allocation, ProcessMemory, start_of
-from quire.runner.transfer.process_reads import ProcessAgent
 from quire.runner.transfer.remote_reads import Read, ReadPart
+from quire.runner.transfer.shared_pages import SharedFile, SharedPages
+from tests.fork_server import context
 from tests.unit.test_disagg_engines import alone, check, config_of, folders, make
 
 __all__ = ["folders", "make"]
@@ -56,7 +58,7 @@ class FakeDriver:
     def export(self, base: int) -> bytes:
         return base.to_bytes(64, "little")
 
-    def open(self, handle: bytes) -> int:
+    def open(self, handle: bytes, size: int) -> int:
         base = int.from_bytes(handle, "little")
         if base == 0:
             raise QuireError("CUDA: no such handle")
@@ -65,6 +67,9 @@ class FakeDriver:
 
     def close(self, address: int) -> None:
         self.opened.remove(address)
+
+    def stop(self) -> None:
+        self.sizes.clear()
 
 
 def copies(pieces: MemoryPieces) -> Callable[[], bool]:
@@ -118,26 +123,82 @@ def test_on_a_cpu_processes_read_each_other(
     check(make(folders[model], mode, transport="ipc", ranks=ranks), alone(folders[model]))
 
 
-def test_a_process_without_memory_is_not_read() -> None:
-    page = torch.zeros(16, dtype=torch.uint8)
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
-    child.start()
-    agent = ProcessAgent([page], torch.device("cpu"))
-    try:
-        at = np.array([page.data_ptr()])
-        pieces = MemoryPieces(at, at, np.array([16]))
-        page.fill_(1)
-        agent._copy(child.pid or 0, pieces)
-        assert not page.any()  # as it was when the child began
-        with pytest.raises(QuireError, match="Bad address"):
-            agent._copy(child.pid or 0, MemoryPieces(at, np.array([8]), np.array([16])))
-        child.kill()
-        child.join()
-        with pytest.raises(QuireError, match="No such process"):
-            agent._copy(child.pid or 0, pieces)
-    finally:
-        child.kill()
-        agent.close(1.0)
+def pages(size: int = 2 * mmap.PAGESIZE) -> torch.Tensor:
+    """Returns zeros in pages of their own, as a cache's are."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE), dtype=torch.uint8)
+
+
+def serve_pages(connection: Connection, size: int) -> None:
+    """Shares pages, writes them, and lives until it is killed."""
+    tensor = pages(size)
+    shared = SharedPages([tensor])
+    connection.send((shared.export(tensor.data_ptr()), os.getpid()))
+    tensor.fill_(int(connection.recv()))
+    connection.send(None)
+    connection.recv()
+
+
+def test_pages_of_another_process_are_read_and_nothing_else_of_it() -> None:
+    size = 3 * mmap.PAGESIZE + 40
+    own, given = multiprocessing.Pipe()
+    process = context().Process(target=serve_pages, args=(given, size))
+    process.start()
+    handle, pid = own.recv()
+    mine = SharedPages([])
+    begin = mine.open(handle, size)
+    seen = (ctypes.c_uint8 * size).from_address(begin)
+    assert set(seen) == {0}
+    own.send(7)
+    own.recv()
+    assert set(seen) == {7}  # what it writes later
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(3, 0, 0, 0, 0) == 1  # PR_GET_DUMPABLE, as it was
+    process.kill()
+    process.join()
+    assert set(seen) == {7}  # its memory stays as long as it is mapped
+    with pytest.raises(QuireError, match=f"process {pid}: No such"):
+        mine.open(handle, size)
+    mine.close(begin)
+
+
+def test_only_the_pages_that_were_meant_are_opened() -> None:
+    tensor = pages()
+    shared = SharedPages([tensor, torch.zeros(0, dtype=torch.uint8)])
+    base, size = shared.allocation(tensor.data_ptr())
+    assert (base, size) == (tensor.data_ptr(), tensor.nbytes)
+    handle = shared.export(base)
+    file = msgspec.msgpack.decode(handle, type=SharedFile)
+    with open(os.devnull) as other:
+        for changed in ({"name": "quire-cache-0"}, {"descriptor": other.fileno()}, {"pid": 0}):
+            told = msgspec.msgpack.encode(msgspec.structs.replace(file, **changed))
+            with pytest.raises(QuireError, match="process "):
+                shared.open(told, size)
+    for wrong in (size + mmap.PAGESIZE, 1 << 40, 0, -1):
+        with pytest.raises(QuireError, match="process "):
+            shared.open(handle, wrong)
+    shrinks = os.memfd_create("quire-cache-1", os.MFD_ALLOW_SEALING)
+    os.ftruncate(shrinks, 100)
+    told = msgspec.msgpack.encode(SharedFile(os.getpid(), shrinks, "quire-cache-1"))
+    with pytest.raises(QuireError, match="its file may shrink"):
+        shared.open(told, 100)
+    os.close(shrinks)
+    shared.stop()
+    with pytest.raises(QuireError, match="No such file"):
+        shared.open(handle, size)
+    tensor.fill_(3)  # it stays this process's
+    with pytest.raises(QuireError, match="does not begin with a page"):
+        SharedPages([pages()[1:]])
+
+
+def test_an_engine_whose_cache_cannot_be_shared_is_told_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*arguments: Any) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be shared \(no file in memory .*transport=tcp"):
+        open_ipc_agent([pages()], CPU)
 
 
 def test_engines_of_different_hosts_do_not_match(folders: dict[str, Path]) -> None:

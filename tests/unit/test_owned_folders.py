@@ -10,7 +10,17 @@ from pathlib import Path
 import pytest
 
 from quire.engine import owned_folders
-from quire.engine.owned_folders import PREFIX, mark, remove_stale
+from quire.engine.owned_folders import PREFIX, remove_stale, take_ownership
+
+OWNER = """
+import sys
+from pathlib import Path
+from quire.engine.owned_folders import take_ownership
+
+locks = [take_ownership(Path(folder)) for folder in sys.argv[1:]]
+print(flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.mark.parametrize("place", ["temporary", "memory"])
@@ -21,16 +31,40 @@ def test_what_a_dead_process_owns_is_removed(
         monkeypatch.setattr(owned_folders, "MEMORY", str(tmp_path))
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    dead, living, nobody, other = (
-        tmp_path / name for name in (PREFIX + "a", PREFIX + "b", PREFIX + "c", "another")
-    )
-    for folder in (dead, living, nobody, other):
+    mine, theirs, nobody, old, other = folders = [
+        tmp_path / name
+        for name in (PREFIX + "a", PREFIX + "b", PREFIX + "c", PREFIX + "d", "another")
+    ]
+    for folder in folders:
         folder.mkdir()
-    for folder in (living, other):
-        mark(folder)
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    (dead / "owner").write_text(str(ended.pid))
-    (other / "owner").write_text(str(ended.pid))
+    # As an owner of another namespace, or of an earlier version, left it.
+    (old / "owner").write_text("999999999")
+    lock = take_ownership(mine)
+    assert lock is not None
+    command = [sys.executable, "-c", OWNER, str(theirs), str(other)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
+        assert owner.stdout is not None
+        owner.stdout.readline()
+        remove_stale()
+        assert sorted(tmp_path.iterdir()) == sorted(folders)
+        owner.kill()
     remove_stale()
-    assert sorted(tmp_path.iterdir()) == [other, living, nobody]
+    assert sorted(tmp_path.iterdir()) == sorted([mine, nobody, old, other])
+    lock.close()
+    remove_stale()
+    assert not mine.exists()
+
+
+def test_a_folder_without_locks_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / (PREFIX + "a")
+    folder.mkdir()
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owned_folders.fcntl, "flock", refuse)
+        assert take_ownership(folder) is None
+    remove_stale()
+    assert folder.exists()

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -87,13 +88,18 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 @pytest.mark.slow
-def test_two_machines_of_a_cluster(cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_machines_of_a_cluster(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Two machines give the tokens of one; an actor that is killed ends the engine, and the cluster
-    has its devices back. Three machines are not there."""
+    has its devices back. Three machines are not there. No worker imports from the
+    current folder."""
     import ray
 
     from quire.engine import ray_placement
 
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
     found = []
     settings: dict[str, Any] = {"pipeline_parallel_size": 2, "nnodes": 2}
     for more in ({}, {**settings, "distributed_executor": "ray"}):
@@ -101,6 +107,7 @@ def test_two_machines_of_a_cluster(cluster: Any, monkeypatch: pytest.MonkeyPatch
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         found.append([output.outputs[0].token_ids for output in outputs])
     assert found[0] == found[1]
+    assert not (tmp_path / "ran").exists()
     assert ray.available_resources().get("CPU", 0) == 0
     (actor,) = [each for each in actors() if "run" in each]
     os.kill(int(actor.split()[0]), signal.SIGKILL)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from concurrent.futures import Future
 
+from quire.adapters import background
 from quire.errors import ModelError, RequestError
 from quire.models.config import is_hub_id
 
@@ -28,13 +28,4 @@ def fetch_now(hub_id: str) -> str:
 def fetch(hub_id: str) -> Future[str]:
     """Does what `fetch_now` does, on a thread of its own, which the process's end does not wait
     for."""
-    folder: Future[str] = Future()
-
-    def work() -> None:
-        try:
-            folder.set_result(fetch_now(hub_id))
-        except BaseException as error:
-            folder.set_exception(error)
-
-    threading.Thread(target=work, name="adapter-fetch", daemon=True).start()
-    return folder
+    return background.start("adapter-fetch", lambda: fetch_now(hub_id))

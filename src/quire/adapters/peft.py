@@ -6,6 +6,7 @@ than B A, a tensor for a module that the model does not have, or one of another 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -19,15 +20,19 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from quire.adapters import background
+from quire.adapters.patterns import ModulePatterns
 from quire.adapters.projections import Adapter, AdapterLayout, LowRank, Target
 from quire.adapters.registry import CONFIG
 from quire.errors import RequestError
 from quire.quantization import FLOATS
+from quire.weight_files import read_bounded
 
 WEIGHTS = "adapter_model.safetensors"
 
 MOST_RANK = 256
 _MOST_CONFIG_BYTES = 1 << 20
+_READ_SECONDS = 60.0
 _HEADER_BYTES = 16 << 20
 """Room for the header of the largest file."""
 
@@ -58,9 +63,11 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
     """
     raw, config = _config(folder)
     rank = _count(config, "r", 8)
-    patterns = {**_mapping(config, "rank_pattern")}
-    for value in (rank, *patterns.values()):
+    ranks, alphas = _mapping(config, "rank_pattern"), _mapping(config, "alpha_pattern")
+    for value in (rank, *ranks.values()):
         _check_rank(value, layout)
+    rank_patterns = ModulePatterns("rank_pattern", ranks)
+    alpha_patterns = ModulePatterns("alpha_pattern", alphas)
     data = _bytes(folder / WEIGHTS, layout.most_bytes + _HEADER_BYTES)
     try:
         tensors = safetensors.torch.load(data)
@@ -73,9 +80,10 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
         targets = layout.targets.get(layout.canonical(module))
         if targets is None:
             raise _wrong(f"{module}: the model has no linear layer of this name")
-        expected = _pattern(patterns, module, rank)
+        expected = rank_patterns.value(module, rank)
         _check(module, a, b, targets, expected)
-        scale = _scale(config, module, expected)
+        alpha = alpha_patterns.value(module, config.get("lora_alpha", 8))
+        scale = _scale(config, alpha, expected)
         for target in targets:
             own_a, own_b = a.to(layout.dtype), target.rows(b).to(layout.dtype)
             for name, cast in (("A", own_a), ("B", own_b)):
@@ -119,17 +127,23 @@ def _config(folder: Path) -> tuple[bytes, Mapping[str, Any]]:
 
 
 def _bytes(path: Path, most: int) -> bytes:
+    """Returns a file's content. The thread that reads it is given up after `_READ_SECONDS`: a file
+    of a network may never come."""
     try:
-        with path.open("rb") as file:
-            data = file.read(most + 1)
+        read = background.start("adapter-file", lambda: read_bounded(path, most))
+        return read.result(_READ_SECONDS)
+    except TimeoutError:
+        reason = f"it has not come within {_READ_SECONDS:g} s"
+    except ValueError as error:
+        reason = str(error)
     except OSError as error:
-        raise _wrong(f"{path.name} cannot be read: {error.strerror}") from None
-    if len(data) > most:
-        raise _wrong(
-            f"{path.name} has more than {most} bytes, the largest adapter of this model that "
-            "max_lora_rank allows"
-        )
-    return data
+        if error.errno == errno.EFBIG:
+            raise _wrong(
+                f"{path.name} has more than {most} bytes, the largest adapter of this model that "
+                "max_lora_rank allows"
+            ) from None
+        reason = str(error.strerror)
+    raise _wrong(f"{path.name} cannot be read: {reason}")
 
 
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -171,27 +185,13 @@ def _check(module: str, a: Tensor, b: Tensor, targets: list[Target], rank: int) 
             )
 
 
-def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Returns lora_alpha / rank, or with rsLoRA (Kalajdzievski 2023) over the root of the rank."""
-    alphas = _mapping(config, "alpha_pattern")
-    alpha = _pattern(alphas, module, config.get("lora_alpha", 8))
+def _scale(config: Mapping[str, Any], alpha: Any, rank: int) -> float:
+    """Returns alpha / rank, or with rsLoRA (Kalajdzievski 2023) over the root of the rank."""
     # Kernels have the scale in float32.
     largest = torch.finfo(torch.float32).max
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= largest:
         raise _wrong(f"{CONFIG}: lora_alpha {_shown(alpha)} is not a number of float32")
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _pattern(patterns: Mapping[str, Any], module: str, default: Any) -> Any:
-    """Returns the value of the first pattern that matches the end of a module's name, as PEFT
-    does."""
-    for pattern, value in patterns.items():
-        try:
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        except re.error:
-            raise _wrong(f"{CONFIG}: the pattern {_shown(pattern)} is malformed") from None
-    return default
 
 
 def _mapping(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -86,7 +87,8 @@ def folder_of(folder: Path | None, name: str) -> Path | None:
     if folder is None or not _FOLDER.fullmatch(name):
         return None
     path = folder / name
-    return path if (path / CONFIG).is_file() else None
+    # Unlike Path's, this answers for any text: a name may be too long for the system.
+    return path if os.path.isfile(path / CONFIG) else None
 
 
 def names_in(folder: Path | None) -> list[str]:

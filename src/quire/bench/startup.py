@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from quire.child_process import python_command
 from quire.errors import ConfigError, QuireError
 
 PHASES = ("python_s", "import_s", "weights_s", "capture_s", "rest_s", "generate_s")
@@ -21,7 +21,7 @@ PHASES = ("python_s", "import_s", "weights_s", "capture_s", "rest_s", "generate_
 
 def command(settings: Mapping[str, Any]) -> list[str]:
     """Starts Quire with these fields of `EngineArgs`."""
-    return [sys.executable, "-m", "quire.bench.first_token", json.dumps(settings)]
+    return python_command("quire.bench.first_token", json.dumps(settings))
 
 
 def case_name(load_format: str, *, cold: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -251,7 +252,7 @@ def _record(
     device: str | None = None,
 ) -> BenchRecord:
     """The model goes by the last part of its folder's or hub id's name."""
-    model = config.model_name.rstrip("/").rpartition("/")[2]
+    model = os.path.basename(os.path.abspath(config.model_name))
     limits = ceilings(card_name(config.device), config.dtype)
     about = {**_given(config.args), "model": model, "dtype": config.dtype, **settings}
     if SIMULATED in (config.args.speculative or {}):

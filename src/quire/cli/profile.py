@@ -59,7 +59,7 @@ def profile(
             make_record(
                 each.case,
                 each.metrics(),
-                model=Path(llm.config.model_name).name,
+                model=os.path.basename(os.path.abspath(llm.config.model_name)),
                 device=llm.config.device,
                 settings={"prompt_tokens": prompt_tokens, "steps": each.steps},
             )

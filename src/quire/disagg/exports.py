@@ -42,6 +42,7 @@ from quire.disagg.disagg_stats import DisaggStats
 from quire.disagg.export import Entries, Export, Leaving
 from quire.disagg.free_slots import PeerSlots
 from quire.disagg.layer_batches import LayerBatches
+from quire.disagg.log_limit import LogLimit
 from quire.disagg.messages import (
     Accepted,
     BlockBatch,
@@ -62,6 +63,7 @@ from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler import PlanBuilder
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LogLimit())
 
 _FIRST_ID = 1 << 40
 """Ids of transfers are unlike those of other features."""

@@ -11,11 +11,13 @@ import time
 from collections.abc import Callable, Collection
 
 from quire.disagg.channel import BrokenMessageError, PeerChannel
+from quire.disagg.log_limit import LogLimit
 from quire.disagg.messages import BlockBatch, End, Grant, Mapped, Message, Redeem, Taken
 from quire.disagg.reader_link import Heard, ReaderLink, Stopped
 from quire.errors import ConfigError
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LogLimit())
 
 _TICK = 0.25
 """Seconds after which the loop is woken while there are grants: their leases may have expired."""

@@ -15,6 +15,7 @@ from quire.disagg.facts import differences, facts_of
 from quire.disagg.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.disagg.inbox import Inbox
 from quire.disagg.listener import Listener
+from quire.disagg.log_limit import LogLimit
 from quire.disagg.messages import Grant, MemoryHandle, PromptRequest, Welcome
 from quire.disagg.peer_list import PeerList
 from quire.disagg.prompt_fetches import Brought, Ended, Fetches
@@ -29,6 +30,7 @@ from quire.runner.transfer.engine_memory import decode_memory, encode_memory
 from quire.scheduler import Feature, PlanBuilder
 
 _log = logging.getLogger(__name__)
+_log.addFilter(LogLimit())
 
 
 class DisaggFeature(Feature):

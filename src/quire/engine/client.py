@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
@@ -89,18 +90,21 @@ class EngineClient:
         *,
         restarts: int = 0,
         replicas: int = 1,
+        stuck_timeout: float | None = math.inf,
     ) -> EngineClient:
         """Starts the engine's process and waits until it takes requests.
 
         Args:
             restarts: how often to start the engine again when it dies.
             replicas: engines to start, each with devices of its own.
+            stuck_timeout: seconds without a turn of its loop after which an engine is ended, as if
+                it had died; None: as `stuck_limit` has it.
 
         Raises:
             ConfigError, ModelError: the engine's own, when it cannot start.
             EngineDeadError: its process ended without a message.
         """
-        client = cls(Replicas.start(args, replicas, restarts, on_progress))
+        client = cls(Replicas.start(args, replicas, restarts, on_progress, stuck_timeout))
         await client._start()
         return client
 
@@ -538,7 +542,7 @@ def _events_after(place: tuple[str, int], call: int) -> GetEvents:
 
 
 def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:
-    """Returns what a reply has. Raises its failure."""
+    """Returns what a reply has."""
     if found is None:
-        raise QuireError("no answer") if reply.failure is None else reply.failure.error()
+        raise QuireError("no answer")
     return found

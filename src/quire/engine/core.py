@@ -259,9 +259,7 @@ class EngineCore:
 
         found = self.scheduler.stats()
         names = set(found.__slots__) & set(EngineStats.__struct_fields__)
-        of_features = {}
-        for feature in self._loop_features:
-            of_features.update(feature.stats())
+        fields = [field for each in self._loop_features for field in each.stats().items()]
         return EngineStats(
             **{name: getattr(found, name) for name in names},
             set_back=self._set_back() if found.preemptions else 0,
@@ -270,7 +268,7 @@ class EngineCore:
             generation_tokens=self.telemetry.generation_tokens,
             broken_logits=self.telemetry.broken_logits,
             histograms=self.telemetry.histograms,
-            **of_features,
+            **dict(fields),
         )
 
     def _set_back(self) -> int:

@@ -9,14 +9,14 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from quire.engine.owned_folders import PREFIX, mark, remove_stale
+from quire.child_process import python_command
+from quire.engine.owned_folders import PREFIX, remove_stale, take_ownership
 from quire.engine.threads import thread_variables
 from quire.errors import ConfigError
 
@@ -45,7 +45,7 @@ class EngineHost:
     def __init__(self, restarts: int, environment: Mapping[str, str] | None = None) -> None:
         remove_stale()
         self.folder = _private_folder()
-        mark(self.folder)
+        self._lock = take_ownership(self.folder)
         self.address = str(self.folder / "engine")
         self._environment = dict(environment or {})
         self.deaths = 0
@@ -70,7 +70,7 @@ class EngineHost:
         self._exited.clear()
         self._began = time.monotonic()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quire.engine.process", self.address, str(os.getpid())],
+            python_command("quire.engine.process", self.address, str(os.getpid())),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **thread_variables(os.environ), **self._environment},
             process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
@@ -107,6 +107,8 @@ class EngineHost:
         self._closing = True
         await self._end(ask)
         shutil.rmtree(self.folder, ignore_errors=True)
+        if self._lock is not None:
+            self._lock.close()
         remove_stale()  # one that was killed leaves a folder of its own
 
     async def rest(self, ask: Callable[[], None]) -> None:

@@ -89,16 +89,18 @@ class Heartbeat:
         self._unanswered = 0
         self._task: asyncio.Task[None] | None = None
 
-    def start(self, link: Link) -> None:
+    def start(self, link: Link, on_silence: Callable[[float], None]) -> None:
+        """on_silence: told of the seconds of silence twice a second."""
         self.heard()
-        self._task = asyncio.create_task(self._ping(link))
+        self._task = asyncio.create_task(self._ping(link, on_silence))
 
-    async def _ping(self, link: Link) -> None:
+    async def _ping(self, link: Link, on_silence: Callable[[float], None]) -> None:
         while True:
             with contextlib.suppress(EngineDeadError):
                 link.send(Ping())
             self._unanswered += 1
             await asyncio.sleep(_PING_SECONDS)
+            on_silence(self.silence)
 
     def heard(self) -> None:
         self._unanswered = 0

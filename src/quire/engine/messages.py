@@ -264,17 +264,23 @@ class EventsReply(msgspec.Struct, tag=True):
 
 
 class PeerReply(msgspec.Struct):
-    """welcome, grant, peers: what was asked for, or failure: why not."""
+    """welcome, grant, peers: what was asked for."""
 
     welcome: Welcome | None = None
     grant: Grant | None = None
     peers: list[str] | None = None
-    failure: Failure | None = None
 
 
 class PeerAnswer(msgspec.Struct, tag=True):
     call: int
     reply: PeerReply
+
+
+class CallFailed(msgspec.Struct, tag=True):
+    """Answers any call that the engine could not carry out. The engine goes on."""
+
+    call: int
+    failure: Failure
 
 
 class GrantEnded(msgspec.Struct, tag=True):
@@ -297,7 +303,7 @@ class Pong(msgspec.Struct, tag=True):
 FromEngine = (
     Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
     | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | GrantEnded | EventsReply
-    | Pong
+    | CallFailed | Pong
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)

@@ -7,15 +7,15 @@ OWNER. It then takes requests and sends tokens until it is told to stop or its o
 from __future__ import annotations
 
 import gc
-import os
 import signal
 import sys
-import threading
 import time
+import traceback
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 from quire.arrays import int32
+from quire.child_process import end_with
 from quire.disagg.facts import KVFacts
 from quire.disagg.messages import Grant
 from quire.engine.builder import build_core, resolve
@@ -27,6 +27,7 @@ from quire.engine.messages import (
     AdapterNames,
     AdaptersChanged,
     AddRequest,
+    CallFailed,
     ChangeAdapters,
     EventsReply,
     Failed,
@@ -53,18 +54,17 @@ from quire.engine.messages import (
     SnapshotReply,
     Start,
     StatsReply,
+    ToEngine,
     decode_to_engine,
     encode,
 )
 from quire.engine.snapshot import take_snapshot
 from quire.engine.socket_server import Connection, SocketServer
-from quire.errors import OverloadedError, PeerMismatchError, QuireError, RequestError
+from quire.errors import EngineDeadError, OverloadedError, QuireError, RequestError
 from quire.kv_events.feature import KVEventFeature
 from quire.sampling_params import SamplingParams
 from quire.tuning.settings import served
 
-_ORPHAN_CHECK = 0.5
-"""Seconds between checks that the owner still lives."""
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""
 
@@ -208,7 +208,21 @@ class EngineProcess:
         return self._completions
 
     def _handle(self, client: Client, data: bytes) -> None:
+        """Does as a message says. An error of what it holds is its client's alone."""
         message = decode_to_engine(data)
+        try:
+            self._obey(client, message)
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            refusal = _refusal(message, Failure.of(error))
+            if refusal is None:
+                raise
+            if not isinstance(error, QuireError):
+                traceback.print_exc()
+            self._send(client, refusal)
+
+    def _obey(self, client: Client, message: ToEngine) -> None:
         match message:
             case AddRequest():
                 self._add(client, message)
@@ -242,24 +256,20 @@ class EngineProcess:
             self.completions.end(request)
 
     def _add(self, client: Client, message: AddRequest) -> None:
-        try:
-            requests = self.core.add(
-                client.request(message.handle),
-                message.prompt,
-                message.params,
-                max_total=message.max_total,
-                priority=message.priority,
-                cache_salt=message.cache_salt,
-                pooling=message.pooling,
-                tenant=message.tenant,
-                share=message.share,
-                adapter=message.adapter,
-            )
-            if message.prefill is not None or message.traceparent:
-                self._choose_peer(client.request(message.handle), message)
-        except (RequestError, OverloadedError) as error:
-            self._send(client, RequestRefused(message.handle, Failure.of(error)))
-            return
+        requests = self.core.add(
+            client.request(message.handle),
+            message.prompt,
+            message.params,
+            max_total=message.max_total,
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            pooling=message.pooling,
+            tenant=message.tenant,
+            share=message.share,
+            adapter=message.adapter,
+        )
+        if message.prefill is not None or message.traceparent:
+            self._choose_peer(client.request(message.handle), message)
         self.completions.add(client, message.handle, requests)
 
     def _choose_peer(self, name: str, message: AddRequest) -> None:
@@ -269,21 +279,18 @@ class EngineProcess:
         try:
             if self.core.control(asked) is None and peer:
                 raise RequestError("this server asks no others for prompts (--role)", "prefill")
-        except RequestError:
+        except Exception:
             self.core.abort(name)
             raise
 
     def _answer_peer(self, client: Client, message: ShakeHands | GrantPrompt | SetPeers) -> None:
-        try:
-            match message:
-                case ShakeHands():
-                    reply = self._shake_hands(message.facts)
-                case GrantPrompt():
-                    reply = self._grant(client, message)
-                case SetPeers():
-                    reply = self._set_peers(message.peers)
-        except (RequestError, OverloadedError, PeerMismatchError) as error:
-            reply = PeerReply(failure=Failure.of(error))
+        match message:
+            case ShakeHands():
+                reply = self._shake_hands(message.facts)
+            case GrantPrompt():
+                reply = self._grant(client, message)
+            case SetPeers():
+                reply = self._set_peers(message.peers)
         self._send(client, PeerAnswer(message.call, reply))
 
     def _shake_hands(self, facts: KVFacts) -> PeerReply:
@@ -314,9 +321,10 @@ class EngineProcess:
                 tenant=message.tenant,
                 share=message.share,
             )
-        except (RequestError, OverloadedError) as error:
+        except Exception as error:
             outcome = "overloaded" if isinstance(error, OverloadedError) else "refused"
-            revoked = {"op": "revoke", "name": grant.name, "outcome": outcome, "reason": str(error)}
+            reason = Failure.of(error).message
+            revoked = {"op": "revoke", "name": grant.name, "outcome": outcome, "reason": reason}
             self.core.control(revoked)
             raise
         if message.ended is not None:
@@ -329,9 +337,7 @@ class EngineProcess:
             {"op": op, "name": message.name, "path": message.path, "in_place": message.in_place}
         )
         if answer is None:
-            error = RequestError("this server takes no adapters (--enable-lora)", "lora_name")
-            self._send(client, AdaptersChanged(message.call, Failure.of(error)))
-            return
+            raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
         self._changes.append((client, message.call, answer))
         self._answer_changes()
 
@@ -376,24 +382,18 @@ class EngineProcess:
                 self._send(client, message)
 
 
-def _exit_with(owner: int) -> None:
-    """Ends this process when its owner is gone.
-
-    The owner may be gone already, as importing the modules above takes a while.
-    """
-
-    def watch() -> None:
-        while os.getppid() == owner:
-            time.sleep(_ORPHAN_CHECK)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True, name="owner-watch").start()
+def _refusal(message: ToEngine, failure: Failure) -> FromEngine | None:
+    """Returns what tells a message's client of a failure; None: nobody waits for an answer."""
+    if isinstance(message, AddRequest):
+        return RequestRefused(message.handle, failure)
+    call: int | None = getattr(message, "call", None)
+    return None if call is None else CallFailed(call, failure)
 
 
 def main(address: str, owner: int) -> None:
     # Ctrl-C reaches the whole process group; the owner decides when the engine may stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _exit_with(owner)
+    end_with(owner)
     server = SocketServer(address)
     try:
         EngineProcess(server).run()

@@ -6,6 +6,7 @@ machines that were started by hand do (`nodes.py`), and its end is seen by its c
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -112,8 +113,11 @@ class RayPlacement:
 
 
 def _connect() -> None:
+    address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), configure_logging=False)
+        # Ray has its workers import from the folder in which this is called, before all others.
+        with contextlib.chdir("/"):
+            ray.init(address=address, configure_logging=False)
     except (ConnectionError, RayError, ValueError) as error:
         raise ConfigError(
             f"distributed_executor=ray: no Ray cluster can be reached ({error}); `ray start "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from quire.engine.link import Heartbeat, Link
 from quire.engine.messages import (
     AdapterNames,
     AdaptersChanged,
+    CallFailed,
     EventsReply,
     Failed,
     FromEngine,
@@ -34,8 +36,11 @@ from quire.engine.messages import (
     ToEngine,
 )
 from quire.engine.streams import StreamRouter
+from quire.engine.stuck import stuck_limit
 from quire.errors import EngineDeadError, QuireError
 from quire.executor import OnProgress
+
+logger = logging.getLogger("quire.engine")
 
 _LAST_MESSAGE_SECONDS = 0.2
 """Seconds in which the last message of a process that has ended may still arrive."""
@@ -60,12 +65,14 @@ class RemoteEngine:
         args: EngineArgs | None = None,
         on_progress: OnProgress | None = None,
         host: EngineHost | None = None,
+        stuck_timeout: float | None = math.inf,
     ) -> None:
         """Connects to the engine at `address`, once it listens.
 
         Args:
             args: tells the engine what to load; None where another client does.
             host: started here, and stopped with this client.
+            stuck_timeout: see `EngineClient.launch`; only with a host.
         """
         self.alive = False
         self.end = ""
@@ -74,6 +81,7 @@ class RemoteEngine:
         self.streams = StreamRouter()
         self.adapters: tuple[str, ...] = ()
         self._args = args
+        self._stuck_timeout = stuck_timeout
         self._on_progress = on_progress
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -98,7 +106,7 @@ class RemoteEngine:
     def open(self) -> None:
         """Lets requests in, once everything around a loaded engine is set up."""
         self.alive = True
-        self._heartbeat.start(self._link)
+        self._heartbeat.start(self._link, self._end_stuck)
 
     async def close(self) -> None:
         """Stops the engine if this client started it, and disconnects. Idempotent."""
@@ -134,6 +142,19 @@ class RemoteEngine:
         await self.loaded()
         self._heartbeat.heard()
         self.alive = True
+
+    def _end_stuck(self, silence: float) -> None:
+        """Ends the process of an engine that has been silent for too long; its host starts it
+        again."""
+        if self.host is None or not self.alive:
+            return
+        limit = stuck_limit(self._stuck_timeout, self._ready.result().device)
+        if silence > limit:
+            logger.error(
+                "the engine's loop has not turned for %g s (--stuck-timeout); ending it", limit
+            )
+            self._fail_all(EngineDeadError("the engine has stopped"))
+            self.host.process.kill()
 
     def _ask_to_stop(self) -> None:
         with contextlib.suppress(EngineDeadError):
@@ -199,9 +220,9 @@ class RemoteEngine:
                 | EventsReply(call, found)
                 | GrantEnded(call, found)
             ):
-                answer = self._calls.get(call)
-                if answer is not None and not answer.done():
-                    answer.set_result(found)
+                self._answer(call, found)
+            case CallFailed(call, failure):
+                self._answer(call, None, failure.error())
             case AdapterNames(names):
                 self.adapters = tuple(names)
             case Loading(what, done, total):
@@ -220,6 +241,16 @@ class RemoteEngine:
                 self.end = failure.message if isinstance(error, EngineDeadError) else ""
                 self._never_ready(error)
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
+
+    def _answer(self, call: int, found: Any, error: QuireError | None = None) -> None:
+        """Ends a call that somebody still waits for."""
+        answer = self._calls.get(call)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
 
     # -- life ----------------------------------------------------------------------------------
 

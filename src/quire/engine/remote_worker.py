@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+import threading
 from multiprocessing.connection import Connection, Pipe
 
+from quire.child_process import python_command
 from quire.engine.threads import thread_variables
 from quire.engine.worker_messages import Broken, Done, Setup, ToWorker, decode_from_worker, encode
 from quire.errors import EngineDeadError
@@ -17,8 +18,11 @@ _STOP_SECONDS = 5.0
 
 def start_process(descriptor: int) -> subprocess.Popen[bytes]:
     """Starts a worker's process, whose end of its pipe has this descriptor."""
+    # A worker may be bound to the life of the thread that starts it only where that thread stays.
+    stays = threading.current_thread() is threading.main_thread()
+    owner = os.getpid() if stays else 0
     return subprocess.Popen(
-        [sys.executable, "-m", "quire.engine.worker_process", str(descriptor)],
+        python_command("quire.engine.worker_process", str(descriptor), str(owner)),
         pass_fds=[descriptor],
         stdin=subprocess.DEVNULL,
         env={**os.environ, **thread_variables(os.environ)},

@@ -30,9 +30,15 @@ class Replicas:
 
     @classmethod
     def start(
-        cls, args: EngineArgs, count: int, restarts: int, on_progress: OnProgress | None
+        cls,
+        args: EngineArgs,
+        count: int,
+        restarts: int,
+        on_progress: OnProgress | None,
+        stuck_timeout: float | None,
     ) -> Replicas:
-        """Starts the engines' processes. on_progress: told of the first one's loading.
+        """Starts the engines' processes. on_progress: told of the first one's loading. The others:
+        see `EngineClient.launch`.
 
         Raises:
             ConfigError: there are fewer GPUs than they need, or a setting is for one engine only.
@@ -41,7 +47,7 @@ class Replicas:
         for index, environment in enumerate(environments(args, count)):
             host = EngineHost(restarts, environment)
             told = on_progress if index == 0 else None
-            engines.append(RemoteEngine(host.address, args, told, host))
+            engines.append(RemoteEngine(host.address, args, told, host, stuck_timeout))
         return cls(engines)
 
     async def loaded(self) -> EngineConfig:

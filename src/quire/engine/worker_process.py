@@ -1,6 +1,7 @@
-"""The process of one further rank: `python -m quire.engine.worker_process FD`.
+"""The process of one further rank: `python -m quire.engine.worker_process FD OWNER`.
 
-FD is its end of a pipe. It does as it is told there, and ends when the pipe does.
+FD is its end of a pipe. It does as it is told there, and ends when the pipe does. OWNER is the id
+of the process that has started it; where it is not 0, the kernel ends this one with that one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 
+from quire.child_process import end_with
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.messages import Failure
 from quire.engine.ranks import draws_tokens, open_worker, ranks_of_node
@@ -97,11 +99,13 @@ def _end_with(pipe: Connection) -> None:
     threading.Thread(target=watch, daemon=True, name="pipe-watch").start()
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, owner: int = 0) -> None:
     # Ctrl-C reaches the whole process group; the engine decides when workers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     pipe = Connection(descriptor)
     _end_with(pipe)
+    if owner:
+        end_with(owner)
     status = 0
     try:
         serve(pipe)
@@ -121,4 +125,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.owned_folders import MEMORY, PREFIX, mark, remove_stale
+from quire.engine.owned_folders import MEMORY, PREFIX, remove_stale, take_ownership
 from quire.engine.rank_stats import ASK, WATCH
 from quire.engine.rank_watch import RankWatch
 from quire.engine.ranks import config_of_rank, open_worker, ranks_of_node
@@ -33,7 +33,7 @@ from quire.engine.worker_messages import (
 )
 from quire.errors import EngineDeadError
 from quire.executor import Capacity, OnProgress
-from quire.parallel.torch_group import abort_group, leave_group
+from quire.parallel.torch_group import abort_group, check_no_group, leave_group
 from quire.plan import HeadInputs, StepPlan, StepResult
 from quire.runner import Hook
 
@@ -63,6 +63,7 @@ class WorkerExecutor:
         world: int = 2,
         timeout: float | None = None,
     ) -> None:
+        check_no_group()  # before the end of this engine could leave the group of another
         self._captured = config.device != "cpu" and not config.eager
         timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
         self.workers: list[RemoteWorker] = []
@@ -72,7 +73,7 @@ class WorkerExecutor:
         place = MEMORY if os.access(MEMORY, os.W_OK) else None
         self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
         folder = self._folder.name
-        mark(Path(folder))
+        self._lock = take_ownership(Path(folder))
         share(hooks, config, folder, create=True)
         each = ranks_of_node(config, world)
         self._recorder = FlightRecorder(folder, each, create=True)
@@ -213,3 +214,5 @@ class WorkerExecutor:
         if self._placement is not None:
             self._placement.close()
         self._folder.cleanup()
+        if self._lock is not None:
+            self._lock.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from importlib import resources
@@ -39,7 +40,8 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
 
 def is_hub_id(model: str) -> bool:
     """Tells whether `model` names nothing in the file system, and may be a hub id."""
-    return not Path(model).expanduser().exists() and _HUB_ID.fullmatch(model) is not None
+    # Unlike Path's, these answer for any text: a name that is too long, a user who is not there.
+    return _HUB_ID.fullmatch(model) is not None and not os.path.exists(os.path.expanduser(model))
 
 
 def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from quire.errors import ConfigError
 from quire.parallel.group import SumNormed
 
 _SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -65,6 +66,18 @@ def _pair(dim: int, dims: int) -> tuple[int, int]:
     """Returns the two neighbouring dimensions that make up `dim` of a gathered tensor."""
     first = dim % dims
     return first, first + 1
+
+
+def check_no_group() -> None:
+    """Raises ConfigError where this process is in a group already: `torch.distributed` has one
+    default group for all."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "this process has a group of ranks already, of another LLM or of the caller's own: "
+            "call shutdown() on that LLM, or run each in its own process (tensor_parallel_size, "
+            "pipeline_parallel_size)",
+            "tensor_parallel_size",
+        )
 
 
 def join_group(

@@ -9,7 +9,6 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.cache import BlockManager
-from quire.errors import RequestError
 from quire.plan import StepPlan, StepResult
 from quire.request import Request
 from quire.sampling_params import SamplingParams
@@ -52,11 +51,13 @@ class FeatureSet:
 
     def admit(self, request: Request) -> None:
         """Raises the first refusal, when those who have taken the request in know its end."""
-        for admit in self._calls["admit"]:
-            refusal: RequestError | None = admit(request)
-            if refusal is not None:
-                self.finish(request)
-                raise refusal
+        try:
+            for admit in self._calls["admit"]:
+                if refusal := admit(request):
+                    raise refusal
+        except Exception:  # also of a feature that fails at what the request holds
+            self.finish(request)
+            raise
 
     def device_params(self, request: Request) -> SamplingParams:
         params = request.params

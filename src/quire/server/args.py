@@ -189,10 +189,10 @@ class ServerArgs(ApiArgs):
     drain_timeout: float = _setting(
         30.0, "Seconds that running requests get to finish when the server is told to stop."
     )
-    stuck_timeout: float = _setting(
-        20.0,
-        "Seconds without a turn of the engine's loop, as in a long step, after which /ready "
-        "answers 503.",
+    stuck_timeout: float | None = _setting(
+        None,
+        "Seconds without a turn of the engine's loop after which the engine is started again. "
+        "Without it 20, or 300 on a CPU, where a step may take long.",
     )
     engine_restarts: int = _setting(
         3,
@@ -255,7 +255,9 @@ class ServerArgs(ApiArgs):
                 f"response_store_size must be >= 0, got {self.response_store_size}",
                 "response_store_size",
             )
-        self._positive("drain_timeout", "stuck_timeout")
+        self._positive("drain_timeout")
+        if self.stuck_timeout is not None:
+            self._positive("stuck_timeout")
         self._positive("response_store_mb", "response_store_hours")
         self._positive("batch_dir_gb", "batch_file_mb", "batch_days")
         for name, least, most in (

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import time
 from collections.abc import Awaitable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -25,6 +25,7 @@ from quire.server.telemetry.request_trace import Handover, RequestTrace
 
 _TIMEOUT = 5.0
 """Seconds that the engine gets to answer."""
+_MOST_NUMBER = 2**31 - 1
 
 Answer = TypeVar("Answer")
 
@@ -35,13 +36,13 @@ class HandshakeBody(StrictModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    protocol: int
+    protocol: int = Field(ge=0, le=_MOST_NUMBER)
     version: str = Field(max_length=64)
     transport: str = Field(max_length=32)
     model: str = Field(max_length=64)
     dtype: str = Field(max_length=32)
     kv_cache_dtype: str = Field(max_length=32)
-    block_size: int
+    block_size: int = Field(ge=0, le=_MOST_NUMBER)
     groups: list[str] = Field(max_length=64)
     drafts: str = Field(default="", max_length=64)
 
@@ -49,8 +50,8 @@ class HandshakeBody(StrictModel):
 class PrefillBody(StrictModel):
     """Body of `/kv/prefill`; see `PromptRequest`."""
 
-    tokens: list[int]
-    first: int = Field(ge=0)
+    tokens: list[Annotated[int, Field(ge=0, le=_MOST_NUMBER)]]
+    first: int = Field(ge=0, le=_MOST_NUMBER)
     reader: str = Field(max_length=64)
     epoch: str = Field(max_length=64)
     cache_salt: str = Field(default="", max_length=1024)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import time
 import uuid
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from starlette.requests import Request
 
 from quire import __version__
 from quire.adapters.registry import folder_of, names_in
+from quire.engine.stuck import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
@@ -123,7 +125,8 @@ class ServerState:
         if self.args.served_model_name:
             return self.args.served_model_name
         if Path(config.model_name).is_dir():
-            return (Path(config.model_path).name,)
+            # A path like `.` has no name of its own.
+            return (os.path.basename(os.path.abspath(config.model_path)) or config.model_name,)
         return (config.model_name,)
 
     async def count(self, work: Callable[[], T]) -> T:
@@ -147,7 +150,7 @@ class ServerState:
         self.check_alive()
         if self.draining:
             raise stopping()
-        if self.client.silence > self.args.stuck_timeout:
+        if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def stop_generations(self) -> None:

@@ -6,13 +6,13 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
 
+from quire.child_process import python_command
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.loop_feature import LoopFeature
@@ -27,7 +27,7 @@ logger = logging.getLogger("quire.tables")
 
 _WORKERS = 4
 """Threads that compile at most: others may need the cores."""
-COMMAND = (sys.executable, "-m", "quire.tuning.table_process")
+COMMAND = python_command("quire.tuning.table_process")
 
 
 class TableTuning(LoopFeature):

@@ -10,7 +10,6 @@ import re
 import shlex
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import IO, Any, TypeVar
 import msgspec
 
 from quire.bench.online.client import Answer, Answers, ClientLoad
+from quire.child_process import python_command
 from quire.errors import ConfigError, QuireError
 from quire.http_client import HttpClient
 
@@ -90,7 +90,7 @@ def drive(
 
 def _start() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "quire.bench.online.client"],
+        python_command("quire.bench.online.client"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
@@ -177,7 +177,7 @@ class Server:
 def launched(flags: str, timeout: float = 600.0) -> Iterator[tuple[str, int]]:
     """`quire serve` with these flags on a free port, until the block ends: its URL and process.
     Raises ConfigError if it does not start; what it said is on standard error by then."""
-    command = [sys.executable, "-m", "quire", "serve", *shlex.split(flags), "--port", "0"]
+    command = python_command("quire", "serve", *shlex.split(flags), "--port", "0")
     # What compiles and measures in the background would be measured with the rest.
     variables = {"QUIRE_TUNE_TABLES": "off", **os.environ}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)

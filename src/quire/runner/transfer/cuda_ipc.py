@@ -57,9 +57,9 @@ class CudaIpc:
         self._check(self._waits.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base)))
         return bytes(handle)
 
-    def open(self, handle: bytes) -> int:
-        """Maps another process's allocation; returns where it begins. Its GPU need not be visible
-        to this process, but reachable from the one that it uses."""
+    def open(self, handle: bytes, size: int) -> int:
+        """Maps another process's allocation, whatever `size` says; returns where it begins. Its GPU
+        need not be visible to this process, but reachable from the one that it uses."""
         self._enter()
         address = ctypes.c_uint64()
         self._check(
@@ -73,6 +73,9 @@ class CudaIpc:
         """Undoes `open`."""
         self._enter()
         self._check(self._waits.cuIpcCloseMemHandle(ctypes.c_uint64(address)))
+
+    def stop(self) -> None:
+        """Does nothing: allocations are shared as long as they live."""
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
         """Copies memory on a stream, by the GPU's engines for copies."""

@@ -1,5 +1,5 @@
-"""Reads of other engines' GPU memory within a host, by CUDA's handles for other processes; on a
-CPU, Linux copies the memory of the other process (`process_reads.py`).
+"""Reads of other engines' memory within a host: of GPUs by CUDA's handles for other processes, on
+a CPU by files in memory (`shared_pages.py`).
 
 A peer's caches are mapped when they are first read, and unmapped when its process has ended: until
 then its GPU could not use them again. Whole blocks are copied by the engines for copies, which
@@ -33,15 +33,17 @@ _CHECK_SECONDS = 0.5
 
 
 class Opener(Protocol):
-    """Opens the memory of other processes; see `CudaIpc`."""
+    """Opens the memory of other processes; see `CudaIpc` and `SharedPages`."""
 
     def allocation(self, address: int) -> tuple[int, int]: ...
 
     def export(self, base: int) -> bytes: ...
 
-    def open(self, handle: bytes) -> int: ...
+    def open(self, handle: bytes, size: int) -> int: ...
 
     def close(self, address: int) -> None: ...
+
+    def stop(self) -> None: ...
 
 
 Copies = Callable[[MemoryPieces], Callable[[], bool]]
@@ -61,7 +63,7 @@ class OpenedMemory:
         opened: list[int] = []
         try:
             for each in found:
-                opened.append(opener.open(each.handle))
+                opened.append(opener.open(each.handle, each.size))
         except BaseException:
             for address in opened:
                 opener.close(address)
@@ -142,6 +144,7 @@ class IpcAgent(RemoteReads):
         for peer in self._peers.values():
             self._part(peer)
         self._peers.clear()
+        self._opener.stop()
 
 
 def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteReads:
@@ -152,9 +155,15 @@ def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteRea
     """
     if device.type != "cuda":
         # Linux has calls that others lack.
-        from quire.runner.transfer.process_reads import ProcessAgent
+        from quire.runner.transfer.shared_pages import SharedPages, copy_now
 
-        return ProcessAgent(tensors, device)
+        try:
+            return IpcAgent(tensors, device, SharedPages(tensors), copy_now)
+        except QuireError as error:
+            raise ConfigError(
+                f"transport=ipc: the KV cache cannot be shared ({error}); use transport=tcp",
+                "transport",
+            ) from None
     # A CPU has no driver.
     from quire.runner.transfer.cuda_ipc import CudaIpc
 

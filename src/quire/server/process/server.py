@@ -75,6 +75,7 @@ async def _serve(
             on_progress,
             restarts=server_args.engine_restarts,
             replicas=server_args.data_parallel_size,
+            stuck_timeout=server_args.stuck_timeout,
         )
     )
     loop = asyncio.get_running_loop()

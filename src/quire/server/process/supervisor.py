@@ -14,17 +14,17 @@ import logging
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 from prometheus_client import multiprocess
 
+from quire.child_process import python_command
 from quire.engine.client import EngineClient
 from quire.errors import QuireError
 from quire.server.args import ServerArgs
-from quire.server.process.worker import WorkerConfig
+from quire.server.process.worker import READY_LINE, WorkerConfig
 from quire.server.telemetry.metrics import MULTIPROCESS
 
 logger = logging.getLogger("quire.server")
@@ -34,6 +34,8 @@ _PAUSE = 1.0
 _FORCED_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
 """Time without a sign of life after which a worker counts as stuck; it gives one every second."""
+START_SECONDS = 120.0
+"""Time for the first sign, before which a worker imports what it needs."""
 
 
 class Supervisor:
@@ -117,8 +119,8 @@ class Supervisor:
         """Runs a worker, and starts the next when it dies."""
         while not self._stopping.is_set():
             began = time.monotonic()
-            worker = await self._start(ready)
-            status = await self._watched(worker, number)
+            worker = await self._start()
+            status = await self._watched(worker, number, ready)
             self._workers.discard(worker)
             multiprocess.mark_process_dead(worker.pid, str(self._metrics))  # type: ignore[no-untyped-call]
             if self._stopping.is_set():
@@ -128,27 +130,36 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _PAUSE)
 
-    async def _watched(self, worker: asyncio.subprocess.Process, number: int) -> int:
-        """Waits for a worker's end; ends one that has said nothing for `SILENCE_SECONDS`."""
+    async def _watched(
+        self, worker: asyncio.subprocess.Process, number: int, ready: asyncio.Event
+    ) -> int:
+        """Waits for a worker's end; ends one that has said nothing for too long.
+
+        Args:
+            ready: set once the worker says that it is.
+        """
         ended = asyncio.create_task(worker.wait())
+        patience = START_SECONDS
         while not ended.done() and worker.stdout is not None:
             try:
-                async with asyncio.timeout(SILENCE_SECONDS):
-                    if not await worker.stdout.readline():
-                        break
+                async with asyncio.timeout(patience):
+                    line = await worker.stdout.readline()
             except TimeoutError:
                 logger.error(
-                    "API worker %d has not responded for %g s; ending it", number, SILENCE_SECONDS
+                    "API worker %d has not responded for %g s; ending it", number, patience
                 )
                 worker.kill()
                 break
+            if not line:
+                break
+            if line == READY_LINE:
+                ready.set()
+            patience = SILENCE_SECONDS
         return await ended
 
-    async def _start(self, ready: asyncio.Event) -> asyncio.subprocess.Process:
+    async def _start(self) -> asyncio.subprocess.Process:
         worker = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "quire.server.process.worker",
+            *python_command("quire.server.process.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             pass_fds=() if self._fd is None else (self._fd,),
@@ -156,10 +167,8 @@ class Supervisor:
             env={**os.environ, MULTIPROCESS: str(self._metrics)},
         )
         self._workers.add(worker)
-        if worker.stdin is not None and worker.stdout is not None:
+        if worker.stdin is not None:
             worker.stdin.write(msgspec.json.encode(self._config) + b"\n")
-            if await worker.stdout.readline():
-                ready.set()
         return worker
 
 

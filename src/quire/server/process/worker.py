@@ -1,25 +1,24 @@
 """One of several API processes that share a port: `python -m quire.server.process.worker`.
 
 Reads a `WorkerConfig` from standard input, attaches to the engine that the supervisor has started,
-says "ready" on standard output, and serves until it is told to stop or its supervisor is gone.
+and serves until it is told to stop or its supervisor is gone. On standard output it says "alive"
+every second, and once "ready".
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 
 import msgspec
 
+from quire.child_process import end_with
 from quire.server.args import ServerArgs
 
-_ORPHAN_CHECK = 0.5
 _LIFE_SECONDS = 1.0
+READY_LINE = b"ready\n"
 
 
 class WorkerConfig(msgspec.Struct):
@@ -45,7 +44,7 @@ def main() -> None:
     from quire.server.telemetry import logs
 
     share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    threading.Thread(target=_exit_with, args=(share.owner,), daemon=True).start()
+    end_with(share.owner)
     logs.configure(share.args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_work(share))
@@ -57,40 +56,28 @@ async def _work(share: WorkerConfig) -> None:
     from quire.server.process.listen import bind, tls_context
     from quire.server.process.uvicorn_server import serve
 
-    living: list[asyncio.Task[None]] = []
-
-    def ready() -> None:
-        _say("ready")
-        living.append(asyncio.create_task(_show_life()))
-
+    living = asyncio.create_task(_show_life())
     client = await EngineClient.attach(*share.engines)
     try:
         app = build_app(client, share.args, Path(share.limits))
         tls = tls_context(share.args)
         sock = bind(share.args, shared=True) if share.fd is None else socket.socket(fileno=share.fd)
-        await serve(app, sock, tls, share.args, ready)
+        await serve(app, sock, tls, share.args, lambda: _say(READY_LINE))
     finally:
-        for task in living:
-            task.cancel()
+        living.cancel()
         await client.shutdown()
 
 
 async def _show_life() -> None:
-    """Tells the supervisor that the event loop turns, once the worker serves and until it ends."""
+    """Tells the supervisor that the event loop turns, until the worker ends."""
     while True:
+        _say(b"alive\n")
         await asyncio.sleep(_LIFE_SECONDS)
-        _say("alive")
 
 
-def _say(what: str) -> None:
-    sys.stdout.write(f"{what}\n")
-    sys.stdout.flush()
-
-
-def _exit_with(owner: int) -> None:
-    while os.getppid() == owner:
-        time.sleep(_ORPHAN_CHECK)
-    os._exit(1)
+def _say(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":
