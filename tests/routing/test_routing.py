@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app as command
 from quire.errors import ConfigError
+from quire.routing.app import RouterApp
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica import RoutedReplica
@@ -36,6 +37,7 @@ ASK: dict[str, Any] = {"json": {"prompt": "hello", "max_tokens": 3}}
 class Setup:
     http: httpx.AsyncClient
     fleet: Fleet
+    app: RouterApp
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -53,6 +55,7 @@ async def routed(
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
     hosts: HostCheck | None = None,
+    body_memory: int = 100_000,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
@@ -63,10 +66,10 @@ async def routed(
         for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        app = build_router(fleet, "adm", 100_000, exporter, keys, hosts)
+        app = build_router(fleet, "adm", 100_000, body_memory, exporter, keys, hosts)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
-        setup = Setup(http, fleet)
+        setup = Setup(http, fleet, app)
         await setup.until(
             lambda: all(r.well or not f.ready for r, f in zip(fleet, replicas, strict=True))
         )
@@ -655,6 +658,33 @@ def test_bodies_that_do_not_come_run_out_of_time(
     run(main)
 
 
+def test_bodies_beyond_the_memory_are_refused() -> None:
+    """A body counts until its answer begins, as until then it may be sent again."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        large = b"x" * 90_000
+        async with routed(replica, body_memory=60_000) as setup:
+            replica.frozen = True
+
+            async def ask() -> httpx.Response:
+                return await setup.http.post("/v1/completions", content=large)
+
+            held = [asyncio.create_task(ask()) for _ in range(2)]
+            await setup.until(lambda: setup.app.proxy.bodies.used > 2 * 20_000)
+            refused = await ask()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "body_memory_full"
+            replica.frozen = False
+            assert {(await each).status_code for each in held} == {200}
+            assert setup.app.proxy.bodies.used == 0
+            assert (await ask()).status_code == 200
+
+    run(main)
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 
@@ -757,6 +787,7 @@ def test_addresses() -> None:
         (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
         (["http://a", "--api-key", "a b"], "api_key must be printable"),
         (["http://a", "--check-seconds", "inf"], "finite"),
+        (["http://a", "--max-body-mb", "300"], "max_body_memory_mb=256 must be at least"),
         (["http://a", "--api-key-file", "/none"], "api_key_file: cannot read /none"),
     ],
 )

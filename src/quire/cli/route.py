@@ -15,7 +15,7 @@ from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import FleetSettings
 from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
-from quire.server.args import ServerArgs, check_endpoint, check_secret
+from quire.server.args import ServerArgs, check_body_memory, check_endpoint, check_secret
 from quire.server.middleware.hosts import HostCheck
 
 
@@ -62,6 +62,7 @@ def _router_args(options: RouteOptions) -> RouterArgs:
             )
         ),
         max_body_mb=options.max_body_mb,
+        max_body_memory_mb=options.max_body_memory_mb,
         drain_timeout=options.drain_timeout,
         otlp_endpoint=options.otlp_endpoint,
     )
@@ -82,6 +83,7 @@ def _check(options: RouteOptions) -> None:
             "let them join with --admin-api-key",
             "replicas",
         )
+    check_body_memory(options.max_body_mb, options.max_body_memory_mb)
     if options.otlp_endpoint is not None:
         check_endpoint(options.otlp_endpoint)
 

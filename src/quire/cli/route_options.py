@@ -108,6 +108,13 @@ class RouteOptions:
         float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
     ] = 120.0
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0
+    max_body_memory_mb: Annotated[
+        float,
+        typer.Option(
+            help="Memory that the bodies of all requests may take together until their answers "
+            "begin; beyond it requests get 503."
+        ),
+    ] = 256.0
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(

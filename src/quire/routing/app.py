@@ -118,7 +118,8 @@ class RouterApp:
             await _json(send, 200, found)
         elif method == "POST" and not name:
             self._check_admin(scope)
-            body = await read_body(receive, _MOST_JOIN_BYTES)
+            with self.proxy.bodies.hold() as held:
+                body = await read_body(receive, _MOST_JOIN_BYTES, held)
             if body is not None:
                 await _json(send, 200, _state(await self._join(body)))
         elif method == "DELETE" and name:
@@ -130,7 +131,7 @@ class RouterApp:
         else:
             raise ApiError(405, f"{method} is not possible here.")
 
-    async def _join(self, body: bytes) -> RoutedReplica:
+    async def _join(self, body: bytearray) -> RoutedReplica:
         try:
             wanted = msgspec.json.decode(body, type=JoinRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

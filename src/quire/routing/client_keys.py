@@ -50,7 +50,7 @@ class Allowance:
     _taken: int = field(default=0, init=False)
     _prompt: int = field(default=0, init=False)
 
-    def take_tokens(self, prompt: Prompt, body: bytes) -> None:
+    def take_tokens(self, prompt: Prompt, body: bytes | bytearray) -> None:
         """Takes the tokens that a prompt, estimated by its bytes, and its answer may need: what is
         not used is given back by `settle`. Raises ApiError, 429."""
         if not self.counts:
@@ -144,7 +144,7 @@ class ClientKeys:
         return Allowance(key, self._limiter, is_anthropic(path), counts, levels)
 
 
-def _most_answered(body: bytes) -> int:
+def _most_answered(body: bytes | bytearray) -> int:
     """Returns the most tokens of all answers to a request, 0 where its body names no number."""
     try:
         found = _DECODER.decode(body)

@@ -26,6 +26,7 @@ from quire.routing.prompts import Prompt, read_prompt
 from quire.routing.replica import RoutedReplica
 from quire.routing.tracing import RequestSpan
 from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.server.body_budget import BodyBudget, HeldBody
 from quire.server.errors import ApiError
 from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
 from quire.server.usage_report import ASK_HEADER, USED_HEADER, UsageReader
@@ -58,8 +59,10 @@ class Proxy:
         fleet: Fleet,
         metrics: RouterMetrics,
         max_body_bytes: int,
+        max_body_memory_bytes: int,
         exporter: Exporter | None = None,
     ) -> None:
+        self.bodies = BodyBudget(max_body_memory_bytes)
         self._fleet = fleet
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -70,12 +73,21 @@ class Proxy:
     ) -> None:
         """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
         began = time.perf_counter()
-        body = await read_body(receive, self._max_body_bytes)
-        if body is None:
-            return
-        exchange = _Exchange(scope, body, read_prompt(body) if body else Prompt(), allowance)
+        with self.bodies.hold() as held:
+            body = await read_body(receive, self._max_body_bytes, held)
+            if body is None:
+                return
+            prompt = read_prompt(body) if body else Prompt()
+            exchange = _Exchange(scope, body, held, prompt, allowance)
+            del body  # it goes when its answer begins
+            await self._answer(exchange, receive, send, began)
+
+    async def _answer(
+        self, exchange: _Exchange, receive: Receive, send: Send, began: float
+    ) -> None:
+        scope, allowance = exchange.scope, exchange.allowance
         if allowance is not None:
-            allowance.take_tokens(exchange.prompt, body)
+            allowance.take_tokens(exchange.prompt, exchange.body)
             send = _with_headers(send, allowance.headers)
         task = asyncio.current_task()
         assert task is not None
@@ -131,6 +143,7 @@ class Proxy:
                     if choice.prefill is not None:
                         where = "apart" if choice.prefill else "local"
                         self._metrics.prompts.labels(where).inc()
+                    exchange.drop_body()
                     self._learn(prompt, choice, answer)
                     await self._return(replica, answer, choice, exchange, send)
                     return
@@ -238,13 +251,15 @@ class Proxy:
 class _Exchange:
     """A request, and what became of it.
 
+    body: empty once its answer has begun, as nobody else is asked then. held: counts it.
     sent: a replica has it, as far as is known. status: of its answer, 0 before there is one.
     pieces: of the answer that have come. used: tokens, as the replica says. whole: the answer has
     come to its end.
     """
 
     scope: Scope
-    body: bytes
+    body: bytes | bytearray
+    held: HeldBody
     prompt: Prompt
     allowance: Allowance | None
     sent: bool = False
@@ -252,6 +267,11 @@ class _Exchange:
     pieces: int = 0
     used: int | None = None
     whole: bool = False
+
+    def drop_body(self) -> None:
+        """Frees the body, which no replica needs any more."""
+        self.body = b""
+        self.held.release()
 
     @property
     def metered(self) -> bool:

@@ -39,6 +39,7 @@ class RouterArgs:
     keys: ClientKeys | None = None
     hosts: HostCheck | None = None
     max_body_mb: float = 16.0
+    max_body_memory_mb: float = 256.0
     drain_timeout: float = 30.0
     otlp_endpoint: str | None = None
 
@@ -61,6 +62,7 @@ def build_router(
     fleet: Fleet,
     admin_key: str | None,
     max_body_bytes: int,
+    max_body_memory_bytes: int = 256_000_000,
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
     hosts: HostCheck | None = None,
@@ -68,7 +70,7 @@ def build_router(
     """Returns the application of a fleet's router. exporter: of its spans. keys, hosts: see
     `RouterApp`."""
     metrics = RouterMetrics(fleet)
-    proxy = Proxy(fleet, metrics, max_body_bytes, exporter)
+    proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
     return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts)
 
 
@@ -79,9 +81,9 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
     try:
         for url, role in args.replicas:
             fleet.join(url, role)
-        size = int(args.max_body_mb * 1e6)
+        sizes = int(args.max_body_mb * 1e6), int(args.max_body_memory_mb * 1e6)
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, size, exporter, args.keys, args.hosts),
+            build_router(fleet, args.admin_key, *sizes, exporter, args.keys, args.hosts),
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",

@@ -62,7 +62,7 @@ class _Connection(asyncio.Protocol):
     def lost(self) -> bool:
         return self._lost
 
-    def begin(self, data: Sequence[bytes], *, bare: bool) -> None:
+    def begin(self, data: Sequence[bytes | bytearray], *, bare: bool) -> None:
         """Sends a request. bare: its answer has no body, whatever its headers say."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
@@ -197,7 +197,7 @@ class Upstream:
         self.heard = False
 
     async def send(
-        self, method: str, target: bytes, headers: Headers, body: bytes
+        self, method: str, target: bytes, headers: Headers, body: bytes | bytearray
     ) -> ReplicaAnswer:
         """Sends a request and waits for the head of its answer. headers: without those of the
         connection. Raises ReplicaLostError."""

@@ -23,6 +23,15 @@ def check_secret(secret: str) -> bool:
     return bool(secret) and secret.isascii() and secret.isprintable() and " " not in secret
 
 
+def check_body_memory(body_mb: float, memory_mb: float) -> None:
+    """Raises ConfigError unless the memory for all bodies is finite and holds the largest one."""
+    if not (math.isfinite(memory_mb) and memory_mb >= body_mb):
+        raise ConfigError(
+            f"max_body_memory_mb={memory_mb:g} must be at least max_body_mb={body_mb:g}",
+            "max_body_memory_mb",
+        )
+
+
 def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
     try:
@@ -84,9 +93,15 @@ class ApiArgs:
         "Ignore reasoning_effort where the chat template does not use it, instead of refusing it.",
     )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
+    max_body_memory_mb: float = _setting(
+        256.0,
+        "Memory that the bodies of all requests may take together while they come, in MB, for each "
+        "of --api-workers; beyond it requests get 503.",
+    )
 
     def __post_init__(self) -> None:
         self._positive("max_body_mb")
+        check_body_memory(self.max_body_mb, self.max_body_memory_mb)
         if any(not name for name in self.served_model_name):
             raise ConfigError("served_model_name: a name is empty", "served_model_name")
         self._one_of("generation_config", "tool_call_parser", "reasoning_parser")
@@ -111,6 +126,10 @@ class ApiArgs:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1e6)
+
+    @property
+    def max_body_memory_bytes(self) -> int:
+        return int(self.max_body_memory_mb * 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from quire import __version__
 from quire.adapters.registry import folder_of, names_in
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
+from quire.server.body_budget import BodyBudget
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
@@ -73,6 +74,7 @@ class ServerState:
     count_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="count")
     )
+    bodies: BodyBudget = field(init=False)
     draining: bool = False
     sleep_level: int = 0
     changing_sleep: bool = False
@@ -89,6 +91,7 @@ class ServerState:
             ConfigError: the chat template or the key file cannot be used.
         """
         self.keys = ApiKeys(self.args)
+        self.bodies = BodyBudget(self.args.max_body_memory_bytes)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
         self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template
