@@ -15,6 +15,8 @@ import uvicorn
 
 from quire.kv_events.messages import KVEventLine
 from quire.kv_events.prompt_report import PROMPT_HEADER
+from quire.routing.proxy import with_headers
+from quire.server.answer_tag import TAG_HEADER, tag_in
 
 
 @dataclass
@@ -47,6 +49,8 @@ class FakeReplica:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
+        if (tag := tag_in(scope["headers"])) is not None:
+            send = with_headers(send, [(TAG_HEADER, tag)])
         body, more = b"", True
         while more:
             message = await receive()

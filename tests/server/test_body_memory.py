@@ -1,4 +1,4 @@
-"""The memory of all bodies together: what comes beyond it is refused, what stands still gives way."""
+"""The memory of all bodies together: what is beyond it is refused, what stands still gives way."""
 
 from __future__ import annotations
 

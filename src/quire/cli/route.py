@@ -47,6 +47,7 @@ def _router_args(options: RouteOptions) -> RouterArgs:
             check_seconds=options.check_seconds,
             check_timeout=options.check_timeout,
             connect_timeout=options.connect_timeout,
+            answer_timeout=options.answer_timeout,
             drain_timeout=options.leave_timeout,
         ),
         host=options.host,

@@ -101,6 +101,14 @@ class RouteOptions:
     connect_timeout: Annotated[
         float, typer.Option(min=0.01, help="Longest wait for a connection to a replica.")
     ] = 2.0
+    answer_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Longest time in which nothing of an answer comes from a replica; then the "
+            "request ends with 504.",
+        ),
+    ] = 600.0
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Time that requests have when the router stops.")
     ] = 30.0

@@ -16,10 +16,11 @@ from quire.routing.bodies import read_body
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
-from quire.routing.proxy import Proxy, Receive, Scope, Send
+from quire.routing.proxy import Proxy, Receive, Scope, Send, with_headers
 from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.upstream import ReplicaLostError
+from quire.server.answer_tag import TAG_HEADER, tag_in
 from quire.server.anthropic.errors import error_body
 from quire.server.errors import ApiError
 from quire.server.middleware.error_handler import is_anthropic
@@ -77,6 +78,9 @@ class RouterApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        tag = tag_in(scope["headers"])
+        if tag is not None:  # of a router before this one
+            send = with_headers(send, [(TAG_HEADER, tag)])
         try:
             await self._route(scope, receive, send)
         except ApiError as error:

@@ -37,14 +37,16 @@ class UnknownReplicaError(QuireError):
 class FleetSettings:
     """policy: who takes a request. key: sent with questions of the router's own. check_seconds:
     from one look at a replica to the next. check_timeout: seconds until a replica that does not
-    answer such a question is taken for lost. drain_timeout: seconds that a replica's requests have
-    when it leaves."""
+    answer such a question is taken for lost. answer_timeout: seconds without a byte of an answer
+    after which a request is given up. drain_timeout: seconds that a replica's requests have when it
+    leaves."""
 
     policy: RoutePolicy = "prefix"
     key: str | None = None
     check_seconds: float = 1.0
     check_timeout: float = 5.0
     connect_timeout: float = 2.0
+    answer_timeout: float = 600.0
     drain_timeout: float = 120.0
 
 
@@ -160,6 +162,7 @@ class Fleet:
                 replica.late(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
+            replica.upstream.give_up_silent(self.settings.answer_timeout)
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
             if task is not asyncio.current_task():
@@ -209,6 +212,8 @@ class Fleet:
                     pause = _REFUSED_SECONDS
                 except ReplicaLostError as error:
                     logger.info("no events of %s: %s", replica.name, error)
+                except Exception:
+                    logger.exception("cannot take in the events of %s", replica.name)
             await asyncio.sleep(pause)
 
     # -- requests ------------------------------------------------------------------------------

@@ -25,7 +25,14 @@ from quire.routing.metrics import RouterMetrics
 from quire.routing.prompts import Prompt, read_prompt
 from quire.routing.replica import RoutedReplica
 from quire.routing.tracing import RequestSpan
-from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.routing.upstream import (
+    BadAnswerError,
+    Headers,
+    ReplicaAnswer,
+    ReplicaLostError,
+    SilentError,
+)
+from quire.server.answer_tag import TAG_HEADER
 from quire.server.body_budget import BodyBudget, HeldBody
 from quire.server.errors import ApiError
 from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
@@ -40,8 +47,12 @@ _OF_A_CONNECTION = {
     b"transfer-encoding", b"upgrade",
 }  # fmt: skip
 """Headers that are of one connection (RFC 9110, 7.6.1)."""
-_SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER}
-_KEPT_BACK = {PROMPT_HEADER, USED_HEADER}
+_SET_HERE = {
+    b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER, TAG_HEADER,
+}  # fmt: skip
+_KEPT_BACK = {PROMPT_HEADER, USED_HEADER, TAG_HEADER}
+_BODILESS = (204, 304)
+"""Statuses whose answers have no body, whatever length they tell."""
 _STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
 _FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
@@ -88,7 +99,7 @@ class Proxy:
         scope, allowance = exchange.scope, exchange.allowance
         if allowance is not None:
             allowance.take_tokens(exchange.prompt, exchange.body)
-            send = _with_headers(send, allowance.headers)
+            send = with_headers(send, allowance.headers)
         task = asyncio.current_task()
         assert task is not None
         leaving = asyncio.create_task(_left(receive))
@@ -113,7 +124,7 @@ class Proxy:
         scope, prompt = exchange.scope, exchange.prompt
         stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
         tried: list[RoutedReplica] = []
-        last: str | None = None
+        last: tuple[RoutedReplica, ReplicaLostError] | None = None
         while True:
             found = self._choose(scope["path"], prompt, tried)
             if found is None:
@@ -127,9 +138,12 @@ class Proxy:
                     headers = self._headers(replica, choice, exchange, span)
                     exchange.sent = True
                     answer = await self._send(replica, headers, exchange)
+                except SilentError as error:
+                    # Another replica would be asked when the client has left long since.
+                    raise ApiError(504, f"{replica.name}: {error}.", code="timeout") from None
                 except ReplicaLostError as error:
                     replica.lost(error)
-                    last, exchange.sent = f"{replica.name}: {error}", False
+                    last, exchange.sent = (replica, error), False
                     self._metrics.retries.inc()
                     continue
                 try:
@@ -225,7 +239,10 @@ class Proxy:
         exchange: _Exchange,
         send: Send,
     ) -> None:
-        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in _KEPT_BACK]
+        kept_back = _KEPT_BACK
+        if answer.status in _BODILESS:
+            kept_back = kept_back | {b"content-length"}
+        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in kept_back]
         usage = UsageReader(answer.headers) if exchange.metered else None
         exchange.status = answer.status
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
@@ -239,7 +256,8 @@ class Proxy:
         except ReplicaLostError as error:
             # The client has a part of the answer: that it ends too early must show.
             self._metrics.broken.inc()
-            replica.lost(error)
+            if not isinstance(error, SilentError):
+                replica.lost(error)
             raise BrokenAnswerError from None
         rest = b"" if usage is None else usage.end()
         exchange.used = None if usage is None else usage.used
@@ -298,7 +316,7 @@ def _end_to_end(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in left]
 
 
-def _with_headers(send: Send, headers: Headers) -> Send:
+def with_headers(send: Send, headers: Headers) -> Send:
     """Returns `send` with these headers of answers, in place of those of the same names."""
     names = {name for name, _ in headers}
 
@@ -322,6 +340,12 @@ def _is_own(origin: bytes, scope: Scope) -> bool:
     return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
-def _nobody(last: str | None) -> ApiError:
-    reason = "No replica is ready." if last is None else f"No replica answers; the last was {last}."
-    return ApiError(503, reason, code="no_replica", retry_after=1.0)
+def _nobody(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
+    """Returns the error of a request that no replica has answered. last: which failed, and how."""
+    if last is None:
+        return ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
+    replica, error = last
+    reason = f"the last was {replica.name}: {error}."
+    if isinstance(error, BadAnswerError):
+        return ApiError(502, f"No replica gave a valid answer; {reason}", code="bad_answer")
+    return ApiError(503, f"No replica answers; {reason}", code="no_replica", retry_after=1.0)

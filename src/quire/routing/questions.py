@@ -12,10 +12,14 @@ import msgspec
 from quire.kv_events.messages import KVEventLine
 from quire.routing.replica import ModelEntry, RoutedReplica
 from quire.routing.upstream import Headers, ReplicaLostError
+from quire.server.args import check_secret
 
 logger = logging.getLogger("quire.routing")
 
+_MOST_ANSWER_BYTES = 1 << 22
+"""Most bytes of an answer; a list of thousands of adapters has fewer."""
 _MOST_LINE_BYTES = 1 << 26
+_MOST_PEER_NAME = 256
 
 
 class _Models(msgspec.Struct):
@@ -66,7 +70,7 @@ class Questions:
         self._timeout = timeout
 
     async def look(self, replica: RoutedReplica) -> None:
-        """Asks whether it is ready, for its load, and once for its model.
+        """Asks whether it is ready, for its load and its model, which may change at any time.
 
         Raises:
             NotReadyError, LateError
@@ -75,14 +79,15 @@ class Questions:
         try:
             await self._ask_ready(replica)
             load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
-            if replica.model is None or not replica.well:
-                models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
-                # Adapters come and go on each server by itself. A name may be anyone's.
-                replica.model = frozenset(
+            models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
+            # Adapters come and go on each server by itself. A name may be anyone's.
+            replica.serves(
+                frozenset(
                     msgspec.structs.replace(m, root=load.checkpoint or m.root)
                     for m in models.data
                     if m.parent is None
                 )
+            )
         except QuestionRefusedError as error:
             raise ReplicaLostError(str(error)) from None
         if not replica.state.informed:
@@ -101,6 +106,8 @@ class Questions:
         names = _decode("/kv/peers", await self._ask(replica, b"/kv/peers", body), _Peers).peers
         if len(names) != len(urls):
             raise QuestionRefusedError(f"/kv/peers names {len(names)} of {len(urls)} peers")
+        if not all(len(name) <= _MOST_PEER_NAME and check_secret(name) for name in names):
+            raise QuestionRefusedError("/kv/peers names a peer by what no header can hold")
         return names
 
     async def _ask_ready(self, replica: RoutedReplica) -> None:
@@ -112,7 +119,9 @@ class Questions:
         if status != 200:
             raise QuestionRefusedError(f"/ready answered {status}")
 
-    async def _ask(self, replica: RoutedReplica, target: bytes, body: bytes | None = None) -> bytes:
+    async def _ask(
+        self, replica: RoutedReplica, target: bytes, body: bytes | None = None
+    ) -> bytearray:
         status, found = await self._answer(replica, target, body)
         if status == 503:  # its engine has not answered in time
             raise LateError(f"{target.decode()} answered 503")
@@ -122,13 +131,19 @@ class Questions:
 
     async def _answer(
         self, replica: RoutedReplica, target: bytes, body: bytes | None = None
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, bytearray]:
         method = "GET" if body is None else "PUT"
         try:
             async with asyncio.timeout(self._timeout):
                 answer = await replica.upstream.send(method, target, self._headers, body or b"")
                 try:
-                    found = b"".join([part async for part in answer.parts()])
+                    found = bytearray()
+                    async for part in answer.parts():
+                        found += part
+                        if len(found) > _MOST_ANSWER_BYTES:
+                            raise QuestionRefusedError(
+                                f"{target.decode()} answered more than {_MOST_ANSWER_BYTES} bytes"
+                            )
                 finally:
                     answer.close()
         except TimeoutError:

@@ -88,6 +88,13 @@ class RoutedReplica:
         self.health, self._late = "ready", 0
         self._silent, self.upstream.heard = 0, False
 
+    def serves(self, model: Model) -> None:
+        """Takes note of its model. What it held of another one is gone."""
+        if self.model not in (None, model):
+            logger.warning("replica %s serves %s now", self.name, model_names(model))
+            self.state.forget()
+        self.model = model
+
     def refuses(self, why: object) -> None:
         """Takes note that it answers, and takes no requests now. It keeps what it holds."""
         if self.health != "refusing":
