@@ -17,6 +17,8 @@ class HostileReplica:
     Attributes:
         answer: from a request's target, tag and body to bytes.
         questions: targets of questions that are answered by `answer`, too.
+        late: as `answer`; sent before the next answer on the same connection.
+        more: runs behind each answer.
         sent: bytes of all answers.
     """
 
@@ -24,9 +26,7 @@ class HostileReplica:
         self.answer = answer
         self.questions: tuple[bytes, ...] = ()
         self.more: Callable[[asyncio.StreamWriter], Awaitable[None]] | None = None
-        """Runs behind each such answer."""
         self.late: Callable[[bytes, bytes, bytes], bytes] = lambda *_: b""
-        """What stands before the next answer on the same connection, as `answer`."""
         self.sent = 0
         self.requests = 0
 

@@ -56,6 +56,14 @@ class RouteOptions:
             help="Key for POST and DELETE of /replicas. Default: the fleet cannot be changed.",
         ),
     ] = None
+    replica_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose servers may join by POST /replicas (may be repeated): a host, *.NAME, a "
+            "network as in 10.0.0.0/8, or * for any; they must prove that they have --api-key. "
+            "HOST:PORT is trusted with it. Default: servers that are named here."
+        ),
+    ] = None
     api_key_file: Annotated[
         str | None,
         typer.Option(
@@ -63,6 +71,9 @@ class RouteOptions:
             "fleet; read again on SIGHUP. Default: keys are the servers' affair."
         ),
     ] = None
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="Answer /metrics without a key.")
+    ] = False
     requests_per_minute: Annotated[
         int | None,
         typer.Option(min=1, help="Requests that each key may make in a minute at the whole fleet."),

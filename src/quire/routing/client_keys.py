@@ -110,6 +110,11 @@ class ClientKeys:
         self._keys = ApiKeys(ServerArgs(**args, tokens_per_minute=tokens_per_minute))
         self._limiter = RateLimiter()
 
+    @property
+    def required(self) -> bool:
+        """Tells whether a key is needed."""
+        return self._keys.required
+
     def reload(self) -> None:
         """Reads the file again; errors go to the log."""
         self._keys.reload()

@@ -28,8 +28,8 @@ from quire.server.telemetry.tracing import Exporter
 @dataclass(frozen=True)
 class RouterArgs:
     """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
-    changes of the fleet. keys: of clients; None leaves them to the servers. hosts: see `RouterApp`.
-    otlp_endpoint: a collector for traces, None for none."""
+    changes of the fleet. keys: of clients; None leaves them to the servers. hosts,
+    public_metrics: see `RouterApp`. otlp_endpoint: a collector for traces, None for none."""
 
     replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
@@ -38,6 +38,7 @@ class RouterArgs:
     admin_key: str | None = None
     keys: ClientKeys | None = None
     hosts: HostCheck | None = None
+    public_metrics: bool = False
     max_body_mb: float = 16.0
     max_body_memory_mb: float = 256.0
     drain_timeout: float = 30.0
@@ -66,12 +67,14 @@ def build_router(
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
     hosts: HostCheck | None = None,
+    *,
+    public_metrics: bool = False,
 ) -> RouterApp:
-    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts: see
-    `RouterApp`."""
+    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts,
+    public_metrics: see `RouterApp`."""
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
-    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts)
+    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts, public_metrics)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -82,8 +85,17 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
         for url, role in args.replicas:
             fleet.join(url, role)
         sizes = int(args.max_body_mb * 1e6), int(args.max_body_memory_mb * 1e6)
+        app = build_router(
+            fleet,
+            args.admin_key,
+            *sizes,
+            exporter,
+            args.keys,
+            args.hosts,
+            public_metrics=args.public_metrics,
+        )
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, *sizes, exporter, args.keys, args.hosts),
+            app,
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",

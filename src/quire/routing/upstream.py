@@ -79,6 +79,11 @@ class _Connection(asyncio.Protocol):
         return int(self._parser.get_status_code())
 
     @property
+    def peer(self) -> tuple[str, int] | None:
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return None if name is None else (name[0], name[1])
+
+    @property
     def reusable(self) -> bool:
         """Whether another request can be sent. None can while reading is paused, as behind a large
         answer whose client has left: nobody would read on."""
@@ -248,6 +253,11 @@ class ReplicaAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The address and port of the other end; None where it has gone."""
+        return self._connection.peer
+
     def parts(self) -> AsyncIterator[bytes]:
         """Yields the body as it comes. Raises ReplicaLostError."""
         return self._connection.parts()
@@ -262,6 +272,7 @@ class Upstream:
     """The connections to one replica.
 
     Attributes:
+        host, port: of the address.
         heard: whether anything has come on any of them; who asks sets it back.
 
     Raises:
@@ -274,7 +285,7 @@ class Upstream:
             raise ConfigError(f"{url!r} is no http address", "replicas")
         base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
-        self._host, self._port = parts.hostname, parts.port or _PORTS[parts.scheme]
+        self.host, self.port = parts.hostname, parts.port or _PORTS[parts.scheme]
         self._base = base.encode()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
@@ -334,7 +345,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._hear), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._hear), self.host, self.port, ssl=self._tls
                 )
         except TimeoutError:
             raise UnreachableError("it does not accept connections") from None

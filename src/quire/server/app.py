@@ -20,6 +20,7 @@ from quire.server.anthropic.routes import count_tokens, create_message
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
 from quire.server.batch.store import BatchStore
+from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
@@ -234,10 +235,19 @@ async def ready(request: Request) -> Response:
     """Answers 200 while requests are taken.
 
     Answers 503 when the engine is gone, its loop has not turned for `stuck_timeout`, or the server
-    is stopping. A queue, however long, is no reason.
+    is stopping. A queue, however long, is no reason. A router that asks for it gets a proof that
+    this server has the replicas' key (`key_proof`).
     """
-    state_of(request).check_ready()
-    return json_response({"status": "ready"})
+    state = state_of(request)
+    state.check_ready()
+    response = json_response({"status": "ready"})
+    challenge = request.headers.get(CHALLENGE_HEADER.decode())
+    if challenge is not None:
+        digests, address = state.keys.admin_digests(), request.scope.get("server")
+        proof = prove(challenge.encode("latin-1"), digests, address)
+        if proof is not None:
+            response.headers[PROOF_HEADER.decode()] = proof.decode()
+    return response
 
 
 async def metrics(request: Request) -> Response:
