@@ -52,7 +52,7 @@ SUBJECTS = (
             "ignore_reasoning_effort", "max_body_mb", "max_body_memory_mb",
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
-            "batch_dir", "batch_dir_gb", "batch_file_mb", "batch_days",
+            "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
             "structured_outputs_timeout", "structured_outputs_cache",
         ),
     ),

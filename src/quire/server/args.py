@@ -194,6 +194,10 @@ class ServerArgs(ApiArgs):
         "neither.",
     )
     batch_dir_gb: float = _setting(10.0, "Room for files in it, in GB.")
+    batch_key_gb: float | None = _setting(
+        None,
+        "Room for the files of one API key in it, in GB. Default: half where there are several.",
+    )
     batch_file_mb: float = _setting(200.0, "Largest uploaded file, in MB.")
     batch_days: float = _setting(30.0, "Days after which files and batches that ended are gone.")
     playground: bool = _setting(
@@ -274,6 +278,8 @@ class ServerArgs(ApiArgs):
         self._positive("drain_timeout", "stuck_timeout")
         self._positive("response_store_mb", "response_store_hours")
         self._positive("batch_dir_gb", "batch_file_mb", "batch_days")
+        if self.batch_key_gb is not None:
+            self._positive("batch_key_gb")
         for name, least, most in (
             ("engine_restarts", 0, 1000),
             ("api_workers", 1, 64),
