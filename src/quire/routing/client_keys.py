@@ -10,9 +10,8 @@ from starlette.types import Scope
 
 from quire.routing.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError
 from quire.server.middleware.api_keys import ApiKey, ApiKeys
-from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, secrets_in
+from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.middleware.rate_limits import RateLimiter, RateLimits
 from quire.server.middleware.request_context import limit_exceeded
@@ -130,11 +129,7 @@ class ClientKeys:
             return None
         key = self._keys.anonymous
         if self._keys.required:
-            given = secrets_in(scope)
-            found = self._keys.find(given[0]) if len(given) == 1 else None
-            if found is None:
-                raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-            key = found
+            key = find_key(self._keys, scope, "--api-key-file")
         if key.requests_per_minute is None and key.tokens_per_minute is None:
             return None
         if scope["method"] != "POST" or path not in COUNTED_PATHS:

@@ -52,7 +52,7 @@ from quire.server.openai.stored_chats import (
 )
 from quire.server.openai.tokenize import apply_template, detokenize, tokenize
 from quire.server.openapi import openapi
-from quire.server.playground import add_playground
+from quire.server.playground import add_playground, add_root
 from quire.server.responses.routes import (
     cancel_response,
     count_input_tokens,
@@ -114,6 +114,8 @@ def build_app(
         app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)
         app.add_api_route("/engine/live", live, methods=["GET"])
         add_playground(app)
+    else:
+        add_root(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(ClientDisconnectedError, _client_disconnected)
@@ -216,13 +218,13 @@ async def show_model(request: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     longest = state.client.config.scheduler.max_model_len
-    parent = None if name in state.model_names else state.model_name
+    parent = None if state.is_served(name) else state.model_name
     return ModelCard(name, state.created, longest, state.defaults, root=name, parent=parent)
 
 
 def _shown(state: ServerState, key: ApiKey, name: str) -> bool:
     """Whether a key may use a model. The served model's names are one model's."""
-    return key.may_use(state.model_name if name in state.model_names else name)
+    return key.may_use(state.model_name if state.is_served(name) else name)
 
 
 async def health(request: Request) -> Response:
