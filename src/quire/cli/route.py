@@ -18,6 +18,7 @@ from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
 from quire.server.args import ServerArgs, check_body_memory, check_endpoint, check_secret
 from quire.server.middleware.hosts import HostCheck
+from quire.server.process.listen import reachable_urls
 
 
 def route(options: RouteOptions) -> None:
@@ -31,6 +32,8 @@ def route(options: RouteOptions) -> None:
 
     def on_ready(url: str) -> None:
         typer.echo(f"Routing at {url}. Its replicas: {url}/fleet. Ctrl-C stops it.")
+        for address in reachable_urls(url, options.host):
+            typer.echo(f"Other machines may reach it at {address}.")
 
     run_router(args, on_ready)
     typer.echo("Stopped. Goodbye.", err=True)

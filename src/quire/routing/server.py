@@ -21,7 +21,7 @@ from quire.routing.replica_state import Role
 from quire.server.args import ServerArgs
 from quire.server.middleware.hosts import HostCheck
 from quire.server.process.http_protocol import BoundedHttpProtocol
-from quire.server.process.listen import bind
+from quire.server.process.listen import bind, url_of
 from quire.server.telemetry.tracing import Exporter
 
 
@@ -108,9 +108,8 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
             proxy_headers=False,
             timeout_graceful_shutdown=int(args.drain_timeout),
         )
-        host, port = sock.getsockname()[:2]
-        address = f"[{host}]" if ":" in host else host
-        server = _RouterServer(config, lambda: on_ready(f"http://{address}:{port}"))
+        url = url_of(sock, ServerArgs())
+        server = _RouterServer(config, lambda: on_ready(url))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)
