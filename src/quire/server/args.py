@@ -63,8 +63,8 @@ class ApiArgs:
 
     served_model_name: tuple[str, ...] = _setting(
         (),
-        "Name of the model in the API (may be repeated; the first one is in answers). With * it is "
-        "a pattern, as in claude-*. Default: its hub id, or its folder's name.",
+        "Name of the model in the API, or a pattern as claude-* (may be repeated). Default: its "
+        "hub id, or its folder's name.",
     )
     generation_config: Literal["auto", "none"] = _setting(
         "auto", "auto: requests default to the sampling settings the model ships with."
