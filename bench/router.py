@@ -28,6 +28,7 @@ from quire.arrays import int32
 from quire.bench.record import append_jsonl, format_table, make_record
 from quire.cache.block_hash import next_hash, root_hash
 from quire.engine.router import Placement, Replica, cheapest, keys_of
+from quire.server.answer_tag import TAG_HEADER
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 OPEN = 32
@@ -46,7 +47,9 @@ class Server(asyncio.Protocol):
             body = b'{"running":0,"waiting":0}'
         elif data.startswith(b"GET /v1/models"):
             body = b'{"data":[{"id":"m"}]}'
-        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n" % len(body)
+        tag = data.partition(TAG_HEADER + b": ")[2].partition(b"\r\n")[0]
+        head += b"%s: %s\r\n\r\n" % (TAG_HEADER, tag) if tag else b"\r\n"
         self.transport.write(head + body)  # type: ignore[attr-defined]
 
 

@@ -8,6 +8,9 @@ from urllib.parse import SplitResult, urlsplit
 
 from quire.errors import ConfigError
 
+_MOST_NAME = 253
+"""Most characters of a host's name (RFC 1035)."""
+
 
 def split_url(url: str, param: str = "url") -> SplitResult:
     """Splits a server's address; http:// may be left out. param: the setting that has it.
@@ -18,11 +21,14 @@ def split_url(url: str, param: str = "url") -> SplitResult:
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         port = parts.port  # raises, where it is no number
+        name = (parts.hostname or "").encode("idna")  # raises, where a part is too long
+        if len(name) > _MOST_NAME:
+            raise ValueError(name)
     except ValueError:
         port = 0
     printed = url.isascii() and url.isprintable() and " " not in url
     if port == 0 or not printed or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is no http address", param)
+        raise ConfigError(f"{url[:200]!r} is no http address", param)
     return parts
 
 

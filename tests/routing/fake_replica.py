@@ -15,6 +15,10 @@ import uvicorn
 
 from quire.kv_events.messages import KVEventLine
 from quire.kv_events.prompt_report import PROMPT_HEADER
+from quire.routing.proxy import with_headers
+from quire.server.answer_tag import TAG_HEADER, tag_in
+from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove
+from quire.server.middleware.api_keys import digest_of
 
 
 @dataclass
@@ -23,7 +27,8 @@ class FakeReplica:
     first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
     events: to be sent. report: of each prompt. nonsense: its answer to the router's questions.
     headers: of its answers. answers_late: how many more looks it lets wait. frozen: it keeps its
-    connections, and says nothing."""
+    connections, and says nothing. key: it needs it, and proves it.
+    other_place: it proves it for another address, as a relay would. keys_seen: what it was sent."""
 
     name: str = "fake"
     checkpoint: str = "a"
@@ -41,12 +46,17 @@ class FakeReplica:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     answers_late: int = 0
     frozen: bool = False
+    key: str | None = None
+    other_place: bool = False
+    keys_seen: list[str] = field(default_factory=list)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     server: Any = None
     url: str = ""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         path = scope["path"]
+        if (tag := tag_in(scope["headers"])) is not None:
+            send = with_headers(send, [(TAG_HEADER, tag)])
         body, more = b"", True
         while more:
             message = await receive()
@@ -55,6 +65,7 @@ class FakeReplica:
         while self.frozen:
             await asyncio.sleep(0.01)
         if path == "/ready":
+            send = self._proving(scope, send)
             if self.answers_late:
                 self.answers_late -= 1
                 await asyncio.sleep(0.5)
@@ -66,6 +77,8 @@ class FakeReplica:
             "/kv/peers",
         ):
             await _answer(send, 200, self.nonsense)
+        elif not self._may_ask(scope):
+            await _answer(send, 401, b"")
         elif path == "/v1/models":
             await _answer(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
         elif path == "/load":
@@ -86,6 +99,20 @@ class FakeReplica:
                 await _answer(send, 404 if missing else self.status, b"refused")
             else:
                 await self._stream(receive, send)
+
+    def _proving(self, scope: Any, send: Any) -> Any:
+        """Returns `send` with a proof of the key, where the router asks for one."""
+        host, port = scope["server"]
+        challenge = dict(scope["headers"]).get(CHALLENGE_HEADER, b"")
+        digests = [] if self.key is None else [digest_of(self.key.encode())]
+        proof = prove(challenge, digests, (host, port + self.other_place))
+        return send if proof is None else with_headers(send, [(PROOF_HEADER, proof)])
+
+    def _may_ask(self, scope: Any) -> bool:
+        sent = dict(scope["headers"]).get(b"authorization")
+        if sent is not None:
+            self.keys_seen.append(sent.decode())
+        return self.key is None or sent == f"Bearer {self.key}".encode()
 
     async def _events(self, send: Any) -> None:
         """Sends the lines that the test puts into `events`; 404 without any."""

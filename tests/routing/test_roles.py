@@ -19,7 +19,7 @@ from quire.routing.prompts import Prompt, read_prompt
 from quire.routing.replica_state import ReplicaState, Role
 from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
-from tests.routing.test_routing import routed, run
+from tests.routing.test_routing import ADMIN, routed, run
 
 RATE = 1000.0
 
@@ -151,10 +151,10 @@ def test_roles_over_http() -> None:
             # The same again is held: its few tokens are computed where it is answered.
             known = setup.fleet.chooser.prefixes.look_up(prompt_of("x" * 4000))
             assert second.state.held_tokens(known) > 900
-            page = (await setup.http.get("/replicas")).json()["replicas"]
+            page = (await setup.http.get("/replicas", headers=ADMIN)).json()["replicas"]
             assert [each["role"] for each in page] == ["prefill", "decode"]
             assert [each["informed"] for each in page] == [False, True]
-            metrics = (await setup.http.get("/metrics")).text
+            metrics = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert 'quire_router_prompts_total{where="apart"} 1.0' in metrics
             # The one that decodes is lost: the other one takes all of a request.
             writer.gate.set()

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app as command
 from quire.errors import ConfigError
+from quire.routing.app import RouterApp
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica import RoutedReplica
@@ -36,6 +37,7 @@ ASK: dict[str, Any] = {"json": {"prompt": "hello", "max_tokens": 3}}
 class Setup:
     http: httpx.AsyncClient
     fleet: Fleet
+    app: RouterApp
 
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(30):
@@ -53,20 +55,22 @@ async def routed(
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
     hosts: HostCheck | None = None,
+    body_memory: int = 100_000,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
     """A router before these, all of which are ready."""
     async with contextlib.AsyncExitStack() as stack:
         for replica in replicas:
             await stack.enter_async_context(serving(replica))
+        settings.setdefault("replica_hosts", ("127.0.0.1",))
         fleet = Fleet(FleetSettings(check_seconds=0.02, **settings))
         for replica, role in zip(replicas, roles or ["both"] * len(replicas), strict=True):
             fleet.join(replica.url, role)
         stack.push_async_callback(fleet.close)
-        app = build_router(fleet, "adm", 100_000, exporter, keys, hosts)
+        app = build_router(fleet, "adm", 100_000, body_memory, exporter, keys, hosts)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
-        setup = Setup(http, fleet)
+        setup = Setup(http, fleet, app)
         await setup.until(
             lambda: all(r.well or not f.ready for r, f in zip(fleet, replicas, strict=True))
         )
@@ -263,7 +267,7 @@ def test_an_answer_that_breaks_ends_the_clients_connection() -> None:
                 await asked
             # What was passed on cannot be taken back: no other replica was asked.
             assert len(dying.seen) + len(other.seen) == 1
-            text = (await setup.http.get("/metrics")).text
+            text = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert "quire_router_broken_answers_total 1.0" in text
 
     run(main)
@@ -361,7 +365,7 @@ def test_replicas_join_and_leave_under_load() -> None:
             assert swapped.status_code == 200
             await setup.until(lambda: len(setup.fleet.replicas) == 1)
             await setup.until(lambda: len(other.seen) > 3)
-            (only,) = (await state("/replicas")).json()["replicas"]
+            (only,) = (await state("/replicas", headers=ADMIN)).json()["replicas"]
             assert only["models"] == ["other"]
             for user in users:
                 user.cancel()
@@ -380,17 +384,17 @@ def test_metrics_tell_of_replicas_that_are_there() -> None:
             for status in (200, 200, 400, 400):
                 first.status = second.status = status
                 assert (await setup.ask()).status_code == status
-            text = (await setup.http.get("/metrics")).text
+            text = (await setup.http.get("/metrics", headers=ADMIN)).text
             gone, stays = setup.fleet
             for name in (gone.name, stays.name):
                 for status in (200, 400):
                     labels = f'{{replica="{name}",status="{status}"}}'
                     assert f"quire_router_requests_total{labels} 1.0" in text
-            states = (await setup.http.get("/replicas")).json()["replicas"]
+            states = (await setup.http.get("/replicas", headers=ADMIN)).json()["replicas"]
             assert [each["requests"] for each in states] == [2, 2]
             await setup.http.delete(f"/replicas/{gone.name}", headers=ADMIN)
             await setup.until(lambda: len(setup.fleet.replicas) == 1)
-            text = (await setup.http.get("/metrics")).text
+            text = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert gone.name not in text
             assert stays.name in text
 
@@ -417,7 +421,7 @@ def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: s
     run(main)
 
 
-def test_a_router_is_no_replica_of_its_own() -> None:
+def test_a_router_is_no_replica_of_its_own(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         replica = FakeReplica()
         replica.gate.set()
@@ -425,7 +429,7 @@ def test_a_router_is_no_replica_of_its_own() -> None:
             own = str(setup.http.base_url).rstrip("/")
             answer = await setup.http.post("/replicas", json={"url": own}, headers=ADMIN)
             assert answer.status_code == 502
-            assert "it is this router" in answer.json()["error"]["message"]
+            assert "cannot join: it is this router" in caplog.text
             # Nor by way of another router.
             async with routed() as second:
                 (first,) = setup.fleet
@@ -434,7 +438,7 @@ def test_a_router_is_no_replica_of_its_own() -> None:
                 assert joined.status_code == 200
                 refused = await setup.http.post("/replicas", json={"url": there}, headers=ADMIN)
                 assert refused.status_code == 502
-                assert "/load answered 508" in refused.json()["error"]["message"]
+                assert "/load answered 508" in caplog.text
                 assert (await second.ask()).text == "one two"
                 assert list(setup.fleet) == [first]
             looped = await setup.ask(headers={"via": setup.fleet.via.decode()})
@@ -464,14 +468,16 @@ def test_headers_that_connection_names_are_left_out() -> None:
 @pytest.mark.parametrize(
     "said", [b"<html>", b"[]", b'{"data": [{"id": 3}]}', b'"\xff"', b"[" * 9999]
 )
-def test_what_is_no_such_server_is_lost_and_cannot_join(said: bytes) -> None:
+def test_what_is_no_such_server_is_lost_and_cannot_join(
+    said: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         replica, other = FakeReplica(), FakeReplica(nonsense=said)
         async with routed(replica) as setup, serving(other):
             joining = {"url": other.url}
             answer = await setup.http.post("/replicas", json=joining, headers=ADMIN)
             assert answer.status_code == 502
-            assert "not answered as it should" in answer.json()["error"]["message"]
+            assert "not answered as it should" in caplog.text
             (routed_replica,) = setup.fleet
             replica.nonsense = said
             await setup.until(lambda: not routed_replica.well)
@@ -519,7 +525,7 @@ def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
             assert (await setup.http.get("/v1/files", headers=asks)).status_code == 200
             assert (await setup.ask(headers={"authorization": "Bearer bb"})).status_code == 200
             assert (await setup.http.get("/ready")).status_code == 200
-            text = (await setup.http.get("/metrics")).text
+            text = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert 'quire_router_refused_total{status="401"} 3.0' in text
             assert 'quire_router_refused_total{status="429"} 2.0' in text
             file.write_text('[c]\nkey = "cc"\n')
@@ -655,6 +661,33 @@ def test_bodies_that_do_not_come_run_out_of_time(
     run(main)
 
 
+def test_bodies_beyond_the_memory_are_refused() -> None:
+    """A body counts until its answer begins, as until then it may be sent again."""
+
+    async def main() -> None:
+        replica = FakeReplica()
+        replica.gate.set()
+        large = b"x" * 90_000
+        async with routed(replica, body_memory=60_000) as setup:
+            replica.frozen = True
+
+            async def ask() -> httpx.Response:
+                return await setup.http.post("/v1/completions", content=large)
+
+            held = [asyncio.create_task(ask()) for _ in range(2)]
+            await setup.until(lambda: setup.app.proxy.bodies.used > 2 * 20_000)
+            refused = await ask()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"] == "1"
+            assert refused.json()["error"]["code"] == "body_memory_full"
+            replica.frozen = False
+            assert {(await each).status_code for each in held} == {200}
+            assert setup.app.proxy.bodies.used == 0
+            assert (await ask()).status_code == 200
+
+    run(main)
+
+
 def test_all_share_a_limit_without_keys() -> None:
     keys = ClientKeys(None, requests_per_minute=1)
 
@@ -754,9 +787,12 @@ def test_addresses() -> None:
     ("words", "message"),
     [
         ([], "name the servers"),
+        (["--admin-api-key", "k"], "replica_hosts names nobody"),
+        (["--admin-api-key", "k", "--replica-hosts", "http://a"], "'http://a' is none of a host"),
         (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
         (["http://a", "--api-key", "a b"], "api_key must be printable"),
         (["http://a", "--check-seconds", "inf"], "finite"),
+        (["http://a", "--max-body-mb", "300"], "max_body_memory_mb=256 must be at least"),
         (["http://a", "--api-key-file", "/none"], "api_key_file: cannot read /none"),
     ],
 )

@@ -37,6 +37,57 @@ def test_routes_and_methods() -> None:
 
 
 @pytest.mark.parametrize(
+    ("method", "path", "says"),
+    [
+        ("POST", "/api/chat", "Ollama's API, which this server does not have. Use POST /v1/chat/"),
+        ("GET", "/api/tags", "Use GET /v1/models."),
+        ("POST", "/api/pull", "This server has OpenAI's API (/v1/chat/completions"),
+        ("POST", "/v1/audio/transcriptions", "OpenAI's API of speech, which this server does not"),
+        ("POST", "/v1/images/generations", "OpenAI's API of images"),
+        ("POST", "/v1/threads/a/runs", "Use POST /v1/responses."),
+        ("POST", "/v1beta/models/a:generateContent", "Gemini's API"),
+        ("GET", "/nowhere", "There is no route 'GET /nowhere'. This server has OpenAI's API"),
+        ("POST", "/chat/completions", "there is POST /v1/chat/completions."),
+        ("POST", "/v1/v1/chat/completions", "there is POST /v1/chat/completions."),
+        ("POST", "/api/v1/chat/completions", "there is POST /v1/chat/completions."),
+        ("POST", "/v1/chat/completions/", "there is POST /v1/chat/completions."),
+        ("POST", "/v1/tokenize", "there is POST /tokenize."),
+        ("POST", "/v1/apis", "There is no route 'POST /v1/apis'."),
+    ],
+)
+def test_a_404_says_what_there_is(method: str, path: str, says: str) -> None:
+    async def go() -> httpx.Response:
+        async with connect(FakeClient()) as http:
+            return await http.request(method, path)
+
+    response = run(go())
+    assert_error(response, 404, None, "no_such_route")
+    assert says in response.json()["error"]["message"]
+
+
+def test_errors_of_routes_are_in_the_shape_of_their_api() -> None:
+    async def go() -> list[httpx.Response]:
+        async with connect(FakeClient()) as http:
+            return [
+                await http.post("/v1/messages/batches", json={}),
+                await http.get("/v1/messages"),
+                await http.get("/v1/chat/completions/a/b"),
+                await http.put("/v1/completions"),
+                await http.post("/" + "é" * 3000),
+            ]
+
+    batches, messages, below, put, long = run(go())
+    assert batches.json()["type"] == "error"
+    assert "Use POST /v1/batches." in batches.json()["error"]["message"]
+    assert (messages.status_code, messages.headers["allow"]) == (405, "POST")
+    assert "GET is not possible at '/v1/messages'; POST is." in messages.text
+    assert below.status_code == 404
+    assert_error(put, 405, None, "method_not_allowed")
+    assert_error(long, 404, None, "no_such_route")
+    assert len(long.text) < 2000
+
+
+@pytest.mark.parametrize(
     ("headers", "status"),
     [
         ({}, 401),

@@ -377,3 +377,26 @@ def test_under_a_root_path_the_door_holds(path: str) -> None:
 def test_metrics_need_a_key_unless_they_are_public() -> None:
     args = ServerArgs(api_key=("k",))
     assert requests(args, ("GET", "/metrics", None))[0].status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("headers", "says"),
+    [
+        ({}, "The API key is missing: send it as 'Authorization: Bearer KEY'."),
+        ({"authorization": "Bearer wrong"}, "The API key is incorrect."),
+        (
+            {"authorization": "Bearer good", "x-api-key": "wrong"},
+            "The request gives several API keys",
+        ),
+    ],
+)
+def test_a_401_says_what_is_wrong_with_the_key(headers: dict[str, str], says: str) -> None:
+    async def go() -> httpx.Response:
+        async with connect(FakeClient(), ServerArgs(api_key=("good",))) as http:
+            return await http.post("/v1/messages", json={}, headers=headers)
+
+    response = run(go())
+    assert response.status_code == 401
+    assert response.json()["error"]["message"].startswith(says)
+    assert "--api-key or --api-key-file" in response.json()["error"]["message"]
+    assert response.headers["x-should-retry"] == "false"

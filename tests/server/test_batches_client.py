@@ -22,6 +22,7 @@ from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.batch import service as service_module
 from quire.server.batch.multipart import FormReader, boundary_of
+from quire.server.batch.service import open_store
 from quire.server.batch.store import BatchStore
 from quire.server.errors import ApiError
 from tests.server.fakes import FakeClient, PlainTokenizer, Update
@@ -377,6 +378,55 @@ def test_refusals(tmp_path: Path) -> None:
             assert len(list(tmp_path.iterdir())) == 3, "of what was refused nothing is left"
 
     run(go())
+
+
+def test_a_key_leaves_room_for_others(tmp_path: Path) -> None:
+    async def go() -> None:
+        async with serving(tmp_path, Recorder(), api_key=("a", "b")) as http:
+            store = http._transport.app.state.batches.store  # type: ignore[attr-defined]
+            store.owner_bytes = 3000
+            form: dict[str, Any] = {"data": {"purpose": "batch"}}
+
+            async def put(key: str, size: int) -> httpx.Response:
+                files = {"file": ("in.jsonl", b"x" * size)}
+                return await http.post("/v1/files", files=files, headers=as_key(key), **form)
+
+            assert (await put("a", 2000)).status_code == 200
+            refused = await put("a", 2000)
+            assert_error(refused, 413, None, "store_full")
+            assert "--batch-key-gb" in refused.json()["error"]["message"]
+            assert (await put("b", 2000)).status_code == 200
+            # What batches write counts, and none begins for a key that has no room.
+            id = await start(http, line("a"), headers=as_key("b"))
+            await until(http, id, "completed", headers=as_key("b"))
+            files = (await http.get("/v1/files", headers=as_key("b"))).json()["data"]
+            assert len(files) == 3
+            store.owner_bytes = sum(file["bytes"] for file in files) - 1
+            body = {
+                "input_file_id": files[0]["id"], "endpoint": URL, "completion_window": "24h",
+            }  # fmt: skip
+            refused = await http.post("/v1/batches", json=body, headers=as_key("b"))
+            assert_error(refused, 413, None, "store_full")
+
+    run(go())
+
+
+@pytest.mark.parametrize(
+    ("args", "bytes_of_a_key"),
+    [
+        ({}, None),
+        ({"api_key": ("a",)}, None),
+        ({"api_key": ("a", "b")}, 500_000_000),
+        ({"api_key": ("a",), "batch_key_gb": 0.25}, 250_000_000),
+    ],
+)
+def test_room_of_a_key(tmp_path: Path, args: dict[str, Any], bytes_of_a_key: int | None) -> None:
+    store = open_store(ServerArgs(batch_dir=str(tmp_path), batch_dir_gb=1.0, **args))
+    assert store is not None
+    assert store.owner_bytes == bytes_of_a_key
+    store.close()
+    with pytest.raises(ConfigError, match="batch_key_gb"):
+        ServerArgs(batch_key_gb=0.0)
 
 
 @pytest.mark.parametrize("sized", [False, True])

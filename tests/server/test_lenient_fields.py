@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -92,6 +93,62 @@ def test_a_model_of_the_current_folder_is_named_as_that(
             return await http.get("/v1/models")
 
     assert [card["id"] for card in run(go()).json()["data"]] == ["model"]
+
+
+@pytest.mark.parametrize(
+    ("names", "own", "fits", "misses"),
+    [
+        (("mine", "claude-*", "gpt-*"), "mine", ["mine", "claude-4", "gpt-"], ["gpt", "xclaude-4"]),
+        (("*",), "fake", ["fake", "a", "a/b:c", "é"], []),
+        (
+            ("a*c", "[x]?.*"),
+            "fake",
+            ["fake", "abc", "[x]?.", "[x]?.y"],
+            ["ab", "abcd", "x?.", "[x]a."],
+        ),
+        (("one", "two"), "one", ["one", "two"], ["fake", "three"]),
+    ],
+)
+def test_names_with_patterns(
+    names: tuple[str, ...], own: str, fits: list[str], misses: list[str]
+) -> None:
+    async def go() -> None:
+        client = FakeClient(adapters=("claude-lora",))
+        async with connect(client, ServerArgs(served_model_name=names)) as http:
+            for name in fits:
+                answer = await http.post("/v1/completions", json={"prompt": [1], "model": name})
+                assert (answer.status_code, answer.json()["model"]) == (200, own)
+                card = (await http.get(f"/v1/models/{quote(name)}")).json()
+                assert (card["id"], card["parent"]) == (name, None)
+            for name in misses:
+                answer = await http.post("/v1/completions", json={"prompt": [1], "model": name})
+                assert_error(answer, 404, "model", "model_not_found")
+            listed = (await http.get("/v1/models")).json()["data"]
+            expected = [*names] if own in names else [own, *names]
+            assert [card["id"] for card in listed] == [*expected, "claude-lora"]
+            assert [card["parent"] for card in listed] == [None] * len(expected) + [own]
+            # An adapter goes before a pattern.
+            card = (await http.get("/v1/models/claude-lora")).json()
+            assert card["parent"] == own
+
+    run(go())
+
+
+def test_a_pattern_is_no_way_around_a_keys_models(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[a]\nkey = "a"\nmodels = ["claude-4"]\n[b]\nkey = "b"\nmodels = ["mine"]\n')
+    file.chmod(0o600)
+    args = ServerArgs(served_model_name=("mine", "claude-*"), api_key_file=str(file))
+
+    async def go() -> None:
+        async with connect(FakeClient(), args) as http:
+            for key, status in (("a", 404), ("b", 200)):
+                headers = {"authorization": f"Bearer {key}"}
+                body = {"prompt": [1], "model": "claude-4"}
+                answer = await http.post("/v1/completions", json=body, headers=headers)
+                assert answer.status_code == status
+
+    run(go())
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

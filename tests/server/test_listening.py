@@ -18,7 +18,8 @@ import trustme
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-from quire.server.process.listen import bind, closing, tls_context
+from quire.server.process import listen
+from quire.server.process.listen import bind, closing, reachable_urls, tls_context, url_of
 from tests.server.server_process import MODEL, Server
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
@@ -168,3 +169,25 @@ def test_settings_that_cannot_be_meant(settings: dict[str, Any], param: str) -> 
     with pytest.raises(ConfigError) as wrong:
         ServerArgs(**settings)
     assert wrong.value.param == param
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_addresses_by_which_others_reach_a_server_on_all_interfaces(
+    host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if host == "::" and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6")
+    args = ServerArgs(host=host, port=0)
+    with bind(args) as sock:
+        sock.listen()
+        port = sock.getsockname()[1]
+        assert url_of(sock, args) == f"http://localhost:{port}"
+        for url in reachable_urls(url_of(sock, args), host):
+            address, _, found = url.removeprefix("http://").rpartition(":")
+            assert not address.startswith("127.")
+            assert int(found) == port
+            socket.create_connection((address, port), timeout=10).close()
+    monkeypatch.setattr(listen, "_own_addresses", lambda: ["10.0.0.5"])
+    assert reachable_urls("https://localhost:8000", host) == ["https://10.0.0.5:8000"]
+    assert reachable_urls("http://127.0.0.1:8000", "127.0.0.1") == []
+    assert reachable_urls("unix:/run/socket", host) == []

@@ -43,7 +43,18 @@ def test_nothing_else_is_public() -> None:
 
 def test_it_can_be_turned_off() -> None:
     statuses = [response.status_code for response in get(*FILES, playground=False)]
-    assert statuses == [404] * len(FILES)
+    assert statuses == [405 if path == "/" else 404 for path in FILES]
+
+
+@pytest.mark.parametrize("playground", [False, True])
+def test_clients_may_ask_for_the_root_alone(playground: bool) -> None:
+    async def go() -> httpx.Response:
+        args = ServerArgs(playground=playground, api_key=("k",))
+        async with connect(FakeClient(), args) as http:
+            return await http.head("/")
+
+    response = run(go())
+    assert (response.status_code, response.content) == (200, b"")
 
 
 def test_it_is_there_behind_a_prefix() -> None:

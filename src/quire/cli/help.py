@@ -55,10 +55,10 @@ SUBJECTS = (
         ("served_model_name", "tool_call_parser", "reasoning_parser"),
         (
             "generation_config", "chat_template", "trust_request_chat_template",
-            "ignore_reasoning_effort", "strict_fields", "max_body_mb",
+            "ignore_reasoning_effort", "strict_fields", "max_body_mb", "max_body_memory_mb",
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
-            "batch_dir", "batch_dir_gb", "batch_file_mb", "batch_days",
+            "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
             "structured_outputs_timeout", "structured_outputs_cache",
         ),
     ),

@@ -13,10 +13,12 @@ from quire.errors import ConfigError
 from quire.routing.choice import route_policy
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import FleetSettings
+from quire.routing.replica_hosts import ReplicaHosts
 from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
-from quire.server.args import ServerArgs, check_endpoint, check_secret
+from quire.server.args import ServerArgs, check_body_memory, check_endpoint, check_secret
 from quire.server.middleware.hosts import HostCheck
+from quire.server.process.listen import reachable_urls
 
 
 def route(options: RouteOptions) -> None:
@@ -30,6 +32,8 @@ def route(options: RouteOptions) -> None:
 
     def on_ready(url: str) -> None:
         typer.echo(f"Routing at {url}. Its replicas: {url}/fleet. Ctrl-C stops it.")
+        for address in reachable_urls(url, options.host):
+            typer.echo(f"Other machines may reach it at {address}.")
 
     run_router(args, on_ready)
     typer.echo("Stopped. Goodbye.", err=True)
@@ -44,9 +48,11 @@ def _router_args(options: RouteOptions) -> RouterArgs:
         fleet=FleetSettings(
             policy=route_policy(options.policy),
             key=options.api_key,
+            replica_hosts=tuple(options.replica_hosts or ()),
             check_seconds=options.check_seconds,
             check_timeout=options.check_timeout,
             connect_timeout=options.connect_timeout,
+            answer_timeout=options.answer_timeout,
             drain_timeout=options.leave_timeout,
         ),
         host=options.host,
@@ -61,7 +67,9 @@ def _router_args(options: RouteOptions) -> RouterArgs:
                 cors_origins=tuple(options.cors_origins or ()),
             )
         ),
+        public_metrics=options.public_metrics,
         max_body_mb=options.max_body_mb,
+        max_body_memory_mb=options.max_body_memory_mb,
         drain_timeout=options.drain_timeout,
         otlp_endpoint=options.otlp_endpoint,
     )
@@ -79,9 +87,16 @@ def _check(options: RouteOptions) -> None:
     if not (options.replicas or options.decode) and options.admin_api_key is None:
         raise ConfigError(
             "name the servers, as in `quire route http://10.0.0.1:8000 http://10.0.0.2:8000`, or "
-            "let them join with --admin-api-key",
+            "let them join with --admin-api-key and --replica-hosts",
             "replicas",
         )
+    if not (options.replicas or options.prefill or options.decode or options.replica_hosts):
+        raise ConfigError(
+            "replica_hosts names nobody, and neither is a server named: none could ever join",
+            "replica_hosts",
+        )
+    ReplicaHosts(options.replica_hosts or ())
+    check_body_memory(options.max_body_mb, options.max_body_memory_mb)
     if options.otlp_endpoint is not None:
         check_endpoint(options.otlp_endpoint)
 

@@ -56,6 +56,14 @@ class RouteOptions:
             help="Key for POST and DELETE of /replicas. Default: the fleet cannot be changed.",
         ),
     ] = None
+    replica_hosts: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Whose servers may join by POST /replicas (may be repeated): a host, *.NAME, a "
+            "network as in 10.0.0.0/8, or * for any; they must prove that they have --api-key. "
+            "HOST:PORT is trusted with it. Default: servers that are named here."
+        ),
+    ] = None
     api_key_file: Annotated[
         str | None,
         typer.Option(
@@ -63,6 +71,9 @@ class RouteOptions:
             "fleet; read again on SIGHUP. Default: keys are the servers' affair."
         ),
     ] = None
+    public_metrics: Annotated[
+        bool, typer.Option("--public-metrics", help="Answer /metrics without a key.")
+    ] = False
     requests_per_minute: Annotated[
         int | None,
         typer.Option(min=1, help="Requests that each key may make in a minute at the whole fleet."),
@@ -101,6 +112,14 @@ class RouteOptions:
     connect_timeout: Annotated[
         float, typer.Option(min=0.01, help="Longest wait for a connection to a replica.")
     ] = 2.0
+    answer_timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.1,
+            help="Longest time in which nothing of an answer comes from a replica; then the "
+            "request ends with 504.",
+        ),
+    ] = 600.0
     drain_timeout: Annotated[
         float, typer.Option(min=0.0, help="Time that requests have when the router stops.")
     ] = 30.0
@@ -108,6 +127,13 @@ class RouteOptions:
         float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
     ] = 120.0
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0
+    max_body_memory_mb: Annotated[
+        float,
+        typer.Option(
+            help="Memory that the bodies of all requests may take together until their answers "
+            "begin; beyond it requests get 503."
+        ),
+    ] = 256.0
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(

@@ -10,6 +10,7 @@ from rich.console import Console
 from quire.cli.progress import progress_bar
 from quire.config import EngineArgs
 from quire.server.args import ServerArgs
+from quire.server.process.listen import reachable_urls
 from quire.server.process.server import run_server
 from quire.server.telemetry import logs
 
@@ -36,6 +37,8 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
         key = ' -H "Authorization: Bearer $KEY"' if asks else ""
         body = {"prompt": "One day, a little fox", "max_tokens": 100, "stream": True}
         typer.echo(f"Serving {model} at {url}. Ctrl-C stops it.\n")
+        for address in reachable_urls(url, server.host):
+            typer.echo(f"Other machines may reach it at {address}.\n")
         if server.uds is not None:
             url = f"--unix-socket {server.uds} http://localhost"
         elif server.playground:

@@ -23,6 +23,7 @@ PROMPT_HEADER = b"x-quire-prompt"
 """An answer's header: tokens, a block's tokens, and hashes of some blocks in base64."""
 
 _MOST_HASHES = 64
+_MOST_TOKENS = 1 << 40
 
 
 def encode_report(tokens: Sequence[int], salt: str, block_size: int) -> bytes:
@@ -48,7 +49,7 @@ def decode_report(value: bytes) -> tuple[int, list[tuple[int, bytes]]] | None:
         count, size = int(tokens), int(block_size)
     except (ValueError, binascii.Error):
         return None
-    if size < 1 or count < 0:
+    if size < 1 or not 0 <= count <= _MOST_TOKENS:
         return None
     places = spread(count // size, _MOST_HASHES)
     return count, [(place * size, name) for place, name in zip(places, found, strict=False)]

@@ -16,10 +16,12 @@ from quire.routing.bodies import read_body
 from quire.routing.client_keys import ClientKeys
 from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
 from quire.routing.metrics import RouterMetrics
-from quire.routing.proxy import Proxy, Receive, Scope, Send
+from quire.routing.proxy import Proxy, Receive, Scope, Send, with_headers
 from quire.routing.replica import RoutedReplica
+from quire.routing.replica_hosts import ReplicaNotAllowedError
 from quire.routing.replica_state import Role
 from quire.routing.upstream import ReplicaLostError
+from quire.server.answer_tag import TAG_HEADER, tag_in
 from quire.server.anthropic.errors import error_body
 from quire.server.errors import ApiError
 from quire.server.middleware.error_handler import is_anthropic
@@ -65,7 +67,8 @@ class FleetState(msgspec.Struct):
 @dataclass(frozen=True)
 class RouterApp:
     """An ASGI application. admin_key: for changes of the fleet; None refuses them. keys: of
-    clients; None leaves them to the servers. hosts: whose names, and pages, may ask; None: any."""
+    clients; None leaves them to the servers. hosts: whose names, and pages, may ask; None: any.
+    public_metrics: /metrics needs no key."""
 
     fleet: Fleet
     proxy: Proxy
@@ -73,10 +76,14 @@ class RouterApp:
     admin_key: str | None
     keys: ClientKeys | None = None
     hosts: HostCheck | None = None
+    public_metrics: bool = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        tag = tag_in(scope["headers"])
+        if tag is not None:  # of a router before this one
+            send = with_headers(send, [(TAG_HEADER, tag)])
         try:
             await self._route(scope, receive, send)
         except ApiError as error:
@@ -98,6 +105,8 @@ class RouterApp:
                 raise ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
             await _answer(send, 200, b"")
         elif path == "/metrics" and method == "GET":
+            if not self.public_metrics:
+                self._check_key(scope)
             text = generate_latest(self.metrics.registry)
             await _answer(send, 200, text, {"content-type": CONTENT_TYPE_LATEST})
         elif path == "/fleet" and method == "GET":
@@ -114,11 +123,13 @@ class RouterApp:
         self, method: str, name: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
         if method == "GET" and not name:
+            self._check_key(scope)
             found = FleetState(self.fleet.settings.policy, [_state(each) for each in self.fleet])
             await _json(send, 200, found)
         elif method == "POST" and not name:
             self._check_admin(scope)
-            body = await read_body(receive, _MOST_JOIN_BYTES)
+            with self.proxy.bodies.hold() as held:
+                body = await read_body(receive, _MOST_JOIN_BYTES, held)
             if body is not None:
                 await _json(send, 200, _state(await self._join(body)))
         elif method == "DELETE" and name:
@@ -130,7 +141,7 @@ class RouterApp:
         else:
             raise ApiError(405, f"{method} is not possible here.")
 
-    async def _join(self, body: bytes) -> RoutedReplica:
+    async def _join(self, body: bytearray) -> RoutedReplica:
         try:
             wanted = msgspec.json.decode(body, type=JoinRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -139,6 +150,8 @@ class RouterApp:
             return await self.fleet.admit(wanted.url, wanted.role, swap=wanted.swap)
         except ConfigError as error:
             raise ApiError(400, str(error), param="url") from None
+        except ReplicaNotAllowedError as error:
+            raise ApiError(403, str(error), param="url", code="replica_not_allowed") from None
         except ReplicaLostError as error:
             raise ApiError(502, f"{wanted.url}: {error}", code="replica_lost") from None
         except OtherModelError as error:
@@ -147,9 +160,28 @@ class RouterApp:
     def _check_admin(self, scope: Scope) -> None:
         if self.admin_key is None:
             raise ApiError(403, "The fleet cannot be changed: start with --admin-api-key.")
-        sent = next((v for name, v in scope["headers"] if name == b"authorization"), b"")
-        if not hmac.compare_digest(sent, b"Bearer " + self.admin_key.encode()):
+        if not _has_key(scope, self.admin_key):
             raise ApiError(401, "This needs the admin key.", code="invalid_api_key")
+
+    def _check_key(self, scope: Scope) -> None:
+        """Checks the key of who asks for what the router knows of its replicas: a client's, the
+        admin's or the replicas'. Without any of them nobody needs one. Raises ApiError, 401."""
+        own = [key for key in (self.admin_key, self.fleet.settings.key) if key]
+        if any(_has_key(scope, key) for key in own):
+            return
+        if self.keys is not None and self.keys.required:
+            self.keys.check(scope)
+        elif own:
+            raise ApiError(
+                401,
+                "This needs the router's --admin-api-key or --api-key as a bearer key.",
+                code="invalid_api_key",
+            )
+
+
+def _has_key(scope: Scope, key: str) -> bool:
+    sent = [value for name, value in scope["headers"] if name == b"authorization"]
+    return len(sent) == 1 and hmac.compare_digest(sent[0], b"Bearer " + key.encode())
 
 
 def _error_body(error: ApiError, path: str) -> bytes:

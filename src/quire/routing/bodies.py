@@ -7,33 +7,40 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from quire.server import request_body
+from quire.server.body_budget import HeldBody
 from quire.server.errors import ApiError
 
 
 async def read_body(
-    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limit: int
-) -> bytes | None:
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limit: int, held: HeldBody
+) -> bytearray | None:
     """Returns a body, which has as long to come as on a server; None if the client leaves before it
     is whole.
 
+    Args:
+        held: keeps what has come.
+
     Raises:
-        ApiError: 408; 413, it has more than `limit` bytes.
+        ApiError: 408; 413, it has more than `limit` bytes; 503, see `BodyBudget`.
     """
     began, size = asyncio.get_running_loop().time(), 0
-    parts: list[bytes] = []
     try:
         async with asyncio.timeout(request_body.BODY_SECONDS) as timeout:
+            held.timeout = timeout
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
+                chunk = message.get("body", b"")
+                size += len(chunk)
                 if size > limit:
-                    raise ApiError(413, f"The body has more than {limit} bytes.")
+                    raise ApiError(
+                        413, f"The body has more than {limit} bytes.", code="body_too_large"
+                    )
+                held.take(chunk)
                 if not message.get("more_body", False):
-                    return b"".join(parts)
+                    return held.whole()
                 more = request_body.BODY_SECONDS + size / request_body.BODY_BYTES_PER_SECOND
                 timeout.reschedule(began + more)
     except TimeoutError:
-        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+        raise held.late() from None

@@ -10,9 +10,8 @@ from starlette.types import Scope
 
 from quire.routing.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
-from quire.server.errors import ApiError
 from quire.server.middleware.api_keys import ApiKey, ApiKeys
-from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, secrets_in
+from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
 from quire.server.middleware.error_handler import is_anthropic
 from quire.server.middleware.rate_limits import RateLimiter, RateLimits
 from quire.server.middleware.request_context import limit_exceeded
@@ -50,7 +49,7 @@ class Allowance:
     _taken: int = field(default=0, init=False)
     _prompt: int = field(default=0, init=False)
 
-    def take_tokens(self, prompt: Prompt, body: bytes) -> None:
+    def take_tokens(self, prompt: Prompt, body: bytes | bytearray) -> None:
         """Takes the tokens that a prompt, estimated by its bytes, and its answer may need: what is
         not used is given back by `settle`. Raises ApiError, 429."""
         if not self.counts:
@@ -110,6 +109,11 @@ class ClientKeys:
         self._keys = ApiKeys(ServerArgs(**args, tokens_per_minute=tokens_per_minute))
         self._limiter = RateLimiter()
 
+    @property
+    def required(self) -> bool:
+        """Tells whether a key is needed."""
+        return self._keys.required
+
     def reload(self) -> None:
         """Reads the file again; errors go to the log."""
         self._keys.reload()
@@ -125,11 +129,7 @@ class ClientKeys:
             return None
         key = self._keys.anonymous
         if self._keys.required:
-            given = secrets_in(scope)
-            found = self._keys.find(given[0]) if len(given) == 1 else None
-            if found is None:
-                raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-            key = found
+            key = find_key(self._keys, scope, "--api-key-file")
         if key.requests_per_minute is None and key.tokens_per_minute is None:
             return None
         if scope["method"] != "POST" or path not in COUNTED_PATHS:
@@ -144,7 +144,7 @@ class ClientKeys:
         return Allowance(key, self._limiter, is_anthropic(path), counts, levels)
 
 
-def _most_answered(body: bytes) -> int:
+def _most_answered(body: bytes | bytearray) -> int:
     """Returns the most tokens of all answers to a request, 0 where its body names no number."""
     try:
         found = _DECODER.decode(body)

@@ -16,6 +16,7 @@ from quire.routing.prefixes import Block
 from quire.routing.prompts import Prompt
 from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
 from quire.routing.replica import Model, RoutedReplica, model_names
+from quire.routing.replica_hosts import ReplicaHosts
 from quire.routing.replica_state import ReplicaState, Role
 from quire.routing.upstream import ReplicaLostError, UnreachableError, Upstream
 
@@ -35,16 +36,20 @@ class UnknownReplicaError(QuireError):
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """policy: who takes a request. key: sent with questions of the router's own. check_seconds:
+    """policy: who takes a request. key: sent with questions of the router's own.
+    replica_hosts: whose servers may join, see `ReplicaHosts`. check_seconds:
     from one look at a replica to the next. check_timeout: seconds until a replica that does not
-    answer such a question is taken for lost. drain_timeout: seconds that a replica's requests have
-    when it leaves."""
+    answer such a question is taken for lost. answer_timeout: seconds without a byte of an answer
+    after which a request is given up. drain_timeout: seconds that a replica's requests have when it
+    leaves."""
 
     policy: RoutePolicy = "prefix"
     key: str | None = None
+    replica_hosts: tuple[str, ...] = ()
     check_seconds: float = 1.0
     check_timeout: float = 5.0
     connect_timeout: float = 2.0
+    answer_timeout: float = 600.0
     drain_timeout: float = 120.0
 
 
@@ -52,6 +57,7 @@ class Fleet:
     """The replicas of one model. Not thread-safe; an event loop owns it.
 
     Attributes:
+        hosts: whose servers may join.
         chooser: decides who takes a request.
         via: what the router adds to `Via` (RFC 9110, 7.6.3), by which it knows its own requests.
     """
@@ -59,6 +65,7 @@ class Fleet:
     def __init__(self, settings: FleetSettings) -> None:
         self.settings = settings
         self.replicas: dict[str, RoutedReplica] = {}
+        self.hosts = ReplicaHosts(settings.replica_hosts)
         self.chooser = Chooser(settings.policy)
         self.via = b"1.1 quire-" + secrets.token_hex(8).encode()
         self._questions = Questions(settings.key, settings.check_timeout, self.via)
@@ -78,13 +85,19 @@ class Fleet:
 
     def join(self, url: str, role: Role = "both") -> RoutedReplica:
         """Takes a replica in, which gets requests once it is well. One that was there already is
-        taken back if it was leaving, in its new role. Raises ConfigError if the address is none."""
+        taken back if it was leaving, in its new role. Its address is trusted with the replicas'
+        key. Raises ConfigError if the address is none."""
         upstream = Upstream(url, self.settings.connect_timeout)
+        self.hosts.trust(upstream.host, upstream.port)
+        return self._join(upstream, role)
+
+    def _join(self, upstream: Upstream, role: Role) -> RoutedReplica:
         known = next((r for r in self if r.upstream.url == upstream.url), None)
         if known is not None:
             known.leaving, known.state.role = False, role
             return known
-        replica = RoutedReplica(next(self._numbers), upstream, role)
+        trusted = self.hosts.trusts(upstream.host, upstream.port)
+        replica = RoutedReplica(next(self._numbers), upstream, role, trusted=trusted)
         self.replicas[replica.name] = self._by_number[replica.number] = replica
         replica.tasks = [asyncio.create_task(each(replica)) for each in (self._watch, self._follow)]
         return replica
@@ -95,22 +108,33 @@ class Fleet:
 
         Raises:
             ConfigError: the address is none.
-            ReplicaLostError: it does not answer, or is not ready.
+            ReplicaNotAllowedError: `replica_hosts` has it not.
+            ReplicaLostError: it does not answer, is not ready, or does not prove that it has the
+                replicas' key. Of an address that is not trusted it is not told which.
             OtherModelError: it serves another model.
         """
-        visitor = RoutedReplica(-1, Upstream(url, self.settings.connect_timeout))
+        upstream = Upstream(url, self.settings.connect_timeout)
+        self.hosts.check(upstream.host, upstream.port)
+        trusted = self.hosts.trusts(upstream.host, upstream.port)
+        visitor = RoutedReplica(-1, upstream, trusted=trusted)
         try:
             await self._questions.look(visitor)
-        except (NotReadyError, LateError) as error:
-            raise ReplicaLostError(str(error)) from None
+        except (NotReadyError, LateError, ReplicaLostError) as error:
+            if trusted or visitor.proven:
+                raise ReplicaLostError(str(error)) from None
+            # The answer must not tell which ports are open, and what listens there.
+            logger.warning("%s cannot join: %s", visitor.name, error)
+            raise ReplicaLostError(
+                "no server that can join is ready there; the router's log says more"
+            ) from None
         finally:
             visitor.upstream.close()
         model = self.model
         if model not in (None, visitor.model) and not swap:
             theirs, ours = (model_names(each) for each in (visitor.model, model))
             raise OtherModelError(f"{visitor.name} serves {theirs}, this router {ours}")
-        replica = self.join(url, role)
-        replica.model = visitor.model
+        replica = self._join(Upstream(url, self.settings.connect_timeout), role)
+        replica.model, replica.proven = visitor.model, visitor.proven
         replica.found_well()
         for other in list(self) if swap else ():
             if other is not replica:
@@ -160,6 +184,7 @@ class Fleet:
                 replica.late(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
+            replica.upstream.give_up_silent(self.settings.answer_timeout)
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
             if task is not asyncio.current_task():
@@ -209,6 +234,8 @@ class Fleet:
                     pause = _REFUSED_SECONDS
                 except ReplicaLostError as error:
                     logger.info("no events of %s: %s", replica.name, error)
+                except Exception:
+                    logger.exception("cannot take in the events of %s", replica.name)
             await asyncio.sleep(pause)
 
     # -- requests ------------------------------------------------------------------------------

@@ -47,7 +47,7 @@ class Prompt:
     continues: bool = False
 
 
-def read_prompt(body: bytes) -> Prompt:
+def read_prompt(body: bytes | bytearray) -> Prompt:
     """Returns the prompt of a request's body; of what is no JSON object, an empty one."""
     try:
         found = _DECODER.decode(body)

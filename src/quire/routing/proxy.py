@@ -25,7 +25,15 @@ from quire.routing.metrics import RouterMetrics
 from quire.routing.prompts import Prompt, read_prompt
 from quire.routing.replica import RoutedReplica
 from quire.routing.tracing import RequestSpan
-from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.routing.upstream import (
+    BadAnswerError,
+    Headers,
+    ReplicaAnswer,
+    ReplicaLostError,
+    SilentError,
+)
+from quire.server.answer_tag import TAG_HEADER
+from quire.server.body_budget import BodyBudget, HeldBody
 from quire.server.errors import ApiError
 from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
 from quire.server.usage_report import ASK_HEADER, USED_HEADER, UsageReader
@@ -39,8 +47,12 @@ _OF_A_CONNECTION = {
     b"transfer-encoding", b"upgrade",
 }  # fmt: skip
 """Headers that are of one connection (RFC 9110, 7.6.1)."""
-_SET_HERE = {b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER}
-_KEPT_BACK = {PROMPT_HEADER, USED_HEADER}
+_SET_HERE = {
+    b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER, TAG_HEADER,
+}  # fmt: skip
+_KEPT_BACK = {PROMPT_HEADER, USED_HEADER, TAG_HEADER}
+_BODILESS = (204, 304)
+"""Statuses whose answers have no body, whatever length they tell."""
 _STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
 _FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
@@ -58,8 +70,10 @@ class Proxy:
         fleet: Fleet,
         metrics: RouterMetrics,
         max_body_bytes: int,
+        max_body_memory_bytes: int,
         exporter: Exporter | None = None,
     ) -> None:
+        self.bodies = BodyBudget(max_body_memory_bytes)
         self._fleet = fleet
         self._metrics = metrics
         self._max_body_bytes = max_body_bytes
@@ -70,13 +84,22 @@ class Proxy:
     ) -> None:
         """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
         began = time.perf_counter()
-        body = await read_body(receive, self._max_body_bytes)
-        if body is None:
-            return
-        exchange = _Exchange(scope, body, read_prompt(body) if body else Prompt(), allowance)
+        with self.bodies.hold() as held:
+            body = await read_body(receive, self._max_body_bytes, held)
+            if body is None:
+                return
+            prompt = read_prompt(body) if body else Prompt()
+            exchange = _Exchange(scope, body, held, prompt, allowance)
+            del body  # it goes when its answer begins
+            await self._answer(exchange, receive, send, began)
+
+    async def _answer(
+        self, exchange: _Exchange, receive: Receive, send: Send, began: float
+    ) -> None:
+        scope, allowance = exchange.scope, exchange.allowance
         if allowance is not None:
-            allowance.take_tokens(exchange.prompt, body)
-            send = _with_headers(send, allowance.headers)
+            allowance.take_tokens(exchange.prompt, exchange.body)
+            send = with_headers(send, allowance.headers)
         task = asyncio.current_task()
         assert task is not None
         leaving = asyncio.create_task(_left(receive))
@@ -101,7 +124,7 @@ class Proxy:
         scope, prompt = exchange.scope, exchange.prompt
         stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
         tried: list[RoutedReplica] = []
-        last: str | None = None
+        last: tuple[RoutedReplica, ReplicaLostError] | None = None
         while True:
             found = self._choose(scope["path"], prompt, tried)
             if found is None:
@@ -115,9 +138,12 @@ class Proxy:
                     headers = self._headers(replica, choice, exchange, span)
                     exchange.sent = True
                     answer = await self._send(replica, headers, exchange)
+                except SilentError as error:
+                    # Another replica would be asked when the client has left long since.
+                    raise ApiError(504, f"{replica.name}: {error}.", code="timeout") from None
                 except ReplicaLostError as error:
                     replica.lost(error)
-                    last, exchange.sent = f"{replica.name}: {error}", False
+                    last, exchange.sent = (replica, error), False
                     self._metrics.retries.inc()
                     continue
                 try:
@@ -131,6 +157,7 @@ class Proxy:
                     if choice.prefill is not None:
                         where = "apart" if choice.prefill else "local"
                         self._metrics.prompts.labels(where).inc()
+                    exchange.drop_body()
                     self._learn(prompt, choice, answer)
                     await self._return(replica, answer, choice, exchange, send)
                     return
@@ -212,7 +239,10 @@ class Proxy:
         exchange: _Exchange,
         send: Send,
     ) -> None:
-        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in _KEPT_BACK]
+        kept_back = _KEPT_BACK
+        if answer.status in _BODILESS:
+            kept_back = kept_back | {b"content-length"}
+        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in kept_back]
         usage = UsageReader(answer.headers) if exchange.metered else None
         exchange.status = answer.status
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
@@ -226,7 +256,8 @@ class Proxy:
         except ReplicaLostError as error:
             # The client has a part of the answer: that it ends too early must show.
             self._metrics.broken.inc()
-            replica.lost(error)
+            if not isinstance(error, SilentError):
+                replica.lost(error)
             raise BrokenAnswerError from None
         rest = b"" if usage is None else usage.end()
         exchange.used = None if usage is None else usage.used
@@ -238,13 +269,15 @@ class Proxy:
 class _Exchange:
     """A request, and what became of it.
 
+    body: empty once its answer has begun, as nobody else is asked then. held: counts it.
     sent: a replica has it, as far as is known. status: of its answer, 0 before there is one.
     pieces: of the answer that have come. used: tokens, as the replica says. whole: the answer has
     come to its end.
     """
 
     scope: Scope
-    body: bytes
+    body: bytes | bytearray
+    held: HeldBody
     prompt: Prompt
     allowance: Allowance | None
     sent: bool = False
@@ -252,6 +285,11 @@ class _Exchange:
     pieces: int = 0
     used: int | None = None
     whole: bool = False
+
+    def drop_body(self) -> None:
+        """Frees the body, which no replica needs any more."""
+        self.body = b""
+        self.held.release()
 
     @property
     def metered(self) -> bool:
@@ -278,7 +316,7 @@ def _end_to_end(headers: Headers) -> Headers:
     return [header for header in headers if header[0] not in left]
 
 
-def _with_headers(send: Send, headers: Headers) -> Send:
+def with_headers(send: Send, headers: Headers) -> Send:
     """Returns `send` with these headers of answers, in place of those of the same names."""
     names = {name for name, _ in headers}
 
@@ -302,6 +340,12 @@ def _is_own(origin: bytes, scope: Scope) -> bool:
     return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
-def _nobody(last: str | None) -> ApiError:
-    reason = "No replica is ready." if last is None else f"No replica answers; the last was {last}."
-    return ApiError(503, reason, code="no_replica", retry_after=1.0)
+def _nobody(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
+    """Returns the error of a request that no replica has answered. last: which failed, and how."""
+    if last is None:
+        return ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
+    replica, error = last
+    reason = f"the last was {replica.name}: {error}."
+    if isinstance(error, BadAnswerError):
+        return ApiError(502, f"No replica gave a valid answer; {reason}", code="bad_answer")
+    return ApiError(503, f"No replica answers; {reason}", code="no_replica", retry_after=1.0)

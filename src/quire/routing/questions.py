@@ -11,11 +11,17 @@ import msgspec
 
 from quire.kv_events.messages import KVEventLine
 from quire.routing.replica import ModelEntry, RoutedReplica
-from quire.routing.upstream import Headers, ReplicaLostError
+from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.server.args import check_secret
+from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, Challenge
+from quire.server.middleware.api_keys import digest_of
 
 logger = logging.getLogger("quire.routing")
 
+_MOST_ANSWER_BYTES = 1 << 22
+"""Most bytes of an answer; a list of thousands of adapters has fewer."""
 _MOST_LINE_BYTES = 1 << 26
+_MOST_PEER_NAME = 256
 
 
 class _Models(msgspec.Struct):
@@ -57,16 +63,26 @@ def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
 
 
 class Questions:
-    """Asks replicas. key: sent along. timeout: seconds an answer may take. via: see `Fleet`."""
+    """Asks replicas.
+
+    Args:
+        key: sent along to those that are trusted or have proved that they have it.
+        timeout: seconds an answer may take.
+        via: see `Fleet`.
+    """
 
     def __init__(self, key: str | None, timeout: float, via: bytes) -> None:
-        self._headers: Headers = [(b"content-type", b"application/json"), (b"via", via)]
-        if key:
-            self._headers.append((b"authorization", b"Bearer " + key.encode()))
+        self._plain: Headers = [(b"content-type", b"application/json"), (b"via", via)]
+        self._key = key.encode() if key else b""
         self._timeout = timeout
 
+    def _headers(self, replica: RoutedReplica) -> Headers:
+        if self._key and (replica.trusted or replica.proven):
+            return [*self._plain, (b"authorization", b"Bearer " + self._key)]
+        return self._plain
+
     async def look(self, replica: RoutedReplica) -> None:
-        """Asks whether it is ready, for its load, and once for its model.
+        """Asks whether it is ready, for its load and its model, which may change at any time.
 
         Raises:
             NotReadyError, LateError
@@ -75,14 +91,15 @@ class Questions:
         try:
             await self._ask_ready(replica)
             load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
-            if replica.model is None or not replica.well:
-                models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
-                # Adapters come and go on each server by itself. A name may be anyone's.
-                replica.model = frozenset(
+            models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
+            # Adapters come and go on each server by itself. A name may be anyone's.
+            replica.serves(
+                frozenset(
                     msgspec.structs.replace(m, root=load.checkpoint or m.root)
                     for m in models.data
                     if m.parent is None
                 )
+            )
         except QuestionRefusedError as error:
             raise ReplicaLostError(str(error)) from None
         if not replica.state.informed:
@@ -101,19 +118,37 @@ class Questions:
         names = _decode("/kv/peers", await self._ask(replica, b"/kv/peers", body), _Peers).peers
         if len(names) != len(urls):
             raise QuestionRefusedError(f"/kv/peers names {len(names)} of {len(urls)} peers")
+        if not all(len(name) <= _MOST_PEER_NAME and check_secret(name) for name in names):
+            raise QuestionRefusedError("/kv/peers names a peer by what no header can hold")
         return names
 
     async def _ask_ready(self, replica: RoutedReplica) -> None:
-        status, _ = await self._answer(replica, b"/ready")
+        headers, challenge = self._plain, None
+        if self._key and not replica.trusted:
+            challenge = Challenge(digest_of(self._key))
+            headers = [*headers, (CHALLENGE_HEADER, challenge.header)]
+        answer, _ = await self._answer(replica, b"/ready", headers)
+        status = answer.status
+        if challenge is not None:
+            proof = next((value for name, value in answer.headers if name == PROOF_HEADER), b"")
+            replica.proven = challenge.is_met(proof, answer.peer)
         if status == 503:
             raise NotReadyError("/ready answered 503")
         if status == 508:
             raise QuestionRefusedError("it is this router")
         if status != 200:
             raise QuestionRefusedError(f"/ready answered {status}")
+        if challenge is not None and not replica.proven:
+            raise QuestionRefusedError(
+                "it does not prove that it has the replicas' key at this address; behind a proxy "
+                "it must be trusted, as HOST:PORT in --replica-hosts"
+            )
 
-    async def _ask(self, replica: RoutedReplica, target: bytes, body: bytes | None = None) -> bytes:
-        status, found = await self._answer(replica, target, body)
+    async def _ask(
+        self, replica: RoutedReplica, target: bytes, body: bytes | None = None
+    ) -> bytearray:
+        answer, found = await self._answer(replica, target, self._headers(replica), body)
+        status = answer.status
         if status == 503:  # its engine has not answered in time
             raise LateError(f"{target.decode()} answered 503")
         if status != 200:
@@ -121,19 +156,25 @@ class Questions:
         return found
 
     async def _answer(
-        self, replica: RoutedReplica, target: bytes, body: bytes | None = None
-    ) -> tuple[int, bytes]:
+        self, replica: RoutedReplica, target: bytes, headers: Headers, body: bytes | None = None
+    ) -> tuple[ReplicaAnswer, bytearray]:
         method = "GET" if body is None else "PUT"
         try:
             async with asyncio.timeout(self._timeout):
-                answer = await replica.upstream.send(method, target, self._headers, body or b"")
+                answer = await replica.upstream.send(method, target, headers, body or b"")
                 try:
-                    found = b"".join([part async for part in answer.parts()])
+                    found = bytearray()
+                    async for part in answer.parts():
+                        found += part
+                        if len(found) > _MOST_ANSWER_BYTES:
+                            raise QuestionRefusedError(
+                                f"{target.decode()} answered more than {_MOST_ANSWER_BYTES} bytes"
+                            )
                 finally:
                     answer.close()
         except TimeoutError:
             raise LateError(f"no answer to {target.decode()}") from None
-        return answer.status, found
+        return answer, found
 
     async def follow(self, replica: RoutedReplica) -> None:
         """Takes in the events of a replica until they end.
@@ -145,7 +186,8 @@ class Questions:
         state = replica.state
         try:
             async with asyncio.timeout(self._timeout) as patience:
-                answer = await replica.upstream.send("GET", b"/kv/events", self._headers, b"")
+                headers = self._headers(replica)
+                answer = await replica.upstream.send("GET", b"/kv/events", headers, b"")
                 try:
                     if answer.status >= 500:
                         raise ReplicaLostError(f"/kv/events answered {answer.status}")

@@ -45,11 +45,17 @@ class RoutedReplica:
         state: what the router knows of it.
         model: what it serves, None until it is known.
         answers: requests that it answered, by their status.
+        trusted: whoever runs the router has named its address: it may have the replicas' key.
+        proven: it has shown that it has the replicas' key, since it was lost last.
         told_peers: the addresses that it was last told to ask for prompts.
     """
 
-    def __init__(self, number: int, upstream: Upstream, role: Role = "both") -> None:
+    def __init__(
+        self, number: int, upstream: Upstream, role: Role = "both", *, trusted: bool = True
+    ) -> None:
         self.number = number
+        self.trusted = trusted
+        self.proven = False
         self.upstream = upstream
         self.name = upstream.url.partition("//")[2]
         self.health: Health = "lost"
@@ -88,6 +94,13 @@ class RoutedReplica:
         self.health, self._late = "ready", 0
         self._silent, self.upstream.heard = 0, False
 
+    def serves(self, model: Model) -> None:
+        """Takes note of its model. What it held of another one is gone."""
+        if self.model not in (None, model):
+            logger.warning("replica %s serves %s now", self.name, model_names(model))
+            self.state.forget()
+        self.model = model
+
     def refuses(self, why: object) -> None:
         """Takes note that it answers, and takes no requests now. It keeps what it holds."""
         if self.health != "refusing":
@@ -116,6 +129,7 @@ class RoutedReplica:
         if self.health != "lost":
             logger.warning("replica %s is lost: %s", self.name, why)
         self.health = "lost"
+        self.proven = False
         self.told_peers = None
         self.state.forget()
         self.upstream.close()

@@ -21,15 +21,15 @@ from quire.routing.replica_state import Role
 from quire.server.args import ServerArgs
 from quire.server.middleware.hosts import HostCheck
 from quire.server.process.http_protocol import BoundedHttpProtocol
-from quire.server.process.listen import bind
+from quire.server.process.listen import bind, url_of
 from quire.server.telemetry.tracing import Exporter
 
 
 @dataclass(frozen=True)
 class RouterArgs:
     """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
-    changes of the fleet. keys: of clients; None leaves them to the servers. hosts: see `RouterApp`.
-    otlp_endpoint: a collector for traces, None for none."""
+    changes of the fleet. keys: of clients; None leaves them to the servers. hosts,
+    public_metrics: see `RouterApp`. otlp_endpoint: a collector for traces, None for none."""
 
     replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
@@ -38,7 +38,9 @@ class RouterArgs:
     admin_key: str | None = None
     keys: ClientKeys | None = None
     hosts: HostCheck | None = None
+    public_metrics: bool = False
     max_body_mb: float = 16.0
+    max_body_memory_mb: float = 256.0
     drain_timeout: float = 30.0
     otlp_endpoint: str | None = None
 
@@ -61,15 +63,18 @@ def build_router(
     fleet: Fleet,
     admin_key: str | None,
     max_body_bytes: int,
+    max_body_memory_bytes: int = 256_000_000,
     exporter: Exporter | None = None,
     keys: ClientKeys | None = None,
     hosts: HostCheck | None = None,
+    *,
+    public_metrics: bool = False,
 ) -> RouterApp:
-    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts: see
-    `RouterApp`."""
+    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts,
+    public_metrics: see `RouterApp`."""
     metrics = RouterMetrics(fleet)
-    proxy = Proxy(fleet, metrics, max_body_bytes, exporter)
-    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts)
+    proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
+    return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts, public_metrics)
 
 
 async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str], None]) -> None:
@@ -79,9 +84,18 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
     try:
         for url, role in args.replicas:
             fleet.join(url, role)
-        size = int(args.max_body_mb * 1e6)
+        sizes = int(args.max_body_mb * 1e6), int(args.max_body_memory_mb * 1e6)
+        app = build_router(
+            fleet,
+            args.admin_key,
+            *sizes,
+            exporter,
+            args.keys,
+            args.hosts,
+            public_metrics=args.public_metrics,
+        )
         config = uvicorn.Config(
-            build_router(fleet, args.admin_key, size, exporter, args.keys, args.hosts),
+            app,
             loop="none",
             http=BoundedHttpProtocol,
             ws="none",
@@ -94,9 +108,8 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
             proxy_headers=False,
             timeout_graceful_shutdown=int(args.drain_timeout),
         )
-        host, port = sock.getsockname()[:2]
-        address = f"[{host}]" if ":" in host else host
-        server = _RouterServer(config, lambda: on_ready(f"http://{address}:{port}"))
+        url = url_of(sock, ServerArgs())
+        server = _RouterServer(config, lambda: on_ready(url))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, server.handle_exit, number, None)

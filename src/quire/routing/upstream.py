@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -13,6 +14,8 @@ import httptools
 
 from quire.errors import ConfigError
 from quire.http_client import split_url
+from quire.server.answer_tag import TAG_HEADER, tag_in
+from quire.server.process.http_protocol import FRAMING_PER_BYTE, HEAD_BYTES
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -31,18 +34,42 @@ class UnreachableError(ReplicaLostError):
     """Nothing is heard from a replica's address."""
 
 
+class BadAnswerError(ReplicaLostError):
+    """A replica's answer is none that can be passed on."""
+
+
+class SilentError(ReplicaLostError):
+    """Nothing of a request's answer has come for too long."""
+
+
+class _StrayAnswerError(Exception):
+    """A kept connection brought an answer that does not show whose it is."""
+
+
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that it is reading. on_data: called when anything comes."""
+    """One connection, and the answer that it is reading.
+
+    The head of an answer has at most `HEAD_BYTES` (in whole reads), interim ones included, and so
+    have its trailers and the framing of its chunks. Trailers are dropped. Anything that comes
+    behind an answer ends the connection: it would be taken for the next request's.
+
+    Args:
+        on_data: called when anything comes.
+    """
 
     def __init__(self, on_data: Callable[[], None]) -> None:
+        self._loop = asyncio.get_running_loop()
         self._on_data = on_data
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpResponseParser(self)
-        self._head: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._head: asyncio.Future[None] = self._loop.create_future()
         self._more = asyncio.Event()
         self._parts: deque[bytes] = deque()
-        self._waiting = 0
-        self._lost = self._bare = self._keeps = False
+        self._waiting = self._framing = 0
+        self._lost = self._bare = self._keeps = self._used = False
+        self._fault: ReplicaLostError | None = None
+        self._tag = b""
+        self._heard = 0.0
         self.headers: Headers = []
         self.complete = True
         self.silent = True
@@ -50,6 +77,11 @@ class _Connection(asyncio.Protocol):
     @property
     def status(self) -> int:
         return int(self._parser.get_status_code())
+
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        name = None if self._transport is None else self._transport.get_extra_info("peername")
+        return None if name is None else (name[0], name[1])
 
     @property
     def reusable(self) -> bool:
@@ -60,22 +92,39 @@ class _Connection(asyncio.Protocol):
 
     @property
     def lost(self) -> bool:
-        return self._lost
+        return self._lost or self._fault is not None
 
-    def begin(self, data: Sequence[bytes], *, bare: bool) -> None:
-        """Sends a request. bare: its answer has no body, whatever its headers say."""
+    def begin(self, data: Sequence[bytes | bytearray], tag: bytes, *, bare: bool) -> None:
+        """Sends a request. tag: of the request. bare: its answer has no body, whatever its headers
+        say."""
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
-        self._head = asyncio.get_running_loop().create_future()
+        self._head = self._loop.create_future()
         self._more.clear()
         self._parts.clear()
-        self.headers, self._waiting, self._bare = [], 0, bare
+        self.headers, self._waiting, self._framing, self._bare = [], 0, 0, bare
         self.complete, self.silent = False, True
+        self._tag, self._heard = tag, self._loop.time()
         self._transport.writelines(data)
 
     async def head(self) -> None:
-        """Waits for the answer's head. Raises ReplicaLostError."""
+        """Waits for the answer's head.
+
+        Raises:
+            ReplicaLostError: there is none, or none that can be passed on.
+            _StrayAnswerError: it may be the answer to an earlier request.
+        """
         await self._head
+        # One whose answers have had tags is kept, so that a head without one is none of these.
+        reused, self._used = self._used, True
+        tag = tag_in(self.headers)
+        if tag == self._tag:
+            return
+        self._keeps = False
+        if reused:
+            raise _StrayAnswerError
+        if tag is not None:
+            raise BadAnswerError("its answer is to another request")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yields the answer's body as it comes. Raises ReplicaLostError."""
@@ -86,10 +135,25 @@ class _Connection(asyncio.Protocol):
                 yield part
             if self.complete:
                 return
-            if self._lost:
-                raise ReplicaLostError("the connection ended within an answer")
+            if self._lost or self._fault is not None:
+                raise self._fault or ReplicaLostError("the connection ended within an answer")
             self._more.clear()
             await self._more.wait()
+
+    def silence(self, now: float) -> float:
+        """Returns the seconds for which the answer has brought nothing; 0 while nobody reads on."""
+        if self.complete or self._waiting > _HIGH_BYTES:
+            return 0.0
+        return now - self._heard
+
+    def fail(self, fault: ReplicaLostError) -> None:
+        """Ends the connection. fault: raised for who waits for more of its answer."""
+        self._fault, self._keeps = self._fault or fault, False
+        if not self._head.done():
+            self._head.set_exception(self._fault)
+            self._head.exception()  # nobody waits for an answer on an idle connection
+        self._more.set()
+        self.abort()
 
     def abort(self) -> None:
         if self._transport is not None:
@@ -102,12 +166,24 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        self.silent = False
+        if self._fault is not None:
+            return
+        self.silent, self._heard = False, self._loop.time()
         self._on_data()
+        if self.complete:
+            self.fail(BadAnswerError("it sent what nobody had asked for"))
+            return
+        self._framing += len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self.abort()
+        except httptools.HttpParserUpgrade:
+            self.fail(BadAnswerError("it changes to another protocol"))
+        except httptools.HttpParserError as error:
+            reason = error.__context__ or error
+            self.fail(BadAnswerError(f"its answer is not valid HTTP: {reason}"))
+        if self._framing > HEAD_BYTES:
+            what = "trailer or framing" if self._head.done() else "head"
+            self.fail(BadAnswerError(f"the {what} of its answer has more than {HEAD_BYTES} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost = True
@@ -119,19 +195,30 @@ class _Connection(asyncio.Protocol):
 
     # -- httptools -----------------------------------------------------------------------------
 
+    # An exception ends the parsing of the answer.
+
+    def on_message_begin(self) -> None:
+        self._check_incomplete()
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers.append((name.lower(), value))
+        if not self._head.done():
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self.status < 200:  # an interim answer
+        status = self.status
+        if 100 <= status < 200 and status != 101:  # an interim answer
             self.headers = []
             return
-        if not self._head.done():
-            self._head.set_result(None)
+        if not 200 <= status < 600:
+            raise ValueError(f"its status is {status:03d}")
+        self._framing = 0
+        self._head.set_result(None)
         if self._bare:
             self.on_message_complete()
 
     def on_body(self, body: bytes) -> None:
+        self._check_incomplete()
+        self._framing = max(0, self._framing - (1 + FRAMING_PER_BYTE) * len(body))
         self._parts.append(body)
         self._take(len(body))
         self._more.set()
@@ -141,7 +228,12 @@ class _Connection(asyncio.Protocol):
             # The parser knows it now, and no more when it has left this message.
             self._keeps = self._parser.should_keep_alive()
             self.complete = True
+            self._framing = 0
             self._more.set()
+
+    def _check_incomplete(self) -> None:
+        if self.complete:
+            raise ValueError("more came than one answer")
 
     def _take(self, more: int) -> None:
         before, self._waiting = self._waiting, self._waiting + more
@@ -161,6 +253,11 @@ class ReplicaAnswer:
         self.status = connection.status
         self.headers = connection.headers
 
+    @property
+    def peer(self) -> tuple[str, int] | None:
+        """The address and port of the other end; None where it has gone."""
+        return self._connection.peer
+
     def parts(self) -> AsyncIterator[bytes]:
         """Yields the body as it comes. Raises ReplicaLostError."""
         return self._connection.parts()
@@ -175,6 +272,7 @@ class Upstream:
     """The connections to one replica.
 
     Attributes:
+        host, port: of the address.
         heard: whether anything has come on any of them; who asks sets it back.
 
     Raises:
@@ -187,35 +285,48 @@ class Upstream:
             raise ConfigError(f"{url!r} is no http address", "replicas")
         base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
-        self._host, self._port = parts.hostname, parts.port or _PORTS[parts.scheme]
+        self.host, self.port = parts.hostname, parts.port or _PORTS[parts.scheme]
         self._base = base.encode()
         self._authority = parts.netloc.rpartition("@")[2].encode()
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
         self._connect_timeout = connect_timeout
+        self._tags = itertools.count(1)
         self._idle: deque[_Connection] = deque()
         self._used: set[_Connection] = set()
         self.heard = False
 
     async def send(
-        self, method: str, target: bytes, headers: Headers, body: bytes
+        self, method: str, target: bytes, headers: Headers, body: bytes | bytearray
     ) -> ReplicaAnswer:
         """Sends a request and waits for the head of its answer. headers: without those of the
-        connection. Raises ReplicaLostError."""
+        connection.
+
+        Raises:
+            ReplicaLostError: it cannot be reached, or gives no answer that can be passed on.
+        """
         lines = [method.encode(), b" ", self._base + target, b" HTTP/1.1\r\nhost: "]
         lines += [self._authority, b"\r\ncontent-length: %d\r\n" % len(body)]
         for name, value in headers:
             lines += [name, b": ", value, b"\r\n"]
+        tag = b"%x" % next(self._tags)
+        lines += [TAG_HEADER, b": ", tag, b"\r\n"]
         data = [b"".join((*lines, b"\r\n")), body]
+        stray = False
         while True:
-            connection, fresh = await self._connection()
+            connection, fresh = await self._connection(kept=not stray)
             self._used.add(connection)
-            connection.begin(data, bare=method == "HEAD")
+            connection.begin(data, tag, bare=method == "HEAD")
             try:
                 await connection.head()
                 return ReplicaAnswer(self, connection)
+            except _StrayAnswerError:
+                self._used.discard(connection)
+                connection.abort()
+                stray = True
             except ReplicaLostError:
                 given_up = connection not in self._used
                 self._used.discard(connection)
+                connection.abort()
                 # A kept connection may have been closed meanwhile: then nothing was computed.
                 if fresh or given_up or not connection.silent:
                     raise
@@ -224,8 +335,9 @@ class Upstream:
                 connection.abort()
                 raise
 
-    async def _connection(self) -> tuple[_Connection, bool]:
-        while self._idle:
+    async def _connection(self, *, kept: bool) -> tuple[_Connection, bool]:
+        """Returns a connection, and whether it is a new one. kept: it need not be."""
+        while kept and self._idle:
             connection = self._idle.pop()
             if not connection.lost:
                 return connection, False
@@ -233,12 +345,14 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._hear), self._host, self._port, ssl=self._tls
+                    lambda: _Connection(self._hear), self.host, self.port, ssl=self._tls
                 )
         except TimeoutError:
             raise UnreachableError("it does not accept connections") from None
-        except OSError as error:
-            kind = UnreachableError if error.errno in _NO_HOST else ReplicaLostError
+        except (OSError, ValueError) as error:
+            kind = (
+                UnreachableError if getattr(error, "errno", None) in _NO_HOST else ReplicaLostError
+            )
             raise kind(str(error) or "it does not accept connections") from None
         return connection, True
 
@@ -257,6 +371,14 @@ class Upstream:
         """Ends the connections in use: who waits for an answer gets ReplicaLostError."""
         while self._used:
             self._used.pop().abort()
+
+    def give_up_silent(self, seconds: float) -> None:
+        """Ends the connections in use of whose answers nothing has come for so long: who waits gets
+        SilentError."""
+        now = asyncio.get_running_loop().time()
+        for connection in [each for each in self._used if each.silence(now) > seconds]:
+            self._used.discard(connection)
+            connection.fail(SilentError(f"it sent nothing for {seconds:g} s (--answer-timeout)"))
 
     def close(self) -> None:
         """Ends the connections that are not in use."""

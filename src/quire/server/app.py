@@ -21,6 +21,7 @@ from quire.server.anthropic.routes import list_models as anthropic_models
 from quire.server.args import ServerArgs
 from quire.server.batch.service import BatchService
 from quire.server.batch.store import BatchStore
+from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove
 from quire.server.middleware.api_keys import ApiKey
 from quire.server.middleware.auth import AuthMiddleware
 from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
@@ -52,7 +53,7 @@ from quire.server.openai.stored_chats import (
 )
 from quire.server.openai.tokenize import apply_template, detokenize, tokenize, tokenizer_info
 from quire.server.openapi import openapi
-from quire.server.playground import add_playground
+from quire.server.playground import add_playground, add_root
 from quire.server.responses.routes import (
     cancel_response,
     count_input_tokens,
@@ -114,6 +115,8 @@ def build_app(
         app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)
         app.add_api_route("/engine/live", live, methods=["GET"])
         add_playground(app)
+    else:
+        add_root(app)
     for kind in (QuireError, HTTPException, Exception):
         app.add_exception_handler(kind, handle_error)
     app.add_exception_handler(ClientDisconnectedError, _client_disconnected)
@@ -221,13 +224,13 @@ async def show_model(request: Request) -> Response:
 
 def _card(state: ServerState, name: str) -> ModelCard:
     longest = state.client.config.scheduler.max_model_len
-    parent = None if name in state.model_names else state.model_name
+    parent = None if state.is_served(name) else state.model_name
     return ModelCard(name, state.created, longest, state.defaults, root=name, parent=parent)
 
 
 def _shown(state: ServerState, key: ApiKey, name: str) -> bool:
     """Whether a key may use a model. The served model's names are one model's."""
-    return key.may_use(state.model_name if name in state.model_names else name)
+    return key.may_use(state.model_name if state.is_served(name) else name)
 
 
 async def health(request: Request) -> Response:
@@ -240,10 +243,19 @@ async def ready(request: Request) -> Response:
     """Answers 200 while requests are taken.
 
     Answers 503 when the engine is gone, its loop has not turned for `stuck_timeout`, or the server
-    is stopping. A queue, however long, is no reason.
+    is stopping. A queue, however long, is no reason. A router that asks for it gets a proof that
+    this server has the replicas' key (`key_proof`).
     """
-    state_of(request).check_ready()
-    return json_response({"status": "ready"})
+    state = state_of(request)
+    state.check_ready()
+    response = json_response({"status": "ready"})
+    challenge = request.headers.get(CHALLENGE_HEADER.decode())
+    if challenge is not None:
+        digests, address = state.keys.admin_digests(), request.scope.get("server")
+        proof = prove(challenge.encode("latin-1"), digests, address)
+        if proof is not None:
+            response.headers[PROOF_HEADER.decode()] = proof.decode()
+    return response
 
 
 async def metrics(request: Request) -> Response:

@@ -23,6 +23,15 @@ def check_secret(secret: str) -> bool:
     return bool(secret) and secret.isascii() and secret.isprintable() and " " not in secret
 
 
+def check_body_memory(body_mb: float, memory_mb: float) -> None:
+    """Raises ConfigError unless the memory for all bodies is finite and holds the largest one."""
+    if not (math.isfinite(memory_mb) and memory_mb >= body_mb):
+        raise ConfigError(
+            f"max_body_memory_mb={memory_mb:g} must be at least max_body_mb={body_mb:g}",
+            "max_body_memory_mb",
+        )
+
+
 def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
     try:
@@ -54,7 +63,7 @@ class ApiArgs:
 
     served_model_name: tuple[str, ...] = _setting(
         (),
-        "Name of the model in the API (may be repeated; the first one is in answers). Default: its "
+        "Name of the model in the API, or a pattern as claude-* (may be repeated). Default: its "
         "hub id, or its folder's name.",
     )
     generation_config: Literal["auto", "none"] = _setting(
@@ -87,9 +96,15 @@ class ApiArgs:
         False, "Refuse hints (fields that an answer can do without) instead of ignoring them."
     )
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
+    max_body_memory_mb: float = _setting(
+        256.0,
+        "Memory that the bodies of all requests may take together while they come, in MB, for each "
+        "of --api-workers; beyond it requests get 503.",
+    )
 
     def __post_init__(self) -> None:
         self._positive("max_body_mb")
+        check_body_memory(self.max_body_mb, self.max_body_memory_mb)
         if any(not name for name in self.served_model_name):
             raise ConfigError("served_model_name: a name is empty", "served_model_name")
         self._one_of("generation_config", "tool_call_parser", "reasoning_parser")
@@ -114,6 +129,10 @@ class ApiArgs:
     @property
     def max_body_bytes(self) -> int:
         return int(self.max_body_mb * 1e6)
+
+    @property
+    def max_body_memory_bytes(self) -> int:
+        return int(self.max_body_memory_mb * 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +197,10 @@ class ServerArgs(ApiArgs):
         "neither.",
     )
     batch_dir_gb: float = _setting(10.0, "Room for files in it, in GB.")
+    batch_key_gb: float | None = _setting(
+        None,
+        "Room for the files of one API key in it, in GB. Default: half where there are several.",
+    )
     batch_file_mb: float = _setting(200.0, "Largest uploaded file, in MB.")
     batch_days: float = _setting(30.0, "Days after which files and batches that ended are gone.")
     playground: bool = _setting(
@@ -260,6 +283,8 @@ class ServerArgs(ApiArgs):
             self._positive("stuck_timeout")
         self._positive("response_store_mb", "response_store_hours")
         self._positive("batch_dir_gb", "batch_file_mb", "batch_days")
+        if self.batch_key_gb is not None:
+            self._positive("batch_key_gb")
         for name, least, most in (
             ("engine_restarts", 0, 1000),
             ("api_workers", 1, 64),

@@ -11,7 +11,7 @@ MAX_VALUES = 1_000_000
 _SLICE = 64 * 1024
 
 
-def check_json_size(data: bytes) -> None:
+def check_json_size(data: bytes | bytearray) -> None:
     """Refuses a JSON text whose decoding would hold the interpreter's lock for long.
 
     A decoder and a validator run to their end before another thread may go on, for as long as there

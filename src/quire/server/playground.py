@@ -48,6 +48,15 @@ def add_playground(app: FastAPI) -> None:
         app.add_api_route(path, _sender(name), methods=["GET", "HEAD"], include_in_schema=False)
 
 
+def add_root(app: FastAPI) -> None:
+    """Adds `HEAD /` to a server without the playground: clients ask it first of all."""
+    app.add_api_route("/", _nothing, methods=["HEAD"], include_in_schema=False)
+
+
+async def _nothing(request: Request) -> Response:
+    return Response()
+
+
 def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
     data = (_FOLDER / name).read_bytes()
     tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
+from quire.server.body_budget import HeldBody, too_late
 from quire.server.errors import ApiError, from_validation
 from quire.server.json_size import check_json_size
 from quire.server.middleware.request_context import context_of
@@ -31,7 +32,7 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     """Returns the validated body. Large ones are parsed one at a time in a thread.
 
     Raises:
-        ApiError: 408, 413, 415, or 400 with the field's name.
+        ApiError: 408, 413, 415, 503, or 400 with the field's name.
     """
     # Other content types are refused rather than guessed: browsers may send forms and plain text
     # across sites without asking first, JSON they may not.
@@ -40,27 +41,35 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
-    async with body_time(request) as timeout:
-        data = b"".join([chunk async for chunk in body_chunks(request, limit, timeout)])
-    if len(data) <= _OFF_LOOP_BYTES:
-        return parse(data, model)
-    loop, thread = asyncio.get_running_loop(), state_of(request).parse_thread
-    run = contextvars.copy_context().run  # which knows the request's hints
-    return await loop.run_in_executor(thread, run, _parse_large, data, model)
+    state = state_of(request)
+    with state.bodies.hold() as held:
+        async with body_time(request, held) as timeout:
+            async for chunk in body_chunks(request, limit, timeout):
+                held.take(chunk)
+        data = held.whole()
+        if len(data) <= _OFF_LOOP_BYTES:
+            return parse(data, model)
+        loop, thread = asyncio.get_running_loop(), state.parse_thread
+        run = contextvars.copy_context().run  # which knows the request's hints
+        return await loop.run_in_executor(thread, run, _parse_large, data, model)
 
 
 @contextlib.asynccontextmanager
-async def body_time(request: Request) -> AsyncIterator[asyncio.Timeout]:
+async def body_time(
+    request: Request, held: HeldBody | None = None
+) -> AsyncIterator[asyncio.Timeout]:
     """Bounds the time in which a body must come; `body_chunks` moves its end.
 
-    Raises ApiError, 408, when it is over.
+    Raises ApiError when it is over: 408, or 503 where the body gave way to others.
     """
     remaining = context_of(request).remaining
     try:
         async with asyncio.timeout(remaining), asyncio.timeout(BODY_SECONDS) as timeout:
+            if held is not None:
+                held.timeout = timeout
             yield timeout
     except TimeoutError:
-        raise ApiError(408, "The body did not arrive in time.", code="timeout") from None
+        raise (too_late() if held is None else held.late()) from None
 
 
 async def body_chunks(
@@ -87,7 +96,7 @@ async def body_chunks(
         raise ApiError(400, "The client left before its request was read.") from None
 
 
-def _parse_large(data: bytes, model: type[Model]) -> Model:
+def _parse_large(data: bytearray, model: type[Model]) -> Model:
     check_json_size(data)
     # Parsers make many objects and no garbage. The collector would look through all of them again
     # and again, which doubles the time for which the interpreter's lock is held.
@@ -98,7 +107,7 @@ def _parse_large(data: bytes, model: type[Model]) -> Model:
         gc.enable()
 
 
-def parse(data: bytes, model: type[Model]) -> Model:
+def parse(data: bytes | bytearray, model: type[Model]) -> Model:
     """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone
     surrogates."""
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fnmatch
 import hashlib
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from quire.adapters.registry import folder_of, names_in
 from quire.engine.stuck import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.server.args import ServerArgs
+from quire.server.body_budget import BodyBudget
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.middleware.api_keys import ApiKeys
@@ -75,6 +78,7 @@ class ServerState:
     count_threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="count")
     )
+    bodies: BodyBudget = field(init=False)
     draining: bool = False
     sleep_level: int = 0
     changing_sleep: bool = False
@@ -82,6 +86,8 @@ class ServerState:
     """Running generations."""
     _full_until: dict[str, float] = field(default_factory=dict)
     """By the name of a tenant."""
+    _patterns: re.Pattern[str] | None = field(default=None, init=False)
+    """Fits the names that are the served model's by a pattern."""
 
     def __post_init__(self) -> None:
         """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
@@ -90,7 +96,11 @@ class ServerState:
         Raises:
             ConfigError: the chat template or the key file cannot be used.
         """
+        patterns = [name for name in self.args.served_model_name if "*" in name]
+        if patterns:
+            self._patterns = re.compile("|".join(map(_regex_of, patterns)))
         self.keys = ApiKeys(self.args)
+        self.bodies = BodyBudget(self.args.max_body_memory_bytes)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
         self.fingerprint = f"fp_{hashlib.sha256(known).hexdigest()[:12]}"
         tokenizer, file = self.client.tokenizer, self.args.chat_template
@@ -114,20 +124,33 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """The model's name in answers: the first of `model_names`."""
-        return self.model_names[0]
+        """The model's name in answers: the first of `model_names` that is no pattern."""
+        return next(name for name in self.model_names if "*" not in name)
 
     @property
     def model_names(self) -> tuple[str, ...]:
         """The model's names in the API: the setting, the hub id, or the folder's name without its
-        path."""
+        path. With `*` a name is a pattern."""
+        given = self.args.served_model_name
+        if any("*" not in name for name in given):
+            return given
+        return self._own_name, *given
+
+    @property
+    def _own_name(self) -> str:
         config = self.client.config
-        if self.args.served_model_name:
-            return self.args.served_model_name
         if Path(config.model_name).is_dir():
             # A path like `.` has no name of its own.
-            return (os.path.basename(os.path.abspath(config.model_path)) or config.model_name,)
-        return (config.model_name,)
+            return os.path.basename(os.path.abspath(config.model_path)) or config.model_name
+        return config.model_name
+
+    def is_served(self, name: str) -> bool:
+        """Tells whether a name is the served model's, which an adapter's is not, even if a pattern
+        fits it."""
+        if name in self.model_names:
+            return True
+        fits = self._patterns is not None and self._patterns.fullmatch(name) is not None
+        return fits and not self.is_adapter(name)
 
     async def count(self, work: Callable[[], T]) -> T:
         """Tokenizes what is not run."""
@@ -189,7 +212,7 @@ class ServerState:
         Raises:
             ApiError: 404, `name` is neither, or a model that the request's key may not use.
         """
-        if name is None or name in self.model_names:
+        if name is None or self.is_served(name):
             wanted = self.model_name
         elif self.is_adapter(name):
             wanted = context.adapter = name
@@ -219,6 +242,12 @@ class ServerState:
                 code="no_tokenizer",
             )
         return self.client.tokenizer
+
+
+def _regex_of(pattern: str) -> str:
+    """Returns an expression for a name in which `*` stands for any text."""
+    # Only the star is special, and `fnmatch` knows how to match many of them in linear time.
+    return fnmatch.translate(re.sub(r"[?\[]", r"[\g<0>]", pattern))
 
 
 def state_of(request: Request) -> ServerState:

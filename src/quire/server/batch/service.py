@@ -58,7 +58,12 @@ def open_store(args: ServerArgs) -> BatchStore | None:
     if args.batch_dir is None:
         return None
     seconds = args.batch_days * 24 * 3600
-    return BatchStore(Path(args.batch_dir), round(args.batch_dir_gb * 1e9), seconds)
+    size, own = round(args.batch_dir_gb * 1e9), None
+    if args.batch_key_gb is not None:
+        own = round(args.batch_key_gb * 1e9)
+    elif args.api_key_file is not None or len(args.api_key) > 1:
+        own = size // 2
+    return BatchStore(Path(args.batch_dir), size, seconds, owner_bytes=own)
 
 
 class BatchService:
@@ -115,7 +120,7 @@ class BatchService:
             )
         now = self.store.now
         batch = BatchObject(
-            self.store.new_batch_id(), endpoint, file.id, now, now + WINDOW_SECONDS,
+            self.store.new_batch_id(owner), endpoint, file.id, now, now + WINDOW_SECONDS,
             metadata=metadata,
         )  # fmt: skip
         record = BatchRecord(owner.hex(), batch, new_id("file"), new_id("file"), output_seconds)

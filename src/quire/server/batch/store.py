@@ -8,7 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,6 +41,8 @@ class BatchStore:
 
     Attributes:
         max_bytes: bytes that files may take in all.
+        owner_bytes: bytes that an owner's files may take, and then half of `MAX_RECORDS` is for one
+            owner; None: one may have all.
         seconds: life of files, and of batches that have ended.
 
     Raises:
@@ -53,14 +55,17 @@ class BatchStore:
         max_bytes: int,
         seconds: float,
         clock: Callable[[], float] = time.time,
+        *,
+        owner_bytes: int | None = None,
     ) -> None:
         self.folder = folder
         self.max_bytes = max_bytes
+        self.owner_bytes = owner_bytes
         self.seconds = seconds
         self.clock = clock
         self._files: dict[str, FileRecord] = {}
         self._batches: dict[str, BatchRecord] = {}
-        self._reserved: list[int] = []
+        self._reserved: list[tuple[str, int]] = []
         self._swept = 0.0
         try:
             self._open()
@@ -121,28 +126,56 @@ class BatchStore:
 
     @property
     def used(self) -> int:
-        """Bytes of all files, and of those that are coming."""
-        return sum(record.file.bytes for record in self._files.values()) + sum(self._reserved)
+        """Bytes of all files, and of those that are coming or being written."""
+        return self._used()[1]
 
-    @contextmanager
-    def reserved(self, size: int) -> Iterator[None]:
-        """Keeps room for a file of at most so many bytes while it comes.
+    def _used(self, owner: str | None = None) -> tuple[int, int]:
+        """Returns the number and bytes of an owner's files, or of all, with those that are coming
+        and those that batches write."""
+        sizes = [r.file.bytes for r in self._files.values() if owner in (None, r.owner)]
+        sizes += [size for whose, size in self._reserved if owner in (None, whose)]
+        for record in self._batches.values():
+            if not record.ended and owner in (None, record.owner):
+                for id in (record.outputs, record.failures):
+                    with suppress(FileNotFoundError):
+                        sizes.append(self.data(id).stat().st_size)
+        return len(sizes), sum(sizes)
 
-        Raises ApiError, 413, where there is none.
-        """
-        self._sweep()
-        count = len(self._files) + len(self._reserved)
-        if self.used + size > self.max_bytes or count >= MAX_RECORDS:
+    def _check_room(self, owner: bytes, size: int) -> None:
+        """Raises ApiError, 413, where there is no room for so many bytes more, of this owner or of
+        any."""
+        if self.owner_bytes is not None:
+            count, used = self._used(owner.hex())
+            if used + size > self.owner_bytes or count >= MAX_RECORDS // 2:
+                raise ApiError(
+                    413,
+                    f"This key has {count} files of {used / 1e9:.3g} GB, and may have "
+                    f"{MAX_RECORDS // 2} of {self.owner_bytes / 1e9:g} GB (--batch-key-gb): delete "
+                    "some, or wait until they expire.",
+                    code="store_full",
+                )
+        count, used = self._used()
+        if used + size > self.max_bytes or count >= MAX_RECORDS:
             raise ApiError(
                 413,
-                "This server's store of files is full: delete some, or wait until they expire.",
+                "This server's store of files is full (--batch-dir-gb): delete some, or wait until "
+                "they expire.",
                 code="store_full",
             )
-        self._reserved.append(size)
+
+    @contextmanager
+    def reserved(self, owner: bytes, size: int) -> Iterator[None]:
+        """Keeps room for a file of at most so many bytes while it comes.
+
+        Raises ApiError, 413, where there is none, of this owner or of any.
+        """
+        self._sweep()
+        self._check_room(owner, size)
+        self._reserved.append((owner.hex(), size))
         try:
             yield
         finally:
-            self._reserved.remove(size)
+            self._reserved.remove((owner.hex(), size))
 
     def add_file(
         self, id: str, owner: bytes, filename: str, purpose: str, seconds: float | None
@@ -193,11 +226,15 @@ class BatchStore:
         self._write(record.id, record)
         self._batches[record.id] = record
 
-    def new_batch_id(self) -> str:
-        """Raises ApiError, 413, where there is no room for another batch."""
+    def new_batch_id(self, owner: bytes) -> str:
+        """Raises ApiError, 413, where there is no room for another batch, or for what it writes."""
         self._sweep()
+        self._check_room(owner, 0)
         if len(self._batches) >= MAX_RECORDS:
             raise ApiError(413, "This server keeps no more batches.", code="store_full")
+        own = sum(record.owner == owner.hex() for record in self._batches.values())
+        if self.owner_bytes is not None and own >= MAX_RECORDS // 2:
+            raise ApiError(413, "This server keeps no more batches of a key.", code="store_full")
         return new_id("batch", "_")
 
     def batch(self, id: str, owner: bytes) -> BatchRecord:

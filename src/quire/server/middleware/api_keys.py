@@ -103,6 +103,10 @@ class ApiKeys:
         key = self._by_tag.get(self._tag(digest), self.anonymous)
         return key if hmac.compare_digest(digest, key.digest) else None
 
+    def admin_digests(self) -> list[bytes]:
+        """Returns the digests of the admins' keys; none where no key is needed."""
+        return [key.digest for key in self._by_tag.values() if key.admin]
+
     def with_digest(self, digest: bytes) -> ApiKey | None:
         """Returns the key of a secret's digest, which must come from here; None: there is no such
         key any more."""

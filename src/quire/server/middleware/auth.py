@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server import playground
 from quire.server.errors import ApiError, stopping
-from quire.server.middleware.api_keys import ApiKey
+from quire.server.middleware.api_keys import ApiKey, ApiKeys
 from quire.server.middleware.error_handler import error_response, is_anthropic, route_of
 from quire.server.middleware.hosts import HostCheck
 from quire.server.middleware.request_context import context_in
@@ -88,10 +88,7 @@ class AuthMiddleware:
             self.hosts.check(scope)
             if path in self.public:
                 return
-            key = self._key(scope)
-            if key is None:
-                raise ApiError(401, "Incorrect or missing API key.", code="invalid_api_key")
-            context.key = key
+            context.key = self._key(scope)
         if scope["method"] == "POST" and path in COUNTED_PATHS:
             if self.state.draining:  # on a connection that was open before
                 raise stopping()
@@ -101,12 +98,36 @@ class AuthMiddleware:
         else:
             context.read_limits()
 
-    def _key(self, scope: Scope) -> ApiKey | None:
+    def _key(self, scope: Scope) -> ApiKey:
         keys = self.state.keys
-        if not keys.required:
-            return keys.anonymous
-        given = secrets_in(scope)
-        return keys.find(given[0]) if len(given) == 1 else None
+        return (
+            find_key(keys, scope, "--api-key or --api-key-file")
+            if keys.required
+            else (keys.anonymous)
+        )
+
+
+def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
+    """Returns the key that a request gives. flags: those that name the keys, for the error.
+
+    Raises ApiError, 401.
+    """
+    given = secrets_in(scope)
+    key = keys.find(given[0]) if len(given) == 1 else None
+    if key is None:
+        if not given:
+            problem = "The API key is missing: send it as 'Authorization: Bearer KEY'"
+        elif len(given) > 1:
+            problem = "The request gives several API keys: send one"
+        else:
+            problem = "The API key is incorrect"
+        raise ApiError(
+            401,
+            f"{problem}. The server was started with keys ({flags}).",
+            code="invalid_api_key",
+            retry=False,
+        )
+    return key
 
 
 def secrets_in(scope: Scope) -> list[bytes]:

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.kv_events.prompt_report import LOCAL, PREFILL_HEADER, PROMPT_HEADER, REPORT_HEADER
+from quire.server.answer_tag import TAG_HEADER, tag_in
 from quire.server.errors import stopping
 from quire.server.hints import HEADER, collect_hints
 from quire.server.middleware.api_keys import ApiKey
@@ -131,6 +132,7 @@ def _given_id(scope: Scope) -> str | None:
 def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
     """Reads what a router says: who computes the prompt, and what it wants to be told. peers:
     others may compute prompts, and are told of the trace."""
+    context.tag = tag_in(scope["headers"]) or b""
     for name, value in scope["headers"]:
         if name == PREFILL_HEADER:
             context.prefill = value.decode("latin-1").removeprefix(LOCAL)
@@ -144,6 +146,8 @@ def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None
 
 def _headers(context: RequestContext, anthropic: bool) -> Iterator[tuple[bytes, bytes]]:
     yield b"x-request-id", context.id.encode()
+    if context.tag:
+        yield TAG_HEADER, context.tag
     if context.report:
         yield PROMPT_HEADER, context.report
     if context.hints is not None and context.hints.ignored:

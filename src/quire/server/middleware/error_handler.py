@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -11,6 +12,7 @@ from quire.server import errors
 from quire.server.anthropic import errors as anthropic_errors
 from quire.server.errors import ApiError, as_api_error
 from quire.server.middleware.request_context import context_in
+from quire.server.unknown_routes import no_such_method, no_such_route
 
 
 def route_of(scope: Scope) -> str:
@@ -36,6 +38,20 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
     Errors of unknown paths and methods are handled too.
     """
-    api_error = as_api_error(error)
+    api_error = _route_error(request, error) or as_api_error(error)
     request.app.state.metrics.count_error(api_error)
-    return error_response(api_error, request.scope)
+    response = error_response(api_error, request.scope)
+    if isinstance(error, HTTPException) and error.headers:
+        response.headers.update(error.headers)
+    return response
+
+
+def _route_error(request: Request, error: Exception) -> ApiError | None:
+    """Returns the error of a path or method that no route has; None for any other error."""
+    if not isinstance(error, HTTPException):
+        return None
+    path = route_of(request.scope)
+    if error.status_code == 404:
+        return no_such_route(request.scope, path, request.app.routes)
+    allowed = (error.headers or {}).get("Allow")
+    return no_such_method(request.scope, path, allowed) if allowed else None

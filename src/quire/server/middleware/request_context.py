@@ -49,6 +49,7 @@ class RequestContext:
         batch: the request is a batch's, so others go first.
         prefill: the peer that a router chose to compute the prompt, "" for none of them.
         traceparent: of the trace that the request belongs to, where a peer may compute the prompt.
+        tag: of a router's request, see `answer_tag`.
         reports: a router wants to know the prompt's blocks. report: these, once they are known.
         reports_usage: a router wants to know the tokens, see `usage_report`. streams: its answer is
             a stream of events.
@@ -73,6 +74,7 @@ class RequestContext:
     batch: bool = False
     prefill: str | None = None
     traceparent: str = ""
+    tag: bytes = b""
     reports: bool = False
     report: bytes = b""
     reports_usage: bool = False

@@ -68,7 +68,7 @@ async def upload_file(request: Request) -> Response:
     limit = round(args.batch_file_mb * 1e6)
     length = request.headers.get("content-length", "")
     size = min(int(length[:18]), limit) if length.isdecimal() else limit
-    with service.store.reserved(size):
+    with service.store.reserved(owner_of(request), size):
         return json_response(await _upload(request, service.store, boundary, limit))
 
 

@@ -12,7 +12,7 @@ HEAD_SECONDS = 30.0
 LINGER_BYTES = 64 * 1024 * 1024
 LINGER_SECONDS = 10.0
 
-_FRAMING_PER_BYTE = 16
+FRAMING_PER_BYTE = 16
 """Bytes of chunk sizes and extensions that may come with each byte of a body."""
 _CLOSE_SECONDS = 0.5
 
@@ -113,7 +113,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stop_timer()
 
     def on_body(self, body: bytes) -> None:
-        self._framing_bytes = max(0, self._framing_bytes - (1 + _FRAMING_PER_BYTE) * len(body))
+        self._framing_bytes = max(0, self._framing_bytes - (1 + FRAMING_PER_BYTE) * len(body))
         if self._answered:
             self._unread_bytes += len(body)
             if self._unread_bytes > LINGER_BYTES:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import ipaddress
 import logging
 import os
 import socket
 import ssl
 import stat
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from quire.server.middleware.hosts import is_loopback
 logger = logging.getLogger("quire.server")
 
 _MOST_PATH_BYTES = 107
+_SIOCGIFADDR = 0x8915
+"""Asks Linux for an interface's address (netdevice(7))."""
 
 
 def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
@@ -160,6 +164,35 @@ def url_of(sock: socket.socket, args: ServerArgs) -> str:
     elif address.version == 6:
         host = f"[{host}]"
     return f"{scheme}://{host}:{port}"
+
+
+def reachable_urls(url: str, host: str) -> list[str]:
+    """Returns the URLs by which other machines reach a server, by its IPv4 addresses.
+
+    Args:
+        url: of the server on this machine, see `url_of`.
+        host: on which it listens; of one address there is nothing to tell.
+    """
+    if host not in ("0.0.0.0", "::") or not url.startswith("http"):
+        return []
+    scheme, port = url.partition("://")[0], url.rpartition(":")[2]
+    return [f"{scheme}://{address}:{port}" for address in _own_addresses()]
+
+
+def _own_addresses() -> list[str]:
+    """Returns the IPv4 addresses of this machine's interfaces, without loopback ones."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, request)
+            except OSError:  # it has no address
+                continue
+            address = socket.inet_ntoa(answer[20:24])
+            if not is_loopback(address):
+                found.append(address)
+    return found
 
 
 def warn_if_open(args: ServerArgs) -> None:

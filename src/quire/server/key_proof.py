@@ -1,0 +1,75 @@
+"""A proof that a server has a key, which the key is not sent for.
+
+A router that is told of a new replica must not send the replicas' key to whoever listens there. So
+it asks first: with a nonce, and a MAC of it by the key, which shows that a router asks. The server
+answers with a MAC of the nonce and of the address at which it was asked. So the answer to one
+address is of no use at another, and whoever has no key learns nothing from either side.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import re
+import secrets
+from collections.abc import Iterable
+
+CHALLENGE_HEADER = b"x-quire-challenge"
+PROOF_HEADER = b"x-quire-proof"
+
+_CHALLENGE = re.compile(rb"([0-9a-f]{32})\.([0-9a-f]{64})")
+
+
+class Challenge:
+    """A router's question. digest: SHA-256 of the replicas' key. header: its value."""
+
+    def __init__(self, digest: bytes) -> None:
+        self._digest = digest
+        self._nonce = secrets.token_hex(16).encode()
+        self.header = self._nonce + b"." + _mac(digest, b"router", self._nonce)
+
+    def is_met(self, proof: bytes, address: tuple[str, int | None] | None) -> bool:
+        """Tells whether an answer proves the key. address: to which the question was sent."""
+        place = _place(address)
+        if place is None:
+            return False
+        return hmac.compare_digest(proof, _mac(self._digest, b"replica", self._nonce, place))
+
+
+def prove(
+    header: bytes, digests: Iterable[bytes], address: tuple[str, int | None] | None
+) -> bytes | None:
+    """Returns the answer to a challenge; None where none of the keys meets it.
+
+    Args:
+        header: the challenge.
+        digests: of the keys that may be proved.
+        address: this end of the connection.
+    """
+    match, place = _CHALLENGE.fullmatch(header), _place(address)
+    if match is None or place is None:
+        return None
+    nonce, mac = match.groups()
+    for digest in digests:
+        if hmac.compare_digest(mac, _mac(digest, b"router", nonce)):
+            return _mac(digest, b"replica", nonce, place)
+    return None
+
+
+def _place(address: tuple[str, int | None] | None) -> bytes | None:
+    """Returns an address and its port as both ends write them; None for what has none, such as a
+    Unix socket."""
+    if address is None:
+        return None
+    host: ipaddress.IPv4Address | ipaddress.IPv6Address
+    try:
+        host = ipaddress.ip_address(address[0].partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(host, ipaddress.IPv6Address) and host.ipv4_mapped is not None:
+        host = host.ipv4_mapped
+    return f"{host} {address[1]}".encode()
+
+
+def _mac(digest: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(digest, b"quire " + b" ".join(parts), "sha256").hex().encode()
