@@ -8,7 +8,11 @@ refused.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Sequence
+
+from llguidance import LLMatcher
 
 from quire.errors import GrammarError
 
@@ -27,6 +31,74 @@ _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]{1,40}(?:=[A-Za-z_]{1,40})?\}")
 _GROUP_NAME = re.compile(r"\?P?<[A-Za-z_][A-Za-z0-9_]{0,99}>")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 _LOW = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+def rules_of(pattern: str, format: str | None) -> list[str]:
+    """Returns the expressions that a string matches, all of them, if it matches a pattern.
+
+    A lookahead at the start is an expression of its own. One that must not match is left out if
+    nothing that the others allow could match it.
+
+    Args:
+        format: stands beside the pattern, and is enforced by others.
+
+    Raises:
+        GrammarError: the pattern cannot be enforced; without a place.
+    """
+    if pattern in _IMPLIED.get(format or "", ()):
+        return []
+    positive, negative, rest = _lookaheads(pattern)
+    rules = [translate(rest), *map(translate, positive)]
+    formats = [f"^(?:{p})$" for p in FORMATS[format][0]] if format in FORMATS else []
+    for excluded in negative:
+        if not _contradict([*rules, *formats, translate(excluded)]):
+            raise GrammarError("a negative lookahead cannot be enforced where it excludes strings")
+    return rules
+
+
+def _contradict(patterns: Sequence[str]) -> bool:
+    """Returns whether no string matches all of some patterns, as far as that can be seen."""
+    schema = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
+    why: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return why.startswith("Unsatisfiable schema: Regex is empty")
+
+
+def _lookaheads(pattern: str) -> tuple[list[str], list[str], str]:
+    """Splits off the lookaheads that a pattern begins with: those that must match, those that must
+    not, each as a pattern, and the rest."""
+    found: dict[str, list[str]] = {"(?=": [], "(?!": []}
+    at = 1
+    while pattern.startswith("^") and (kind := pattern[at : at + 3]) in found:
+        end = next((i for i, _, depth in _marks(pattern, at) if depth == 0), -1)
+        if end < 0:
+            break
+        inner = pattern[at + 3 : end]
+        found[kind].append(f"^(?:{inner})" if _has_options(inner) else f"^{inner}")
+        at = end + 1
+    if at == 1 or _has_options(pattern[at:]):
+        return [], [], pattern
+    return found["(?="], found["(?!"], "^" + pattern[at:]
+
+
+def _has_options(pattern: str) -> bool:
+    return any(mark == "|" and not depth for _, mark, depth in _marks(pattern, 0))
+
+
+def _marks(pattern: str, at: int) -> Iterator[tuple[int, str, int]]:
+    """Yields the places of '(', ')' and '|', and how many groups are open after each."""
+    depth, in_class = 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()|":
+            depth += (char == "(") - (char == ")")
+            yield at, char, depth
+        at += 1
 
 
 def translate(pattern: str) -> str:
@@ -227,10 +299,10 @@ _CLOCK = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-# RFC 5321's rule for mailboxes, which JSON Schema names, has no lengths. That is luck: where a
-# length counts, every place in a text needs a mask of its own, for some 40 000 tokens that fit.
-# Labels begin and end in letters or digits. So written, llguidance sees that any number of these
-# may come: it allows words in one go then, and looks at a quarter of the tokens.
+# Where a length counts, every place in a text needs a mask of its own, for some 40 000 tokens that
+# fit. So of RFC 5321's lengths only that of a mailbox's local part is kept. Labels
+# begin and end in letters or digits. So written, llguidance sees that any number of these may come:
+# it allows words in one go then, and looks at a quarter of the tokens.
 _DOMAIN = r"[A-Za-z0-9]+(?:(?:-+|\.)[A-Za-z0-9]+)*"
 # No "--" in the third and fourth place: such labels must decode as punycode (RFC 5890).
 _HOST_LABEL = (
@@ -272,25 +344,60 @@ _DURATION = (
 )
 _UUID = "[0-9A-Fa-f]{{8}}-[0-9A-Fa-f]{{4}}-{}[0-9A-Fa-f]{{3}}-{}[0-9A-Fa-f]{{3}}-[0-9A-Fa-f]{{12}}"
 
+_POINTER = r"(?:/(?:[^~/\x00-\x1F\x7F]|~[01])*)*"
+_VARIABLE = r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*(?::[1-9][0-9]{0,3}|\*)?"
+_TEMPLATE = (
+    r"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#\[\]-]|%[0-9A-Fa-f]{2}"
+    rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+)
+# Without groups, ranges and lookaround, which could be malformed.
+_REGEX = (
+    r"\^?(?:(?:[A-Za-z0-9 _/:;,@#%&=<>!'~-]|\.|\\[dDwWsS.^$*+?()\[\]{}|\\/-]"
+    r"|\[\^?(?:[A-Za-z0-9_]|\\[dws])+\])[*+?]?)*\$?"
+)
+
 FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "date": ((_YEAR_MONTH_DAY,), None),
     "time": ((_CLOCK,), None),
     "date-time": ((f"{_YEAR_MONTH_DAY}[Tt]{_CLOCK}",), None),
     "duration": ((_DURATION,), None),
-    "email": ((rf"{_ATOM}(?:\.{_ATOM})*@{_DOMAIN}",), None),
-    "hostname": ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253),
+    **dict.fromkeys(
+        ("email", "idn-email"),
+        ((rf"{_ATOM}(?:\.{_ATOM})*@{_DOMAIN}", r"[^@]{1,64}@[A-Za-z0-9.-]+"), None),
+    ),
+    **dict.fromkeys(("hostname", "idn-hostname"), ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253)),
     "ipv4": ((_IPV4,), None),
     "ipv6": ((_IPV6,), None),
     "uri": ((_URI,), None),
-    **dict.fromkeys(("iri", "uri-reference", "url"), ((_URI,), None)),
+    **dict.fromkeys(("iri", "uri-reference", "iri-reference", "url"), ((_URI,), None)),
     "uuid": ((_UUID.format("[0-9A-Fa-f]", "[0-9A-Fa-f]"),), None),
-    **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in (1, 3, 4, 5)},
-    "byte": (("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",), None),
+    **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in range(1, 9)},
+    **dict.fromkeys(
+        ("byte", "base64"),
+        (("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",), None),
+    ),
+    "base64url": (("(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2,3})?",), None),
+    "uri-template": ((_TEMPLATE,), None),
+    "json-pointer": ((_POINTER,), None),
+    "relative-json-pointer": ((f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",), None),
+    "regex": ((_REGEX,), None),
 }
 """Regular expressions (in Rust's syntax) that the whole of a string matches, all of them, and its
 greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321's
-mailboxes without quoted local parts and address literals, RFC 1123 without internationalized
+mailboxes without quoted local parts and address literals, URI references that are whole
+URIs, regular expressions without groups, RFC 1123 without internationalized
 labels, RFC 4291 without embedded IPv4."""
+
+_IMPLIED = {
+    # zod's
+    "duration": frozenset(
+        {
+            r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+            r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+        }
+    ),
+}
+"""Patterns that libraries write beside a format, and that everything in that format matches."""
 
 HARMLESS_FORMATS = (
     "path", "file-path", "directory-path", "binary", "password", "textarea", "float", "double",
