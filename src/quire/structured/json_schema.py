@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
 from urllib.parse import quote, unquote
 
@@ -20,7 +20,13 @@ from quire.errors import GrammarError
 from quire.structured.bounded import EXACT, bound, resolve, types_of
 from quire.structured.disjoint import disjoint
 from quire.structured.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
-from quire.structured.patterns import FORMATS, HARMLESS_FORMATS, rules_of, unwritable
+from quire.structured.patterns import (
+    FORMATS,
+    HARMLESS_FORMATS,
+    format_rules,
+    rules_of,
+    unwritable,
+)
 
 MAX_DEPTH = 64
 """Schemas within schemas."""
@@ -38,6 +44,13 @@ _DIALECT = re.compile(
 _LATEST = re.compile(r"2020-12|json-schema\.org/schema")
 _MOST_ARRAYS = 2000
 """Arrays of distinct items that are listed one by one."""
+_MOST_OPTIONS = 64
+"""Options that a `oneOf` of required names is written as."""
+_OF_OBJECTS = frozenset(
+    {"properties", "required", "patternProperties", "additionalProperties", "propertyNames",
+     "minProperties", "maxProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "dependencies",
+     "dependentRequired", "dependentSchemas", "nullable"}
+)  # fmt: skip
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _X_GUIDANCE = "x-guidance"
 _SEPARATORS = {
@@ -244,6 +257,15 @@ class _Reader:
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
+        elif (only := _exactly_one(value)) is not None:
+            self.also(out, {"anyOf": only})
+        elif not self.beside.keys() & _OF_OBJECTS and (
+            disjoint([_closed(option) for option in value], self.root)
+        ):
+            for option, read in zip(value, options, strict=True):
+                if _closed(option) is not option:
+                    read["additionalProperties"] = False
+            self.also(out, {"anyOf": options})
         else:
             raise refuse(
                 _within(at, name),
@@ -326,9 +348,9 @@ class _Reader:
             low, high = _INTEGER_FORMATS[value]
             self.also(out, {"minimum": low, "maximum": high})
         elif value in FORMATS:
-            patterns, longest = FORMATS[value]
-            for pattern in patterns:
-                self.also(out, {"pattern": f"^(?:{pattern})$"})
+            for pattern in format_rules(value):
+                self.also(out, {"pattern": pattern})
+            longest = FORMATS[value][1]
             if longest is not None:
                 self.also(out, {"maxLength": longest})
         elif value not in HARMLESS_FORMATS:
@@ -649,6 +671,44 @@ class _Reader:
                 _within(at, "minProperties"),
                 "more than 1 can be enforced only where as many are 'required'",
             )
+
+
+def _exactly_one(options: list[Json]) -> list[Json] | None:
+    """Returns options that exclude each other for some that require names and no more; None for
+    others, or where there are too many."""
+    names: list[list[str]] = []
+    for option in options:
+        words = option.keys() - ANNOTATIONS if isinstance(option, dict) else None
+        if words != {"required"} or not option["required"]:
+            return None
+        names.append(option["required"])
+    found: list[Json] = []
+    for i, needed in enumerate(names):
+        # One of each other option's names is missing.
+        others = [
+            [name for name in other if name not in needed]
+            for j, other in enumerate(names)
+            if j != i
+        ]
+        if math.prod(map(len, others)) > _MOST_OPTIONS:
+            return None
+        found += [
+            {"required": needed, "properties": dict.fromkeys(missing, False)}
+            for missing in product(*others)
+        ]
+    return found if 0 < len(found) <= _MOST_OPTIONS else None
+
+
+def _closed(option: Json) -> Json:
+    """Returns an object's schema as one without properties that are not listed, as documents have
+    none anyway."""
+    if not isinstance(option, dict) or not option.get("properties"):
+        return option
+    if option.keys() & (_OF_OBJECTS - {"properties", "required"}):
+        return option
+    if set(option.get("required") or ()) - option["properties"].keys():
+        return option
+    return {**option, "additionalProperties": False}
 
 
 def _whole_numbers(value: Json) -> Json:

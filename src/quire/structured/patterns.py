@@ -49,14 +49,23 @@ def rules_of(pattern: str, format: str | None) -> list[str]:
         return []
     positive, negative, rest = _lookaheads(pattern)
     rules = [translate(rest), *map(translate, positive)]
-    formats = [f"^(?:{p})$" for p in FORMATS[format][0]] if format in FORMATS else []
     for excluded in negative:
-        if not _contradict([*rules, *formats, translate(excluded)]):
+        if not contradict([*rules, *format_rules(format), translate(excluded)]):
             raise GrammarError("a negative lookahead cannot be enforced where it excludes strings")
     return rules
 
 
-def _contradict(patterns: Sequence[str]) -> bool:
+def format_rules(format: str | None) -> list[str]:
+    """Returns the expressions that a string of a format matches, all of them."""
+    return [f"^(?:{pattern})$" for pattern in FORMATS[format][0]] if format in FORMATS else []
+
+
+def escape(text: str) -> str:
+    """Returns an expression that matches a text alone."""
+    return "".join(_literal(ord(char)) for char in text)
+
+
+def contradict(patterns: Sequence[str]) -> bool:
     """Returns whether no string matches all of some patterns, as far as that can be seen."""
     schema = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
     why: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
