@@ -461,19 +461,22 @@ class _Reader:
             words.keys() == {"required", "type"} and words["type"] == "object"
         ):
             self.names({}, "required", words["required"], here, depth)
-            self._lacks_one(out, words["required"], here)
+            self._lacks_one(out, words, here)
         elif words.keys() == {"anyOf"} and isinstance(words["anyOf"], list) and words["anyOf"]:
             for i, option in enumerate(words["anyOf"]):
                 self.negation(out, str(i), option, f"{here}/anyOf", depth + 1)
         else:
             raise refuse(here, "only {}, 'type', 'required' and 'anyOf' of them can be excluded")
 
-    def _lacks_one(self, out: dict[str, Json], names: list[str], at: str) -> None:
-        """Allows objects only that lack one of some properties, and all other values."""
-        if not names:
+    def _lacks_one(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
+        """Allows objects that lack one of some properties, and other values where only objects are
+        excluded."""
+        if not excluded["required"]:
             raise refuse(at, "every object has no properties at all", "invalid_schema")
-        options: list[Json] = [{"properties": {name: False}} for name in names]
+        options: list[Json] = [{"properties": {name: False}} for name in excluded["required"]]
         self.also(out, options[0] if len(options) == 1 else {"anyOf": options})
+        if "type" not in excluded:
+            self.also(out, {"type": "object"})
 
     def dependent_names(
         self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
@@ -693,7 +696,11 @@ def _exactly_one(options: list[Json]) -> list[Json] | None:
         if math.prod(map(len, others)) > _MOST_OPTIONS:
             return None
         found += [
-            {"required": needed, "properties": dict.fromkeys(missing, False)}
+            {
+                "type": "object",  # anything else is valid against all options
+                "required": needed,
+                "properties": dict.fromkeys(missing, False),
+            }
             for missing in product(*others)
         ]
     return found if 0 < len(found) <= _MOST_OPTIONS else None

@@ -319,7 +319,9 @@ _HOST_LABEL = (
     "|[A-Za-z0-9][A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])"
     "[A-Za-z0-9-]{0,58}[A-Za-z0-9])"
 )
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+# At most 64 characters. One count, dots included, costs a third of two that hold at once.
+_LOCAL = rf"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
 _H = "[0-9A-Fa-f]{1,4}"
@@ -372,7 +374,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "duration": ((_DURATION,), None),
     **dict.fromkeys(
         ("email", "idn-email"),
-        ((rf"{_ATOM}(?:\.{_ATOM})*@{_DOMAIN}", r"[^@]{1,64}@[A-Za-z0-9.-]+"), None),
+        ((f"{_LOCAL}@{_DOMAIN}",), None),
     ),
     **dict.fromkeys(("hostname", "idn-hostname"), ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253)),
     "ipv4": ((_IPV4,), None),
@@ -383,9 +385,17 @@ FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in range(1, 9)},
     **dict.fromkeys(
         ("byte", "base64"),
-        (("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",), None),
+        (
+            (
+                "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
+            ),
+            None,
+        ),
     ),
-    "base64url": (("(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2,3})?",), None),
+    "base64url": (
+        ("(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048])?",),
+        None,
+    ),
     "uri-template": ((_TEMPLATE,), None),
     "json-pointer": ((_POINTER,), None),
     "relative-json-pointer": ((f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",), None),
