@@ -32,7 +32,8 @@ V = TypeVar("V")
 # Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=1_000_000,
+    # A mask that needs more ends the answer. Patterns that could are refused (`patterns.MAX_WAYS`).
+    step_lexer_fuel=8_000_000,
     step_max_items=100_000,
     max_lexer_states=1_000_000,
     max_grammar_size=250_000,
@@ -57,7 +58,7 @@ class CompilerConfig:
     """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
     many are compiled at once. walks: whether `walk` is asked for."""
 
-    timeout: float = 10.0
+    timeout: float = 5.0
     cached: int = 128
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
     walks: bool = False

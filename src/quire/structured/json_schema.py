@@ -244,7 +244,10 @@ class _Reader:
 
     def subschemas(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         # Other keywords may have added to `allOf`; the user's own stay where references seek them.
-        out[name] = [*self._list(name, value, at, depth), *out.get(name, ())]
+        read = self._list(name, value, at, depth)
+        while name == "allOf" and len(read) > 1 and read[-1] == {}:
+            read.pop()  # a mere description, beside which llguidance would copy the others
+        out[name] = [*read, *out.get(name, ())]
 
     def _list(self, name: str, value: Json, at: str, depth: int) -> list[Json]:
         here = _within(at, name)
@@ -254,14 +257,13 @@ class _Reader:
 
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         """Reads `oneOf` as `anyOf`, if no document can match two of the options."""
+        alone = not self.beside.keys() & (_OF_OBJECTS - {"oneOf"})
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
         elif (only := _exactly_one(value)) is not None:
             self.also(out, {"anyOf": only})
-        elif not self.beside.keys() & _OF_OBJECTS and (
-            disjoint([_closed(option) for option in value], self.root)
-        ):
+        elif alone and (disjoint([_closed(option) for option in value], self.root)):
             for option, read in zip(value, options, strict=True):
                 if _closed(option) is not option:
                     read["additionalProperties"] = False

@@ -11,11 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from llguidance import LLMatcher
 
 from quire.errors import GrammarError
 
+MAX_WAYS = 128
+"""Places of a bounded repeat of a part whose length varies."""
 _SPACE = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
     r"\u{FEFF}"
@@ -50,9 +53,21 @@ def rules_of(pattern: str, format: str | None) -> list[str]:
     positive, negative, rest = _lookaheads(pattern)
     rules = [translate(rest), *map(translate, positive)]
     for excluded in negative:
-        if not contradict([*rules, *format_rules(format), translate(excluded)]):
+        looser = _LOOSER.get(format or "", format_rules(format))
+        if not contradict([*rules, *looser, translate(excluded)]):
             raise GrammarError("a negative lookahead cannot be enforced where it excludes strings")
     return rules
+
+
+def check_repeats(pattern: str) -> None:
+    """Raises GrammarError for a bounded repeat in a regular expression of Rust's that an answer
+    could die of. What the two syntaxes do not share is not looked at."""
+    try:
+        translate(pattern)
+    except _TooManyWaysError:
+        raise
+    except GrammarError:
+        return
 
 
 def format_rules(format: str | None) -> list[str]:
@@ -132,11 +147,37 @@ def _member(code: int) -> str:
     return f"\\u{{{code:X}}}"
 
 
+class _TooManyWaysError(GrammarError):
+    """A bounded repeat can match in too many ways."""
+
+
+@dataclass
+class _Ways:
+    """How a part of a pattern can match.
+
+    Attributes:
+        places: characters in it, those of bounded repeats counted as often as they may come.
+        varies: whether it matches texts of several lengths.
+    """
+
+    places: int = 0
+    varies: bool = False
+
+
+def _together(options: list[list[_Ways]]) -> _Ways:
+    """Returns the ways of a group with these alternatives."""
+    places = [sum(part.places for part in option) for option in options]
+    varies = any(part.varies for option in options for part in option)
+    return _Ways(sum(places), varies or len(set(places)) > 1)
+
+
 class _Translator:
     def __init__(self, pattern: str) -> None:
         self.text = pattern
         self.at = 0
         self.out: list[str] = []
+        # For each open group, the alternatives read so far, each a list of parts.
+        self.groups: list[list[list[_Ways]]] = [[[]]]
 
     def run(self) -> str:
         open_groups, repeatable = 0, False
@@ -147,16 +188,23 @@ class _Translator:
                 continue
             self.at += 1
             repeatable = char not in "^$|("
+            if char not in "^$|()":
+                self.groups[-1][-1].append(_Ways(1))
             if char == "(":
                 self._group()
+                self.groups.append([[]])
                 open_groups += 1
             elif char == ")":
                 open_groups -= 1
                 if open_groups < 0:
                     raise GrammarError("it has a ')' without a '('")
                 self.out.append(")")
+                whole = _together(self.groups.pop())
+                self.groups[-1][-1].append(whole)
             elif char in "^$|":
                 self.out.append(char)
+                if char == "|":
+                    self.groups[-1].append([])
             elif char == ".":
                 self.out.append(f"[{_NO_LINE_END}{_WRITABLE}]")
             elif char == "[":
@@ -182,7 +230,27 @@ class _Translator:
         if self.text[self.at : self.at + 1] == "?":
             self.at += 1
         self.out.append(quantifier)
+        self._repeated(self.groups[-1][-1][-1], quantifier)
         return True
+
+    def _repeated(self, part: _Ways, quantifier: str) -> None:
+        """Counts what a quantifier repeats.
+
+        llguidance follows all ways in which a text can match at once. Where a part of no fixed
+        length may come so and so many times there are so many that an answer could die of it.
+        """
+        counts = quantifier.strip("{}").split(",") if quantifier[0] == "{" else []
+        if counts and counts[-1]:
+            most = int(counts[-1])
+            if part.varies and most > 1 and most * part.places > MAX_WAYS:
+                raise _TooManyWaysError(
+                    f"'{quantifier}' repeats a part of varying length with {part.places} places; "
+                    f"times {most} they are more than {MAX_WAYS}"
+                )
+            part.places *= max(1, most)
+        elif counts and int(counts[0]) > 1:
+            self._repeated(part, f"{{{counts[0]}}}")
+        part.varies = part.varies or len(counts) != 1
 
     def _group(self) -> None:
         rest = self.text[self.at : self.at + 120]
@@ -406,6 +474,9 @@ greatest length. They describe a subset of the format: RFC 3339 without leap sec
 mailboxes without quoted local parts and address literals, URI references that are whole
 URIs, regular expressions without groups, RFC 1123 without internationalized
 labels, RFC 4291 without embedded IPv4."""
+
+_LOOSER = {name: [rf"^(?:{_ATOM}+(?:\.{_ATOM}+)*@{_DOMAIN})$"] for name in ("email", "idn-email")}
+"""Expressions that all strings of a format match, without counts, which make comparing dear."""
 
 _IMPLIED = {
     # zod's
