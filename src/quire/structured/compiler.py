@@ -40,6 +40,8 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _KEPT_VERDICTS = 1024
+_MOST_GIVEN_UP = 8
+"""Grammars that took too long and still run, from which on no more threads are added."""
 
 _CHAR = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
@@ -94,11 +96,13 @@ class _Compilation:
     Attributes:
         waiters: requests that need it.
         began: moment at which a thread took it up.
+        given_up: whether its thread is no longer counted on.
     """
 
     future: Future[LLMatcher]
     waiters: int = 0
     began: float | None = None
+    given_up: bool = False
 
 
 class Compiler:
@@ -214,10 +218,11 @@ class Compiler:
 
         The grammar is to blame if it was being compiled for most of the time, else other grammars.
         """
+        limit = self.config.timeout
         with self._lock:
             job = self._jobs.get(_key(params))
             began = None if job is None else job.began
-        limit = self.config.timeout
+            self._give_up()
         if began is not None and time.monotonic() - began >= limit / 2:
             return GrammarError(
                 f"The grammar took longer than {limit:g} seconds to compile.",
@@ -226,6 +231,25 @@ class Compiler:
         return CompilerBusyError(
             f"Other grammars have kept this one waiting for {limit:g} seconds; try again later."
         )
+
+    def _give_up(self) -> None:
+        """Compiles what comes next on other threads, if grammars that took too long still run.
+
+        Nothing can stop them. The caller holds the lock.
+        """
+        now, limit = time.monotonic(), self.config.timeout
+        late = [
+            job
+            for job in self._jobs.values()
+            if job.began is not None and not job.given_up and now - job.began >= limit / 2
+        ]
+        given_up = sum(job.given_up for job in self._jobs.values())
+        if not late or given_up >= _MOST_GIVEN_UP:
+            return
+        for job in late:
+            job.given_up = True
+        self._pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
 
     def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
         """Returns the grammar at its start, which others may be given too.
