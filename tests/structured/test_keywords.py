@@ -436,7 +436,7 @@ def test_random_walks_live_through_what_is_not_refused(compiler: Compiler, patte
 
 
 def test_a_schema_of_many_described_references_is_small(compiler: Compiler) -> None:
-    """As JReleaser's, where each property was a copy of what it refers to."""
+    """Compiles a schema like JReleaser's, whose properties are references with a description."""
     definitions: dict[str, Any] = {"d80": INT}
     for i in range(80):
         both = {"allOf": [{"$ref": f"#/definitions/d{i + 1}"}, {"description": "old"}]}

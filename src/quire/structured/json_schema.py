@@ -335,10 +335,10 @@ class _Reader:
             raise refuse(at, f"the pattern {pattern[:100]!r} cannot be enforced: {error}") from None
 
     def pattern(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        first, *rest = self._patterns(value, self.beside.get("format"), _within(at, name)) or [None]
-        if first is not None:
-            out[name] = first
-        for rule in rest:
+        rules = self._patterns(value, self.beside.get("format"), _within(at, name))
+        if rules:
+            out[name] = rules[0]
+        for rule in rules[1:]:
             self.also(out, {"pattern": rule})
 
     def format(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:

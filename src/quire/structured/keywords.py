@@ -72,7 +72,7 @@ def meant(name: str, value: Json) -> str | None:
         types = value if isinstance(value, list) else [value]
         if keyword == "type" and not all(isinstance(t, str) and t in _TYPES for t in types):
             continue
-        if keyword == "$ref" and not value.startswith("#"):
+        if keyword == "$ref" and not str(value).startswith("#"):
             continue
         return keyword
     return None

@@ -153,7 +153,7 @@ class _TooManyWaysError(GrammarError):
 
 @dataclass
 class _Ways:
-    """How a part of a pattern can match.
+    """Ways in which a part of a pattern can match.
 
     Attributes:
         places: characters in it, those of bounded repeats counted as often as they may come.
