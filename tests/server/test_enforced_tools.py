@@ -107,7 +107,7 @@ def test_strict_tools_in_auto_mode(client: openai.OpenAI) -> None:
     assert choice.message.content or choice.message.tool_calls
     broken = {**tool["function"]["parameters"], "if": {}}
     refused = {"type": "function", "function": {**tool["function"], "parameters": broken}}
-    with pytest.raises(openai.BadRequestError, match="'not' cannot be enforced"):
+    with pytest.raises(openai.BadRequestError, match="'if' cannot be enforced"):
         ask(client, tools=[refused])
 
 
