@@ -144,7 +144,7 @@ class EngineArgs:
         "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
         "1_Pooling/config.json says, else last.",
     )
-    structured_outputs_timeout: float = _setting(10.0, "Seconds to compile a schema or grammar in.")
+    structured_outputs_timeout: float = _setting(5.0, "Seconds to compile a schema or grammar in.")
     structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
     deterministic: bool = _setting(
         False,

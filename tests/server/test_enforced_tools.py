@@ -105,9 +105,9 @@ def test_strict_tools_in_auto_mode(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     choice = ask(client, tools=[tool], max_tokens=20).choices[0]
     assert choice.message.content or choice.message.tool_calls
-    broken = {**tool["function"]["parameters"], "not": {}}
+    broken = {**tool["function"]["parameters"], "if": {}}
     refused = {"type": "function", "function": {**tool["function"], "parameters": broken}}
-    with pytest.raises(openai.BadRequestError, match="'not' cannot be enforced"):
+    with pytest.raises(openai.BadRequestError, match="'if' cannot be enforced"):
         ask(client, tools=[refused])
 
 

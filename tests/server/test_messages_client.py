@@ -176,8 +176,8 @@ def test_structured_output(anthropic_client: anthropic.Anthropic) -> None:
     message = ask(anthropic_client, output_config={"format": format}, max_tokens=60)
     assert message.stop_reason == "end_turn"
     assert json.loads(message.content[0].text).keys() == {"name", "rank"}
-    config: Any = {"format": {"type": "json_schema", "schema": {"not": {}}}}
-    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema.*#/not"):
+    config: Any = {"format": {"type": "json_schema", "schema": {"if": {}}}}
+    with pytest.raises(anthropic.BadRequestError, match=r"output_config.format.schema.*#/if"):
         ask(anthropic_client, output_config=config)
 
 

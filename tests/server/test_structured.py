@@ -152,7 +152,7 @@ def test_refused_by_the_server(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
          "response_format.json_schema.schema", "missing_required_parameter"),
         ({"response_format": named([])}, None, "invalid_value"),
-        ({"response_format": named({"not": {}})}, "response_format.json_schema.schema",
+        ({"response_format": named({"if": {}})}, "response_format.json_schema.schema",
          "unsupported_schema"),
         ({"response_format": named({"type": "strnig"})}, "response_format.json_schema.schema",
          "invalid_schema"),

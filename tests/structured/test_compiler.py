@@ -110,11 +110,22 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
 
 
 def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
-    with pytest.raises(GrammarError, match="took longer than"):
-        gated.check(choice("slow"))
+    gated.compile(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
         gated.check(choice("quick"))
     answer = as_api_error(caught.value)
     assert (answer.status, answer.body.error.code) == (503, "grammars_busy")
     assert "Retry-After" in answer.headers
+    with pytest.raises(GrammarError, match="took longer than"):
+        gated.check(choice("slow"))
+    gate.set()
+
+
+def test_one_that_is_late_keeps_no_others_waiting(
+    gated: Compiler, gate: threading.Event, compiled: list[str]
+) -> None:
+    with pytest.raises(GrammarError, match="took longer than"):
+        gated.check(choice("slow"))
+    gated.compile(choice("quick")).result(20)  # on the only thread but one
+    assert compiled == ["slow", "quick"]
     gate.set()

@@ -152,11 +152,10 @@ class _Combined:
         if not isinstance(schema, dict) or id(schema) in self.found:
             return
         self.found.add(id(schema))
-        for part in _parts(schema):
-            reference = part.get("$ref")
-            self._add(part if reference is None else resolve(self._root, unquote(reference)))
-            for option in part.get("anyOf", ()):
-                self._add(option)
+        for part in (*schema.get("allOf", ()), *schema.get("anyOf", ())):
+            self._add(part)
+        if "$ref" in schema:
+            self._add(resolve(self._root, unquote(schema["$ref"])))
 
 
 def _parts(schema: dict[str, Json]) -> list[dict[str, Json]]:

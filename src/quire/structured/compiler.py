@@ -32,13 +32,16 @@ V = TypeVar("V")
 # Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=2_000_000,
-    step_lexer_fuel=1_000_000,
+    # A mask that needs more ends the answer. Patterns that could are refused (`patterns.MAX_WAYS`).
+    step_lexer_fuel=8_000_000,
     step_max_items=100_000,
     max_lexer_states=1_000_000,
     max_grammar_size=250_000,
     verbose_errors=False,
 )
 _KEPT_VERDICTS = 1024
+_MOST_GIVEN_UP = 8
+"""Grammars that took too long and still run, from which on no more threads are added."""
 
 _CHAR = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
@@ -57,7 +60,7 @@ class CompilerConfig:
     """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
     many are compiled at once. walks: whether `walk` is asked for."""
 
-    timeout: float = 10.0
+    timeout: float = 5.0
     cached: int = 128
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
     walks: bool = False
@@ -93,11 +96,13 @@ class _Compilation:
     Attributes:
         waiters: requests that need it.
         began: moment at which a thread took it up.
+        given_up: whether its thread is no longer counted on.
     """
 
     future: Future[LLMatcher]
     waiters: int = 0
     began: float | None = None
+    given_up: bool = False
 
 
 class Compiler:
@@ -213,10 +218,11 @@ class Compiler:
 
         The grammar is to blame if it was being compiled for most of the time, else other grammars.
         """
+        limit = self.config.timeout
         with self._lock:
             job = self._jobs.get(_key(params))
             began = None if job is None else job.began
-        limit = self.config.timeout
+            self._give_up()
         if began is not None and time.monotonic() - began >= limit / 2:
             return GrammarError(
                 f"The grammar took longer than {limit:g} seconds to compile.",
@@ -225,6 +231,25 @@ class Compiler:
         return CompilerBusyError(
             f"Other grammars have kept this one waiting for {limit:g} seconds; try again later."
         )
+
+    def _give_up(self) -> None:
+        """Compiles what comes next on other threads, if grammars that took too long still run.
+
+        Nothing can stop them. The caller holds the lock.
+        """
+        now, limit = time.monotonic(), self.config.timeout
+        late = [
+            job
+            for job in self._jobs.values()
+            if job.began is not None and not job.given_up and now - job.began >= limit / 2
+        ]
+        given_up = sum(job.given_up for job in self._jobs.values())
+        if not late or given_up >= _MOST_GIVEN_UP:
+            return
+        for job in late:
+            job.given_up = True
+        self._pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
 
     def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
         """Returns the grammar at its start, which others may be given too.

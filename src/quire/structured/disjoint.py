@@ -11,8 +11,13 @@ from itertools import combinations
 from typing import Any
 from urllib.parse import unquote
 
+from quire.errors import GrammarError
+from quire.structured.patterns import contradict, escape, format_rules, rules_of
+
 Json = Any
 _MOST_COMPARISONS = 20_000
+_MOST_VALUES = 200
+"""Strings of an enumeration that are compared with patterns."""
 _MOST_STEPS = 16
 """References followed in a row, and properties within properties."""
 
@@ -39,20 +44,28 @@ class _Judge:
         if not isinstance(a, dict) or not isinstance(b, dict):
             return False
         for one, other in ((a, b), (b, a)):
+            if any(self.exclude(part, other, depth + 1) for part in _list(one.get("allOf"))):
+                return True
             for name in ("anyOf", "oneOf"):
-                options = one.get(name)
-                if not isinstance(options, list) or not options:
-                    continue
-                if all(self.exclude(option, other, depth + 1) for option in options):
+                options = _list(one.get(name))
+                if options and all(self.exclude(option, other, depth + 1) for option in options):
                     return True
-        if not _types(a) & _types(b):
+        types = _types(a) & _types(b)
+        if not types:
             return True
         values_a, values_b = _values(a), _values(b)
         if values_a is not None and values_b is not None and not values_a & values_b:
             return True
-        # Objects with a property that both must have, and that cannot be right for both.
-        if _types(a) & _types(b) != {"object"}:
+        if types == {"string"}:
+            return _other_strings(a, b)
+        if types == {"array"} and (_least(a, "minItems") or _least(b, "minItems")):
+            items = a.get("items"), b.get("items")
+            return all(isinstance(i, dict) for i in items) and self.exclude(*items, depth + 1)
+        if types != {"object"}:
             return False
+        if _needs_what_lacks(a, b) or _needs_what_lacks(b, a):
+            return True
+        # A property that both must have, and that cannot be right for both.
         return any(
             self.exclude(a["properties"][name], b["properties"][name], depth + 1)
             for name in _names(a)
@@ -76,9 +89,14 @@ def _target(schema: Json, root: Json) -> Json:
 
 def _types(schema: dict[str, Json]) -> set[str]:
     given = schema.get("type")
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if given is None and isinstance(listed, list):
+        return {_KINDS.get(type(value), "object") for value in listed}
     if given is None:
         return {"null", "boolean", "number", "string", "array", "object"}
-    names = given if isinstance(given, list) else [given]
+    names = [*given] if isinstance(given, list) else [given]
+    if schema.get("nullable") is True:
+        names.append("null")
     # An integer is a number, and one option may allow it as the other.
     return {"number" if name == "integer" else str(name) for name in names}
 
@@ -102,6 +120,60 @@ def _written(value: Json) -> str:
         pairs = sorted((json.dumps(key), _written(part)) for key, part in value.items())
         return "{" + ",".join(f"{key}:{part}" for key, part in pairs) + "}"
     return json.dumps(value)
+
+
+_KINDS: dict[type, str] = {
+    type(None): "null", bool: "boolean", int: "number", float: "number", str: "string",
+    list: "array",
+}  # fmt: skip
+
+
+def _list(value: Json) -> list[Json]:
+    return value if isinstance(value, list) else []
+
+
+def _least(schema: dict[str, Json], name: str) -> bool:
+    value = schema.get(name)
+    return isinstance(value, int | float) and value >= 1
+
+
+def _other_strings(a: dict[str, Json], b: dict[str, Json]) -> bool:
+    """Returns whether no string matches the patterns, formats and values of two schemas."""
+    try:
+        rules_a, rules_b = _string_rules(a), _string_rules(b)
+    except GrammarError:
+        return False
+    return contradict([*rules_a, *rules_b])
+
+
+def _string_rules(schema: dict[str, Json]) -> list[str]:
+    """Returns patterns that every string of a schema matches."""
+    pattern, format = schema.get("pattern"), schema.get("format")
+    rules = format_rules(format) if isinstance(format, str) else []
+    if isinstance(pattern, str):
+        rules += rules_of(pattern, None)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and len(values) <= _MOST_VALUES:
+        texts = [escape(value) for value in values if isinstance(value, str)]
+        rules.append(f"^(?:{'|'.join(texts)})$")
+    return rules
+
+
+def _needs_what_lacks(a: dict[str, Json], b: dict[str, Json]) -> bool:
+    """Returns whether objects of `a` have a property that those of `b` have not."""
+    needed = {name for name in _list(a.get("required")) if isinstance(name, str)}
+    listed = b.get("properties", {})
+    if not isinstance(listed, dict):
+        return False
+    if any(listed.get(name) is False for name in needed):
+        return True
+    excluded = b.get("not")
+    if isinstance(excluded, dict) and excluded.keys() == {"required"}:
+        without = _list(excluded["required"])
+        if without and all(name in needed for name in without):
+            return True
+    closed = b.get("additionalProperties") is False and not b.get("patternProperties")
+    return closed and bool(needed - listed.keys())
 
 
 def _names(schema: dict[str, Json]) -> list[str]:

@@ -13,6 +13,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from quire.errors import GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.json_schema import enforceable
+from quire.structured.patterns import check_repeats
 
 MAX_BYTES = 512 * 1024
 """Size limit of a schema, expression or grammar, or of all choices together."""
@@ -99,6 +100,10 @@ def _json_object(_: bool) -> str:
 
 def _regex(pattern: str) -> str:
     _check_size(pattern, MAX_REGEX_BYTES)
+    try:
+        check_repeats(pattern)
+    except GrammarError as error:
+        raise GrammarError(f"The regular expression cannot be enforced: {error}.") from None
     return LLMatcher.grammar_from_regex(pattern)
 
 

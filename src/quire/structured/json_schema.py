@@ -1,9 +1,10 @@
 """JSON Schemas that can be enforced, and their form for llguidance.
 
 llguidance ignores what it does not know and differs from the standard in a few places, where a
-document that its grammar lets through would be invalid. Here every keyword is either enforced, an
-annotation, or refused with its JSON pointer; those few places are written in other words, or
-refused as well. What comes out is a schema of draft 2020-12.
+document that its grammar lets through would be invalid. Here every keyword of the standard is
+either enforced, an annotation, or refused with its JSON pointer; those few places are written in
+other words, or refused as well. Words that the standard does not have are ignored, as it asks,
+unless they look like a misspelling. What comes out is a schema of draft 2020-12.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from itertools import permutations
+from itertools import permutations, product
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from quire.errors import GrammarError
 from quire.structured.bounded import EXACT, bound, resolve, types_of
 from quire.structured.disjoint import disjoint
-from quire.structured.patterns import FORMATS, HARMLESS_FORMATS, translate, unwritable
+from quire.structured.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
+from quire.structured.patterns import (
+    FORMATS,
+    HARMLESS_FORMATS,
+    format_rules,
+    rules_of,
+    unwritable,
+)
 
 MAX_DEPTH = 64
 """Schemas within schemas."""
@@ -30,19 +38,20 @@ MAX_VALUES = 20_000
 Json = Any
 _DIALECT = re.compile(
     r"https?://json-schema\.org/(?:(?:draft-0[467]|draft/(?:2019-09|2020-12))/)?schema#?"
+    # Snowplow's, which is draft 4 with labels
+    r"|https?://iglucentral\.com/schemas/com\.snowplowanalytics\.self-desc/schema/jsonschema/1-0-0#?"
 )
 _LATEST = re.compile(r"2020-12|json-schema\.org/schema")
 _MOST_ARRAYS = 2000
 """Arrays of distinct items that are listed one by one."""
-_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-ANNOTATIONS = frozenset(
-    {"title", "description", "default", "examples", "example", "deprecated", "readOnly",
-     "writeOnly", "$comment", "discriminator",
-     # OpenAPI's, editors' and generators'
-     "externalDocs", "xml", "propertyOrdering", "markdownDescription", "enumNames",
-     "enumDescriptions", "markdownEnumDescriptions", "deprecationMessage", "errorMessage",
-     "defaultSnippets", "doNotSuggest", "suggestSortText", "tsType"}
+_MOST_OPTIONS = 64
+"""Options that a `oneOf` of required names is written as."""
+_OF_OBJECTS = frozenset(
+    {"properties", "required", "patternProperties", "additionalProperties", "propertyNames",
+     "minProperties", "maxProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "dependencies",
+     "dependentRequired", "dependentSchemas", "nullable"}
 )  # fmt: skip
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 _X_GUIDANCE = "x-guidance"
 _SEPARATORS = {
     "item_separator": re.compile("[ \t\r\n]*,[ \t\r\n]*"),
@@ -50,6 +59,10 @@ _SEPARATORS = {
 }
 _SWITCHES = ("whitespace_flexible", "lenient", "open_objects", "open_numbers")
 _UNSUPPORTED = "unsupported_schema"
+_SAFE = "#/~!$&'()*+,;=:@?"
+"""Signs that a reference may hold as they are."""
+_BELOW = "quire:below-unknown-"
+"""Begins the names of definitions that stood below a word that has no schemas."""
 
 
 def enforceable(schema: Json) -> dict[str, Json]:
@@ -77,6 +90,11 @@ def refuse(pointer: str, why: str, code: str = _UNSUPPORTED) -> GrammarError:
     return GrammarError(f"Invalid schema at '{pointer}': {why}.", code=code, pointer=pointer)
 
 
+def _always(schema: Json) -> bool:
+    """Returns whether every document is valid against a schema, as can be seen at once."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
+
+
 def _within(pointer: str, name: str | int) -> str:
     return f"{pointer}/{str(name)[:200].replace('~', '~0').replace('/', '~1')}"
 
@@ -84,15 +102,23 @@ def _within(pointer: str, name: str | int) -> str:
 class _Reader:
     """Walks over a schema once.
 
-    places: all schemas met, in their new words, by their old pointers.
-    beside: the schema whose keyword is read, as it was given.
+    Attributes:
+        places: all schemas met, in their new words, by their old pointers.
+        beside: the schema whose keyword is read, as it was given.
+        anchors: pointers by the names that schemas have.
+        resources: schemas with an identifier of their own that the present one is within.
+        identifier: the root's, without a fragment.
     """
 
     def __init__(self, root: Json) -> None:
         self.root = root
         self.lenient = self.option_of("lenient")
         self.places: dict[str, Json] = {}
-        self.references: list[tuple[str, str]] = []
+        self.references: list[tuple[dict[str, Json], str, str]] = []
+        self.anchors: dict[str, str] = {}
+        self.resources = 0
+        identifier = root.get("$id", root.get("id")) if isinstance(root, dict) else None
+        self.identifier = identifier.split("#")[0] if isinstance(identifier, str) else ""
         self.properties = self.values = 0
         self.beside: dict[str, Json] = {}
 
@@ -105,6 +131,8 @@ class _Reader:
         """One schema, in its new words."""
         if schema is True:
             schema = {}
+        elif isinstance(schema, dict) and _always(schema.get("not", False)):
+            schema = False
         if schema is False:
             self.places[at] = schema
             if at == "#":
@@ -116,6 +144,8 @@ class _Reader:
             raise refuse(at, f"it is nested more than {MAX_DEPTH} deep", "schema_too_large")
         out: dict[str, Json] = {}
         self.places[at] = out
+        resource = at != "#" and self._identifies(schema)
+        self.resources += resource
         for name, value in schema.items():
             if name in ANNOTATIONS or (name.startswith("x-") and name != _X_GUIDANCE):
                 continue
@@ -126,6 +156,7 @@ class _Reader:
             except GrammarError as error:
                 if not self.lenient or error.code != _UNSUPPORTED:
                     raise
+        self.resources -= resource
         rest = out.pop("additionalItems", None)
         if rest is not None and isinstance(schema.get("items"), list):
             out["items"] = rest
@@ -140,17 +171,53 @@ class _Reader:
     # -- keywords: each puts into `out` what is to be enforced ---------------------------------
 
     def unknown(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
-
-    def dialect(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if at != "#" or not isinstance(value, str) or not _DIALECT.fullmatch(value):
+        """Ignores a word that is not the standard's."""
+        if name in NOT_ENFORCED:
+            raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
+        keyword = meant(name, value)
+        if keyword is not None:
             raise refuse(
-                _within(at, name), "it must be draft 4, 6, 7, 2019-09 or 2020-12, at the root"
+                _within(at, name),
+                f"there is no keyword '{name[:100]}'; '{keyword}' may be meant. A word of your own "
+                "that looks like a keyword can begin with 'x-'",
             )
 
-    def identifier(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if at != "#" or not isinstance(value, str):
-            raise refuse(_within(at, name), "only the root may have one, which is a string")
+    def dialect(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        here = _within(at, name)
+        if not isinstance(value, str) or not _DIALECT.fullmatch(value):
+            raise refuse(here, "it must be draft 4, 6, 7, 2019-09 or 2020-12")
+        if at != "#" and bool(_LATEST.search(value)) != self._latest():
+            raise refuse(here, "it must be of the draft that the root has")
+
+    def _latest(self) -> bool:
+        """Returns whether the schema is of draft 2020-12."""
+        dialect = self.root.get("$schema", "2020-12") if isinstance(self.root, dict) else ""
+        return isinstance(dialect, str) and bool(_LATEST.search(dialect))
+
+    def identifier_of(
+        self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
+    ) -> None:
+        if not isinstance(value, str):
+            raise refuse(_within(at, name), "it must be a string")
+        if value.startswith("#"):
+            self._name(value[1:], at)
+
+    def anchor(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        if not isinstance(value, str):
+            raise refuse(_within(at, name), "it must be a string", "invalid_schema")
+        self._name(value, at)
+
+    def _name(self, name: str, at: str) -> None:
+        """Notes the name of a schema, unless another one has it. Names within a resource of its own
+        are never looked up."""
+        if not self.resources:
+            self.anchors[name] = at if self.anchors.get(name, at) == at else ""
+
+    def _identifies(self, schema: dict[str, Json]) -> bool:
+        """Returns whether a schema has an identifier of its own, which references within it are
+        relative to."""
+        given = [schema.get(name) for name in ("$id", "id")]
+        return any(isinstance(value, str) and not value.startswith("#") for value in given)
 
     def option(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
@@ -172,17 +239,15 @@ class _Reader:
             raise refuse(_within(at, name), f"known are {', '.join(_TYPES)}", "invalid_schema")
         out[name] = value
 
-    def text(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if not isinstance(value, str):
-            raise refuse(_within(at, name), "it must be a string", "invalid_schema")
-        out[name] = value
-
     def subschema(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         out[name] = self.schema(value, _within(at, name), depth + 1)
 
     def subschemas(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         # Other keywords may have added to `allOf`; the user's own stay where references seek them.
-        out[name] = [*self._list(name, value, at, depth), *out.get(name, ())]
+        read = self._list(name, value, at, depth)
+        while name == "allOf" and len(read) > 1 and read[-1] == {}:
+            read.pop()  # a mere description, beside which llguidance would copy the others
+        out[name] = [*read, *out.get(name, ())]
 
     def _list(self, name: str, value: Json, at: str, depth: int) -> list[Json]:
         here = _within(at, name)
@@ -192,8 +257,16 @@ class _Reader:
 
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         """Reads `oneOf` as `anyOf`, if no document can match two of the options."""
+        alone = not self.beside.keys() & (_OF_OBJECTS - {"oneOf"})
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
+            self.also(out, {"anyOf": options})
+        elif (only := _exactly_one(value)) is not None:
+            self.also(out, {"anyOf": only})
+        elif alone and (disjoint([_closed(option) for option in value], self.root)):
+            for option, read in zip(value, options, strict=True):
+                if _closed(option) is not option:
+                    read["additionalProperties"] = False
             self.also(out, {"anyOf": options})
         else:
             raise refuse(
@@ -215,8 +288,7 @@ class _Reader:
             self.subschema(out, name, value, at, depth)
 
     def prefix(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        dialect = self.root.get("$schema", "2020-12") if isinstance(self.root, dict) else ""
-        if name in out or not _LATEST.search(dialect):
+        if name in out or not self._latest():
             raise refuse(_within(at, name), "it needs draft 2020-12, and no list as 'items'")
         out[name] = self._list(name, value, at, depth)
 
@@ -248,37 +320,189 @@ class _Reader:
             raise refuse(here, "two of its patterns mean the same")
 
     def _pattern(self, pattern: Json, at: str) -> str:
+        """Returns a pattern for names, which is one expression."""
+        rules = self._patterns(pattern, None, at)
+        if len(rules) != 1:
+            raise refuse(at, f"the pattern {str(pattern)[:100]!r} cannot be enforced for names")
+        return rules[0]
+
+    def _patterns(self, pattern: Json, format: Json, at: str) -> list[str]:
         if not isinstance(pattern, str):
             raise refuse(at, "it must be a string", "invalid_schema")
         try:
-            return translate(pattern)
+            return rules_of(pattern, format if isinstance(format, str) else None)
         except GrammarError as error:
             raise refuse(at, f"the pattern {pattern[:100]!r} cannot be enforced: {error}") from None
 
     def pattern(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        out[name] = self._pattern(value, _within(at, name))
+        rules = self._patterns(value, self.beside.get("format"), _within(at, name))
+        if rules:
+            out[name] = rules[0]
+        for rule in rules[1:]:
+            self.also(out, {"pattern": rule})
 
     def format(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        if isinstance(value, str) and value in HARMLESS_FORMATS:
-            return
-        if isinstance(value, str) and value in _INTEGER_FORMATS:
+        """Enforces a format; ignores one that the standard does not have."""
+        here = _within(at, name)
+        if not isinstance(value, str):
+            raise refuse(here, "it must be a string", "invalid_schema")
+        if value in _INTEGER_FORMATS:
             low, high = _INTEGER_FORMATS[value]
             self.also(out, {"minimum": low, "maximum": high})
-            return
-        if not isinstance(value, str) or value not in FORMATS:
+        elif value in FORMATS:
+            for pattern in format_rules(value):
+                self.also(out, {"pattern": pattern})
+            longest = FORMATS[value][1]
+            if longest is not None:
+                self.also(out, {"maxLength": longest})
+        elif value not in HARMLESS_FORMATS:
+            known = meant_among(value, (*FORMATS, *_INTEGER_FORMATS))
+            if known is not None:
+                raise refuse(here, f"there is no format {value[:100]!r}; {known!r} may be meant")
+
+    def encoding(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """Enforces base64; of other encodings, every text is in the plain ones."""
+        if isinstance(value, str) and value.lower() in ("base64", "base64url"):
+            self.format(out, name, value.lower(), at, depth)
+        elif not isinstance(value, str) or value.lower() not in ("binary", "8bit", "identity"):
             raise refuse(
                 _within(at, name),
-                f"the format {str(value)[:100]!r} cannot be enforced; known are "
-                f"{', '.join((*FORMATS, *_INTEGER_FORMATS, *HARMLESS_FORMATS))}",
+                "known are base64, base64url, 8bit and binary; others cannot be enforced",
             )
-        patterns, longest = FORMATS[value]
-        for pattern in patterns:
-            self.also(out, {"pattern": f"^(?:{pattern})$"})
-        if longest is not None:
-            self.also(out, {"maxLength": longest})
+
+    def media_type(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """Refuses JSON within a string. Of other types the standard has a reader check nothing."""
+        if not isinstance(value, str) or "json" in value.lower():
+            raise refuse(_within(at, name), "JSON within a string cannot be enforced")
+
+    def property_names(
+        self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
+    ) -> None:
+        """Writes a rule for names as properties or a pattern besides which there are no others."""
+        here = _within(at, name)
+        rule = value
+        for _ in range(MAX_DEPTH):
+            reference = rule.get("$ref") if isinstance(rule, dict) else None
+            if not isinstance(reference, str) or rule.keys() - ANNOTATIONS != {"$ref"}:
+                break
+            rule = None if self.resources else resolve(self.root, unquote(reference))
+        if rule is True:
+            return
+        if rule is False:
+            self.also(out, {"maxProperties": 0})
+            return
+        if not isinstance(rule, dict):
+            raise refuse(here, "a schema is an object, true or false", "invalid_schema")
+        words = rule.keys() - ANNOTATIONS
+        if "type" in words and "string" not in types_of(rule):
+            self.also(out, {"maxProperties": 0})
+            return
+        words -= {"type", "$schema"}
+        values = [rule["const"]] if "const" in words else rule.get("enum")
+        if isinstance(values, list) and len(words) == 1:
+            names = [text for text in values if isinstance(text, str)]
+            self._count(len(names), here)
+            for text in names:
+                self._check_text(text, here)
+            listed = {name: self._any_value(here) for name in names}
+            self.also(out, {"properties": listed, "additionalProperties": False})
+        elif words <= {"pattern", "format", "minLength", "maxLength"}:
+            pattern = self._name_pattern(rule, here)
+            if pattern is not None:
+                matching = {pattern: self._any_value(here)}
+                self.also(out, {"patternProperties": matching, "additionalProperties": False})
+        else:
+            raise refuse(
+                here, "only 'pattern', 'format', lengths, 'enum' and 'const' can be enforced"
+            )
+
+    def _any_value(self, at: str) -> Json:
+        """Returns a schema of any value, which gets bounds unless another one has them."""
+        schema: dict[str, Json] = {}
+        if not self.beside.keys() & {"properties", "patternProperties", "additionalProperties"}:
+            self.places[f"{at} {len(self.places)}"] = schema
+        return schema
+
+    def _name_pattern(self, rule: dict[str, Json], at: str) -> str | None:
+        """Returns the expression that names match; None if every one does."""
+        read: dict[str, Json] = {}
+        before, self.beside = self.beside, rule
+        for name in ("pattern", "format", "minLength", "maxLength"):
+            if name in rule:
+                _KEYWORDS[name](self, read, name, rule[name], at, 0)
+        self.beside = before
+        parts = (read, *read.pop("allOf", ()))
+        found = [part["pattern"] for part in parts if "pattern" in part]
+        lengths = [part for part in parts if part.keys() & {"minLength", "maxLength"}]
+        if len(found) + len(lengths) > 1:
+            raise refuse(
+                at, "of 'pattern', 'format' and lengths, one alone can be enforced for names"
+            )
+        for part in lengths:
+            least, most = part.get("minLength", 0), part.get("maxLength", "")
+            found += self._patterns(f"^[^]{{{least},{most}}}$", None, at)
+        return found[0] if found else None
+
+    def negation(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
+        """Writes what must not hold in other words, where there are any."""
+        here = _within(at, name)
+        if value is False:
+            return
+        words = {} if value is True else value
+        if not isinstance(words, dict):
+            raise refuse(here, "a schema is an object, true or false", "invalid_schema")
+        words = {word: v for word, v in words.items() if word not in ANNOTATIONS}
+        if words.keys() == {"type"}:
+            self.typed({}, "type", words["type"], here, depth)
+            excluded = types_of(words)
+            excluded |= {"integer"} if "number" in excluded else set()
+            if "integer" in excluded and "number" not in excluded:
+                raise refuse(here, "numbers that are no integers cannot be enforced")
+            self.also(out, {"type": [kind for kind in _TYPES if kind not in excluded]})
+        elif words.keys() == {"required"} or (
+            words.keys() == {"required", "type"} and words["type"] == "object"
+        ):
+            self.names({}, "required", words["required"], here, depth)
+            self._lacks_one(out, words, here)
+        elif words.keys() == {"anyOf"} and isinstance(words["anyOf"], list) and words["anyOf"]:
+            for i, option in enumerate(words["anyOf"]):
+                self.negation(out, str(i), option, f"{here}/anyOf", depth + 1)
+        else:
+            raise refuse(here, "only {}, 'type', 'required' and 'anyOf' of them can be excluded")
+
+    def _lacks_one(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
+        """Allows objects that lack one of some properties, and other values where only objects are
+        excluded."""
+        if not excluded["required"]:
+            raise refuse(at, "every object has no properties at all", "invalid_schema")
+        options: list[Json] = [{"properties": {name: False}} for name in excluded["required"]]
+        self.also(out, options[0] if len(options) == 1 else {"anyOf": options})
+        if "type" not in excluded:
+            self.also(out, {"type": "object"})
+
+    def dependent_names(
+        self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
+    ) -> None:
+        """Has an object lack a property, or have those that depend on it."""
+        here = _within(at, name)
+        if not isinstance(value, dict):
+            raise refuse(here, "it must be an object", "invalid_schema")
+        for key, needed in value.items():
+            there = _within(here, key)
+            self._check_text(key, there)
+            if isinstance(needed, list):
+                self.names({}, key, needed, here, depth)
+                if needed and set(needed) != {key}:
+                    rule: Json = {"required": list(dict.fromkeys(needed))}
+                    self.also(out, {"anyOf": [{"properties": {key: False}}, rule]})
+            else:
+                rule = self.schema(needed, there, depth + 1)
+                self.also(out, {"anyOf": [{"properties": {key: False}}, rule]})
 
     def names(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
+        if value is False:  # as in draft 3, where a property says that it is required
+            return
         if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
             raise refuse(here, "it must be a list of names", "invalid_schema")
         self._count(len(value), here)
@@ -330,10 +554,17 @@ class _Reader:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise refuse(here, "it must be a number", "invalid_schema")
         if not math.isfinite(value) or abs(value) > EXACT:
-            raise refuse(here, "bounds beyond 2**53 cannot be enforced")
+            value = self._clamped(name, value, here)
         if name == "multipleOf" and value <= 0:
             raise refuse(here, "it must be greater than 0", "invalid_schema")
         out[name] = value
+
+    def _clamped(self, name: str, value: float, at: str) -> float:
+        """Returns the bound of all numbers for one beyond it, where that allows no more."""
+        low, high = name.lower().endswith("minimum"), name.lower().endswith("maximum")
+        if self.option_of("open_numbers") or not ((low and value < 0) or (high and value > 0)):
+            raise refuse(at, "bounds beyond 2**53 cannot be enforced")
+        return -EXACT if low else EXACT
 
     def count(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         whole = isinstance(value, float) and value.is_integer()
@@ -387,21 +618,55 @@ class _Reader:
 
     def reference(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
-        if not isinstance(value, str) or not value.startswith("#"):
+        if not isinstance(value, str):
+            raise refuse(here, "it must be a string", "invalid_schema")
+        document, sharp, place = value.partition("#")
+        if document and (document != self.identifier or not sharp):
             raise refuse(here, "only references within the schema ('#...') can be enforced")
-        if value == "#" or value.startswith("#/"):
-            self.references.append((unquote(value), here))
-        out[name] = value
+        if self.resources:
+            raise refuse(here, "it is relative to an '$id' below the root, and cannot be enforced")
+        target = f"#{unquote(place)}"
+        out[name] = quote(target, safe=_SAFE)
+        self.references.append((out, target, here))
 
     # -- afterwards ----------------------------------------------------------------------------
 
     def check_references(self, done: Json) -> None:
         """Checks that each reference's target has been read as a schema and is still there, so
-        that nothing is enforced that was not looked at."""
-        for target, at in self.references:
-            place = self.places.get(target)
-            if place is None or resolve(done, target) is not place:
+        that nothing is enforced that was not looked at. Schemas below unknown words are read now.
+        """
+        beside: dict[str, Json] = {}
+        while self.references:
+            out, target, at = self.references.pop()
+            if not target.startswith("#/") and target != "#":
+                target = self.anchors.get(target[1:], "")
+                out["$ref"] = quote(target, safe=_SAFE)
+            if target not in self.places:
+                schema = self._below_unknown(target, at)
+                beside[f"{_BELOW}{len(beside)}"] = self.schema(schema, target, 1)
+            place = self.places[target]
+            for name, added in beside.items():
+                if added is place:
+                    out["$ref"] = f"#/$defs/{name}"
+            if resolve(done, target) is not place and not any(
+                added is place for added in beside.values()
+            ):
                 raise refuse(at, f"a reference to '{target[:200]}' cannot be enforced")
+        if beside:
+            done["$defs"] = {**done.get("$defs", {}), **beside}
+
+    def _below_unknown(self, target: str, at: str) -> Json:
+        """Returns a schema that stands where no keyword has schemas."""
+        schema, path = resolve(self.root, target), ""
+        steps = target.split("/")[1:]
+        for step in steps[:-1]:
+            path += "/" + step
+            around = resolve(self.root, f"#{path}")
+            if isinstance(around, dict) and self._identifies(around):
+                schema = None
+        if not steps or not isinstance(schema, (dict, bool)):
+            raise refuse(at, f"a reference to '{target[:200]}' cannot be enforced")
+        return schema
 
     def _check_min_properties(self, schema: dict[str, Json], at: str) -> None:
         """Names that are not listed may come twice in a document, and then count once only."""
@@ -411,6 +676,48 @@ class _Reader:
                 _within(at, "minProperties"),
                 "more than 1 can be enforced only where as many are 'required'",
             )
+
+
+def _exactly_one(options: list[Json]) -> list[Json] | None:
+    """Returns options that exclude each other for some that require names and no more; None for
+    others, or where there are too many."""
+    names: list[list[str]] = []
+    for option in options:
+        words = option.keys() - ANNOTATIONS if isinstance(option, dict) else None
+        if words != {"required"} or not option["required"]:
+            return None
+        names.append(option["required"])
+    found: list[Json] = []
+    for i, needed in enumerate(names):
+        # One of each other option's names is missing.
+        others = [
+            [name for name in other if name not in needed]
+            for j, other in enumerate(names)
+            if j != i
+        ]
+        if math.prod(map(len, others)) > _MOST_OPTIONS:
+            return None
+        found += [
+            {
+                "type": "object",  # anything else is valid against all options
+                "required": needed,
+                "properties": dict.fromkeys(missing, False),
+            }
+            for missing in product(*others)
+        ]
+    return found if 0 < len(found) <= _MOST_OPTIONS else None
+
+
+def _closed(option: Json) -> Json:
+    """Returns an object's schema as one without properties that are not listed, as documents have
+    none anyway."""
+    if not isinstance(option, dict) or not option.get("properties"):
+        return option
+    if option.keys() & (_OF_OBJECTS - {"properties", "required"}):
+        return option
+    if set(option.get("required") or ()) - option["properties"].keys():
+        return option
+    return {**option, "additionalProperties": False}
 
 
 def _whole_numbers(value: Json) -> Json:
@@ -450,8 +757,8 @@ _INCLUSIVE = {"exclusiveMinimum": "minimum", "exclusiveMaximum": "maximum"}
 _INTEGER_FORMATS = {
     **{f"int{bits}": (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) for bits in (8, 16, 32)},
     **{f"uint{bits}": (0, 2**bits - 1) for bits in (8, 16, 32)},
-    "int64": (-EXACT, EXACT),
-    "uint64": (0, EXACT),
+    **dict.fromkeys(("int64", "int"), (-EXACT, EXACT)),
+    **dict.fromkeys(("uint64", "uint"), (0, EXACT)),
 }
 """Maps OpenAPI's formats of numbers to bounds within them."""
 
@@ -465,23 +772,30 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
         ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
         _Reader.count,
     ),
-    "$anchor": _Reader.text,
-    "$id": _Reader.identifier,
-    "id": _Reader.identifier,
+    "$anchor": _Reader.anchor,
+    "$id": _Reader.identifier_of,
+    "id": _Reader.identifier_of,
     "$ref": _Reader.reference,
     "$schema": _Reader.dialect,
     "additionalItems": _Reader.subschema,
     "additionalProperties": _Reader.subschema,
     "const": _Reader.constant,
+    "contentEncoding": _Reader.encoding,
+    "contentMediaType": _Reader.media_type,
+    **dict.fromkeys(
+        ("dependencies", "dependentRequired", "dependentSchemas"), _Reader.dependent_names
+    ),
     "enum": _Reader.enumeration,
     "format": _Reader.format,
     "items": _Reader.items,
+    "not": _Reader.negation,
     "nullable": _Reader.nullable,
     "oneOf": _Reader.one_of,
     "pattern": _Reader.pattern,
     "patternProperties": _Reader.by_pattern,
     "prefixItems": _Reader.prefix,
     "properties": _Reader.own,
+    "propertyNames": _Reader.property_names,
     "required": _Reader.names,
     "type": _Reader.typed,
     "uniqueItems": _Reader.unique,

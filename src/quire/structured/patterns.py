@@ -8,10 +8,17 @@ refused.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llguidance import LLMatcher
 
 from quire.errors import GrammarError
 
+MAX_WAYS = 128
+"""Places of a bounded repeat of a part whose length varies."""
 _SPACE = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
     r"\u{FEFF}"
@@ -27,6 +34,95 @@ _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]{1,40}(?:=[A-Za-z_]{1,40})?\}")
 _GROUP_NAME = re.compile(r"\?P?<[A-Za-z_][A-Za-z0-9_]{0,99}>")
 _HEX = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}")
 _LOW = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
+
+
+def rules_of(pattern: str, format: str | None) -> list[str]:
+    """Returns the expressions that a string matches, all of them, if it matches a pattern.
+
+    A lookahead at the start is an expression of its own. One that must not match is left out if
+    nothing that the others allow could match it.
+
+    Args:
+        format: stands beside the pattern, and is enforced by others.
+
+    Raises:
+        GrammarError: the pattern cannot be enforced; without a place.
+    """
+    if pattern in _IMPLIED.get(format or "", ()):
+        return []
+    positive, negative, rest = _lookaheads(pattern)
+    rules = [translate(rest), *map(translate, positive)]
+    for excluded in negative:
+        looser = _LOOSER.get(format or "", format_rules(format))
+        if not contradict([*rules, *looser, translate(excluded)]):
+            raise GrammarError("a negative lookahead cannot be enforced where it excludes strings")
+    return rules
+
+
+def check_repeats(pattern: str) -> None:
+    """Raises GrammarError for a bounded repeat in a regular expression of Rust's that an answer
+    could die of. What the two syntaxes do not share is not looked at."""
+    try:
+        translate(pattern)
+    except _TooManyWaysError:
+        raise
+    except GrammarError:
+        return
+
+
+def format_rules(format: str | None) -> list[str]:
+    """Returns the expressions that a string of a format matches, all of them."""
+    return [f"^(?:{pattern})$" for pattern in FORMATS[format][0]] if format in FORMATS else []
+
+
+def escape(text: str) -> str:
+    """Returns an expression that matches a text alone."""
+    return "".join(_literal(ord(char)) for char in text)
+
+
+def contradict(patterns: Sequence[str]) -> bool:
+    """Returns whether no string matches all of some patterns, as far as that can be seen."""
+    schema = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
+    why: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
+    return why.startswith("Unsatisfiable schema: Regex is empty")
+
+
+def _lookaheads(pattern: str) -> tuple[list[str], list[str], str]:
+    """Splits off the lookaheads that a pattern begins with: those that must match, those that must
+    not, each as a pattern, and the rest."""
+    found: dict[str, list[str]] = {"(?=": [], "(?!": []}
+    at = 1
+    while pattern.startswith("^") and (kind := pattern[at : at + 3]) in found:
+        end = next((i for i, _, depth in _marks(pattern, at) if depth == 0), -1)
+        if end < 0:
+            break
+        inner = pattern[at + 3 : end]
+        found[kind].append(f"^(?:{inner})" if _has_options(inner) else f"^{inner}")
+        at = end + 1
+    if at == 1 or _has_options(pattern[at:]):
+        return [], [], pattern
+    return found["(?="], found["(?!"], "^" + pattern[at:]
+
+
+def _has_options(pattern: str) -> bool:
+    return any(mark == "|" and not depth for _, mark, depth in _marks(pattern, 0))
+
+
+def _marks(pattern: str, at: int) -> Iterator[tuple[int, str, int]]:
+    """Yields the places of '(', ')' and '|', and how many groups are open after each."""
+    depth, in_class = 0, False
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "\\":
+            at += 1
+        elif in_class:
+            in_class = char != "]"
+        elif char == "[":
+            in_class = True
+        elif char in "()|":
+            depth += (char == "(") - (char == ")")
+            yield at, char, depth
+        at += 1
 
 
 def translate(pattern: str) -> str:
@@ -51,11 +147,37 @@ def _member(code: int) -> str:
     return f"\\u{{{code:X}}}"
 
 
+class _TooManyWaysError(GrammarError):
+    """A bounded repeat can match in too many ways."""
+
+
+@dataclass
+class _Ways:
+    """Ways in which a part of a pattern can match.
+
+    Attributes:
+        places: characters in it, those of bounded repeats counted as often as they may come.
+        varies: whether it matches texts of several lengths.
+    """
+
+    places: int = 0
+    varies: bool = False
+
+
+def _together(options: list[list[_Ways]]) -> _Ways:
+    """Returns the ways of a group with these alternatives."""
+    places = [sum(part.places for part in option) for option in options]
+    varies = any(part.varies for option in options for part in option)
+    return _Ways(sum(places), varies or len(set(places)) > 1)
+
+
 class _Translator:
     def __init__(self, pattern: str) -> None:
         self.text = pattern
         self.at = 0
         self.out: list[str] = []
+        # For each open group, the alternatives read so far, each a list of parts.
+        self.groups: list[list[list[_Ways]]] = [[[]]]
 
     def run(self) -> str:
         open_groups, repeatable = 0, False
@@ -66,16 +188,23 @@ class _Translator:
                 continue
             self.at += 1
             repeatable = char not in "^$|("
+            if char not in "^$|()":
+                self.groups[-1][-1].append(_Ways(1))
             if char == "(":
                 self._group()
+                self.groups.append([[]])
                 open_groups += 1
             elif char == ")":
                 open_groups -= 1
                 if open_groups < 0:
                     raise GrammarError("it has a ')' without a '('")
                 self.out.append(")")
+                whole = _together(self.groups.pop())
+                self.groups[-1][-1].append(whole)
             elif char in "^$|":
                 self.out.append(char)
+                if char == "|":
+                    self.groups[-1].append([])
             elif char == ".":
                 self.out.append(f"[{_NO_LINE_END}{_WRITABLE}]")
             elif char == "[":
@@ -101,7 +230,27 @@ class _Translator:
         if self.text[self.at : self.at + 1] == "?":
             self.at += 1
         self.out.append(quantifier)
+        self._repeated(self.groups[-1][-1][-1], quantifier)
         return True
+
+    def _repeated(self, part: _Ways, quantifier: str) -> None:
+        """Counts what a quantifier repeats.
+
+        llguidance follows all ways in which a text can match at once. Where a part of no fixed
+        length may come so and so many times there are so many that an answer could die of it.
+        """
+        counts = quantifier.strip("{}").split(",") if quantifier[0] == "{" else []
+        if counts and counts[-1]:
+            most = int(counts[-1])
+            if part.varies and most > 1 and most * part.places > MAX_WAYS:
+                raise _TooManyWaysError(
+                    f"'{quantifier}' repeats a part of varying length with {part.places} places; "
+                    f"times {most} they are more than {MAX_WAYS}"
+                )
+            part.places *= max(1, most)
+        elif counts and int(counts[0]) > 1:
+            self._repeated(part, f"{{{counts[0]}}}")
+        part.varies = part.varies or len(counts) != 1
 
     def _group(self) -> None:
         rest = self.text[self.at : self.at + 120]
@@ -227,10 +376,10 @@ _CLOCK = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-# RFC 5321's rule for mailboxes, which JSON Schema names, has no lengths. That is luck: where a
-# length counts, every place in a text needs a mask of its own, for some 40 000 tokens that fit.
-# Labels begin and end in letters or digits. So written, llguidance sees that any number of these
-# may come: it allows words in one go then, and looks at a quarter of the tokens.
+# Where a length counts, every place in a text needs a mask of its own, for some 40 000 tokens that
+# fit. So of RFC 5321's lengths only that of a mailbox's local part is kept. Labels
+# begin and end in letters or digits. So written, llguidance sees that any number of these may come:
+# it allows words in one go then, and looks at a quarter of the tokens.
 _DOMAIN = r"[A-Za-z0-9]+(?:(?:-+|\.)[A-Za-z0-9]+)*"
 # No "--" in the third and fourth place: such labels must decode as punycode (RFC 5890).
 _HOST_LABEL = (
@@ -238,7 +387,9 @@ _HOST_LABEL = (
     "|[A-Za-z0-9][A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])"
     "[A-Za-z0-9-]{0,58}[A-Za-z0-9])"
 )
-_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
+# At most 64 characters. One count, dots included, costs a third of two that hold at once.
+_LOCAL = rf"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
 _H = "[0-9A-Fa-f]{1,4}"
@@ -272,25 +423,71 @@ _DURATION = (
 )
 _UUID = "[0-9A-Fa-f]{{8}}-[0-9A-Fa-f]{{4}}-{}[0-9A-Fa-f]{{3}}-{}[0-9A-Fa-f]{{3}}-[0-9A-Fa-f]{{12}}"
 
+_POINTER = r"(?:/(?:[^~/\x00-\x1F\x7F]|~[01])*)*"
+_VARIABLE = r"[A-Za-z0-9_]+(?:\.[A-Za-z0-9_]+)*(?::[1-9][0-9]{0,3}|\*)?"
+_TEMPLATE = (
+    r"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#\[\]-]|%[0-9A-Fa-f]{2}"
+    rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
+)
+# Without groups, ranges and lookaround, which could be malformed.
+_REGEX = (
+    r"\^?(?:(?:[A-Za-z0-9 _/:;,@#%&=<>!'~-]|\.|\\[dDwWsS.^$*+?()\[\]{}|\\/-]"
+    r"|\[\^?(?:[A-Za-z0-9_]|\\[dws])+\])[*+?]?)*\$?"
+)
+
 FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "date": ((_YEAR_MONTH_DAY,), None),
     "time": ((_CLOCK,), None),
     "date-time": ((f"{_YEAR_MONTH_DAY}[Tt]{_CLOCK}",), None),
     "duration": ((_DURATION,), None),
-    "email": ((rf"{_ATOM}(?:\.{_ATOM})*@{_DOMAIN}",), None),
-    "hostname": ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253),
+    **dict.fromkeys(
+        ("email", "idn-email"),
+        ((f"{_LOCAL}@{_DOMAIN}",), None),
+    ),
+    **dict.fromkeys(("hostname", "idn-hostname"), ((rf"{_HOST_LABEL}(?:\.{_HOST_LABEL})*",), 253)),
     "ipv4": ((_IPV4,), None),
     "ipv6": ((_IPV6,), None),
     "uri": ((_URI,), None),
-    **dict.fromkeys(("iri", "uri-reference", "url"), ((_URI,), None)),
+    **dict.fromkeys(("iri", "uri-reference", "iri-reference", "url"), ((_URI,), None)),
     "uuid": ((_UUID.format("[0-9A-Fa-f]", "[0-9A-Fa-f]"),), None),
-    **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in (1, 3, 4, 5)},
-    "byte": (("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",), None),
+    **{f"uuid{n}": ((_UUID.format(n, "[89ABab]"),), None) for n in range(1, 9)},
+    **dict.fromkeys(
+        ("byte", "base64"),
+        (
+            (
+                "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/][AQgw]==|[A-Za-z0-9+/]{2}[AEIMQUYcgkosw048]=)?",
+            ),
+            None,
+        ),
+    ),
+    "base64url": (
+        ("(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-][AQgw]|[A-Za-z0-9_-]{2}[AEIMQUYcgkosw048])?",),
+        None,
+    ),
+    "uri-template": ((_TEMPLATE,), None),
+    "json-pointer": ((_POINTER,), None),
+    "relative-json-pointer": ((f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",), None),
+    "regex": ((_REGEX,), None),
 }
 """Regular expressions (in Rust's syntax) that the whole of a string matches, all of them, and its
 greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321's
-mailboxes without quoted local parts and address literals, RFC 1123 without internationalized
+mailboxes without quoted local parts and address literals, URI references that are whole
+URIs, regular expressions without groups, RFC 1123 without internationalized
 labels, RFC 4291 without embedded IPv4."""
+
+_LOOSER = {name: [rf"^(?:{_ATOM}+(?:\.{_ATOM}+)*@{_DOMAIN})$"] for name in ("email", "idn-email")}
+"""Expressions that all strings of a format match, without counts, which make comparing dear."""
+
+_IMPLIED = {
+    # zod's
+    "duration": frozenset(
+        {
+            r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?"
+            r"(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
+        }
+    ),
+}
+"""Patterns that libraries write beside a format, and that everything in that format matches."""
 
 HARMLESS_FORMATS = (
     "path", "file-path", "directory-path", "binary", "password", "textarea", "float", "double",

@@ -18,7 +18,8 @@ from quire.server.parsers.grammar import Rules
 from quire.server.parsers.stream import ToolParser
 from quire.structured.bounded import resolve
 from quire.structured.grammar import as_lark
-from quire.structured.json_schema import ANNOTATIONS, enforceable
+from quire.structured.json_schema import enforceable
+from quire.structured.keywords import ANNOTATIONS
 
 # What of a schema's root is enforced where arguments are written one by one.
 _OF_PROPERTIES = ANNOTATIONS | {
