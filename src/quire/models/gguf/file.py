@@ -115,7 +115,7 @@ def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
     """Returns the library's reader of a file. The library believes each count in the file; here a
     field that the file does not hold, or a header of too many values, is a ValueError."""
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
         reads = 0
 
         def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
