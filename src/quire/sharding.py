@@ -32,10 +32,10 @@ class ShardSpec:
             return min(rank * each, size), min((rank + 1) * each, size)
         units = size // self.unit
         if size % self.unit or (units % world if units >= world else world % units):
-            each = f" units of {self.unit}" if self.unit > 1 else ""
+            cut = f" units of {self.unit}" if self.unit > 1 else ""
             fitting = ", ".join(str(count) for count in range(1, 65) if units % count == 0)
             raise ConfigError(
-                f"{name}: {units}{each} cannot be shared out evenly over {world} ranks; "
+                f"{name}: {units}{cut} cannot be shared out evenly over {world} ranks; "
                 f"tensor_parallel_size may be {fitting}",
                 param="tensor_parallel_size",
             )

@@ -19,7 +19,7 @@ def rounded(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Wei
     asks for no more of it."""
     form, share = weight.format, x.shape[1]
     behind = -(weight.first + share) % form.group
-    parts = F.pad(x, (weight.first, behind)).unflatten(1, (-1, form.group))
+    parts = F.pad(x, (weight.first, behind)).view(len(x), -1, form.group)
     tops = parts.abs().amax(2)
     # Only the first and the last group of a rank may lie on others too.
     ends = group.all_gather(torch.stack((tops[:, 0], tops[:, -1]), 1), 1)
@@ -30,7 +30,7 @@ def rounded(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Wei
         begin = places.index(place)
         tops[:, own] = ends[:, begin : begin + places.count(place)].amax(1)
     scales = row_scales(tops.flatten().unsqueeze(1), form.values)
-    rows = parts.reshape(-1, form.group)
+    rows = parts.view(-1, form.group)
     out = (quantize_rows(rows, scales, form.values).float() * scales).to(x.dtype)
     out = out.view(len(x), -1)[:, weight.first : weight.first + share].contiguous()
     return out, replace(weight, format=replace(form, inputs="none"))
