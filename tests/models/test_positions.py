@@ -1,4 +1,4 @@
-"""Which row of a rotary table and which slot of the cache a token has, in every family.
+"""Rotary rows and cache slots of tokens, by absolute place, in every family.
 
 A shift of all positions alike changes no logits where positions are relative, so that comparing
 logits with those of transformers does not tell.
@@ -82,7 +82,7 @@ def _stored(harness: Harness) -> list[tuple[int, Tensor]]:
 
 
 def test_a_token_takes_its_slot_and_reads_no_other(model: Decoder) -> None:
-    """What is not written is huge in one cache, and zero in the other."""
+    """One cache is huge where nothing is written, the other zero; logits are alike."""
     clean, filled = Harness(model), Harness(model)
     caches = _stored(filled)
     assert caches
