@@ -20,8 +20,11 @@ class ShardSpec:
     unit: int = 1
     padded: bool = False
 
-    def bounds(self, size: int, rank: int, world: int) -> tuple[int, int]:
-        """The half-open range of the `size` entries along `dim` that `rank` of `world` holds."""
+    def bounds(
+        self, size: int, rank: int, world: int, name: str = "a parameter"
+    ) -> tuple[int, int]:
+        """The half-open range of the `size` entries along `dim` that `rank` of `world` holds. name:
+        what an error calls the entries."""
         if self.dim is None or world == 1:
             return 0, size
         if self.padded:
@@ -29,8 +32,11 @@ class ShardSpec:
             return min(rank * each, size), min((rank + 1) * each, size)
         units = size // self.unit
         if size % self.unit or (units % world if units >= world else world % units):
+            cut = f" units of {self.unit}" if self.unit > 1 else ""
+            fitting = ", ".join(str(count) for count in range(1, 65) if units % count == 0)
             raise ConfigError(
-                f"cannot split {units} units of {self.unit} evenly over {world} ranks",
+                f"{name}: {units}{cut} cannot be shared out evenly over {world} ranks; "
+                f"tensor_parallel_size may be {fitting}",
                 param="tensor_parallel_size",
             )
         if units >= world:

@@ -12,6 +12,9 @@ MOST_SETTINGS = 16 << 20
 """Bytes of a file of settings, such as config.json, or of a chat template."""
 MOST_TABLE = 256 << 20
 """Bytes of a file with a row for each token or tensor: a tokenizer, or an index of shards."""
+MOST_DATA = 1 << 30
+"""Bytes of a text or of a data set."""
+_SMALL = 1 << 20
 
 
 def stored_weights(folder: Path) -> list[Path]:
@@ -38,6 +41,8 @@ def read_bounded(path: str | Path, most: int = MOST_SETTINGS) -> bytes:
     """Returns the content of a regular file. Raises OSError as `open_regular` does, and for more
     bytes than `most`."""
     with open_regular(path) as file:
+        # Some file systems do not know the size, and `read` sets aside what it is asked for.
+        most = min(most, max(os.fstat(file.fileno()).st_size, _SMALL))
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"larger than the {most} bytes that are read", str(path))

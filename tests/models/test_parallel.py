@@ -76,6 +76,18 @@ def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
         build_model(spec, device="meta", group=Ranked(0, 4))
 
 
+def test_a_width_that_cannot_be_shared_out(tmp_path: Path) -> None:
+    make(tmp_path, "llama")
+    spec = spec_from_config({**load_config(tmp_path), "intermediate_size": 171})
+    with pytest.raises(ConfigError) as told:
+        build_model(spec, device="meta", group=Ranked(0, 2))
+    assert told.value.param == "tensor_parallel_size"
+    assert str(told.value) == (
+        "layers.0.mlp.up.gate, outputs: 171 cannot be shared out evenly over 2 ranks; "
+        "tensor_parallel_size may be 1, 3, 9, 19, 57"
+    )
+
+
 def test_each_rank_books_only_its_heads(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     spec = spec_from_config(load_config(tmp_path))

@@ -259,6 +259,13 @@ def test_keys_that_are_not_implemented_are_refused_by_name(
         spec_from_config(config)
 
 
+@pytest.mark.parametrize("family", ["Gemma3", "Gemma4"])
+def test_a_cap_that_published_code_does_not_apply_is_refused(family: str) -> None:
+    config = {**LLAMA, "architectures": [f"{family}ForCausalLM"], "attn_logit_softcapping": 50.0}
+    with pytest.raises(ModelError, match=r"attn_logit_softcapping=50\.0 is not supported"):
+        spec_from_config(config)
+
+
 def test_keys_that_change_nothing_are_taken() -> None:
     harmless = {
         "layer_types": ["full_attention"] * 2,

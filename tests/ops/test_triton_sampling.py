@@ -101,6 +101,21 @@ def test_sample(kernel_device: str, dtype: torch.dtype, spread: float) -> None:
     check(case.run(logits), case.scores(logits))
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_nucleus_ends_where_its_mass_is_reached(kernel_device: str, sampler: Any) -> None:
+    """Two tokens of 0.5 each: one alone reaches 0.5, whatever the noise prefers."""
+    rows = [(1.0, 0, top_p, 0.0) for top_p in (*[0.5] * 16, *[0.75] * 16)]
+    make = torch.Generator().manual_seed(7)
+    # The others have no mass that float32 could tell, but are not too flat to collect.
+    logits = torch.randn(len(rows), VOCAB, generator=make).to(kernel_device) - 60.0
+    logits[:, [3, 1000]] = 0.0
+    case = Lanes(rows, kernel_device)
+    case.op = sampler
+    tokens = case.run(logits).tolist()
+    assert set(tokens[:16]) == {3}
+    assert set(tokens[16:]) == {3, 1000}
+
+
 def test_sample_without_truncation(kernel_device: str) -> None:
     rows = ROWS[:3]
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)).to(kernel_device)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import quire
-from quire import LLM, BeamSearchParams
+from quire import LLM, BeamSearchParams, SamplingParams
+from quire.engine.beam_search import BeamSearch
 from quire.errors import RequestError
+from quire.outputs import Logprob
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 PROMPTS = ["Once upon a time", "The dog said", "A king"]
@@ -133,3 +135,29 @@ def test_too_many_alternatives(llm: LLM) -> None:
     with pytest.raises(RequestError) as caught:
         llm.beam_search("a", params)
     assert caught.value.param == "beam_width"
+
+
+def _advance(search: BeamSearch, *found: dict[int, float]) -> None:
+    search.advance([{token: Logprob(value, 1) for token, value in each.items()} for each in found])
+
+
+def test_a_search_goes_on_while_a_longer_sequence_may_score_better(llm: LLM) -> None:
+    """Scores are normalized by length: -1.34 of two tokens is better than -0.7 of one."""
+    end = llm.config.eos_token_ids[0]
+    search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=9), llm.config, 1)
+    _advance(search, {7: -0.69, end: -0.7, 8: -3.0})
+    assert search.beams == [[7], [8]]
+    _advance(search, {end: -0.6, 9: -0.65}, {9: -9.0})
+    assert not search.over
+    _advance(search, {end: -0.01, 9: -9.0}, {9: -9.0})
+    assert search.over
+    best = search.best(2, [5], SamplingParams(detokenize=False), None)
+    assert [sequence.token_ids for sequence in best] == [[7, 9, end], [7, end]]
+    assert [sequence.score for sequence in best] == pytest.approx([-1.35 / 3, -1.29 / 2])
+
+
+def test_a_search_ends_where_no_longer_sequence_may_score_better(llm: LLM) -> None:
+    end = llm.config.eos_token_ids[0]
+    search = BeamSearch(BeamSearchParams(beam_width=1, max_tokens=9), llm.config, 1)
+    _advance(search, {end: -0.5, 7: -0.6})
+    assert search.over

@@ -10,7 +10,15 @@ import pytest
 from quire.sampling_params import SamplingParams
 from tests.slow import slow
 from tests.unit.test_drafts import Answers, Script, Verifier, answers, with_texts
-from tests.unit.tiny_engine import MAX_LEN, VOCAB, Job, TinyEngine, model_folder, random_prompts
+from tests.unit.tiny_engine import (
+    MAX_LEN,
+    TINY,
+    VOCAB,
+    Job,
+    TinyEngine,
+    model_folder,
+    random_prompts,
+)
 
 HYBRID: dict[str, object] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -118,6 +126,69 @@ def test_ends_that_the_device_sees_leave_a_state(folder: Path) -> None:
         assert engine.run([longer]) == alone(folder, [longer])
         hit = engine.scheduler.stats().prefix_hit_tokens - before
         assert hit == len(job.prompt) + len(out) - 1
+
+
+def _launch(engine: TinyEngine) -> None:
+    """Launches one more step, and collects none."""
+    plan = engine.scheduler.plan()
+    assert plan is not None
+    engine.executor.submit(plan)
+
+
+def _hits(engine: TinyEngine, folder: Path, tokens: list[int]) -> int:
+    """Runs a prompt that begins with these tokens; returns how many of them were cached."""
+    before = engine.scheduler.stats().prefix_hit_tokens
+    job = Job([*tokens, 20, 21], greedy(6))
+    assert engine.run([job]) == alone(folder, [job])
+    return engine.scheduler.stats().prefix_hit_tokens - before
+
+
+def test_an_abort_keeps_the_state_of_a_chunk_in_flight(folder: Path) -> None:
+    """The device computes the chunk before anything that comes later, so its end is a place to go
+    on from."""
+    prompt = random_prompts(1, 120, seed=3)[0][:60]
+    engine = TinyEngine(folder, depth=2, budget=13)
+    (request,) = engine.add("a", Job(prompt, greedy()))
+    _launch(engine)
+    _launch(engine)
+    assert (request.computed, request.planned, request.generating) == (0, 26, False)
+    engine.scheduler.abort(request.request_id)
+    engine.drain()
+    assert _hits(engine, folder, prompt[:26]) == 26
+
+
+@pytest.mark.parametrize("config", [HYBRID, TINY], ids=["hybrid", "attention"])
+@pytest.mark.parametrize(
+    ("length", "in_flight"), [(18, 0), (20, 0), (16, 1), (20, 1), (19, 2), (20, 2), (21, 2)]
+)
+def test_an_abort_while_tokens_are_in_flight(
+    tmp_path: Path, config: dict[str, object], length: int, in_flight: int
+) -> None:
+    """All but the last known token can be reused. A state that steps in flight change cannot: then
+    only checkpoints of the prompt are left. Blocks are of 8 tokens."""
+    folder = model_folder(tmp_path / "model", config)
+    prompt = random_prompts(1, 120, seed=3)[0][:length]
+    engine = TinyEngine(folder, depth=2)
+    (request,) = engine.add("a", Job(prompt, greedy()))
+    while request.num_output_tokens < 3:
+        engine.step()
+    while engine.scheduler.num_in_flight:
+        engine.progress.append(engine.scheduler.update(engine.executor.collect()))
+    for _ in range(in_flight):
+        _launch(engine)
+    assert request.planned == request.computed + in_flight
+    known = [*prompt, *request.output.tolist()]
+    engine.scheduler.abort(request.request_id)
+    engine.drain()
+    before = engine.scheduler.stats().prefix_hit_tokens
+    job = Job([*known, 20, 21], greedy(4))
+    expected = TinyEngine(folder, prefix_caching=False).run([job])
+    assert engine.run([job]) == expected
+    hits = engine.scheduler.stats().prefix_hit_tokens - before
+    if in_flight and config is HYBRID:
+        assert hits <= length
+    else:
+        assert hits == len(known) - 1
 
 
 def test_penalties_and_logprobs(folder: Path) -> None:

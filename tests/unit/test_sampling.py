@@ -231,6 +231,25 @@ def test_truncation_keeps_at_least_one_token() -> None:
     assert int((kept > -torch.inf).sum()) == 1
 
 
+@pytest.mark.parametrize(
+    ("top_p", "tokens"), [(0.5, [3]), (0.5000001, [3, 1000]), (0.75, [3, 1000]), (1.0, [3, 1000])]
+)
+def test_a_nucleus_ends_where_its_mass_is_reached(top_p: float, tokens: list[int]) -> None:
+    """Two tokens of 0.5 each: one alone reaches 0.5."""
+    logits = torch.full((1, WIDE), -torch.inf)
+    logits[:, [3, 1000]] = 0.0
+    top_k, reach = torch.tensor([0]), torch.tensor([top_p])
+    kept = truncate.top_k_top_p(logits, top_k, reach)
+    assert (kept > -torch.inf).nonzero()[:, 1].tolist() == tokens
+
+    def prefers_later(entries: torch.Tensor) -> torch.Tensor:
+        return entries.float()
+
+    picked, certain = truncate.pick_likely(logits, top_k, reach, prefers_later)
+    assert certain.all()
+    assert picked.tolist() == tokens[-1:]
+
+
 def test_logprobs_and_ranks() -> None:
     torch.manual_seed(2)
     logits = torch.randn(3, VOCAB)

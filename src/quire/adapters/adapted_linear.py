@@ -48,6 +48,11 @@ class AdaptedLinear:
             if scale is None or len(layer.stacks) > 1:
                 x, scale = norm(x), None
         shared = layer.split == "inputs" and layer.group.world > 1
+        form = layer.weights[0].format
+        if shared and form.inputs == "group" and layer.weight.inputs % form.group:
+            # The groups of inputs that share a scale lie on several ranks.
+            out = _add_adapters(layer.part(x), x, self._weights, rows)
+            return layer.group.all_reduce(out, residual, layer.name)
         # What every rank holds whole may enter the sum over ranks only once.
         bias = None if shared and layer.group.rank else layer.bias
         if len(layer.stacks) > 1:

@@ -25,6 +25,7 @@ from quire.cli.options import set_parameters
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
+from quire.weight_files import read_bounded
 
 
 def _setting(help: str, default: Any = None) -> Any:
@@ -267,7 +268,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
     import yaml
 
     try:
-        text = path.read_text("utf-8")
+        text = read_bounded(path).decode()
         raw = yaml.safe_load(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"

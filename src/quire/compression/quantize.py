@@ -26,6 +26,7 @@ from quire.errors import ConfigError, QuireError
 from quire.layers.parameter_slice import named_slices
 from quire.models import Decoder
 from quire.models.files import weight_files
+from quire.models.memory_errors import must_fit_memory
 from quire.models.quantized_checkpoint import read_quantization
 from quire.quantization.fields import TensorInfo
 
@@ -86,7 +87,8 @@ def quantize(model: Path, name: str, out: Path, recipe: Recipe, options: Options
     try:
         work = _Run(source, name, out, recipe, options)
         try:
-            return work.run()
+            with must_fit_memory():
+                return work.run()
         finally:
             work.job.close()
     finally:

@@ -177,8 +177,12 @@ class Recipe:
             "output_activations": None,
             "format": self.format,
         }
+        # Unless it dequantizes at load, transformers (with compressed-tensors 0.20) expects packed
+        # zeros in the shape of unpacked ones, and refuses its own checkpoints too.
+        zeros = {} if grid.symmetric else {"dequantize": True}
         return {
             "quant_method": "compressed-tensors",
+            **zeros,
             "format": self.format,
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.models.files import DTYPES
+from quire.weight_files import open_regular
 
 _JOB, _STATES = "job.json", "states.safetensors"
 
@@ -164,5 +165,5 @@ def _locked(folder: Path) -> int:
 
 def fingerprint(file: Path) -> str:
     """Returns a digest of a file's content."""
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()

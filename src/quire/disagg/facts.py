@@ -12,7 +12,7 @@ import msgspec
 from quire.config import EngineConfig
 from quire.plan import KVGroup
 from quire.version import __version__
-from quire.weight_files import stored_weights
+from quire.weight_files import open_regular, stored_weights
 
 PROTOCOL = 6
 """The version of the messages between engines."""
@@ -122,7 +122,7 @@ def _digest(folder: Path, *facts: object) -> str:
         digest.update(repr(fact).encode() + b"\0")
     for file in (folder / "config.json", *stored_weights(folder)):
         if file.is_file():
-            with file.open("rb") as opened:
+            with open_regular(file) as opened:
                 digest.update(repr((file.name, file.stat().st_size)).encode())
                 digest.update(opened.read(_SAMPLE_BYTES))
     return digest.hexdigest()

@@ -232,7 +232,7 @@ def _eos_ids(
     from quire.models.families.settings import several
 
     file = "generation_config.json"
-    generation = load_config(path, file) if (path / file).is_file() else {}
+    generation = load_config(path, file) if (path / file).exists() else {}
     ids = several(generation if "eos_token_id" in generation else hf_config, "eos_token_id")
     if any(type(id) is not int for id in ids):
         raise ModelError(f"{path}: eos_token_id must be token ids, got {ids!r}")

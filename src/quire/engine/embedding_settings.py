@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Literal
+
+from quire.models import load_config
 
 
 def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
@@ -15,12 +16,9 @@ def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> 
 
 def _pooling(folder: Path) -> Literal["last", "mean"]:
     """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
-    try:
-        found = json.loads((folder / "1_Pooling" / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    if not (folder / "1_Pooling" / "config.json").exists():
         return "last"
-    mean = isinstance(found, dict) and found.get("pooling_mode_mean_tokens")
-    return "mean" if mean else "last"
+    return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"
 
 
 def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.weight_files import read_bounded
+
 
 def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Returns a folder's templates by name: "default", and if there is one "tool_use".
@@ -20,8 +22,8 @@ def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     elif isinstance(template, list):
         found = {entry["name"]: entry["template"] for entry in template}
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        found["default"] = file.read_text("utf-8")
+    if file.exists():
+        found["default"] = read_bounded(file).decode()
     for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
-        found[file.stem] = file.read_text("utf-8")
+        found[file.stem] = read_bounded(file).decode()
     return found

@@ -17,11 +17,14 @@ from quire.engine.template_files import load_templates
 from quire.errors import ModelError, RequestError
 from quire.tokenization import tokenizer_files
 from quire.tokenization.byte_level import BYTE_OF
+from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.chat_template import ChatTemplate, TemplateTraits
 
 _MAX_COMPILED = 8
+
+_SAMPLE = "A text of words, 1 or 2 numbers, and ünïcödé. " * 50
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token")
 
@@ -71,12 +74,14 @@ class Tokenizer:
                 from quire.tokenization.ends import set_ends
 
                 set_ends(hub, config)
-            templates = load_templates(folder, config)
+            tokenizer = cls(hub, config, load_templates(folder, config))
+            # A regular expression may be compiled, and fail on any text.
+            tokenizer.decode(tokenizer.encode(_SAMPLE))
+            return tokenizer
         except ModelError:
             raise
         except Exception as error:  # the library raises bare Exceptions
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
-        return cls(hub, config, templates)
 
     @property
     def vocab_size(self) -> int:
@@ -111,18 +116,24 @@ class Tokenizer:
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except Exception as error:  # lone surrogates, which no file or socket can hold
-            raise RequestError(f"the text cannot be tokenized: {error}", "prompt") from error
+        except BaseException as error:  # lone surrogates, and panics of the library
+            from quire.engine.tokenizer_errors import refused
+
+            raise refused(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
 
     def warm_up(self) -> None:
-        """Tokenizes and decodes once, so that the first request does not pay for the setup."""
-        self.decode(self.encode("A text of words, 1 or 2 numbers, and ünïcödé. " * 50))
+        """Looks up what requests need, so that the first one does not pay for it."""
         _ = self.longest
 
     def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
         # `decode` would hold the interpreter's lock, as `encode` would.
-        (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
+        try:
+            (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
+        except BaseException as error:
+            from quire.engine.tokenizer_errors import refused
+
+            raise refused(error, "the tokens cannot be decoded") from error
         return str(text)
 
     def piece(self, id: int) -> str | None:
@@ -218,15 +229,15 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     No tokenizer is built where the configuration tells, as with a large vocabulary that takes a
     good part of a second.
     """
-    if not (folder / "tokenizer.json").is_file():
+    if not (folder / "tokenizer.json").exists():
         return ()
     try:
-        config = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+        config = json.loads(read_bounded(folder / "tokenizer_config.json"))
         eos = _content(config.get("eos_token"))
         for id, token in config.get("added_tokens_decoder", {}).items():
             if eos is not None and _content(token) == eos:
                 return (int(id),)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         pass  # reading it in earnest says what is wrong
     return Tokenizer.from_path(folder).eos_token_ids
 

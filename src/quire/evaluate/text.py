@@ -5,24 +5,30 @@ from __future__ import annotations
 import gzip
 import lzma
 import zlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
+from quire.weight_files import MOST_DATA, open_regular
 
-_OPENERS = {".gz": gzip.decompress, ".xz": lzma.decompress}
+_OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def read_text(file: Path) -> str:
     """Returns the text of a UTF-8 file, which may be compressed (.gz, .xz).
 
     Raises:
-        ConfigError: the file cannot be read, or holds nothing.
+        ConfigError: the file cannot be read, or holds nothing or too much.
     """
     try:
-        data = file.read_bytes()
-        text = _OPENERS.get(file.suffix, bytes)(data).decode("utf-8")
+        with open_regular(file) as stored, _OPENERS.get(file.suffix, nullcontext)(stored) as opened:
+            data = opened.read(MOST_DATA + 1)
+        if len(data) > MOST_DATA:
+            raise ConfigError(f"{file} holds more than {MOST_DATA} bytes of text", "data")
+        text: str = data.decode("utf-8")
     except (OSError, EOFError, UnicodeDecodeError, lzma.LZMAError, zlib.error) as error:
         raise ConfigError(f"cannot read {file}: {error}", "data") from error
     if not text.strip():

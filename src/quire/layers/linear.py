@@ -79,7 +79,9 @@ class Linear(nn.Module):
         self.split = split
         self.tied = tied is not None
         shard = ShardSpec(1, unit) if split == "inputs" else REPLICATED
-        self.columns: Range = shard.bounds(inputs, self.group.rank, self.group.world)
+        self.columns: Range = shard.bounds(
+            inputs, self.group.rank, self.group.world, f"{build.name}, inputs"
+        )
         self.sizes = [self._size(output) for output in self.outputs]
         if tied is None:
             self.stacks = tuple(self._stacks(build))
@@ -168,7 +170,7 @@ class Linear(nn.Module):
 
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
         if self.split == "inputs" and self.group.world > 1:
-            return self.group.all_reduce(self._part(x), residual, self.name)
+            return self.group.all_reduce(self.part(x), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None if norm is None else norm.scale
@@ -183,12 +185,19 @@ class Linear(nn.Module):
             # Few groups norm what they sum.
             from quire.layers.later_sum import LaterSum
 
-            return LaterSum(residual.total(), sum=(self._part(x), self.group, self.name))
+            return LaterSum(residual.total(), sum=(self.part(x), self.group, self.name))
         return Residual(self(x, residual=None if residual.apart else residual.total()))
 
-    def _part(self, x: Tensor) -> Tensor:
+    def part(self, x: Tensor) -> Tensor:
+        """Returns what this rank adds to the sum over ranks, where these split the inputs."""
+        weight = self.weight
+        if weight.format.inputs == "group" and weight.inputs % weight.format.group:
+            # Few shares cut groups.
+            from quire.layers.cut_groups import rounded
+
+            x, weight = rounded(x, weight, self.group)
         # What every rank holds whole may enter the sum over ranks only once.
-        return ops.linear(x, self.weight, self.bias if self.group.rank == 0 else None)
+        return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)
 
     def _apart(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
@@ -260,7 +269,8 @@ class Linear(nn.Module):
         if self.split == "inputs":
             return 0, output.size
         shard = ShardSpec(0, output.unit, output.padded)
-        return shard.bounds(output.size, self.group.rank, self.group.world)
+        name = f"{_joined(self.name, output.name)}, outputs"
+        return shard.bounds(output.size, self.group.rank, self.group.world, name)
 
     def _size(self, output: Output) -> int:
         if output.padded and self.split == "outputs":

@@ -14,6 +14,7 @@ from quire.errors import ModelError
 from quire.models.families import settings, unsupported
 from quire.models.registry import ARCHITECTURES, family_named
 from quire.models.spec import ModelSpec
+from quire.weight_files import read_bounded
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -48,7 +49,7 @@ def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
     """The folder's config.json, or another file like it, as a dict."""
     file = Path(path) / name
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(read_bounded(file))
     except FileNotFoundError as error:
         raise ModelError(f"{path} is not a model folder: it has no {name}") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.weight_files import MOST_TABLE, open_regular, read_bounded
 
 _SHOWN = 8
 DTYPES = {
@@ -36,7 +37,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+            names = sorted(set(json.loads(read_bounded(index, MOST_TABLE))["weight_map"].values()))
             # A name out of the folder would read what the checkpoint has no business with.
             absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -63,6 +64,7 @@ def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
 
         return GgufFile(file)
     try:
+        open_regular(file).close()
         return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {file.name}: {error}") from error

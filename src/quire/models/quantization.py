@@ -26,7 +26,7 @@ def model_quantization(
         ConfigError: a quantization is wanted of what is quantized already.
     """
     folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
-    if any(map(config.get, _KEYS)) or any((folder / name).is_file() for name in _FILES):
+    if any(map(config.get, _KEYS)) or any((folder / name).exists() for name in _FILES):
         # Imported here: most models are not quantized.
         from quire.models.quantized_checkpoint import checkpoint_quantization
 

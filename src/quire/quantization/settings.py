@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
+from quire.weight_files import read_bounded
 
 _FILES = {
     "quantize_config.json": "gptq",
@@ -27,7 +28,7 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
         for name, method in _FILES.items():
-            if (folder / name).is_file():
+            if (folder / name).exists():
                 return {"quant_method": method, **_read(folder / name)}
         return None
     if not isinstance(found, Mapping):
@@ -46,8 +47,8 @@ def is_fp8_cache(scheme: object) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(read_bounded(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error
     if not isinstance(found, dict):
         raise ModelError(f"{file} must hold a JSON object")

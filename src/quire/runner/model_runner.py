@@ -93,7 +93,12 @@ class ModelRunner:
     def measure(self) -> Measurement:
         """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
-        self._load()
+        try:
+            self._load()
+        except RuntimeError as error:
+            from quire.models.memory_errors import too_large
+
+            raise too_large(error) from error
         self._models = self.model, *(model for hook in self._features for model in hook.models())
         prepacks = self.device.type == "cpu" and not self._policy.deterministic
         for model in self._models if prepacks else ():

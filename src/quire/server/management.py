@@ -21,7 +21,7 @@ from quire.server.middleware.request_context import context_of
 from quire.server.query import Query
 from quire.server.sse import json_response
 from quire.server.state import ServerState, state_of
-from quire.weight_files import stored_weights
+from quire.weight_files import open_regular, stored_weights
 
 _TIMEOUT = 5.0
 """Seconds that the engine gets to answer."""
@@ -184,7 +184,7 @@ def _advise(config: EngineConfig, *, keep: bool) -> None:
     """Asks the system to keep the files of weights in memory, or to let go of them."""
     advice = os.POSIX_FADV_WILLNEED if keep else os.POSIX_FADV_DONTNEED
     for path in stored_weights(Path(config.model_path)):
-        with contextlib.suppress(OSError), path.open("rb") as file:
+        with contextlib.suppress(OSError), open_regular(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, advice)
 
 

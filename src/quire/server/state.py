@@ -30,6 +30,7 @@ from quire.server.middleware.api_keys import ApiKeys
 from quire.server.middleware.rate_limits import RateLimiter
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.tracing import Tracing
+from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
@@ -108,7 +109,7 @@ class ServerState:
             if tokenizer is None:
                 raise ConfigError("chat_template needs a tokenizer", "chat_template")
             try:
-                tokenizer.use_template(Path(file).read_text("utf-8"))
+                tokenizer.use_template(read_bounded(file).decode())
             except (OSError, UnicodeDecodeError, RequestError) as error:
                 raise ConfigError(f"chat_template {file!r}: {error}", "chat_template") from None
         elif tokenizer is not None and tokenizer.chat_templates:

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quire.errors import ConfigError
+from quire.weight_files import read_bounded
 
 
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -68,7 +69,7 @@ def read_engine(path: Path) -> EngineModel:
         ConfigError: the file cannot be read, or a value is wrong.
     """
     try:
-        model = msgspec.json.decode(path.read_bytes(), type=EngineModel)
+        model = msgspec.json.decode(read_bounded(path), type=EngineModel)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"engine: {error}", "engine") from None
     for name in EngineModel.__struct_fields__:

@@ -8,15 +8,19 @@ blocks behind equal prefixes.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from quire.errors import ConfigError
+from quire.weight_files import open_regular
 
 MOONCAKE_BLOCK = 512
 QWEN_BLOCK = 16
+_MOST_LINE = 16 << 20
+"""Bytes of a line."""
 _MOST_TOKENS = 1 << 31
 """Tokens of a prompt or an answer; a simulation takes steps for all of a prompt's."""
 
@@ -56,8 +60,9 @@ def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> Wo
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
     try:
-        with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
+        with open_regular(path) as file:
+            lines_read = iter(functools.partial(file.readline, _MOST_LINE), b"")
+            for number, text in enumerate(lines_read, 1):
                 if len(lines) == most:
                     break
                 if text.strip():

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.weight_files import MOST_TABLE, read_bounded
+
 
 def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
     """Returns the text of a folder's tokenizer.json and its tokenizer_config.json, or what another
@@ -15,9 +17,9 @@ def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
         ModelError: there is no tokenizer, or one of a kind that is not known.
     """
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    config = json.loads(settings.read_text("utf-8")) if settings.is_file() else {}
-    if file.is_file():
-        return file.read_text("utf-8"), config
+    config = json.loads(read_bounded(settings)) if settings.exists() else {}
+    if file.exists():
+        return read_bounded(file, MOST_TABLE).decode(), config
     # Few models have no such file.
     from quire.tokenization.formats import converted
 

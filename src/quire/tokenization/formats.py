@@ -4,7 +4,6 @@ SentencePiece."""
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 from quire.errors import ModelError
 from quire.tokenization.byte_level import BYTE_OF
 from quire.tokenization.sentencepiece import CONTROL, USER, pair_tokenizer, read_pieces
+from quire.weight_files import MOST_TABLE, read_bounded
 
 Config = Mapping[str, Any]
 Converted = tuple[Tokenizer, dict[str, Any]]
@@ -58,11 +58,11 @@ def converted(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
     """
     for name, read in _READERS.items():
         file = folder / name
-        if not file.is_file():
+        if not file.exists():
             continue
         try:
             tokenizer, named = read(file, config)
-        except (binascii.Error, KeyError, TypeError, ValueError) as error:
+        except (OSError, LookupError, TypeError, ValueError, RecursionError) as error:
             raise ModelError(f"{file} cannot be read: {error!r}") from error
         return tokenizer.to_str(), {**named, **config}
     raise ModelError(
@@ -73,7 +73,7 @@ def converted(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
 
 def _tekken(file: Path, config: Config) -> Converted:
     """Reads Mistral's tekken.json: special tokens come first."""
-    content = json.loads(file.read_text("utf-8"))
+    content = json.loads(read_bounded(file, MOST_TABLE))
     settings = content["config"]
     count = settings["default_num_special_tokens"]
     if not 0 <= count <= _MOST_SPECIAL:
@@ -105,7 +105,11 @@ def _tiktoken(file: Path, config: Config) -> Converted:
             "transformers (transformers.integrations.tiktoken)"
         )
     pattern, count = _PATTERNS[module]
-    entries = (line.split() for line in file.read_text("ascii").splitlines() if line.strip())
+    entries = (
+        line.split()
+        for line in read_bounded(file, MOST_TABLE).decode("ascii").splitlines()
+        if line.strip()
+    )
     ranks = {int(rank): base64.b64decode(token) for token, rank in entries}
     if sorted(ranks) != list(range(len(ranks))):
         raise ModelError(f"{file}: ranks must be 0, 1, 2 and so on")

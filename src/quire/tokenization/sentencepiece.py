@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from quire.errors import ModelError
+from quire.weight_files import MOST_TABLE, read_bounded
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 """Types of pieces: text; what stands for unknown text; those that text never becomes; those that
@@ -36,7 +37,7 @@ def read_pieces(file: Path) -> Pieces:
     Raises:
         ModelError: it is none, or one that does not merge pairs, or that changes text before.
     """
-    data = file.read_bytes()
+    data = read_bounded(file, MOST_TABLE)
     texts: list[str] = []
     scores: list[float] = []
     types: list[int] = []

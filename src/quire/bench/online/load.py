@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.errors import ConfigError
+from quire.weight_files import MOST_DATA, read_bounded
 
 Endpoint = Literal["completions", "chat"]
 
@@ -69,10 +70,10 @@ def file_asks(path: Path, count: int, output_len: int | None, seed: int) -> list
     Raises ConfigError naming what does not fit.
     """
     try:
-        text = path.read_text("utf-8")
+        text = read_bounded(path, MOST_DATA).decode()
         shared = text.lstrip().startswith("[")
         entries = json.loads(text) if shared else [json.loads(x) for x in text.splitlines() if x]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"dataset {path}: {error}", "dataset") from None
     found = [_from_entry(entry, output_len) for entry in entries]
     asks = [ask for ask in found if ask is not None]

@@ -19,9 +19,8 @@ _STEMS = {
     "mlp_out_norm": "post_feedforward_layernorm",
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh_and_mul"}
-IMPLEMENTS = (
-    "attn_logit_softcapping", "final_logit_softcapping", "layer_types", "query_pre_attn_scalar",
-)  # fmt: skip
+IMPLEMENTS = ("final_logit_softcapping", "layer_types", "query_pre_attn_scalar")
+"""Keys that later generations read too; the published code of those caps no attention logits."""
 
 source = functools.partial(llama.source, stems=_STEMS)
 
@@ -64,5 +63,5 @@ FAMILY = Family(
     spec=_spec,
     source=source,
     ignored=llama.IGNORED,
-    implements=IMPLEMENTS,
+    implements=(*IMPLEMENTS, "attn_logit_softcapping"),
 )

@@ -36,7 +36,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     )
     far, near = layer_types.rope_settings(config, "rope_local_base_freq", 10000.0)
     base = gemma2.base_spec({**config, **far}, "gemma3", windows)
-    trained = settings.integer(config, "max_position_embeddings")
+    trained = settings.integer(config, "max_position_embeddings", high=settings.MOST_POSITIONS)
     head_dim = base.head_dims[0]
     local = rope.rope_spec({**config, **near}, head_dim, trained)
     ropes = [local if m.window is not None else m.rope for m in base.attention]

@@ -82,7 +82,9 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         base,
         norm=norm,
         layers=tuple(ScaledLayerSpec(mixer, ffn, norms="both") for mixer in shapes),
-        max_positions=settings.integer(config, "max_position_embeddings", 131072),
+        max_positions=settings.integer(
+            config, "max_position_embeddings", 131072, high=settings.MOST_POSITIONS
+        ),
     )
 
 
@@ -108,7 +110,7 @@ def _mixer(
     kind = "full_attention" if window is None else "sliding_attention"
     if window is None:
         keys_as_values = settings.flag(config, "attention_k_eq_v", False)
-        head_dim = settings.integer(config, "global_head_dim", 512)
+        head_dim = settings.integer(config, "global_head_dim", 512, high=settings.MOST_HEAD_DIM)
         if keys_as_values:
             kv_heads = settings.integer(config, "num_global_key_value_heads", kv_heads)
     # As transformers 5 writes it.
@@ -121,7 +123,9 @@ def _mixer(
             "evenly"
         )
     ropes = _object(config, "rope_parameters")
-    trained = settings.integer(config, "max_position_embeddings", 131072)
+    trained = settings.integer(
+        config, "max_position_embeddings", 131072, high=settings.MOST_POSITIONS
+    )
     return ValueNormSpec(
         heads=plain.heads,
         kv_heads=kv_heads,

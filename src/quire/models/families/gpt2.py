@@ -51,11 +51,11 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
             raise ModelError(f"config.json: {name} is not supported")
     hidden = settings.integer(config, "n_embd", high=settings.MOST_FEATURES)
     layers = settings.integer(config, "n_layer", high=settings.MOST_LAYERS)
-    heads = settings.integer(config, "n_head")
+    heads = settings.integer(config, "n_head", high=settings.MOST_HEADS)
     if hidden % heads:
         raise ModelError(f"config.json: n_embd {hidden} is not a multiple of {heads} heads")
     head_dim = hidden // heads
-    positions = settings.integer(config, "n_positions", 1024)
+    positions = settings.integer(config, "n_positions", 1024, high=settings.MOST_POSITIONS)
     scaled = settings.flag(config, "scale_attn_weights", True)
     mixer = AttentionSpec(
         heads=heads,

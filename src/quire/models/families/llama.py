@@ -44,7 +44,9 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
     layers = settings.integer(config, "num_hidden_layers", high=settings.MOST_LAYERS)
     heads, kv_heads, head_dim = settings.heads(config, hidden)
-    trained = settings.integer(config, "max_position_embeddings", 2048)
+    trained = settings.integer(
+        config, "max_position_embeddings", 2048, high=settings.MOST_POSITIONS
+    )
     turns = rope.rope_spec(config, head_dim, trained)
     mixer = AttentionSpec(
         heads=heads,

@@ -20,7 +20,12 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = llama.base_spec({"head_dim": 128, "rms_norm_eps": 1e-5, **config}, "mistral3")
     # Extending positions is counted in already.
-    base = replace(base, max_positions=settings.integer(config, "max_position_embeddings"))
+    base = replace(
+        base,
+        max_positions=settings.integer(
+            config, "max_position_embeddings", high=settings.MOST_POSITIONS
+        ),
+    )
     windowed = config.get("sliding_window") is not None
     mixer = replace(
         base.attention[0],

@@ -39,7 +39,9 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         return spec
     width = settings.integer(config, "sliding_window", 4096)
     windows = layer_types.windows(config, len(base.layers), 4, width)
-    trained = settings.integer(config, "max_position_embeddings", 2048)
+    trained = settings.integer(
+        config, "max_position_embeddings", 2048, high=settings.MOST_POSITIONS
+    )
     local = rope.rope_spec({**config, **near}, base.head_dims[0], trained)
     spec = llama.with_layers(spec, {}, windows=windows)
     ropes = [mixer.rope if mixer.window is None else local for mixer in spec.attention]

@@ -21,6 +21,8 @@ _DTYPES = {
 MOST_LAYERS = 10_000
 MOST_FEATURES = 1 << 22
 MOST_TOKENS = 1 << 24
+MOST_HEADS = MOST_HEAD_DIM = 1 << 14
+MOST_POSITIONS = 1 << 25
 
 
 def integer(
@@ -96,7 +98,7 @@ def bos_token_id(config: Config) -> int | None:
 
 def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
     """Query heads, KV heads, head size."""
-    query = integer(config, "num_attention_heads")
+    query = integer(config, "num_attention_heads", high=MOST_HEADS)
     kv = integer(config, "num_key_value_heads", query)
     if query % kv:
         raise ModelError(
@@ -107,7 +109,7 @@ def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
             f"config.json: hidden_size {hidden_size} is not a multiple of {query} heads, and "
             "head_dim is not given"
         )
-    return query, kv, integer(config, "head_dim", hidden_size // query)
+    return query, kv, integer(config, "head_dim", hidden_size // query, high=MOST_HEAD_DIM)
 
 
 def windows(config: Config, layers: int, width: int | None, first: int) -> tuple[int | None, ...]:

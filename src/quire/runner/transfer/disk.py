@@ -34,7 +34,7 @@ import numpy as np
 from quire.arrays import Int32
 from quire.errors import ConfigError
 from quire.runner.transfer.threads import DaemonThreads
-from quire.weight_files import stored_weights
+from quire.weight_files import read_bounded, stored_weights
 
 _log = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ def identity(model: Path, *facts: object) -> str:
         digest.update(repr(fact).encode() + b"\0")
     config = model / "config.json"
     if config.is_file():
-        digest.update(config.read_bytes())
+        digest.update(read_bounded(config))
     for file in stored_weights(model):
         # The hub's cache links to files named by their contents, a folder of GGUF to the user's.
         real = file.resolve()

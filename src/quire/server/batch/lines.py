@@ -11,6 +11,7 @@ import msgspec
 
 from quire.errors import ConfigError
 from quire.server.state import new_id
+from quire.weight_files import open_regular
 
 ROUTES = (
     "/v1/chat/completions",
@@ -102,7 +103,7 @@ def read_lines(path: Path, max_body: int) -> Iterator[BatchLine]:
     """
     seen: set[str] = set()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for number, data in _bounded(file, max_body + _AROUND):
                 yield _parse(number, data, seen)
     except OSError as error:

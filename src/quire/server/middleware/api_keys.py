@@ -17,6 +17,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs, check_secret
+from quire.weight_files import read_bounded
 
 logger = logging.getLogger("quire.server")
 
@@ -124,13 +125,10 @@ class ApiKeys:
 
     def _read(self, path: Path) -> list[ApiKey]:
         try:
-            with path.open("rb") as file:
-                raw = file.read(MAX_FILE_BYTES + 1)
+            raw = read_bounded(path, MAX_FILE_BYTES)
             mode = path.stat().st_mode
         except OSError as error:
             raise _wrong(f"cannot read {path}: {error.strerror}") from None
-        if len(raw) > MAX_FILE_BYTES:
-            raise _wrong(f"{path} is larger than {MAX_FILE_BYTES} bytes")
         try:
             tables = tomllib.loads(raw.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

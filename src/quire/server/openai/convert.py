@@ -16,6 +16,7 @@ from quire.server.generation.text import Prompt
 from quire.server.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from quire.server.openai.structured import structured_outputs
 from quire.server.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
+from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def model_defaults(model_path: str) -> dict[str, float]:
     none."""
     path = Path(model_path) / "generation_config.json"
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_bounded(path))
     except (OSError, ValueError):
         return {}
     given = {name: raw[name] for name in _FROM_MODEL if raw.get(name) is not None}
