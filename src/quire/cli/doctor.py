@@ -166,7 +166,7 @@ def triton() -> Finding:
         for index in range(torch.cuda.device_count())
     )
     if missing is not None and on_hopper:
-        found, advice = missing.split("; ")
+        found, _, advice = missing.partition("; ")
         return Finding("Triton", "warning", found, advice)
     return Finding("Triton", "ok", version)
 
