@@ -7,7 +7,8 @@ ARG PYTHON=3.13-slim-bookworm
 FROM python:${PYTHON} AS wheel
 WORKDIR /source
 COPY pyproject.toml constraints.txt ./
-RUN grep '^torch==' constraints.txt > /torch.txt && python -c "import tomllib; \
+RUN grep '^torch==' constraints.txt > /torch.txt \
+    && sed -n 's/^# GPU: //p' constraints.txt > /cuda-torch.txt && python -c "import tomllib; \
 project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 extras = project['optional-dependencies']; \
 print(*project['dependencies'], *extras['gguf'], *extras['otel'], sep='\n')" > /requirements.txt
@@ -31,8 +32,8 @@ ENTRYPOINT ["quire"]
 CMD ["serve"]
 
 FROM base AS cuda-torch
-COPY --from=wheel /torch.txt /tmp/
-RUN pip install --no-cache-dir -r /tmp/torch.txt
+COPY --from=wheel /cuda-torch.txt /tmp/
+RUN pip install --no-cache-dir -r /tmp/cuda-torch.txt
 
 FROM cuda-torch AS cuda
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility

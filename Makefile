@@ -2,6 +2,7 @@
 # make test    lint and tests
 # make test-all    the same, and the slow tests
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
+# make kernels TRITON=3.7.1   Hopper's kernels through another Triton's compiler, without a GPU
 # make lint    ruff, mypy, import rules and other checks
 # make lessons   the site of docs and lessons, in build/site
 # make core    counts the core and writes its table into ARCHITECTURE.md
@@ -12,6 +13,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 PORT ?= 8000
+TRITON ?= 3.7.1
 # Tests of several processes that compute together.
 RANK_TESTS := tests/models/test_parallel.py tests/unit/test_workers.py tests/unit/test_ranks.py \
 	tests/server/test_lost_ranks.py
@@ -27,7 +29,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WOR
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint lessons core format bench bench-gpu \
+.PHONY: help serve test test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-gpu \
 	bench-gpu-scaling clean
 
 help:
@@ -50,6 +52,10 @@ test-one-rank: $(VENV)/.dev
 
 test-ranks: $(VENV)/.dev
 	$(PYTEST) $(RANK_TESTS)
+
+kernels: $(VENV)/.dev
+	$(PIP) install --quiet --no-deps --target build/triton-$(TRITON) triton==$(TRITON)
+	PYTHONPATH=build/triton-$(TRITON) $(BIN)/python -m tests.ops.compile_kernels --gluon
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

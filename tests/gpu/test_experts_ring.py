@@ -15,7 +15,7 @@ from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.weight import Weight
 
 hopper_gated = pytest.importorskip(
-    "quire.ops.triton.hopper_gated", reason="needs the Gluon of Triton 3.6", exc_type=ImportError
+    "quire.ops.triton.hopper_gated", reason="needs Gluon", exc_type=ImportError
 )
 
 DEVICE = torch.device("cuda", 0)

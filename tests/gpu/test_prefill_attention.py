@@ -6,19 +6,16 @@ import math
 
 import pytest
 import torch
-import triton
 
+from quire.ops.triton import launch
 from quire.ops.triton.attention import AttentionTuning, paged_attention
-from quire.ops.triton.launch import compiling
 from tests.ops.test_kv8 import FORMATS, Stored
 from tests.ops.test_sinks import sinks_of
 from tests.ops.test_triton_attention import Case
 
 pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available()
-    or torch.cuda.get_device_capability() != (9, 0)
-    or not triton.__version__.startswith("3.6."),
-    reason="needs a Hopper card and the Gluon of Triton 3.6",
+    not (torch.cuda.is_available() and launch.traits(torch.device("cuda", 0)).gluon),
+    reason="needs a Hopper card and a Triton whose Gluon the kernels take",
 )
 ROWS = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (301, 301), (9, 9), (40, 2100)]
 """(queries, positions): whole prompts, what is left behind a cached prefix, and decodes."""
@@ -73,7 +70,7 @@ def keywords(batch: Case, extra: dict[str, object]) -> dict[str, object]:
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Compiles all at once: one takes ten seconds."""
-    with compiling(len(CASES)):
+    with launch.compiling(len(CASES)):
         for shape, extra in CASES.values():
             batch = case(**shape)  # type: ignore[arg-type]
             batch.run(HOPPER, **keywords(batch, extra))

@@ -152,7 +152,8 @@ def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
         first = hopper_gemm.product(args)
         assert float((first.double() - want).norm() / want.norm()) < limit, (rows, outputs)
         # The order of sums does not depend on who comes when.
-        assert all(torch.equal(first, hopper_gemm.product(args)) for _ in range(5))
+        again = [hopper_gemm.product(args) for _ in range(5)]
+        assert all(torch.equal(first, each) for each in again)
 
 
 @pytest.mark.skipif(
@@ -196,7 +197,8 @@ def test_products_of_8_bit_floats_in_groups(dtype: torch.dtype) -> None:
         limit = {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
         assert float((first.double() - want).norm() / want.norm()) < limit, (rows, outputs)
         # The order of sums does not depend on who comes when.
-        assert all(torch.equal(first, kernel.product(args)) for _ in range(5))
+        again = [kernel.product(args) for _ in range(5)]
+        assert all(torch.equal(first, each) for each in again)
 
 
 def test_rows_that_begin_anywhere_are_read_by_another_kernel() -> None:

@@ -2,30 +2,37 @@
 
     python -m tests.ops.compile_kernels [FILE ...]     # default: every test of kernels, 3 minutes
     python -m tests.ops.compile_kernels --card sm_80   # for an older card
+    python -m tests.ops.compile_kernels --gluon --machine-code   # Hopper's kernels, down to ptxas
 
 Each launch of those tests goes through the front end of Triton's compiler, by default for a Hopper
-card, and runs nothing; no GPU is needed. What the tests find is not looked at, and what comes
-behind a failed assertion is not launched. Prints every launch that does not compile, and fails if
-there is one. On cards before sm_89 those over 8-bit floats do not, and layers launch none of them.
+card, and runs nothing; no GPU is needed. What the tests find is not looked at. Prints every launch
+that does not compile, and fails if there is one. On cards before sm_89 those over 8-bit floats do
+not, and layers launch none of them. `PYTHONPATH` chooses another Triton than the installed one.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import importlib
 import os
 import pkgutil
 import sys
+import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
+import torch
 import triton
+from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 import quire.ops.triton
@@ -38,6 +45,17 @@ CARDS = {
     "sm_90": launch.DeviceTraits((9, 0), 132, 232_448, pdl=True, bf16=True),
 }
 TESTS = Path(__file__).parent
+GLUON_TESTS = [
+    *(TESTS / f"test_{name}.py" for name in ("hopper_gemm", "triton_quantized")),
+    *(
+        TESTS.parent / "gpu" / f"test_{name}.py"
+        for name in (
+            "experts_ring", "gated_delta", "narrow_products", "prefill_attention",
+            "quantized_products",
+        )
+    ),
+]  # fmt: skip
+"""Tests that launch every kernel in Gluon. Those under `gpu` get tensors of the CPU here."""
 
 
 class StoppedError(Exception):
@@ -61,6 +79,21 @@ class Driver:
         return self._target
 
 
+class TensorsOnCpu(TorchFunctionMode):
+    """Makes on the CPU what tests make on a GPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def moved(value: Any) -> Any:
+            on_gpu = isinstance(value, str | torch.device) and str(value).startswith("cuda")
+            return "cpu" if on_gpu else value
+
+        if func is not torch.device:
+            args, kwargs = map(moved, args), {k: moved(v) for k, v in (kwargs or {}).items()}
+        return func(*args, **(kwargs or {}))
+
+
 def innermost(error: BaseException) -> BaseException:
     """Returns what an error came of: a kernel's error names only what the kernel called."""
     while error.__cause__ is not None:
@@ -68,62 +101,121 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-class FrontEnd:
-    """Stands for launches, and counts what has compiled. failures: what the compiler says."""
+class Compiler:
+    """Stands for launches, and counts what has compiled.
 
-    def __init__(self) -> None:
+    Attributes:
+        failures: what the compiler says.
+        kernels: number of compilations by kernel, for kernels in Triton and in Gluon.
+    """
+
+    def __init__(self, *, machine_code: bool, gluon_only: bool) -> None:
         self.failures: list[str] = []
+        self.kernels: dict[bool, collections.Counter[str]] = {
+            gluon: collections.Counter() for gluon in (False, True)
+        }
         self._seen: set[str] = set()
-        self._run, self._make_ir = JITFunction.run, ASTSource.make_ir
+        self._machine_code, self._gluon_only = machine_code, gluon_only
 
     @property
     def compiled(self) -> int:
-        return len(self._seen) - len(self.failures)
+        return sum(sum(names.values()) for names in self.kernels.values()) - len(self.failures)
 
     def install(self, card: launch.DeviceTraits) -> None:
+        run_kernel = JITFunction.run
+
         def run(kernel: JITFunction[Any], *args: Any, **options: Any) -> None:
+            if self._gluon_only and not kernel.is_gluon():
+                return
             try:
-                self._run(kernel, *args, **{**options, "warmup": True})
+                run_kernel(kernel, *args, **{**options, "warmup": True})
             except StoppedError:
                 pass
             except CompilationError as error:
-                test = os.environ["PYTEST_CURRENT_TEST"]
-                self.failures.append(f"{kernel.__name__} of {test}: {innermost(error)}")
+                self._add_failure(kernel.__name__, error)
+            except RuntimeError as error:
+                # Passes and ptxas, whose errors also say what they were given.
+                self._add_failure(kernel.__name__, RuntimeError(str(error)[-2000:]))
 
-        def make_ir(source: ASTSource, *args: Any, **options: Any) -> NoReturn:
-            key = source.hash()
-            if key not in self._seen:
-                self._seen.add(key)
-                self._make_ir(source, *args, **options)
-            raise StoppedError
-
-        JITFunction.run, ASTSource.make_ir = run, make_ir
+        JITFunction.run = run
+        self._watch(ASTSource, gluon=False)
+        self._watch(GluonASTSource, gluon=True)
         triton.runtime.driver.set_active(Driver(card))
         launch.INTERPRETED = card
+        launch._cuda_traits = lambda index, pdl: card
+        # One after the other: a compilation beside the test has no test to name.
+        launch.compiling = lambda workers: contextlib.nullcontext()
+
+    def _watch(self, source_class: type[ASTSource], *, gluon: bool) -> None:
+        make_ir = source_class.make_ir
+
+        def watched(source: ASTSource, *args: Any, **options: Any) -> Any:
+            key = source.hash()
+            if key in self._seen:
+                raise StoppedError
+            self._seen.add(key)
+            self.kernels[gluon][source.fn.__name__] += 1
+            module = make_ir(source, *args, **options)
+            if self._machine_code:
+                return module
+            raise StoppedError
+
+        source_class.make_ir = watched
+
+    def _add_failure(self, kernel: str, error: BaseException) -> None:
+        test = os.environ["PYTEST_CURRENT_TEST"]
+        self.failures.append(f"{kernel} of {test}: {innermost(error)}")
+
+
+def skip_checks() -> None:
+    """Lets tests go on to their next launch: nothing has been computed that they could check."""
+    torch.testing.assert_close = lambda *args, **options: None
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *args: (9, 0)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("files", nargs="*", default=[str(TESTS)])
+    parser.add_argument("files", nargs="*")
     parser.add_argument("--card", choices=CARDS, default="sm_90")
+    parser.add_argument("--gluon", action="store_true", help="only kernels in Gluon")
+    parser.add_argument(
+        "--machine-code", action="store_true", help="behind the front end: passes, LLVM, ptxas"
+    )
     options = parser.parse_args()
     card = CARDS[options.card]
+    gluon_tests = GLUON_TESTS if card.gluon else []
+    files = options.files or [*([] if options.gluon else [TESTS]), *gluon_tests]
     for module in pkgutil.iter_modules(quire.ops.triton.__path__, f"{quire.ops.triton.__name__}."):
         if not (module.name.split(".")[-1].startswith("hopper_") and not card.gluon):
             importlib.import_module(module.name)
-    front_end = FrontEnd()
-    front_end.install(card)
+    compiler = Compiler(machine_code=options.machine_code, gluon_only=options.gluon)
+    compiler.install(card)
+    skip_checks()
     os.environ["TRITON_INTERPRET"] = "1"  # Kernels' tests are skipped without.
     triton.knobs.runtime.interpret = False
     own = TESTS / "test_compile_kernels.py"  # which runs this
-    common = ["-q", "--tb=no", "-p", "no:cacheprovider", "-o", "addopts=", f"--ignore={own}"]
-    pytest.main([*common, *options.files])
-    lines = [f"{front_end.compiled} kernels compile, {len(front_end.failures)} do not"]
-    sys.stdout.write("\n".join(["", *lines, *front_end.failures, ""]))
-    return 1 if front_end.failures else 0
+    common = ["-q", "--tb=no", "-p", "no:cacheprovider", "-p", "no:schemathesis"]
+    # A kernel that an earlier run has compiled would not be compiled again.
+    with tempfile.TemporaryDirectory() as cache, triton.knobs.cache.scope(), TensorsOnCpu():
+        triton.knobs.cache.dir = cache
+        pytest.main(
+            [*common, "-o", "addopts=", f"--ignore={own}", "--assert=plain", *map(str, files)]
+        )
+    gluon = compiler.kernels[True]
+    lines = [
+        f"{compiler.compiled} kernels compile, {len(compiler.failures)} do not "
+        f"(Triton {triton.__version__}, {options.card})",
+        "in Gluon: " + ", ".join(f"{name} {gluon[name]}" for name in sorted(gluon)),
+    ]
+    sys.stdout.write("\n".join(["", *lines, *compiler.failures, ""]))
+    return 1 if compiler.failures or not compiler.compiled else 0
 
 
 if __name__ == "__main__":
+    # Without assertions, so that a test goes on to its next launch.
+    if not sys.flags.optimize:
+        os.execv(sys.executable, [sys.executable, "-O", "-m", __spec__.name, *sys.argv[1:]])
     sys.exit(main())

@@ -107,6 +107,33 @@ def test_triton_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.triton().status == "problem"
 
 
+@pytest.mark.parametrize(
+    ("version", "capability", "status"),
+    [
+        ("3.6.0", (9, 0), "ok"),
+        ("3.9.1", (9, 0), "ok"),
+        ("3.10.0", (9, 0), "warning"),
+        ("3.5.1", (9, 0), "warning"),
+        ("3.10.0", (8, 0), "ok"),
+    ],
+)
+def test_a_triton_without_hoppers_kernels(
+    monkeypatch: pytest.MonkeyPatch, version: str, capability: tuple[int, int], status: str
+) -> None:
+    import triton
+
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    finding = doctor.triton()
+    assert finding.status == status
+    if status == "warning":
+        assert version in finding.found
+        assert "3.6 to 3.9" in finding.found
+        assert "torch" in finding.advice
+
+
 def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1+cpu")
     finding = doctor.torch_package()

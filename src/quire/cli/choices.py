@@ -58,7 +58,7 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
     import torch
 
     from quire.ops import Policy, use_policy
-    from quire.ops.triton.launch import traits
+    from quire.ops.triton.launch import gluon_missing, traits
 
     policy = Policy(
         deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
@@ -70,12 +70,20 @@ def _kernels(config: EngineConfig) -> dict[str, str]:
     bf16 = "tensor cores" if card.bf16 else "computed in fp32: tensor cores take it from sm_80 on"
     choices = {
         "kernels": f"Triton for sm_{major}{minor}, {card.num_sms} multiprocessors",
+        "Hopper's kernels": _hopper_kernels(card.capability, gluon_missing()),
         "dependent launch": pdl,
         "bfloat16": bf16,
         "linear layers": _linear_layers(config),
     }
     experts = _expert_tiles(config)
     return choices if experts is None else {**choices, "experts": experts}
+
+
+def _hopper_kernels(capability: tuple[int, int], missing: str | None) -> str:
+    """missing: why this Triton runs none, see `gluon_missing`."""
+    if capability != (9, 0):
+        return "off: they need sm_90 exactly"
+    return "on" if missing is None else f"off: {missing}"
 
 
 def _expert_tiles(config: EngineConfig) -> str | None:

@@ -159,6 +159,16 @@ def triton() -> Finding:
             "Triton", "problem", f"{version}, and no C compiler, with which it builds launchers",
             "install one, as with apt-get install gcc",
         )  # fmt: skip
+    from quire.ops.triton.launch import gluon_missing
+
+    missing = gluon_missing(version)
+    on_hopper = any(
+        torch.cuda.get_device_capability(index) == (9, 0)
+        for index in range(torch.cuda.device_count())
+    )
+    if missing is not None and on_hopper:
+        found, _, advice = missing.partition("; ")
+        return Finding("Triton", "warning", found, advice)
     return Finding("Triton", "ok", version)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,8 @@ from quire.runner.upload import PinnedRing, Upload, ragged
 
 if TYPE_CHECKING:
     from quire.runner.transfer.places import KVTransfer
+
+logger = logging.getLogger("quire.engine")
 
 _LOGIT_ROWS = 64
 """Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
@@ -93,6 +96,7 @@ class ModelRunner:
     def measure(self) -> Measurement:
         """Loads the weights, and finds how much memory is left for the KV cache."""
         began = time.perf_counter()
+        self._log_missing_kernels()
         try:
             self._load()
         except RuntimeError as error:
@@ -158,6 +162,16 @@ class ModelRunner:
             drafts=self.limits.drafts,
             step_seconds=step_seconds,
         )
+
+    def _log_missing_kernels(self) -> None:
+        """Says at the start which kernels of this card the installed Triton does not run."""
+        if self.device.type != "cuda" or self.group.rank != 0:
+            return
+        from quire.ops.triton.launch import gluon_missing, traits
+
+        missing = gluon_missing()
+        if traits(self.device).capability == (9, 0) and missing is not None:
+            logger.warning("%s", missing)
 
     def _load(self) -> None:
         path = Path(self.config.model_path)

@@ -14,13 +14,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
     fence_async_shared,
     mbarrier,
-    tma,
 )
 
 from quire.ops.triton.hopper_attention_items import item_at
 from quire.ops.triton.hopper_attention_tiles import COLUMNS, ROWS, ask_queries, attend_tiles
 from quire.ops.triton.hopper_attention_widen import widen_pages
-from quire.ops.triton.hopper_common import wait_and_release
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    reinterpret,
+    wait_and_release,
+)
 
 
 @gluon.jit
@@ -47,7 +52,7 @@ def _copy_tile(
         at = (tile * BN + page * PAGE) % BLOCK_TOKENS
         row = blocks[page] * block_rows + head_row + at
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
+            load_box(
                 desc, [row, part * WIDTH], bar,
                 pages.index((stage * PARTS + part) * PAGES + page),
             )  # fmt: skip
@@ -164,14 +169,14 @@ def attend_pages(
     q_tiles = gl.allocate_shared_memory(q_ptr.dtype.element_ty, [2 * CONSUMERS, ROWS, D], layout)
     k_pages = gl.allocate_shared_memory(dtype, [PIECES, PAGE, COLUMNS], layout)
     v_pages = gl.allocate_shared_memory(dtype, [PIECES, PAGE, COLUMNS], layout)
-    k_tiles = k_pages._reinterpret(dtype, [STAGES, BN, D], layout)
-    v_tiles = v_pages._reinterpret(dtype, [STAGES, BN, D], layout)
+    k_tiles = reinterpret(k_pages, dtype, [STAGES, BN, D], layout)
+    v_tiles = reinterpret(v_pages, dtype, [STAGES, BN, D], layout)
     full_k, empty_k = _ring_barriers(STAGES, CONSUMERS)
     full_v, empty_v = _ring_barriers(STAGES, CONSUMERS)
     barriers = (full_k, full_v, empty_k, empty_v)
     rows = (query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest)
     queries = (
-        q_ptr, out_ptr, sinks_ptr, q_tiles, (k_tiles, v_tiles) + barriers, rows, rounds,
+        q_ptr, out_ptr, sinks_ptr, q_tiles, joined((k_tiles, v_tiles), barriers), rows, rounds,
         (qk_scale, softcap, window), (q_stride_t, q_stride_h, out_stride_t, out_stride_h),
     )  # fmt: skip
     where = (
@@ -193,12 +198,12 @@ def attend_pages(
         full_k_bytes, empty_k_bytes = _ring_barriers(WAITING, 1)
         full_v_bytes, empty_v_bytes = _ring_barriers(WAITING, 1)
         byte_barriers = (full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes)
-        pages = (k_desc, v_desc, k_bytes, v_bytes, byte_barriers) + where
+        pages = joined((k_desc, v_desc, k_bytes, v_bytes, byte_barriers), where)
         byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, WAITING, WINDOW, CONSUMERS)
         scales = (k_scale_ptr, v_scale_ptr, scale_stride_b, scale_stride_h)
         bytes_of = (
-            scales, k_bytes._reinterpret(gl.uint8, [WAITING, BN, D], byte_layout),
-            v_bytes._reinterpret(gl.uint8, [WAITING, BN, D], byte_layout), byte_barriers, k_tiles,
+            scales, reinterpret(k_bytes, gl.uint8, [WAITING, BN, D], byte_layout),
+            reinterpret(v_bytes, gl.uint8, [WAITING, BN, D], byte_layout), byte_barriers, k_tiles,
             v_tiles, barriers, rows, table_ptr, rounds, window, table_stride,
         )  # fmt: skip
         widening: gl.constexpr = (
@@ -207,26 +212,28 @@ def attend_pages(
         _begin(PDL)
         if CONSUMERS == 1:
             gl.warp_specialize(
-                [(_consume, queries + one), (widen_pages, bytes_of + widening),
-                 (_produce, pages + byte_paging)],
+                [(_consume, joined(queries, one)), (widen_pages, joined(bytes_of, widening)),
+                 (_produce, joined(pages, byte_paging))],
                 [4, 1], [96, 24],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [(_consume, queries + one), (_consume, queries + other),
-                 (widen_pages, bytes_of + widening), (_produce, pages + byte_paging)],
+                [(_consume, joined(queries, one)), (_consume, joined(queries, other)),
+                 (widen_pages, joined(bytes_of, widening)), (_produce, joined(pages, byte_paging))],
                 [4, 4, 1], [208, 72, 24],
             )  # fmt: skip
     else:
-        pages = (k_desc, v_desc, k_pages, v_pages, barriers) + where
+        pages = joined((k_desc, v_desc, k_pages, v_pages, barriers), where)
         paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW, CONSUMERS)
         _begin(PDL)
         if CONSUMERS == 1:
-            gl.warp_specialize([(_consume, queries + one), (_produce, pages + paging)], [1], [24])
+            gl.warp_specialize(
+                [(_consume, joined(queries, one)), (_produce, joined(pages, paging))], [1], [24]
+            )
         else:
             gl.warp_specialize(
-                [(_consume, queries + one), (_consume, queries + other),
-                 (_produce, pages + paging)],
+                [(_consume, joined(queries, one)), (_consume, joined(queries, other)),
+                 (_produce, joined(pages, paging))],
                 [4, 1], [240, 24],
             )  # fmt: skip
 
@@ -235,6 +242,6 @@ def attend_pages(
 def _begin(PDL: gl.constexpr):
     """Makes barriers known to all, and waits for the kernel before."""
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         wait_and_release()

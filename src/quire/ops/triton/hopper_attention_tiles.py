@@ -16,7 +16,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import sums_layout
+from quire.ops.triton.hopper_common import (
+    barrier,
+    copy_async,
+    reinterpret,
+    sums_layout,
+)
 
 ROWS = gl.constexpr(64)
 """(token, head) pairs of a warpgroup."""
@@ -52,7 +57,7 @@ def ask_queries(
 ):  # fmt: skip
     """Asks for a warpgroup's queries, zeros where there are none."""
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)
-    async_copy.async_copy_global_to_shared(q, q_ptr + at, mask=inside)
+    copy_async(q, q_ptr + at, mask=inside)
     async_copy.commit_group()
 
 
@@ -61,7 +66,7 @@ def _in_fp16(q, D: gl.constexpr):
     """Makes fp16 of queries where they are, and returns them. Each thread reads what it has asked
     for and writes it."""
     x = gl.minimum(gl.maximum(q.load(_lines(D)).to(gl.float32), -65504.0), 65504.0)
-    q = q._reinterpret(gl.float16, [ROWS, D], q.layout)
+    q = reinterpret(q, gl.float16, [ROWS, D], q.layout)
     q.store(x.to(gl.float16))
     return q
 
@@ -75,7 +80,7 @@ def _clear_tail(
     PAGES: gl.constexpr = BN // PAGE
     PARTS: gl.constexpr = D // COLUMNS
     PIECES: gl.constexpr = v_tiles.shape[0] * PARTS * PAGES
-    pages = v_tiles._reinterpret(v_tiles.dtype, [PIECES, PAGE, COLUMNS], v_tiles.layout)
+    pages = reinterpret(v_tiles, v_tiles.dtype, [PIECES, PAGE, COLUMNS], v_tiles.layout)
     layout: gl.constexpr = _lines(COLUMNS)
     rows = gl.arange(0, PAGE, layout=gl.SliceLayout(1, layout))
     for page in range((end - position) // PAGE, PAGES):
@@ -85,7 +90,7 @@ def _clear_tail(
             x = values.load(layout)
             values.store(gl.where(stored[:, None], x, gl.zeros_like(x)))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -203,7 +208,7 @@ def attend_tiles(
     if dtype != out_dtype:
         q = _in_fp16(q, D)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.wait(full_k.index(stage), phase)
     scores = warpgroup_mma_wait(0, deps=[_ask_scores(q, k_tiles, stage, BN)])
     mbarrier.arrive(empty_k.index(stage), count=1)
@@ -240,7 +245,7 @@ def attend_tiles(
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # Through the queries' place, so that whole rows are written.
     out_tile.store(acc.to(out_dtype))
-    gl.thread_barrier()
+    barrier()
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)
     gl.store(out_ptr + at, out_tile.load(_lines(D)), mask=inside)
-    gl.thread_barrier()
+    barrier()

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from quire.ops.triton.hopper_attention_items import item_at
+from quire.ops.triton.hopper_common import barrier
 from quire.ops.triton.kv8 import INT8
 
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
@@ -104,7 +105,7 @@ def _widen(
     )
     tiles.index(stage).store(x)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty_bytes.index(waiting))
     mbarrier.arrive(full.index(stage))
 

@@ -18,12 +18,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_for_predecessor
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    reinterpret,
+    release_successor,
+    sums_layout,
+    wait_for_predecessor,
+)
 from quire.ops.triton.hopper_gemm_kernel import (
     ROWS,
     activate,
@@ -102,23 +109,23 @@ def _ask_weights(
 ):  # fmt: skip
     TILE: gl.constexpr = CONSUMERS * ROWS
     if GLU:
-        blocks = tiles._reinterpret(
-            tiles.dtype, [tiles.shape[0], TILE // 16, 2, 8, INPUTS],
+        blocks = reinterpret(
+            tiles, tiles.dtype, [tiles.shape[0], TILE // 16, 2, 8, INPUTS],
             gl.NVMMASharedLayout(128, 8, 4),
         )  # fmt: skip
         at = [nt * (TILE // 16), 0, 0, k]
-        tma.async_copy_global_to_shared(desc, at, bar.index(stage), blocks.index(stage))
+        load_box(desc, at, bar.index(stage), blocks.index(stage))
     else:
         at = [nt * TILE, k]
-        tma.async_copy_global_to_shared(desc, at, bar.index(stage), tiles.index(stage))
+        load_box(desc, at, bar.index(stage), tiles.index(stage))
 
 
 @gluon.jit
 def _ask_inputs(x_desc, s_desc, bar, x_tiles, s_tiles, stage, mt, chunk, BN: gl.constexpr):
     at = bar.index(stage)
     k = chunk * INPUTS
-    tma.async_copy_global_to_shared(x_desc, [mt * BN, k], at, x_tiles.index(stage))
-    tma.async_copy_global_to_shared(s_desc, [chunk, mt * BN], at, s_tiles.index(stage))
+    load_box(x_desc, [mt * BN, k], at, x_tiles.index(stage))
+    load_box(s_desc, [chunk, mt * BN], at, s_tiles.index(stage))
 
 
 @gluon.jit
@@ -300,16 +307,16 @@ def multiply_blocks(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
     x_tiles = gl.allocate_shared_memory(kind, [STAGES, BN, INPUTS], layout)
     w_tiles = gl.allocate_shared_memory(kind, [STAGES, TILE, INPUTS], layout)
-    w_shares = w_tiles._reinterpret(kind, [STAGES * CONSUMERS, ROWS, INPUTS], layout)
+    w_shares = reinterpret(w_tiles, kind, [STAGES * CONSUMERS, ROWS, INPUTS], layout)
     s_boxes = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BN], gl.NVMMASharedLayout(0, 32, 2))
-    s_tiles = s_boxes._reinterpret(gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    s_tiles = reinterpret(s_boxes, gl.float32, [STAGES, BN], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         release_successor()
     steps = (m_tiles, n_tiles, chunks, total)
@@ -326,6 +333,9 @@ def multiply_blocks(
     second: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 1)
     # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(
-        [(_consume, work + first), (_consume, work + second), (_produce, copies + copying)],
+        [
+            (_consume, joined(work, first)), (_consume, joined(work, second)),
+            (_produce, joined(copies, copying)),
+        ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -1,7 +1,32 @@
-"""Parts that kernels for Hopper cards in Gluon share."""
+"""Parts that kernels for Hopper cards in Gluon share: also what versions of Triton differ in."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
+from triton.language import core
+
+# Triton 3.6 calls it `thread_barrier`.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# Triton 3.6 and 3.7 call both `async_copy_global_to_shared`.
+load_box, copy_async = (
+    module.async_load if hasattr(module, "async_load") else module.async_copy_global_to_shared
+    for module in (tma, async_copy)
+)
+
+
+@core.builtin
+def reinterpret(tiles, dtype, shape, layout, _semantic=None):
+    """Returns shared memory under another type, shape and layout."""
+    # The method is public from Triton 3.9 on.
+    name = "reinterpret" if hasattr(tiles, "reinterpret") else "_reinterpret"
+    return getattr(tiles, name)(dtype, shape, layout, _semantic=_semantic)
+
+
+@core.builtin
+def joined(first, second, _semantic=None):
+    """Returns the tuple of all values of two tuples. `+` makes plain numbers of the second one's
+    constexprs from Triton 3.8 on, and workers of `warp_specialize` take none."""
+    return core.tuple([*first, *second])
 
 
 @gluon.constexpr_function

@@ -19,7 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import sums_layout, wait_and_release
+from quire.ops.triton.hopper_common import (
+    barrier,
+    copy_async,
+    sums_layout,
+    wait_and_release,
+)
 
 BV = gl.constexpr(64)
 """Columns of a program."""
@@ -47,20 +52,20 @@ def _copy_chunk(
     column = gl.arange(0, DK, layout=gl.SliceLayout(0, wide))
     at = token[:, None] * mixed_stride + column[None, :]
     here = (token < left)[:, None] & (column < DK)[None, :]
-    async_copy.async_copy_global_to_shared(k_ring.index(stage), queries + key_step + at, mask=here)
-    async_copy.async_copy_global_to_shared(q_ring.index(stage), queries + at, mask=here)
+    copy_async(k_ring.index(stage), queries + key_step + at, mask=here)
+    copy_async(q_ring.index(stage), queries + at, mask=here)
     token = gl.arange(0, 64, layout=gl.SliceLayout(1, _ROWS))
     column = gl.arange(0, 64, layout=gl.SliceLayout(0, _ROWS))
     at = token[:, None] * mixed_stride + column[None, :]
     here = (token < left)[:, None] & (column < 64)[None, :]
-    async_copy.async_copy_global_to_shared(v_ring.index(stage), values + at, mask=here)
+    copy_async(v_ring.index(stage), values + at, mask=here)
     at = token[:, None] * 64 + column[None, :]
     here = (token < left * 64)[:, None] & (column < 64)[None, :]
-    async_copy.async_copy_global_to_shared(inverse_ring.index(stage), inverses + at, mask=here)
-    async_copy.async_copy_global_to_shared(within_ring.index(stage), withins + at, mask=here)
+    copy_async(inverse_ring.index(stage), inverses + at, mask=here)
+    copy_async(within_ring.index(stage), withins + at, mask=here)
     place = gl.arange(0, 256, layout=gl.BlockedLayout([1], [32], [4], [0]))
     here = place < left * 256
-    async_copy.async_copy_global_to_shared(vector_ring.index(stage), vectors + place, mask=here)
+    copy_async(vector_ring.index(stage), vectors + place, mask=here)
     async_copy.commit_group()
 
 
@@ -83,7 +88,7 @@ def _copy_chunks(
         if base > 0:
             async_copy.wait_group(1)
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(ready.index(last))
         last = stage
         turn = gl.where(stage == STAGES - 1, turn ^ 1, turn)
@@ -95,7 +100,7 @@ def _copy_chunks(
         vectors += heads * COUNT * 64
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(ready.index(last), pred=length > 0)
 
 
@@ -124,7 +129,7 @@ def _answer(
         out = warpgroup_mma(narrow, q, zeros, use_acc=False, is_async=True)
         factor = vector_ring.index(stage).slice(64, 64).load(gl.SliceLayout(0, sums))
         out = warpgroup_mma_wait(0, deps=[out])
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(narrow_free)
         out = out * factor[None, :]
         mbarrier.wait(new_full, side)
@@ -132,7 +137,7 @@ def _answer(
         out = warpgroup_mma(new, within, out, is_async=True)
         out = warpgroup_mma_wait(0, deps=[out])
         turned.permute((1, 0)).store(out.to(kind))
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(new_free)
         mbarrier.arrive(empty.index(stage))
         gl.store(outputs + of_outputs, turned.load(_ROWS), mask=(base + token < length)[:, None])
@@ -197,7 +202,7 @@ def _advance(
             mbarrier.wait(narrow_free, side ^ 1)
             narrow.store(rounded)
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(narrow_full)
             mbarrier.arrive(empty.index(before), pred=base > 0)
             v = v_ring.index(stage).permute((1, 0)).load(sums).to(gl.float32)
@@ -214,7 +219,7 @@ def _advance(
             mbarrier.wait(new_free, side ^ 1)
             new_shared.store(new.to(kind))
             fence_async_shared()
-            gl.thread_barrier()
+            barrier()
             mbarrier.arrive(new_full)
             matrix = warpgroup_mma_wait(0, deps=[matrix])
             remains = next_remains
@@ -265,7 +270,7 @@ def delta_scan(
         mbarrier.init(handed.index(each), count=1)
     bars = (handed.index(0), handed.index(1), handed.index(2), handed.index(3))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         wait_and_release()
     first = gl.load(query_start_ptr + row)

@@ -11,12 +11,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import sums_layout, wait_and_release
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    reinterpret,
+    sums_layout,
+    wait_and_release,
+)
 
 ROWS = gl.constexpr(64)
 """Tokens of a warpgroup."""
@@ -95,10 +101,10 @@ def _produce(
             k = step * INPUTS
             mbarrier.expect(bar, (ROWS + 2 * HALF) * INPUTS * 2, pred=rows <= ROWS)
             mbarrier.expect(bar, (2 * ROWS + 2 * HALF) * INPUTS * 2, pred=rows > ROWS)
-            tma.async_copy_global_to_shared(w_desc, [gates, k], bar, w_halves.index(stage * 2))
-            tma.async_copy_global_to_shared(w_desc, [others, k], bar, w_halves.index(stage * 2 + 1))
+            load_box(w_desc, [gates, k], bar, w_halves.index(stage * 2))
+            load_box(w_desc, [others, k], bar, w_halves.index(stage * 2 + 1))
             for part in gl.static_range(WARPGROUPS):
-                tma.async_copy_global_to_shared(
+                load_box(
                     x_desc, [start + part * ROWS, k], bar,
                     x_tiles.index(stage * WARPGROUPS + part), pred=part * ROWS < rows,
                 )  # fmt: skip
@@ -220,7 +226,7 @@ def experts_kernel(
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, INPUTS], layout)
     w_halves = gl.allocate_shared_memory(dtype, [STAGES * 2, HALF, INPUTS], layout)
-    w_tiles = w_halves._reinterpret(dtype, [STAGES, 2 * HALF, INPUTS], layout)
+    w_tiles = reinterpret(w_halves, dtype, [STAGES, 2 * HALF, INPUTS], layout)
     bars: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bars)
@@ -228,7 +234,7 @@ def experts_kernel(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=WARPGROUPS)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         wait_and_release()
     own = (
@@ -241,6 +247,9 @@ def experts_kernel(
     copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
     # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(
-        [(_consume, own + first), (_consume, own + second), (_produce, copies + ring)],
+        [
+            (_consume, joined(own, first)), (_consume, joined(own, second)),
+            (_produce, joined(copies, ring)),
+        ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -19,12 +19,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_for_predecessor
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    reinterpret,
+    release_successor,
+    sums_layout,
+    wait_for_predecessor,
+)
 
 ROWS = gl.constexpr(64)
 """Weight rows of a product of a warpgroup."""
@@ -202,21 +209,24 @@ def _weight_rows(row, N, GLU: gl.constexpr, BITS: gl.constexpr):
 def _ask_weights(desc, bar, tiles, stage, nt, step, CONSUMERS: gl.constexpr, GLU: gl.constexpr):
     boxes = tiles
     if GLU:
-        boxes = tiles._reinterpret(
-            gl.int32, [tiles.shape[0], ROWS // 16, 2, 8, WORDS], gl.NVMMASharedLayout(128, 32, 4)
-        )
+        boxes = reinterpret(
+            tiles,
+            gl.int32,
+            [tiles.shape[0], ROWS // 16, 2, 8, WORDS],
+            gl.NVMMASharedLayout(128, 32, 4),
+        )  # fmt: skip
     for which in gl.static_range(CONSUMERS):
         row = _first_row(nt, CONSUMERS, which)
         box = boxes.index(stage * CONSUMERS + which)
         at = [row // 16, 0, 0, step * WORDS] if GLU else [row, step * WORDS]
-        tma.async_copy_global_to_shared(desc, at, bar.index(stage), box)
+        load_box(desc, at, bar.index(stage), box)
 
 
 @gluon.jit
 def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.constexpr):
     PARTS: gl.constexpr = parts_of(BITS)
     for part in gl.static_range(PARTS):
-        tma.async_copy_global_to_shared(
+        load_box(
             desc, [mt * BN, (step * PARTS + part) * PART], bar.index(stage),
             tiles.index(stage * PARTS + part),
         )  # fmt: skip
@@ -314,7 +324,7 @@ def meet(
     if count > 1:
         behind = begin_of(program, total, programs) // chunks != tile
         gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
-        gl.thread_barrier()  # all are written before the one atomic that says so
+        barrier()  # all are written before the one atomic that says so
         counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
@@ -431,7 +441,7 @@ def _finish_together(
     program = gl.program_id(0)
     own = program % TOGETHER
     gl.store(_at(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
-    gl.thread_barrier()  # all are written before the one atomic that says so
+    barrier()  # all are written before the one atomic that says so
     counter_ptr = counters_ptr + tile * CONSUMERS + WHICH
     there = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
     while there < TOGETHER:
@@ -599,7 +609,7 @@ def multiply_steps(
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=CONSUMERS)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         release_successor()
     work = (
@@ -624,14 +634,17 @@ def multiply_steps(
     # What the copying warp does not need of the registers goes to the others.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [(_consume, work + w0), (_consume, work + w1), (_produce, copies + copying)],
+            [
+                (_consume, joined(work, w0)), (_consume, joined(work, w1)),
+                (_produce, joined(copies, copying)),
+            ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, work + w0), (_consume, work + w1), (_consume, work + w2),
-                (_produce, copies + copying),
+                (_consume, joined(work, w0)), (_consume, joined(work, w1)),
+                (_consume, joined(work, w2)), (_produce, joined(copies, copying)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -13,12 +13,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from quire.ops.triton.hopper_common import release_successor, sums_layout, wait_for_predecessor
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    release_successor,
+    sums_layout,
+    wait_for_predecessor,
+)
 
 ROWS = gl.constexpr(64)
 """Weight rows of a tile."""
@@ -42,14 +48,14 @@ def _owner(position, total, programs):
 def _ask_weights(desc, bar, tiles, stage, position, chunks, m_tiles):
     row = position // chunks // m_tiles * ROWS
     k = position % chunks * INPUTS
-    tma.async_copy_global_to_shared(desc, [row, k], bar.index(stage), tiles.index(stage))
+    load_box(desc, [row, k], bar.index(stage), tiles.index(stage))
 
 
 @gluon.jit
 def _ask_inputs(desc, bar, tiles, stage, position, chunks, m_tiles, BN: gl.constexpr):
     row = position // chunks % m_tiles * BN
     k = position % chunks * INPUTS
-    tma.async_copy_global_to_shared(desc, [row, k], bar.index(stage), tiles.index(stage))
+    load_box(desc, [row, k], bar.index(stage), tiles.index(stage))
 
 
 @gluon.jit
@@ -69,7 +75,7 @@ def _produce(
         # Rows behind the last are zeros: this only brings the descriptor to the multiprocessor.
         warm = full.index(STAGES)
         mbarrier.expect(warm, X_BYTES)
-        tma.async_copy_global_to_shared(x_desc, [M, 0], warm, x_tiles.index(0))
+        load_box(x_desc, [M, 0], warm, x_tiles.index(0))
     for i in range(begin, first):
         mbarrier.expect(full.index(i - begin), BYTES)
         _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles)
@@ -127,7 +133,7 @@ def _meet(
         layout: gl.constexpr = flat.type.layout
         behind = (_begin(program, total, programs) // chunks != tile).to(gl.int32)
         gl.store(_at(parts_ptr, program, behind, layout, SIZE), flat)
-        gl.thread_barrier()  # all are written before the one atomic that says so
+        barrier()  # all are written before the one atomic that says so
         counter_ptr = counters_ptr + first
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
@@ -236,7 +242,7 @@ def narrow_kernel(
         mbarrier.init(empty.index(stage), count=1)
     mbarrier.init(full.index(STAGES), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PDL:
         release_successor()
     work = (
@@ -247,4 +253,6 @@ def narrow_kernel(
     multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
     copying: gl.constexpr = (BN, STAGES, PDL)
     # What the copying warp does not need of the registers goes to the others.
-    gl.warp_specialize([(_consume, work + multiplying), (_produce, copies + copying)], [1], [24])
+    gl.warp_specialize(
+        [(_consume, joined(work, multiplying)), (_produce, joined(copies, copying))], [1], [24]
+    )

@@ -41,11 +41,26 @@ class DeviceTraits:
     @property
     def gluon(self) -> bool:
         """Whether kernels in Gluon, all of which are for Hopper cards, run on it."""
-        return self.capability == (9, 0) and tuple(triton.__version__.split(".")[:2]) == _GLUON
+        return self.capability == (9, 0) and gluon_missing() is None
 
 
-_GLUON = ("3", "6")
-"""The version of Triton that kernels in Gluon are written for: it still changes."""
+GLUON_VERSIONS = ((3, 6), (3, 9))
+"""The first and the last version of Triton whose Gluon the kernels are compiled with: it is not
+stable yet. `hopper_common.py` has what differs between them."""
+
+
+def gluon_missing(version: str = triton.__version__) -> str | None:
+    """Says why a version of Triton runs no kernels in Gluon, and which do; None: it runs them."""
+    own = tuple(int(part) for part in version.split(".")[:2])
+    first, last = GLUON_VERSIONS
+    if first <= own <= last:
+        return None
+    known = " to ".join(".".join(map(str, version)) for version in GLUON_VERSIONS)
+    return (
+        f"Triton {version} is not among {known}, which Hopper's own kernels are compiled with: "
+        "attention of long prompts, weights in few bits, experts, gated layers and the gated delta "
+        "rule run slower kernels; install a torch of 2.11 to 2.14 with the Triton that it names"
+    )
 
 
 INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
