@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.quantization.gguf import BLOCKS, dequantize_rows, library
+from quire.weight_files import open_regular
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _INNER = {
@@ -37,6 +38,8 @@ ROPE_FACTORS = "rope_freqs.weight"
 """Divisors of rotary frequencies, a form of scaling that config.json has as settings."""
 _ROWS = 4096
 """Rows of a table that are dequantized at once."""
+_MOST_READS = 3 << 20
+"""Values of a header. Vocabularies of 200,000 tokens, with merges, have 1.5 million."""
 
 
 def stored_name(name: str) -> str:
@@ -64,13 +67,15 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         gguf = library()
         try:
-            # Pages of the file that may be written to, though nobody does: PyTorch takes no others.
-            reader = gguf.GGUFReader(path, "c")
-        except (OSError, ValueError, IndexError, KeyError) as error:
+            with open_regular(path) as file:
+                reader = _bounded_reader(gguf, file)
+            self.fields: dict[str, Any] = {
+                name: field.contents() for name, field in reader.fields.items()
+            }
+        except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
             raise ModelError(f"cannot read {path.name}: {error}") from error
-        self.fields: dict[str, Any] = {
-            name: field.contents() for name, field in reader.fields.items()
-        }
+        except RecursionError:
+            raise ModelError(f"cannot read {path.name}: its arrays are nested too deeply") from None
         tensors = {stored_name(tensor.name): tensor for tensor in reader.tensors}
         self._factors = tensors.pop(ROPE_FACTORS, None)
         self._tensors: dict[str, Any] = tensors
@@ -104,6 +109,26 @@ class GgufFile:
             count = self.fields.get("llama.attention.head_count_kv")
             return int(self.fields["llama.attention.head_count"] if count is None else count)
         return 0
+
+
+def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
+    """Returns the library's reader of a file. The library believes each count in the file; here a
+    field that the file does not hold, or a header of too many values, is a ValueError."""
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+        reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
+            self.reads += 1
+            if self.reads > _MOST_READS:
+                raise ValueError(f"its header has more than {_MOST_READS} values")
+            found = super()._get(offset, dtype, count, *rest, **more)
+            if len(found) < count:
+                raise ValueError("it ends in the middle of a field")
+            return found
+
+    # Pages of the file that may be written to, though nobody does: PyTorch takes no others.
+    return Reader(file, "c")
 
 
 class GgufTensor:
