@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.gguf.arrays import QuickArrays
 from quire.quantization.gguf import BLOCKS, dequantize_rows, library
 from quire.weight_files import open_regular
 
@@ -115,13 +116,16 @@ def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
     """Returns the library's reader of a file. The library believes each count in the file; here a
     field that the file does not hold, or a header of too many values, is a ValueError."""
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc, name-defined]
+    class Reader(QuickArrays, gguf.GGUFReader):  # type: ignore[misc]
         reads = 0
 
-        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
-            self.reads += 1
+        def count(self, values: int) -> None:
+            self.reads += values
             if self.reads > _MOST_READS:
                 raise ValueError(f"its header has more than {_MOST_READS} values")
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
+            self.count(1)
             found = super()._get(offset, dtype, count, *rest, **more)
             if len(found) < count:
                 raise ValueError("it ends in the middle of a field")
