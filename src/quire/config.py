@@ -28,7 +28,9 @@ KV_CACHE_DTYPES = (
 """The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
-QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8", "w8a8_fp8", "head=fp8", "head=int8")
+QUANTIZATIONS = (
+    "fp8", "int4", "int8", "w8a8", "w8a8_fp8", "dequantize", "head=fp8", "head=int8",
+)  # fmt: skip
 """The values of `EngineArgs.quantization`: one for layers, one for the head, or both."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.models.families.family import Family
 
 _SHOWN = 8
 DTYPES = {
@@ -59,13 +61,22 @@ def weight_files(folder: Path) -> list[Path]:
 def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
     """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
     if file.suffix == ".gguf":
-        from quire.models.gguf import GgufFile
+        from quire.models.gguf import open_model
 
-        return GgufFile(file)
+        return open_model(file)
     try:
         return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {file.name}: {error}") from error
+
+
+def family_of(files: Sequence[Path], family: Family) -> Family:
+    """Returns the family that says where a model's parameters lie in files of a folder."""
+    if any(file.suffix == ".gguf" for file in files):
+        from quire.models.gguf import stored_family
+
+        return stored_family(family)
+    return family
 
 
 def some(items: list[str]) -> str:

@@ -9,14 +9,15 @@ from typing import Any
 
 from quire.errors import ConfigError, ModelError
 from quire.models.families.family import Family
-from quire.models.files import DTYPES, open_file, weight_files
+from quire.models.files import DTYPES, family_of, open_file, weight_files
 from quire.models.registry import family_named
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors
-from quire.quantization.rounding import RoundedHead, split_name
+from quire.quantization.rounding import DEQUANTIZE, RoundedHead, split_name
 from quire.quantization.settings import settings_of
+from quire.weight_files import stored_weights
 
 
 def checkpoint_quantization(
@@ -31,20 +32,24 @@ def checkpoint_quantization(
     settings = settings_of(folder, config)
     if settings is None:
         return None
-    method = method_of(settings)
     layers, head = (None, None) if wanted is None else split_name(wanted)
+    if layers == DEQUANTIZE and settings.get("quant_method") == "gguf":
+        settings, layers = {**settings, "dequantized": True}, None
+    method = method_of(settings)
     if layers is not None:
         raise ConfigError(
             f"quantization={layers}: the checkpoint is quantized already, by "
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    family = family or _family(spec)
-    tensors: dict[str, TensorInfo] = {}
     # A folder without weights serves for random ones, and for sizes.
-    files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
+    files = weight_files(folder) if stored_weights(folder) else []
+    family = family_of(files, family or _family(spec))
+    # What a GGUF file holds is in its settings.
+    headers = [file for file in files if file.suffix != ".gguf"]
+    tensors: dict[str, TensorInfo] = {}
     with contextlib.ExitStack() as stack:
-        for file in files:
+        for file in headers:
             opened = open_file(stack, file)
             for name in sorted(opened.keys()):
                 view = opened.get_slice(name)

@@ -20,7 +20,7 @@ from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.families.family import Family, Source
-from quire.models.files import DTYPES, open_file, some, weight_files
+from quire.models.files import DTYPES, family_of, open_file, some, weight_files
 from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
@@ -56,9 +56,11 @@ def load_weights(
     family = family or family_named(model.spec.family)
     if family is None:
         raise ModelError(f"there is no family {model.spec.family!r}")
+    stored = weight_files(Path(path))
+    family = family_of(stored, family)
     places = _places(model, family)
     with contextlib.ExitStack() as stack:
-        files = [open_file(stack, file) for file in weight_files(Path(path))]
+        files = [open_file(stack, file) for file in stored]
         found = _check(files, places, family, tied=model.spec.tied_head)
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:

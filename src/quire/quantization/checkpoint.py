@@ -69,4 +69,6 @@ class Checkpoint(Unquantized):
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         module = self._module_of(projection)
         scheme = self._method.scheme(module, self._tensors, head=projection == "head")
-        return super().scheme_for(projection, dtype) if scheme is None else scheme
+        if scheme is None:
+            return super().scheme_for(projection, dtype)
+        return scheme.computed_in(dtype)
