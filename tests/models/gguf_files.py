@@ -93,7 +93,7 @@ def write_twin(folder: Path, path: Path, kind: str = "F32", parts: int = 1, **mo
             array = tensors[key]
             type = gguf.GGMLQuantizationType[kind]
             each = gguf.GGML_QUANT_SIZES[type][0]
-            if array.ndim < 2 or array.shape[-1] % each or "norm" in key or kind == "F32":
+            if array.ndim < 2 or array.shape[-1] % each or key.endswith("bias") or kind == "F32":
                 writer.add_tensor(key, array)
             else:
                 writer.add_tensor(key, gguf.quantize(array, type), raw_dtype=type)

@@ -51,3 +51,68 @@ def test_families(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = logits(twin)
     assert found.argmax(1).tolist() == expected.argmax(1).tolist()
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+_EVEN = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
+"""Sizes that blocks of 32 weights divide."""
+_WIDE: dict[str, dict[str, Any]] = {
+    "phi3": {"head_dim": 16},
+    "gemma3": {"query_pre_attn_scalar": 32},
+    "qwen3-moe-normed": {"mlp_only_layers": []},
+    "gpt-oss": {},
+    "minimax-m2": {},
+    "glm4": {},
+    "qwen3.5-moe": {},
+}
+
+
+@pytest.mark.parametrize("case", _WIDE)
+@pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
+def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights in few bits, those that a file stacks too, against the same ones dequantized."""
+    name, changes = CASES[case]
+    monkeypatch.setitem(CASES, case, (name, {**changes, **_EVEN, **_WIDE[case]}))
+    make(tmp_path, case)
+    write_twin(tmp_path, tmp_path / "twin.gguf", kind)
+    folder = resolve_model_path(str(tmp_path / "twin.gguf"))
+    types = load_config(folder)["quantization_config"]["types"]
+    assert set(types.values()) == {kind}
+    found = logits(loaded(folder))
+    expected = logits(loaded(folder, wanted="dequantize"))
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+
+
+def test_a_model_of_several_files(tmp_path: Path) -> None:
+    """Any of them stands for all, wherever the parts of a layer are."""
+    make(tmp_path, "llama")
+    write_twin(tmp_path, tmp_path / "twin.gguf", parts=3)
+    write_twin(tmp_path, tmp_path / "whole.gguf")
+    expected = logits(loaded(resolve_model_path(str(tmp_path / "whole.gguf"))))
+    for part in (1, 3):
+        folder = resolve_model_path(str(tmp_path / f"twin-0000{part}-of-00003.gguf"))
+        assert torch.equal(logits(loaded(folder)), expected)
+    (tmp_path / "twin-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"one of 3 files.*not there: twin-00002-of-00003\.gguf"):
+        resolve_model_path(str(tmp_path / "twin-00001-of-00003.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"llama.rope.dimension_count": 4}, "partly rotated heads"),
+        ({"llama.attention.sliding_window": 9}, "llama with a sliding window are not supported"),
+        ({"llama.block_count": 2}, None),
+        ({"llama.attention.head_count": 5}, "does not divide|do not fit"),
+    ],
+)
+def test_settings_that_do_not_fit(
+    settings: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    make(tmp_path, "llama")
+    write_twin(tmp_path, tmp_path / "twin.gguf", **settings)
+    if message is None:
+        # Layers behind the last only draft.
+        loaded(resolve_model_path(str(tmp_path / "twin.gguf")))
+        return
+    with pytest.raises(ModelError, match=message):
+        resolve_model_path(str(tmp_path / "twin.gguf"))
