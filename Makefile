@@ -1,5 +1,6 @@
 # make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
 # make test    lint and tests
+# make real    fetches two small published models, which `make test` runs where they are there
 # make test-all    the same, and the slow tests
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make lint    ruff, mypy, import rules and other checks
@@ -27,7 +28,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WOR
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-ops test-one-rank test-ranks lint lessons core format bench bench-gpu \
+.PHONY: help serve test real test-all test-ops test-one-rank test-ranks lint lessons core format bench bench-gpu \
 	bench-gpu-scaling clean
 
 help:
@@ -41,6 +42,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m ''
+
+real: $(VENV)/.dev
+	$(BIN)/python -m tests.real.prepare
 
 test-ops: $(VENV)/.dev
 	$(PYTEST) tests/ops

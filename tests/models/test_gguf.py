@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -454,3 +455,16 @@ def test_a_table_of_tokens_is_dequantized(tmp_path: Path) -> None:
     assert torch.equal(whole, oracle.model.embed_tokens.weight)
     part = file.get_slice("embedding.weight")[(slice(3, 9), slice(0, 256))]
     assert torch.equal(part, whole[3:9])
+
+
+def test_what_weights_become_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The bytes of each format add up to those of the model."""
+    write(tmp_path / "x.gguf", "Q4_0")
+    caplog.set_level("INFO")
+    model = loaded(resolve_model_path(str(tmp_path / "x.gguf")))
+    (told,) = [r.getMessage() for r in caplog.records if "GGUF tensors" in r.getMessage()]
+    assert told.startswith("GGUF tensors: 16 Q4_0, 5 F32; on the device ")
+    sizes = [float(size) for size in re.findall(r"([\d.]+) MB", told)]
+    assert sizes[0] == pytest.approx(sum(sizes[1:]), abs=0.2)
+    assert sizes[0] == pytest.approx(sum(p.nbytes for p in model.parameters()) / 1e6, abs=0.1)
+    assert "uint4-g32" in told

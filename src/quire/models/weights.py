@@ -7,6 +7,7 @@ by a few threads, only the part that this rank holds, straight into their (stack
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from quire.models.files import DTYPES, family_of, open_file, some, weight_files
 from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
+logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _READERS = 8
@@ -77,6 +79,10 @@ def load_weights(
         if isinstance(model, Decoder) and family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
     model.finish()
+    for file in files if any(path.suffix == ".gguf" for path in stored) else ():
+        from quire.models.gguf.report import describe
+
+        logger.info("%s", describe(file, model))
     if any("scales" in name for name, _ in model.named_parameters()):
         from quire.models.sanity import check_weights
 
