@@ -20,7 +20,6 @@ from quire.errors import ConfigError, ModelError
 from quire.models import load_config, resolve_model_path
 from quire.models.gguf import GgufFile, open_model
 from quire.models.gguf.tokenizer import tokenizer_files
-from quire.ops.reference.quantized import dequantize
 from tests.models.checkpoints import LLAMA3, SIZES, greedy
 from tests.models.test_parallel import Ranked
 from tests.models.test_quantized_checkpoints import PROMPT, loaded, logits, projections
@@ -155,7 +154,8 @@ def write(
 
 
 @pytest.mark.parametrize(("kind", "name"), [
-    *((kind, "llama") for kind in (*EXACT, *ROUNDED, *FLOATS)), ("Q8_0", "qwen2"), ("Q4_K", "qwen3"),
+    *((kind, "llama") for kind in (*EXACT, *ROUNDED, *FLOATS)),
+    ("Q8_0", "qwen2"), ("Q4_K", "qwen3"),
 ])  # fmt: skip
 def test_logits_are_transformers(kind: str, name: str, tmp_path: Path) -> None:
     oracle = write(tmp_path / "x.gguf", kind, name)
@@ -169,7 +169,7 @@ def test_logits_are_transformers(kind: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["Q4_1", "Q4_K", "Q8_0"])
 def test_dequantized_weights_are_exact(kind: str, tmp_path: Path) -> None:
     oracle = write(tmp_path / "x.gguf", kind)
-    model = loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="dequantize")
+    model = loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="float")
     assert {w.format.values for _, layer, _ in projections(model) for w in layer.weights} == {
         torch.float32
     }
@@ -180,7 +180,7 @@ def test_dequantized_weights_are_exact(kind: str, tmp_path: Path) -> None:
 
 def test_what_is_dequantized_may_be_of_floats(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", "F16")
-    loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="dequantize")
+    loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="float")
 
 
 @pytest.mark.parametrize(("kind", "world"), [
@@ -269,7 +269,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("llama.block_count", [2, 3], r"llama.block_count must be an integer above 0, got \[2, 3\]"),
+        ("llama.block_count", [2, 3], r"block_count must be an integer above 0, got \[2, 3\]"),
         ("llama.attention.head_count", 0, "llama.attention.head_count must be an integer above 0"),
         ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
         ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),

@@ -14,7 +14,7 @@ from tests.models.checkpoints import CASES, DEEPSEEK_YARN, make
 from tests.models.test_quantized_checkpoints import loaded, logits
 
 pytest.importorskip("gguf")
-from tests.models.gguf_files import write_twin  # noqa: E402 (needs what may not be installed)
+from tests.models.gguf_files import write_twin
 
 _UNSAID = {
     "qwen2-window", "qwen3-window", "llama-head-dim", "smollm3-window", "ministral",
@@ -22,15 +22,17 @@ _UNSAID = {
     "gemma4", "gemma4-moe", "qwen3.5-order", "qwen3-moe", "qwen3-next",
 }  # fmt: skip
 """Cases whose configurations say what GGUF has no setting for."""
+_SHARP = {**DEEPSEEK_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}
 _CHANGES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3-linear"), {"query_pre_attn_scalar": 16}),
-    **dict.fromkeys(("qwen3-moe-normed", "qwen3-next-moe"), {"mlp_only_layers": []}),
-    **dict.fromkeys(
-        ("deepseek-v2", "deepseek-v3"),
-        {"rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}},
-    ),
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3": {"query_pre_attn_scalar": 16},
+    "gemma3-linear": {"query_pre_attn_scalar": 16},
+    "qwen3-moe-normed": {"mlp_only_layers": []},
+    "qwen3-next-moe": {"mlp_only_layers": []},
+    "deepseek-v2": {"rope_parameters": _SHARP},
+    "deepseek-v3": {"rope_parameters": _SHARP},
 }
-"""What GGUF takes as given in the others."""
+"""Settings of the other cases for which GGUF has but one value."""
 FAMILIES = [case for case in CASES if case not in _UNSAID]
 
 
@@ -78,7 +80,7 @@ def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
     types = load_config(folder)["quantization_config"]["types"]
     assert set(types.values()) == {kind}
     found = logits(loaded(folder))
-    expected = logits(loaded(folder, wanted="dequantize"))
+    expected = logits(loaded(folder, wanted="float"))
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
 
 

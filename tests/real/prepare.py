@@ -123,7 +123,9 @@ def compute(model: RealModel) -> None:
     told = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
     if (model.folder / "expected.json").is_file() and model.expected()["of"] == told:
         return
-    print(f"Converting {model.file}, and generating with transformers: a minute or two.")
+    sys.stderr.write(
+        f"Converting {model.file}, and generating with transformers: a minute or two.\n"
+    )
     where = {"pretrained_model_name_or_path": FOLDER, "gguf_file": model.file}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     oracle: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
@@ -155,4 +157,4 @@ if __name__ == "__main__":
     for each in MODELS:
         fetch(each)
         compute(each)
-    print(f"{', '.join(each.file for each in MODELS)} are in {FOLDER}.")
+    sys.stderr.write(f"{', '.join(each.file for each in MODELS)} are in {FOLDER}.\n")

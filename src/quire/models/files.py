@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
-from quire.models.families.family import Family
 
 _SHOWN = 8
 DTYPES = {
@@ -68,15 +66,6 @@ def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
         return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"cannot read {file.name}: {error}") from error
-
-
-def family_of(files: Sequence[Path], family: Family) -> Family:
-    """Returns the family that says where a model's parameters lie in files of a folder."""
-    if any(file.suffix == ".gguf" for file in files):
-        from quire.models.gguf import stored_family
-
-        return stored_family(family)
-    return family
 
 
 def some(items: list[str]) -> str:

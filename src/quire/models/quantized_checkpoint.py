@@ -9,13 +9,13 @@ from typing import Any
 
 from quire.errors import ConfigError, ModelError
 from quire.models.families.family import Family
-from quire.models.files import DTYPES, family_of, open_file, weight_files
+from quire.models.files import DTYPES, open_file, weight_files
 from quire.models.registry import family_named
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors
-from quire.quantization.rounding import DEQUANTIZE, RoundedHead, split_name
+from quire.quantization.rounding import FLOAT, RoundedHead, split_name
 from quire.quantization.settings import settings_of
 from quire.weight_files import stored_weights
 
@@ -33,7 +33,7 @@ def checkpoint_quantization(
     if settings is None:
         return None
     layers, head = (None, None) if wanted is None else split_name(wanted)
-    if layers == DEQUANTIZE and settings.get("quant_method") == "gguf":
+    if layers == FLOAT and settings.get("quant_method") == "gguf":
         settings, layers = {**settings, "dequantized": True}, None
     method = method_of(settings)
     if layers is not None:
@@ -44,7 +44,11 @@ def checkpoint_quantization(
         )
     # A folder without weights serves for random ones, and for sizes.
     files = weight_files(folder) if stored_weights(folder) else []
-    family = family_of(files, family or _family(spec))
+    family = family or _family(spec)
+    if any(file.suffix == ".gguf" for file in files):
+        from quire.models.gguf import stored_family
+
+        family = stored_family(family)
     # What a GGUF file holds is in its settings.
     headers = [file for file in files if file.suffix != ".gguf"]
     tensors: dict[str, TensorInfo] = {}

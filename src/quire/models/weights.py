@@ -7,7 +7,6 @@ by a few threads, only the part that this rank holds, straight into their (stack
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,11 +20,10 @@ from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.families.family import Family, Source
-from quire.models.files import DTYPES, family_of, open_file, some, weight_files
+from quire.models.files import DTYPES, open_file, some, weight_files
 from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
-logger = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 
 _READERS = 8
@@ -58,11 +56,11 @@ def load_weights(
     family = family or family_named(model.spec.family)
     if family is None:
         raise ModelError(f"there is no family {model.spec.family!r}")
-    stored = weight_files(Path(path))
-    family = family_of(stored, family)
-    places = _places(model, family)
     with contextlib.ExitStack() as stack:
-        files = [open_file(stack, file) for file in stored]
+        files = [open_file(stack, file) for file in weight_files(Path(path))]
+        # A GGUF file names tensors after the model's parameters, whatever the family.
+        family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
+        places = _places(model, family)
         found = _check(files, places, family, tied=model.spec.tied_head)
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:
@@ -79,10 +77,6 @@ def load_weights(
         if isinstance(model, Decoder) and family.head in found and family.head not in places:
             _check_tied(found[family.head], model, family.head)
     model.finish()
-    for file in files if any(path.suffix == ".gguf" for path in stored) else ():
-        from quire.models.gguf.report import describe
-
-        logger.info("%s", describe(file, model))
     if any("scales" in name for name, _ in model.named_parameters()):
         from quire.models.sanity import check_weights
 
@@ -185,8 +179,7 @@ def _copy(part: Tensor, target: ParameterSlice) -> None:
     """Writes a part, some rows at a time. To a GPU they go through pinned memory: several threads
     doing so keep the link busy, while a copy from the file's pages would be staged by the driver,
     one thread at a time."""
-    if not part.ndim:
-        part = part.unsqueeze(0)
+    part = part if part.ndim else part.unsqueeze(0)
     rows = max(1, _CHUNK // max(1, part[:1].nbytes))
     for start in range(0, len(part), rows):
         chunk = part[start : start + rows]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from quire.errors import ModelError
+from quire.ops import WeightFormat
 from quire.quantization.awq import Awq
 from quire.quantization.compressed_tensors import CompressedTensors
 from quire.quantization.fields import Settings, Tensors
@@ -71,4 +73,7 @@ class Checkpoint(Unquantized):
         scheme = self._method.scheme(module, self._tensors, head=projection == "head")
         if scheme is None:
             return super().scheme_for(projection, dtype)
-        return scheme.computed_in(dtype)
+        if scheme.format.scales is None:
+            # Weights without scales are floats of the model's dtype.
+            return replace(scheme, format=WeightFormat(dtype))
+        return scheme

@@ -26,7 +26,7 @@ FORMATS = {
 }
 """The formats of layers by the names of `config.QUANTIZATIONS`."""
 
-DEQUANTIZE = "dequantize"
+FLOAT = "float"
 """Stores a GGUF file's weights as floats of the model's dtype."""
 _HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
@@ -95,7 +95,7 @@ def rounding_of(name: str) -> Quantization:
     """
     layers, head = split_name(name)
     # Weights that no checkpoint has quantized are floats already.
-    own = Unquantized() if layers in (None, DEQUANTIZE) else Rounding(FORMATS[layers])
+    own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
     return own if head is None else RoundedHead(own, head)
 
 
@@ -108,12 +108,12 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     layers: str | None = None
     head: str | None = None
     for part in name.split(","):
-        if part in (*FORMATS, DEQUANTIZE) and layers is None:
+        if part in (*FORMATS, FLOAT) and layers is None:
             layers = part
         elif part in _HEADS and head is None:
             head = part.removeprefix("head=")
         else:
-            known = ", ".join((*FORMATS, DEQUANTIZE, *_HEADS))
+            known = ", ".join((*FORMATS, FLOAT, *_HEADS))
             raise ConfigError(
                 f"unknown quantization {name!r}; known are, one for layers, one for the head, or "
                 f"both: {known}",

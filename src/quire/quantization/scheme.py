@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from quire.ops import WeightFormat
 from quire.quantization.stored_tensor import StoredTensor
@@ -24,7 +22,3 @@ class Scheme:
     @property
     def stacks(self) -> bool:
         return not self.format.ordered
-
-    def computed_in(self, dtype: torch.dtype) -> Scheme:
-        """Returns the scheme in a model of this dtype, which weights without scales have."""
-        return self if self.format.scales is not None else replace(self, format=WeightFormat(dtype))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,15 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
+from quire.models.decoder import DecoderLayers
+from quire.models.families.family import Family, Source
 from quire.models.gguf.arrays import QuickArrays
 from quire.models.gguf.layouts import IGNORED, NAMES, OUTER, Config, Layout, Rows
+from quire.models.gguf.report import describe
 from quire.quantization.gguf import BLOCKS, dequantize_rows, library, of_all_experts
 from quire.weight_files import open_regular
 
+logger = logging.getLogger(__name__)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
 """An expert's tensor in early files of Mixtral."""
@@ -74,6 +79,13 @@ class GgufFile:
                 f"{count}"
             )
         self._views: dict[str, GgufTensor | ComputedTensor] = {}
+
+    def family_for(self, model: DecoderLayers, family: Family) -> Family:
+        """Returns the family that says where a model's parameters lie in the file. Logs what the
+        file's weights become."""
+        types = [tensor.tensor_type.name for tensor in self.tensors.values()]
+        logger.info("%s", describe(types, model))
+        return stored_family(family)
 
     def floats(self, name: str) -> list[float]:
         """Returns a small tensor by its own name. Raises ModelError where it is not of floats."""
@@ -141,6 +153,14 @@ class GgufFile:
     def get_tensor(self, name: str) -> Tensor:
         found = self.get_slice(name)
         return found[tuple(slice(0, size) for size in found.get_shape())]
+
+
+def stored_family(family: Family) -> Family:
+    """Returns a family whose tensors have the names of the model's parameters, as a file's do."""
+    return Family(
+        family.name, family.spec, lambda spec, name: Source(name), head="head.weight",
+        implements=family.implements,
+    )  # fmt: skip
 
 
 def parts_of(path: Path) -> list[Path]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from quire.errors import ModelError
-from quire.models.families.family import Family, Source
 from quire.models.gguf.file import GgufFile, parts_of
 from quire.models.gguf.layouts import Layout, layers, layout_of
 from quire.models.gguf.rope import rope_scaling
@@ -80,14 +79,6 @@ def open_model(path: Path) -> GgufFile:
     file = GgufFile(path)
     _config(file)
     return file
-
-
-def stored_family(family: Family) -> Family:
-    """Returns a family whose tensors have the names of the model's parameters, as a file's do."""
-    return Family(
-        family.name, family.spec, lambda spec, name: Source(name), head="head.weight",
-        implements=family.implements,
-    )  # fmt: skip
 
 
 def _settings(file: GgufFile) -> Settings:

@@ -1,4 +1,4 @@
-"""What files of each architecture hold: tables from their settings and tensors to those of this
+"""Tables of what files of each architecture hold: from their settings and tensors to those of this
 project's families.
 
 Values are those of llama.cpp's converters, which change some tensors; each change is undone by the
@@ -28,7 +28,7 @@ Order = Callable[[Config, int], Rows]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowPart:
     """A parameter that is some rows of a file's tensor.
 
     Attributes:
@@ -47,7 +47,6 @@ class Computed:
     Attributes:
         sources: The tensors' names in their layer.
         compute: Returns the parameter in float32, given config.json and the tensors.
-        linear: It is a matrix, which is kept in the dtype of the model.
     """
 
     sources: tuple[str, ...]
@@ -73,7 +72,7 @@ class Layout:
     kind: str
     architecture: str
     config: Mapping[str, Setting] = field(default_factory=dict)
-    names: Mapping[str, str | tuple[Part, ...]] = field(default_factory=dict)
+    names: Mapping[str, str | tuple[RowPart, ...]] = field(default_factory=dict)
     computed: Mapping[str, Computed] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     norm_offset: float = 0.0
@@ -90,7 +89,7 @@ OUTER = {
     "output": "head",
 }
 """Parameters outside of layers, by the names that all files give them."""
-NAMES: dict[str, str | tuple[Part, ...]] = {
+NAMES: dict[str, str | tuple[RowPart, ...]] = {
     "attn_norm": "attention_norm",
     "attn_q": "attention.qkv.q",
     "attn_k": "attention.qkv.k",
@@ -201,9 +200,9 @@ def _checked(rows: int, unit: int) -> Rows:
     return np.arange(rows)
 
 
-_TURNED: dict[str, str | tuple[Part, ...]] = {
-    "attn_q": (Part("attention.qkv.q", _turned("num_attention_heads")),),
-    "attn_k": (Part("attention.qkv.k", _turned("num_key_value_heads")),),
+_TURNED: dict[str, str | tuple[RowPart, ...]] = {
+    "attn_q": (RowPart("attention.qkv.q", _turned("num_attention_heads")),),
+    "attn_k": (RowPart("attention.qkv.k", _turned("num_key_value_heads")),),
 }
 
 
@@ -212,7 +211,7 @@ def _half(which: int) -> Order:
     return lambda config, rows: _checked(rows, 2).reshape(2, -1)[which]
 
 
-_GATE_UP = Part("mlp.up.gate", _half(0)), Part("mlp.up.up", _half(1))
+_GATE_UP = RowPart("mlp.up.gate", _half(0)), RowPart("mlp.up.up", _half(1))
 
 
 def _stacked(which: int) -> Order:
@@ -233,13 +232,13 @@ def _split(rows: int, sizes: tuple[int, ...]) -> list[Rows]:
     return np.split(np.arange(rows), np.cumsum(sizes)[:-1])
 
 
-_QKV = tuple(Part(f"attention.qkv.{name}", _stacked(i)) for i, name in enumerate("qkv"))
-_BEHIND: dict[str, str | tuple[Part, ...]] = {
+_QKV = tuple(RowPart(f"attention.qkv.{name}", _stacked(i)) for i, name in enumerate("qkv"))
+_BEHIND: dict[str, str | tuple[RowPart, ...]] = {
     "post_attention_norm": "attention_out_norm",
     "post_ffw_norm": "mlp_out_norm",
 }
 """Norms behind a layer's parts."""
-_BETWEEN: dict[str, str | tuple[Part, ...]] = {"post_attention_norm": "mlp_norm"}
+_BETWEEN: dict[str, str | tuple[RowPart, ...]] = {"post_attention_norm": "mlp_norm"}
 """The norm before the feed-forward part, where files name it after what it follows."""
 
 
@@ -248,7 +247,8 @@ def _gemma_scale(largest: int) -> Setting:
     llama.cpp knows the model with this many layers, whose heads do not give it."""
 
     def scale(settings: Settings) -> int:
-        hidden, heads = settings.integer("embedding_length"), settings.integer("attention.head_count")
+        hidden = settings.integer("embedding_length")
+        heads = settings.integer("attention.head_count")
         if settings.integer("block_count") == largest:
             return hidden // heads
         return settings.integer("attention.key_length", hidden // heads)
@@ -277,11 +277,12 @@ _LATENT: dict[str, Setting] = {
     "kv_lora_rank": _integer("attention.kv_lora_rank"),
     "q_lora_rank": lambda settings: settings.get("attention.q_lora_rank") or None,
     "qk_rope_head_dim": _integer("rope.dimension_count"),
-    "qk_nope_head_dim": lambda settings: _latent("key_length")(settings)
-    - settings.integer("rope.dimension_count"),
+    "qk_nope_head_dim": lambda settings: (
+        _latent("key_length")(settings) - settings.integer("rope.dimension_count")
+    ),
     "v_head_dim": _latent("value_length"),
 }
-_LATENT_NAMES: dict[str, str | tuple[Part, ...]] = {
+_LATENT_NAMES: dict[str, str | tuple[RowPart, ...]] = {
     "attn_q": "attention.inputs.q",
     "attn_q_a": "attention.inputs.q_a",
     "attn_q_a_norm": "attention.q_norm",
@@ -312,8 +313,9 @@ _DELTA: dict[str, Setting] = {
     "linear_key_head_dim": _delta("state_size"),
     "linear_num_key_heads": _delta("group_count"),
     "linear_num_value_heads": _delta("time_step_rank"),
-    "linear_value_head_dim": lambda settings: settings.integer("ssm.inner_size")
-    // settings.integer("ssm.time_step_rank"),
+    "linear_value_head_dim": lambda settings: (
+        settings.integer("ssm.inner_size") // settings.integer("ssm.time_step_rank")
+    ),
 }
 _SHARED_EXPERT: dict[str, Setting] = {
     **_EXPERTS,
@@ -348,37 +350,46 @@ class _DeltaOrder:
         return order
 
     def all_values(self, config: Config, rows: int) -> Rows:
-        return _split(rows, (len(found := self.values(config, config["linear_value_head_dim"])),))[
-            0
-        ][found]
+        """Returns the order of rows that value heads share."""
+        found = self.values(config, config["linear_value_head_dim"])
+        return _split(rows, (len(found),))[0][found]
 
     def each_head(self, config: Config, rows: int) -> Rows:
-        return _split(rows, (len(found := self.values(config, 1)),))[0][found]
+        """Returns the order of rows of which value heads have one each."""
+        found = self.values(config, 1)
+        return _split(rows, (len(found),))[0][found]
 
-    def names(self) -> dict[str, str | tuple[Part, ...]]:
+    def names(self) -> dict[str, str | tuple[RowPart, ...]]:
         """Returns the table of names that they have in common."""
         return {
             **_BETWEEN,
-            "attn_q": (Part("attention.qkv.q", _gated(0)), Part("attention.qkv.gate", _gated(1))),
+            "attn_q": (
+                RowPart("attention.qkv.q", _gated(0)),
+                RowPart("attention.qkv.gate", _gated(1)),
+            ),
             "attn_qkv": tuple(
-                Part(f"attention.inputs.{name}", self.stacked(i)) for i, name in enumerate("qkv")
+                RowPart(f"attention.inputs.{name}", self.stacked(i)) for i, name in enumerate("qkv")
             ),
-            "attn_gate": (Part("attention.inputs.z", self.all_values),),
+            "attn_gate": (RowPart("attention.inputs.z", self.all_values),),
             "ssm_conv1d": tuple(
-                Part(f"attention.conv.{name}", self.stacked(i)) for i, name in enumerate("qkv")
+                RowPart(f"attention.conv.{name}", self.stacked(i)) for i, name in enumerate("qkv")
             ),
-            "ssm_beta": (Part("attention.inputs.b", self.each_head),),
-            "ssm_alpha": (Part("attention.inputs.a", self.each_head),),
-            "ssm_dt.bias": (Part("attention.dt_bias", self.each_head),),
+            "ssm_beta": (RowPart("attention.inputs.b", self.each_head),),
+            "ssm_alpha": (RowPart("attention.inputs.a", self.each_head),),
+            "ssm_dt.bias": (RowPart("attention.dt_bias", self.each_head),),
             "ssm_norm": "attention.norm",
             "ssm_out": "attention.out",
-            "ssm_ba": tuple(Part(f"attention.inputs.{name}", _pair(i)) for i, name in enumerate("ba")),
+            "ssm_ba": tuple(
+                RowPart(f"attention.inputs.{name}", _pair(i)) for i, name in enumerate("ba")
+            ),
             "ssm_in": tuple(
-                Part(f"attention.inputs.{name}", _in_heads(i)) for i, name in enumerate("qkvz")
+                RowPart(f"attention.inputs.{name}", _in_heads(i)) for i, name in enumerate("qkvz")
             ),
         }
 
     def computed(self) -> dict[str, Computed]:
+        """Returns the table of parameters that are computed."""
+
         def decay(config: Config, stored: Tensor) -> Tensor:
             return torch.log(-stored)[torch.from_numpy(self.values(config, 1))]
 
@@ -511,7 +522,14 @@ LAYOUTS = (
         _GROUPED.computed(),
         **_DELTA_LAYOUT,
     ),
-    Layout("qwen35", "Qwen3_5ForCausalLM", _DELTA, _TILED.names(), _TILED.computed(), **_DELTA_LAYOUT),
+    Layout(
+        "qwen35",
+        "Qwen3_5ForCausalLM",
+        _DELTA,
+        _TILED.names(),
+        _TILED.computed(),
+        **_DELTA_LAYOUT,
+    ),
     Layout(
         "qwen35moe",
         "Qwen3_5MoeForCausalLM",
@@ -519,8 +537,8 @@ LAYOUTS = (
         {
             **_TILED.names(),
             "ffn_gate_up_exps": (
-                Part("mlp.up.{}.gate", _half(0)),
-                Part("mlp.up.{}.up", _half(1)),
+                RowPart("mlp.up.{}.gate", _half(0)),
+                RowPart("mlp.up.{}.up", _half(1)),
             ),
         },
         _TILED.computed(),

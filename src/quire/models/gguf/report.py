@@ -1,22 +1,20 @@
-"""What became of a GGUF file's weights on the device."""
+"""A sentence on what a GGUF file's weights become on the device."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
-from quire.models.gguf.file import GgufFile
 from quire.ops import Weight
 
 
-def describe(file: GgufFile, model: nn.Module) -> str:
-    """Returns a sentence: the file's types, and the bytes on the device by format."""
-    types = Counter(tensor.tensor_type.name for tensor in file.tensors.values())
-    stored = ", ".join(f"{count} {name}" for name, count in types.most_common())
+def describe(types: Iterable[str], model: nn.Module) -> str:
+    """Returns a sentence: the types of a file's tensors, and the bytes on the device by format."""
+    stored = ", ".join(f"{count} {name}" for name, count in Counter(types).most_common())
     sizes: Counter[str] = Counter()
     for weight in _weights(model):
         parts: list[Tensor | None] = [weight.values, weight.scales, weight.zeros]

@@ -1,4 +1,4 @@
-"""How a GGUF file extends the positions of rotary embeddings."""
+"""Reading of a GGUF file's rotary embeddings, and of the scalings that extend their positions."""
 
 from __future__ import annotations
 

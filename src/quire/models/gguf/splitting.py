@@ -1,4 +1,4 @@
-"""How text is split before byte-level BPE, by the names that GGUF files give it."""
+"""Patterns that split text before byte-level BPE, by the names that GGUF files give them."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ _LLAMA3 = _words(r"\p{N}{1,3}")
 _QWEN2 = _words(r"\p{N}")
 _DIGITS = Splitting((r"\p{N}", _GPT2))
 _PLAIN = Splitting((_GPT2,))
-_O200K = "|".join(
-    [*(f"{word}{_ENDINGS}?" for word in _CASED), r"\p{N}{1,3}", _PATH_SIGNS, _SPACES]
-)
+_O200K = "|".join([*(f"{word}{_ENDINGS}?" for word in _CASED), r"\p{N}{1,3}", _PATH_SIGNS, _SPACES])
 _CL100K = Splitting((_LLAMA3,))
 _DEEPSEEK3 = Splitting((r"\p{N}{1,3}", _HAN, _DEEPSEEK_WORDS))
 _LINES = Splitting((r"[^\n]+|[\n]+",), characters=True)
@@ -90,13 +88,15 @@ _NAMES: dict[Splitting, str] = {
     ): "jais-2",
     Splitting(
         (
-            r"[\r\n]", _LATIN_GREEK_CYRILLIC,
-            "\\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN_AND_HANGUL, r"\p{N}+",
+            r"[\r\n]",
+            _LATIN_GREEK_CYRILLIC,
+            "\\s?[!-/:-~！-／：-～‘-‟　-。]+",
+            r"\s+$",
+            _HAN_AND_HANGUL,
+            r"\p{N}+",
         )
     ): "deepseek-llm",
-    Splitting(
-        (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")
-    ): "deepseek-coder",
+    Splitting((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_AND_HANGUL, r"\p{N}")): "deepseek-coder",
     _DEEPSEEK3: "deepseek-v3 hunyuan-dense joyai-llm",
     Splitting(
         (
@@ -128,8 +128,12 @@ _NAMES: dict[Splitting, str] = {
     ): "tekken",
     Splitting(
         (
-            r"<sentinel:[0-9]+>", r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z", r"([\t\n]|    |  )",
-            r"\p{N}", r"[\p{P}!-/:-@\[-`{-~]", _GPT2,
+            r"<sentinel:[0-9]+>",
+            r"(IMGIMG)((A|B|C|D|E|F|G|H|I){1,4})Z",
+            r"([\t\n]|    |  )",
+            r"\p{N}",
+            r"[\p{P}!-/:-@\[-`{-~]",
+            _GPT2,
         ),
         begins=True,
     ): "chameleon",
@@ -139,9 +143,7 @@ _NAMES: dict[Splitting, str] = {
     Splitting((KIMI,)): "kimi-k2",
     Splitting((_THREES_FROM_THE_RIGHT,)): "superbpe",
     Splitting(
-        (
-            rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",
-        )
+        (rf"'(?i:[sdmt]|ll|ve|re)|{_WORD}|\p{{N}}|{_SIGNS}|\s*[\r\n]|\s+(?!\S)|\s+",)
     ): "bailingmoe bailingmoe2 llada-moe",
     Splitting((_words(r"\p{N}", signs=r" ?[^\s\p{L}\p{N}\r\n]+"),)): "seed-coder",
     Splitting(
@@ -163,5 +165,5 @@ _NAMES: dict[Splitting, str] = {
     Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
 }
 SPLITTINGS = {name: own for own, names in _NAMES.items() for name in names.split()}
-"""Those that llama.cpp knows. Its own form of a pattern is written for an engine without some
+"""All names that llama.cpp knows. Its own form of a pattern is written for an engine without some
 classes; these are as published tokenizers have them."""

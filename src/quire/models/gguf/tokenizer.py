@@ -23,11 +23,11 @@ from quire.tokenization.sentencepiece import pair_tokenizer
 
 _CONTROL, _USER = 3, 4
 """Types of tokens: those that text never becomes, and those that are whole wherever they stand."""
-_ENDS = frozenset(
-    "<|im_end|> <|eot_id|> <|eom_id|> <|end|> <|return|> <|call|> <end_of_turn> <turn|> "
-    "<|end_of_text|> <|endofturn|> <|END_OF_TURN_TOKEN|> <|END_RESPONSE|> <|observation|> "
-    "[|endofturn|] <end_of_utterance>".split()
-)
+_ENDS = frozenset([
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<turn|>", "<|end_of_text|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|observation|>",
+    "[|endofturn|]", "<end_of_utterance>",
+])  # fmt: skip
 """Control tokens that end an answer. Files often name but one end of many, or that of a text."""
 
 
@@ -99,16 +99,17 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(named)
     if fields.get("tokenizer.chat_template"):
         config["chat_template"] = fields["tokenizer.chat_template"]
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ends += [
+    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids += [
         place
         for place, (token, type) in enumerate(zip(tokens, types, strict=False))
         if type == _CONTROL and token in _ENDS
     ]
+    ends = sorted({place for place in ids if place is not None})
     return {
         "tokenizer.json": json.loads(tokenizer.to_str()),
         "tokenizer_config.json": config,
-        "generation_config.json": {"eos_token_id": sorted({end for end in ends if end is not None})},
+        "generation_config.json": {"eos_token_id": ends},
     }
 
 
