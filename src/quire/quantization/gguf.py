@@ -214,7 +214,7 @@ def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
     high = above >> torch.arange(0, 16, 2, device=rows.device) & 3
     low = _pairs(blocks[:, :, 4:8])
     scales = ((low | high << 4) - 32).float() * _halves(blocks[:, :, :2]).float().unsqueeze(2)
-    values = _nibbles(blocks[:, :, 8:].unflatten(2, (8, 16)))
+    values = _nibbles(blocks[:, :, 8:].reshape(len(rows), -1, 8, 16))
     return _looked_up(values).flatten(1), scales.flatten(1)
 
 
@@ -224,7 +224,7 @@ def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
     blocks = rows.view(len(rows), -1, 110)
     eight = torch.arange(8, dtype=torch.uint8, device=rows.device).view(8, 1)
     high = blocks[:, :, None, :32] >> eight & 1
-    pairs = blocks[:, :, 32:96].unflatten(2, (2, 1, 32)) >> 2 * eight[:4] & 3
+    pairs = blocks[:, :, 32:96].reshape(len(rows), -1, 2, 1, 32) >> 2 * eight[:4] & 3
     values = (pairs.flatten(2, 3) | high << 2).view(torch.int8) - 4
     packed = blocks[:, :, 96:108]
     low = torch.cat([packed[:, :, :8] & 15, packed[:, :, :8] >> 4], 2)

@@ -99,13 +99,13 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(named)
     if fields.get("tokenizer.chat_template"):
         config["chat_template"] = fields["tokenizer.chat_template"]
-    ids = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ids += [
+    found = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found += [
         place
         for place, (token, type) in enumerate(zip(tokens, types, strict=False))
         if type == _CONTROL and token in _ENDS
     ]
-    ends = sorted({place for place in ids if place is not None})
+    ends = sorted({place for place in found if place is not None})
     return {
         "tokenizer.json": json.loads(tokenizer.to_str()),
         "tokenizer_config.json": config,
