@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from quire.compression.original import OriginalModel
 from quire.errors import ModelError
 from quire.models import load_config, resolve_model_path
 from tests.models.checkpoints import CASES, DEEPSEEK_YARN, make
@@ -118,3 +119,19 @@ def test_settings_that_do_not_fit(
         return
     with pytest.raises(ModelError, match=message):
         resolve_model_path(str(tmp_path / "twin.gguf"))
+
+
+def test_files_of_floats_are_quantized_again(tmp_path: Path) -> None:
+    """The original has the names of published checkpoints, where these hold what a file does."""
+    make(tmp_path, "llama")
+    write_twin(tmp_path, tmp_path / "twin.gguf")
+    folder = resolve_model_path(str(tmp_path / "twin.gguf"))
+    model = OriginalModel(folder, torch.device("cpu"), None)
+    twin = OriginalModel(tmp_path, torch.device("cpu"), None)
+    for name in ("model.embed_tokens.weight", "model.layers.1.self_attn.q_proj.weight"):
+        assert torch.equal(model.tensor(name), twin.tensor(name))
+        assert model.stored_name(name) == name
+    make(tmp_path / "phi3", "phi3")
+    write_twin(tmp_path / "phi3", tmp_path / "phi3.gguf")
+    with pytest.raises(ModelError, match="GGUF files of Phi3ForCausalLM cannot be quantized again"):
+        OriginalModel(resolve_model_path(str(tmp_path / "phi3.gguf")), torch.device("cpu"), None)
