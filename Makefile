@@ -1,5 +1,6 @@
 # make serve   try it: sets up .venv, serves the embedded model, prints a request to paste
 # make test    lint and tests
+# make real    fetches two small published models, which `make test` runs where they are there
 # make test-all    the same, and the slow tests
 # make test-ops, test-one-rank, test-ranks   the tests of `make test` in parts
 # make kernels TRITON=3.7.1   Hopper's kernels through another Triton's compiler, without a GPU
@@ -29,7 +30,7 @@ PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=$(if $(filter 0 1,$(PYTEST_WOR
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-gpu \
+.PHONY: help serve test real test-all test-ops test-one-rank test-ranks kernels lint lessons core format bench bench-gpu \
 	bench-gpu-scaling clean
 
 help:
@@ -43,6 +44,9 @@ test: lint
 
 test-all: lint
 	$(PYTEST) -m ''
+
+real: $(VENV)/.dev
+	$(BIN)/python -m tests.real.prepare
 
 test-ops: $(VENV)/.dev
 	$(PYTEST) tests/ops

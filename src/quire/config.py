@@ -28,7 +28,7 @@ KV_CACHE_DTYPES = (
 """The values of `EngineArgs.kv_cache_dtype`. fp8 is fp8_e4m3."""
 
 
-QUANTIZATIONS = ("fp8", "int4", "int8", "w8a8", "w8a8_fp8", "head=fp8", "head=int8")
+QUANTIZATIONS = ("float", "fp8", "int4", "int8", "w8a8", "w8a8_fp8", "head=fp8", "head=int8")
 """The values of `EngineArgs.quantization`: one for layers, one for the head, or both."""
 
 
@@ -69,9 +69,9 @@ class EngineArgs:
     )
     quantization: str | None = _setting(
         None,
-        "How linear layers store their weights, rounded as they are read. fp8, int8: 8 bits with a "
-        "scale per output. int4: 4 bits with scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, "
-        "and inputs too. The head as well: int4,head=int8. Default: as the checkpoint does.",
+        "How linear layers store weights, rounded when read. fp8, int8: 8 bits and a scale per "
+        "output. int4: 4 bits and scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, inputs too. "
+        "float: those of a GGUF file as floats. The head too: int4,head=int8. Default: as stored.",
     )
     load_format: Literal["auto", "safetensors", "dummy"] = _setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."

@@ -34,6 +34,7 @@ OTHER_PROGRAMS = {
     "ray": "starts a cluster of machines; tests/unit/test_ray.py has a stand-in for Ray",
     "nsys": "NVIDIA's profiler; the command behind it is run without it",
     "pip": "installs; package.yml installs the wheel in an environment of its own",
+    "unzip": "takes a model out of a package of the index; tests/real does so",
     "python3": "makes the environment that everything here runs in",
 }
 """Programs of commands that are not run, and why."""
@@ -46,6 +47,7 @@ NOT_RUN = {
     '{"method": "mtp"}': "the embedded model has no such layer; tests/models/test_draft_heads.py",
     "--transport nixl": "needs the extra nixl; tests/server/test_disagg.py",
     "--nvtx": "names what a GPU runs; the same command is run without it",
+    "SmolLM2": "a published model; tests/real runs it",
     "model.gguf": "a file that is to be made, and the extra gguf; tests/models/test_gguf.py",
     "https://example.com": "a server elsewhere; tests/verify",
 }

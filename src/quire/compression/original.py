@@ -59,11 +59,14 @@ class OriginalModel:
         self._stack = contextlib.ExitStack()
         self.stored: dict[str, str] = {}
         self._files: dict[str, Any] = {}
+        self._read_as: dict[str, str] = {}
         for path in weight_files(folder):
             file = open_file(self._stack, path)
-            for stored in file.keys():  # noqa: SIM118 (no mapping)
+            for own in file.keys():  # noqa: SIM118 (no mapping)
+                stored = self._published(own) if path.suffix == ".gguf" else own
                 name = family.canonical(stored)
                 self.stored[name], self._files[name] = stored, file
+                self._read_as[name] = own
         self._rotary: dict[Any, RotaryTable] = {}
 
     def close(self) -> None:
@@ -74,8 +77,18 @@ class OriginalModel:
         """Returns a tensor by its canonical name. Raises ModelError where there is none."""
         if name not in self._files:
             raise ModelError(f"the checkpoint does not fit its config.json: missing tensor {name}")
-        found: Tensor = self._files[name].get_tensor(self.stored[name])
+        found: Tensor = self._files[name].get_tensor(self._read_as[name])
         return found
+
+    def _published(self, name: str) -> str:
+        """Returns the name in published checkpoints of a parameter of a GGUF file."""
+        place = self.family.source(self.spec, name)
+        if place != Place(place.name):
+            raise ModelError(
+                f"GGUF files of {self.spec.architecture} cannot be quantized again: published "
+                f"checkpoints hold {place.name} in another form"
+            )
+        return place.name
 
     def _build(self, quantization: Quantization | None) -> Build:
         return Build(SingleGroup(), quantization or Unquantized(), self.device, self.dtype)

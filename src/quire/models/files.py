@@ -60,9 +60,9 @@ def weight_files(folder: Path) -> list[Path]:
 def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
     """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
     if file.suffix == ".gguf":
-        from quire.models.gguf import GgufFile
+        from quire.models.gguf import open_model
 
-        return GgufFile(file)
+        return open_model(file)
     try:
         open_regular(file).close()
         return stack.enter_context(safe_open(file, framework="pt", device="cpu"))

@@ -15,8 +15,9 @@ from quire.models.spec import ModelSpec
 from quire.quantization import Quantization
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors
-from quire.quantization.rounding import RoundedHead, split_name
+from quire.quantization.rounding import FLOAT, RoundedHead, split_name
 from quire.quantization.settings import settings_of
+from quire.weight_files import stored_weights
 
 
 def checkpoint_quantization(
@@ -31,20 +32,28 @@ def checkpoint_quantization(
     settings = settings_of(folder, config)
     if settings is None:
         return None
-    method = method_of(settings)
     layers, head = (None, None) if wanted is None else split_name(wanted)
+    if layers == FLOAT and settings.get("quant_method") == "gguf":
+        settings, layers = {**settings, "dequantized": True}, None
+    method = method_of(settings)
     if layers is not None:
         raise ConfigError(
             f"quantization={layers}: the checkpoint is quantized already, by "
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    family = family or _family(spec)
-    tensors: dict[str, TensorInfo] = {}
     # A folder without weights serves for random ones, and for sizes.
-    files = weight_files(folder) if any(folder.glob("*.safetensors")) else []
+    files = weight_files(folder) if stored_weights(folder) else []
+    family = family or _family(spec)
+    if any(file.suffix == ".gguf" for file in files):
+        from quire.models.gguf import stored_family
+
+        family = stored_family(family)
+    # What a GGUF file holds is in its settings.
+    headers = [file for file in files if file.suffix != ".gguf"]
+    tensors: dict[str, TensorInfo] = {}
     with contextlib.ExitStack() as stack:
-        for file in files:
+        for file in headers:
             opened = open_file(stack, file)
             for name in sorted(opened.keys()):
                 view = opened.get_slice(name)

@@ -56,9 +56,11 @@ def load_weights(
     family = family or family_named(model.spec.family)
     if family is None:
         raise ModelError(f"there is no family {model.spec.family!r}")
-    places = _places(model, family)
     with contextlib.ExitStack() as stack:
         files = [open_file(stack, file) for file in weight_files(Path(path))]
+        # A GGUF file names tensors after the model's parameters, whatever the family.
+        family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
+        places = _places(model, family)
         found = _check(files, places, family, tied=model.spec.tied_head)
         total = sum(entry.nbytes for entry in found.values())
         with ThreadPoolExecutor(_READERS) as pool:
@@ -177,8 +179,7 @@ def _copy(part: Tensor, target: ParameterSlice) -> None:
     """Writes a part, some rows at a time. To a GPU they go through pinned memory: several threads
     doing so keep the link busy, while a copy from the file's pages would be staged by the driver,
     one thread at a time."""
-    if not part.ndim:
-        part = part.unsqueeze(0)
+    part = part if part.ndim else part.unsqueeze(0)
     rows = max(1, _CHUNK // max(1, part[:1].nbytes))
     for start in range(0, len(part), rows):
         chunk = part[start : start + rows]

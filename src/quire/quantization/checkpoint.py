@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from quire.errors import ModelError
+from quire.ops import WeightFormat
 from quire.quantization.awq import Awq
 from quire.quantization.compressed_tensors import CompressedTensors
 from quire.quantization.fields import Settings, Tensors
@@ -69,4 +71,9 @@ class Checkpoint(Unquantized):
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         module = self._module_of(projection)
         scheme = self._method.scheme(module, self._tensors, head=projection == "head")
-        return super().scheme_for(projection, dtype) if scheme is None else scheme
+        if scheme is None:
+            return super().scheme_for(projection, dtype)
+        if scheme.format.scales is None:
+            # Weights without scales are floats of the model's dtype.
+            return replace(scheme, format=WeightFormat(dtype))
+        return scheme

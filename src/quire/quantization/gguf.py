@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,32 +22,79 @@ from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTenso
 _BYTES = frozenset({torch.uint8})
 _SMALLEST = 1e-12
 """The smallest scale of rounded groups."""
+_EXACT_8 = WeightFormat(torch.int8, scales=torch.float16, group=32)
+_EXACT_4 = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=32)
 _ROUNDED = WeightFormat(torch.int8, scales=torch.float32, group=32, zeros=True)
-_FORMATS = {
-    "Q8_0": WeightFormat(torch.int8, scales=torch.float16, group=32),
-    "Q4_0": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=32),
-    "Q6_K": WeightFormat(torch.int8, scales=torch.float32, group=16),
-    "Q4_K": _ROUNDED,
-    "Q5_K": _ROUNDED,
-}
-"""The format that each type becomes. The first three hold a file's numbers exactly. The minima of
-the others are no multiples of their steps: these are rounded to 8 bits with a zero, 256 steps from
-the least weight of a group to its largest."""
+_FLOATS = WeightFormat(torch.float32)
+"""Floats of the dtype that the model computes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockType:
+    """A quantized type of ggml.
+
+    Attributes:
+        weights: Weights of a block.
+        size: Bytes of a block.
+        format: What weights of the type become. Formats without zeros hold a file's numbers
+            exactly. Minima are no multiples of their steps: types that have them are rounded to 8
+            bits with a zero, 256 steps from the least weight of a group to its largest. Types for
+            which there is no format become floats.
+    """
+
+    weights: int
+    size: int
+    format: WeightFormat = _FLOATS
+
+
 BLOCKS = {
-    "Q8_0": (32, 34),
-    "Q4_0": (32, 18),
-    "Q6_K": (256, 210),
-    "Q4_K": (256, 144),
-    "Q5_K": (256, 176),
+    "Q8_0": BlockType(32, 34, _EXACT_8),
+    "Q5_0": BlockType(32, 22, _EXACT_8),
+    "IQ4_NL": BlockType(32, 18, _EXACT_8),
+    "IQ4_XS": BlockType(256, 136, WeightFormat(torch.int8, scales=torch.float32, group=32)),
+    "Q6_K": BlockType(256, 210, WeightFormat(torch.int8, scales=torch.float32, group=16)),
+    "Q3_K": BlockType(256, 110, WeightFormat(torch.int8, scales=torch.float32, group=16)),
+    "Q4_0": BlockType(32, 18, _EXACT_4),
+    "MXFP4": BlockType(
+        32, 17, WeightFormat(torch.uint8, 4, torch.float8_e8m0fnu, group=32, code="e2m1")
+    ),
+    "Q4_1": BlockType(32, 20, _ROUNDED),
+    "Q5_1": BlockType(32, 24, _ROUNDED),
+    "Q4_K": BlockType(256, 144, _ROUNDED),
+    "Q5_K": BlockType(256, 176, _ROUNDED),
+    "Q2_K": BlockType(
+        256, 84, WeightFormat(torch.int8, scales=torch.float32, group=16, zeros=True)
+    ),
+    "IQ1_S": BlockType(256, 50),
+    "IQ1_M": BlockType(256, 56),
+    "IQ2_XXS": BlockType(256, 66),
+    "IQ2_XS": BlockType(256, 74),
+    "IQ2_S": BlockType(256, 82),
+    "IQ3_XXS": BlockType(256, 98),
+    "IQ3_S": BlockType(256, 110),
+    "TQ1_0": BlockType(256, 54),
+    "TQ2_0": BlockType(256, 66),
 }
-"""The weights of a block of each type, and its bytes."""
+_EXPERT = re.compile(r"(\.mlp(?:\.experts)?\.(?:up|down))\.\d+(?=\.|$)")
+
+
+def of_all_experts(module: str) -> str:
+    """Returns a module's name with a star for the expert's number: a file has them in one
+    tensor."""
+    return _EXPERT.sub(r"\1.*", module)
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """types: of modules whose weights are blocks, the names of their types."""
+    """The weights of a GGUF file.
+
+    Attributes:
+        types: By module, `of_all_experts`, the names of the types of weights that are blocks.
+        dequantized: All become floats of the model's dtype.
+    """
 
     types: Mapping[str, str]
+    dequantized: bool = False
 
     @classmethod
     def of(cls, settings: Settings) -> Gguf:
@@ -54,16 +102,17 @@ class Gguf:
         if not isinstance(types, Mapping):
             raise refused(f"types must be an object, got {types!r}")
         for module, name in types.items():
-            if name not in _FORMATS:
-                known = ", ".join(_FORMATS)
+            if name not in BLOCKS:
+                known = ", ".join(BLOCKS)
                 raise refused(f"{module} has the type {name}; known are: {known}, F16, BF16, F32")
-        return cls(types)
+        return cls(types, bool(settings.get("dequantized")))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
-        name = self.types.get(module)
+        name = self.types.get(of_all_experts(module))
         if name is None:
             return None
-        return Scheme(_FORMATS[name], (_Blocks("weight", "values", _BYTES, type=name),))
+        format = _FLOATS if self.dequantized else BLOCKS[name].format
+        return Scheme(format, (_Blocks("weight", "values", _BYTES, type=name),))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +122,27 @@ class _Blocks(StoredTensor):
     type: str = ""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        each, size = BLOCKS[self.type]
-        return outputs, -(-inputs // each) * size
+        own = BLOCKS[self.type]
+        return outputs, -(-inputs // own.weights) * own.size
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
         return share.rows, (0, self.shape(1, share.inputs)[1])
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        if weight.format == _ROUNDED:
-            values, scales, zeros = _rounded(dequantize_rows(part, self.type))
-        else:
-            values, scales = _EXACT[self.type](part)
-            zeros = None
-        expect(scales.isfinite().all(), "has scales that are not finite")
         own = weight.rows(start, start + len(part))
         low, high = share.columns
+        if weight.format.scales is None:
+            found = dequantize_rows(part, self.type)[:, low:high]
+            expect(found.isfinite().all(), "has weights that are not finite numbers")
+            own.values.copy_(found)
+            return
+        zeros: Tensor | None = None
+        if weight.format.zeros:
+            wide = dequantize_rows(part, self.type)
+            values, scales, zeros = _rounded(wide, weight.format.group)
+        else:
+            values, scales = _EXACT[self.type](part)
+        expect(scales.float().isfinite().all(), "has scales that are not finite")
         values = values[:, low:high]
         if weight.format.bits == 4:
             put(own, values, 0, 0)
@@ -117,9 +172,7 @@ def _q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns unsigned 4-bit values, and scales of 32: a block is a scale and 16 bytes, whose low
     halves are the first 16 integers. Scales may be negative."""
     blocks = rows.view(len(rows), -1, 18)
-    packed = blocks[:, :, 2:]
-    values = torch.cat([packed & 15, packed >> 4], 2)
-    return values.flatten(1), _halves(blocks[:, :, :2])
+    return _nibbles(blocks[:, :, 2:]).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +189,86 @@ def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
     return values, scales.flatten(1)
 
 
-_EXACT = {"Q8_0": _q8_0, "Q4_0": _q4_0, "Q6_K": _q6_k}
+def _q5_0(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int8 values, and scales of 32: a block is a scale, 32 fifth bits, and 16 bytes of
+    halves like those of Q4_0."""
+    blocks = rows.view(len(rows), -1, 22)
+    places = torch.arange(8, dtype=torch.uint8, device=rows.device)
+    high = (blocks[:, :, 2:6].unsqueeze(3) >> places & 1).flatten(2)
+    values = (_nibbles(blocks[:, :, 6:]) | high << 4).view(torch.int8) - 16
+    return values.flatten(1), _halves(blocks[:, :, :2])
+
+
+def _iq4_nl(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int8 values, and scales of 32: a block is like one of Q4_0, and its numbers are
+    places in a table."""
+    blocks = rows.view(len(rows), -1, 18)
+    return _looked_up(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
+
+
+def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int8 values, and scales of 32: a block is a scale, the pairs of bits above and the
+    low halves of 8 scales of 6 bits, and 8 times 16 bytes as in IQ4_NL."""
+    blocks = rows.view(len(rows), -1, 136)
+    above = blocks[:, :, 2:4].contiguous().view(torch.int16).int()
+    high = above >> torch.arange(0, 16, 2, device=rows.device) & 3
+    low = _pairs(blocks[:, :, 4:8])
+    scales = ((low | high << 4) - 32).float() * _halves(blocks[:, :, :2]).float().unsqueeze(2)
+    values = _nibbles(blocks[:, :, 8:].reshape(len(rows), -1, 8, 16))
+    return _looked_up(values).flatten(1), scales.flatten(1)
+
+
+def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int8 values, and scales of 16: a block is the third bits of 256 integers, the pairs
+    of bits below, 16 scales of 6 bits and one that multiplies all."""
+    blocks = rows.view(len(rows), -1, 110)
+    eight = torch.arange(8, dtype=torch.uint8, device=rows.device).view(8, 1)
+    high = blocks[:, :, None, :32] >> eight & 1
+    pairs = blocks[:, :, 32:96].reshape(len(rows), -1, 2, 1, 32) >> 2 * eight[:4] & 3
+    values = (pairs.flatten(2, 3) | high << 2).view(torch.int8) - 4
+    packed = blocks[:, :, 96:108]
+    low = torch.cat([packed[:, :, :8] & 15, packed[:, :, :8] >> 4], 2)
+    above = (packed[:, :, None, 8:] >> 2 * eight[:4] & 3).flatten(2)
+    scales = ((low | above << 4).view(torch.int8) - 32).float()
+    scales = scales * _halves(blocks[:, :, 108:]).float().unsqueeze(2)
+    return values.flatten(1), scales.flatten(1)
+
+
+def _mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns codes of 4-bit floats, and powers of two of 32: a block is one and 16 bytes as in
+    Q4_0."""
+    blocks = rows.view(len(rows), -1, 17)
+    scales = blocks[:, :, 0].contiguous().view(torch.float8_e8m0fnu)
+    return _nibbles(blocks[:, :, 1:]).flatten(1), scales
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """Returns the halves of bytes [..., n] as [..., 2 n], first all low ones."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _pairs(packed: Tensor) -> Tensor:
+    """Returns the halves of bytes [..., n] as int32 [..., 2 n], the low one of each first."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
+
+
+def _looked_up(places: Tensor) -> Tensor:
+    table = torch.tensor(_NONLINEAR, dtype=torch.int8, device=places.device)
+    return table[places.long()]
+
+
+_NONLINEAR = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
+"""The numbers of IQ4_NL and IQ4_XS."""
+_EXACT = {
+    "Q8_0": _q8_0,
+    "Q5_0": _q5_0,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
+    "Q6_K": _q6_k,
+    "Q3_K": _q3_k,
+    "Q4_0": _q4_0,
+    "MXFP4": _mxfp4,
+}
 
 
 def dequantize_rows(rows: Tensor, type: str) -> Tensor:
@@ -161,9 +293,10 @@ def library() -> Any:
     return gguf
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weights [N, K] rounded to 8 bits: int8 values, float32 scales of 32, int8 zeros."""
-    groups = F.pad(weight, (0, -weight.shape[1] % 32)).view(len(weight), -1, 32)
+def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns weights [N, K] rounded to 8 bits: int8 values, float32 scales of groups, int8
+    zeros."""
+    groups = F.pad(weight, (0, -weight.shape[1] % group)).view(len(weight), -1, group)
     low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
     scales = ((high - low) / 255).clamp_(min=_SMALLEST)
     zeros = (-128 - low / scales).round_().clamp_(-128, 127)

@@ -26,6 +26,8 @@ FORMATS = {
 }
 """The formats of layers by the names of `config.QUANTIZATIONS`."""
 
+FLOAT = "float"
+"""Stores a GGUF file's weights as floats of the model's dtype."""
 _HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
 """The smallest scale of 4-bit groups: below it float16 loses precision."""
@@ -92,7 +94,8 @@ def rounding_of(name: str) -> Quantization:
         ConfigError: it names none, or two of the same.
     """
     layers, head = split_name(name)
-    own = Unquantized() if layers is None else Rounding(FORMATS[layers])
+    # Weights that no checkpoint has quantized are floats already.
+    own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
     return own if head is None else RoundedHead(own, head)
 
 
@@ -105,12 +108,12 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     layers: str | None = None
     head: str | None = None
     for part in name.split(","):
-        if part in FORMATS and layers is None:
+        if part in (*FORMATS, FLOAT) and layers is None:
             layers = part
         elif part in _HEADS and head is None:
             head = part.removeprefix("head=")
         else:
-            known = ", ".join((*FORMATS, *_HEADS))
+            known = ", ".join((*FORMATS, FLOAT, *_HEADS))
             raise ConfigError(
                 f"unknown quantization {name!r}; known are, one for layers, one for the head, or "
                 f"both: {known}",

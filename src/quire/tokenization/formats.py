@@ -20,7 +20,7 @@ Config = Mapping[str, Any]
 Converted = tuple[Tokenizer, dict[str, Any]]
 """A tokenizer, and settings of tokenizer_config.json that follow from its file."""
 
-_KIMI = "|".join(
+KIMI = "|".join(
     [
         r"[\p{Han}]+",
         r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
@@ -34,7 +34,7 @@ _KIMI = "|".join(
         r"\s+",
     ]
 )
-_PATTERNS = {"tokenization_kimi": (_KIMI, 256), "tokenization_moonshot": (_KIMI, 258)}
+_PATTERNS = {"tokenization_kimi": (KIMI, 256), "tokenization_moonshot": (KIMI, 258)}
 """The pattern that splits text and the number of special tokens behind the ranks, by the module
 that a checkpoint names: files of ranks have neither."""
 _TEKKEN_SPECIAL = (

@@ -15,6 +15,7 @@ from quire.models.spec import ModelSpec
 from quire.ops.experts import Routing, Swiglu
 
 _EXPERTS = re.compile(r"layers\.(\d+)\.mlp\.(up|down)\.(weight|bias|blocks|scales)")
+_LAYOUTS = {name: name for name in ("interleaved", "each")}
 _STEMS = {"up": "gate_up_proj", "down": "down_proj"}
 _OWN = re.compile(r"layers\.(\d+)\.(?:mlp\.(router\.\w+)|attention\.(sinks)\.weight)")
 
@@ -54,7 +55,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         ),
         bias=True,
         router_bias=True,
-        layout="interleaved",
+        # Folders that Quire makes of GGUF files have experts apart.
+        layout=settings.choice(config, "experts_layout", _LAYOUTS, "interleaved"),
     )
     norm = replace(base.norm, eps=settings.number(config, "rms_norm_eps", 1e-5), wide=True)
     return replace(experts.with_experts(base, ffn, lambda index: True), norm=norm)

@@ -1,8 +1,10 @@
-"""A GGUF file's tensors under the names of Hugging Face's checkpoints."""
+"""A GGUF file's tensors, under the names of this project's parameters."""
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -11,117 +13,229 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.quantization.gguf import BLOCKS, dequantize_rows, library
+from quire.models.decoder import DecoderLayers
+from quire.models.families.family import Family, Source
+from quire.models.gguf.arrays import QuickArrays
+from quire.models.gguf.layouts import IGNORED, NAMES, OUTER, Config, Layout, Rows
+from quire.models.gguf.report import describe
+from quire.quantization.gguf import BLOCKS, dequantize_rows, library, of_all_experts
 from quire.weight_files import open_regular
 
-_OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+logger = logging.getLogger(__name__)
+_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
+"""An expert's tensor in early files of Mixtral."""
+_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _PLAIN = {
     "F32": ("F32", torch.float32),
     "F16": ("F16", torch.float16),
     "BF16": ("BF16", torch.bfloat16),
 }
-ROPE_FACTORS = "rope_freqs.weight"
-"""Divisors of rotary frequencies, a form of scaling that config.json has as settings."""
+_NO_MATRIX = re.compile(r"(^|\.)(embedding|positions|\w*norm|router|sinks|shared\.gate|conv\.\w)$")
+"""Parameters that are no weights of linear layers: blocks of them are dequantized."""
 _ROWS = 4096
 """Rows of a table that are dequantized at once."""
 _MOST_READS = 3 << 20
 """Values of a header. Vocabularies of 200,000 tokens, with merges, have 1.5 million."""
 
 
-def stored_name(name: str) -> str:
-    """Returns the name in a Hugging Face checkpoint; a name that is not known stays."""
-    stem, _, tensor = name.rpartition(".")
-    if stem in _OUTER:
-        return f"{_OUTER[stem]}.{tensor}"
-    match = _BLOCK.fullmatch(name)
-    if match is None or match[2] not in _INNER:
-        return name
-    return f"model.layers.{match[1]}.{_INNER[match[2]]}.{match[3]}"
-
-
 class GgufFile:
-    """Reads like a file of safetensors: `keys`, `get_slice`, `get_tensor`. Nothing is read before
-    it is asked for. Weights of blocks are bytes; tables of them are dequantized.
+    """A model's file, or all files of one that is split: opening any opens all.
 
-    fields: the file's settings. types: the type of each tensor, by its name in a checkpoint.
+    Reads like a file of safetensors (`keys`, `get_slice`, `get_tensor`) once `lay_out` has told
+    what its tensors are. Nothing is read before it is asked for. Weights of blocks are bytes; other
+    blocks are dequantized.
+
+    Attributes:
+        fields: The settings, of the first file where there are several.
+        tensors: The files' own tensors by name.
 
     Raises:
-        ModelError: it is no such file.
-        ConfigError: the library that reads such files is not installed.
+        ModelError: It is no such file, or another of the model's files is missing.
+        ConfigError: The library that reads such files is not installed.
     """
 
     def __init__(self, path: Path) -> None:
         gguf = library()
-        try:
-            with open_regular(path) as file:
-                reader = _bounded_reader(gguf, file)
-            self.fields: dict[str, Any] = {
-                name: field.contents() for name, field in reader.fields.items()
-            }
-        except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            raise ModelError(f"cannot read {path.name}: {error}") from error
-        except RecursionError:
-            raise ModelError(f"cannot read {path.name}: its arrays are nested too deeply") from None
-        tensors = {stored_name(tensor.name): tensor for tensor in reader.tensors}
-        self._factors = tensors.pop(ROPE_FACTORS, None)
-        self._tensors: dict[str, Any] = tensors
-        self.types = {name: tensor.tensor_type.name for name, tensor in tensors.items()}
+        self.fields: dict[str, Any] = {}
+        self.tensors: dict[str, Any] = {}
+        for part in parts_of(path):
+            try:
+                with open_regular(part) as file:
+                    reader = _bounded_reader(gguf, file)
+                fields = {name: field.contents() for name, field in reader.fields.items()}
+            except (OSError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+                raise ModelError(f"cannot read {part.name}: {error}") from error
+            except RecursionError:
+                raise ModelError(
+                    f"cannot read {part.name}: its arrays are nested too deeply"
+                ) from None
+            self.fields = {**fields, **self.fields}
+            self.tensors |= {tensor.name: tensor for tensor in reader.tensors}
+        count = self.fields.get("split.tensors.count")
+        if count is not None and count != len(self.tensors):
+            raise ModelError(
+                f"{path.name}: the files of the model have {len(self.tensors)} tensors, expected "
+                f"{count}"
+            )
+        self._views: dict[str, GgufTensor | ComputedTensor] = {}
+
+    def family_for(self, model: DecoderLayers, family: Family) -> Family:
+        """Returns the family that says where a model's parameters lie in the file. Logs what the
+        file's weights become."""
+        types = [tensor.tensor_type.name for tensor in self.tensors.values()]
+        logger.info("%s", describe(types, model))
+        return stored_family(family)
+
+    def floats(self, name: str) -> list[float]:
+        """Returns a small tensor by its own name. Raises ModelError where it is not of floats."""
+        tensor = self.tensors[name]
+        if tensor.tensor_type.name != "F32":
+            raise ModelError(f"{name} has the type {tensor.tensor_type.name}, expected F32")
+        return [float(value) for value in np.array(tensor.data).reshape(-1)]
+
+    def lay_out(self, layout: Layout, config: Config, layers: int) -> GgufFile:
+        """Names the tensors as the model's parameters, those of so many layers. Returns the file.
+
+        Raises:
+            ModelError: A tensor does not fit the configuration.
+        """
+        self._views = {}
+        names = {**NAMES, **layout.names}
+        for stored, tensor in self.tensors.items():
+            found = _BLOCK.fullmatch(stored)
+            if stored.split(".")[0] in IGNORED or (
+                found and (int(found[1]) >= layers or found[2].split(".")[0] in IGNORED)
+            ):
+                continue
+            for name, order, expert in _places(stored, tensor, names, config):
+                self._add(name, tensor, order, expert, layout)
+        for index in range(layers):
+            for own, computed in layout.computed.items():
+                sources = [self.tensors.get(f"blk.{index}.{name}") for name in computed.sources]
+                if None in sources:
+                    continue
+                for name in computed.sources:
+                    self._views.pop(f"blk.{index}.{name}", None)
+                view = ComputedTensor(computed.compute, config, sources)
+                self._views[f"layers.{index}.{own}"] = view
+        return self
+
+    def _add(
+        self, name: str, tensor: Any, order: Rows | None, expert: int | None, layout: Layout
+    ) -> None:
+        if name in self._views:
+            raise ModelError(f"{tensor.name} is there twice")
+        module, _, kind = name.rpartition(".")
+        own = name.split(".", 2)[2] if name.startswith("layers.") else name
+        offset = 0.0
+        if kind == "weight" and module.endswith("norm"):
+            offset = 0.0 if own.removesuffix(".weight") in layout.raw_norms else layout.norm_offset
+        shape = layout.shapes.get(own)
+        blocks = kind == "weight" and not _NO_MATRIX.search(module)
+        self._views[name] = GgufTensor(name, tensor, order, expert, offset, shape, blocks)
 
     @property
-    def rope_factors(self) -> Tensor | None:
-        """Divisors of the rotary frequencies, float32 [head size / 2]."""
-        return None if self._factors is None else torch.from_numpy(np.array(self._factors.data))
+    def types(self) -> dict[str, str]:
+        """Returns the types of weights that are blocks, by module, `of_all_experts`."""
+        return {
+            of_all_experts(name.removesuffix(".weight")): view.type
+            for name, view in self._views.items()
+            if isinstance(view, GgufTensor) and view.blocks
+        }
 
     def keys(self) -> list[str]:
-        return list(self._tensors)
+        return list(self._views)
 
-    def get_slice(self, name: str) -> GgufTensor:
-        return GgufTensor(self._tensors[name], self.types[name], self._heads(name), name)
+    def get_slice(self, name: str) -> GgufTensor | ComputedTensor:
+        return self._views[name]
 
     def get_tensor(self, name: str) -> Tensor:
         found = self.get_slice(name)
         return found[tuple(slice(0, size) for size in found.get_shape())]
 
-    def _heads(self, name: str) -> int:
-        """Returns the heads whose rows the file has in another order, 0: none.
 
-        Files of llama have the two halves of each head of q and k interleaved.
-        """
-        if self.fields.get("general.architecture") != "llama":
-            return 0
-        if ".self_attn.q_proj." in name:
-            return int(self.fields["llama.attention.head_count"])
-        if ".self_attn.k_proj." in name:
-            count = self.fields.get("llama.attention.head_count_kv")
-            return int(self.fields["llama.attention.head_count"] if count is None else count)
-        return 0
+def stored_family(family: Family) -> Family:
+    """Returns a family whose tensors have the names of the model's parameters, as a file's do."""
+    return Family(
+        family.name, family.spec, lambda spec, name: Source(name), head="head.weight",
+        implements=family.implements,
+    )  # fmt: skip
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Returns all files of a model of which one is given, in order.
+
+    Raises:
+        ModelError: One is missing.
+    """
+    path = path.resolve()
+    found = _SPLIT.fullmatch(path.name)
+    if found is None:
+        return [path]
+    parts = [
+        path.with_name(f"{found[1]}-{index:05}-of-{found[3]}.gguf")
+        for index in range(1, int(found[3]) + 1)
+    ]
+    missing = [part.name for part in parts if not part.is_file()]
+    if missing:
+        raise ModelError(
+            f"{path.name} is one of {int(found[3])} files of its model; not there: "
+            + ", ".join(missing[:4])
+        )
+    return parts
+
+
+def _places(
+    stored: str, tensor: Any, names: Any, config: Config
+) -> Iterator[tuple[str, Rows | None, int | None]]:
+    """Yields the parameters that a tensor holds: their names, their rows, and the expert whose they
+    are, None for all of the tensor. A tensor that is not known keeps its name."""
+    found = _BLOCK.fullmatch(stored)
+    if found is None:
+        stem, _, kind = stored.rpartition(".")
+        yield f"{OUTER.get(stem, stem)}.{kind}", None, None
+        return
+    layer, name = f"layers.{found[1]}", found[2]
+    if single := _EXPERT.fullmatch(name):
+        own = names[f"ffn_{single[1]}_exps"].format(single[2])
+        yield f"{layer}.{own}.weight", None, None
+        return
+    stem, _, kind = name.rpartition(".")
+    whole = names.get(name)
+    places, behind = (whole, "") if whole is not None else (names.get(stem), f".{kind}")
+    if places is None:
+        yield stored, None, None
+        return
+    if isinstance(places, str):
+        places = ((places, None),)
+    else:
+        places = [(part.name, part.order) for part in places]
+    for own, order in places:
+        experts = range(tensor.data.shape[0]) if "{}" in own else (None,)
+        rows = tensor.data.shape[1 if "{}" in own else 0]
+        try:
+            chosen = None if order is None else order(config, rows)
+        except ModelError as error:
+            raise ModelError(f"{stored}: {error}") from error
+        for expert in experts:
+            yield f"{layer}.{own.format(expert)}{behind}", chosen, expert
 
 
 def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
     """Returns the library's reader of a file. The library believes each count in the file; here a
     field that the file does not hold, or a header of too many values, is a ValueError."""
 
-    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+    class Reader(QuickArrays, gguf.GGUFReader):  # type: ignore[misc]
         reads = 0
 
-        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
-            self.reads += 1
+        def count(self, values: int) -> None:
+            self.reads += values
             if self.reads > _MOST_READS:
                 raise ValueError(f"its header has more than {_MOST_READS} values")
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, *rest: Any, **more: Any) -> Any:
+            self.count(1)
             found = super()._get(offset, dtype, count, *rest, **more)
             if len(found) < count:
                 raise ValueError("it ends in the middle of a field")
@@ -132,43 +246,95 @@ def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
 
 
 class GgufTensor:
-    """One tensor. heads: see `GgufFile._heads`."""
+    """A parameter that is a tensor, or some of its rows.
 
-    def __init__(self, tensor: Any, type: str, heads: int, name: str) -> None:
-        self._data = tensor.data
-        self._type, self._heads = type, heads
-        # The file has sizes from the innermost on.
-        self._shape = tuple(int(size) for size in reversed(tensor.shape))
-        self._blocks = type in BLOCKS and name != "model.embed_tokens.weight"
-        if type not in BLOCKS and type not in _PLAIN:
+    Args:
+        name: The parameter's name, for errors.
+        tensor: The file's.
+        order: Its rows, None for all.
+        expert: Its place along the first axis, where there is one for experts.
+        offset: Added to what is stored.
+        shape: The first axes of the parameter in place of the first, where they are others.
+        blocks: Blocks are given as bytes.
+    """
+
+    def __init__(
+        self, name: str, tensor: Any, order: Rows | None, expert: int | None, offset: float,
+        shape: tuple[int, ...] | None, blocks: bool,
+    ) -> None:  # fmt: skip
+        self.type: str = tensor.tensor_type.name
+        if self.type not in BLOCKS and self.type not in _PLAIN:
             known = ", ".join((*BLOCKS, *_PLAIN))
-            raise ModelError(f"{name} has the type {type}, which is not supported; known: {known}")
+            raise ModelError(
+                f"{name} has the type {self.type}, which is not supported; known: {known}"
+            )
+        self.blocks = blocks and self.type in BLOCKS
+        self._data = tensor.data if expert is None else tensor.data[expert]
+        # The file has sizes from the innermost on.
+        sizes = [int(size) for size in reversed(tensor.shape)][0 if expert is None else 1 :]
+        if shape is not None and len(shape) + len(sizes) - 1 <= 3 and shape[-1] == 1:
+            if shape == (1,):
+                # One row without an axis for it.
+                self._data = self._data.reshape(1, -1)
+                sizes = [1, *sizes[-1:]]
+            elif len(sizes) == 2:
+                sizes.insert(1, 1)
+        self._order = order
+        if order is not None:
+            sizes[0] = len(order)
+        self._shape = tuple(sizes)
+        self._offset = offset
 
     def get_shape(self) -> list[int]:
-        return list(self._data.shape if self._blocks else self._shape)
+        if self.blocks:
+            return [self._shape[0], self._data.shape[-1]]
+        return list(self._shape)
 
     def get_dtype(self) -> str:
-        if self._blocks:
+        if self.blocks:
             return "U8"
-        return _PLAIN[self._type][0] if self._type in _PLAIN else "F16"
+        return _PLAIN[self.type][0] if self.type in _PLAIN and not self._offset else "F32"
 
     def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
         rows = part[0]
-        data = self._data
-        data = data[self._order()[rows] if self._heads else rows]
-        if self._type in _PLAIN:
-            whole = torch.from_numpy(np.asarray(data)).view(_PLAIN[self._type][1])
-            return whole.view(-1, *self._shape[1:])[(slice(None), *part[1:])]
-        if self._blocks:
-            return torch.from_numpy(np.asarray(data))[(slice(None), *part[1:])]
-        out = torch.empty(len(data), *self._shape[1:], dtype=torch.float16)
+        data = self._data[rows if self._order is None else self._order[rows]]
+        rest = (slice(None), *part[1:])
+        if self.blocks:
+            return torch.from_numpy(np.asarray(data))[rest]
+        if self.type in _PLAIN:
+            whole = torch.from_numpy(np.asarray(data)).view(_PLAIN[self.type][1])
+            whole = whole.float() + self._offset if self._offset else whole
+            return whole.view(-1, *self._shape[1:])[rest]
+        out = torch.empty(len(data), *self._shape[1:])
         for start in range(0, len(data), _ROWS):
             some = torch.from_numpy(np.asarray(data[start : start + _ROWS]))
-            out[start : start + _ROWS] = dequantize_rows(some, self._type)
-        return out[(slice(None), *part[1:])]
+            found = dequantize_rows(some, self.type) + self._offset
+            out[start : start + _ROWS] = found.view(-1, *self._shape[1:])
+        return out[rest]
 
-    def _order(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Returns the file's row of each row."""
-        count = self._shape[0]
-        places = np.arange(count).reshape(self._heads, count // self._heads // 2, 2)
-        return places.swapaxes(1, 2).reshape(-1)
+
+class ComputedTensor:
+    """A parameter that is computed from tensors, in float32."""
+
+    def __init__(self, compute: Any, config: Config, sources: list[Any]) -> None:
+        self._compute, self._config, self._sources = compute, config, sources
+        self._shape: list[int] | None = None
+
+    def _tensor(self) -> Tensor:
+        wide = [
+            torch.from_numpy(library().dequantize(source.data, source.tensor_type).copy())
+            for source in self._sources
+        ]
+        found: Tensor = self._compute(self._config, *wide)
+        return found
+
+    def get_shape(self) -> list[int]:
+        if self._shape is None:
+            self._shape = list(self._tensor().shape)
+        return self._shape
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, part: tuple[slice, ...]) -> Tensor:
+        return self._tensor()[part]

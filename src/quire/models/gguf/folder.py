@@ -4,38 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from quire.errors import ModelError
-from quire.layers.rope_scaling import scaled_frequencies
-from quire.layers.rope_spec import Llama3Scaling, RopeSpec
-from quire.models.gguf.file import GgufFile
+from quire.models.gguf.file import GgufFile, parts_of
+from quire.models.gguf.layouts import Layout, layers, layout_of
+from quire.models.gguf.rope import rope_scaling
+from quire.models.gguf.settings import Settings
 from quire.models.gguf.tokenizer import tokenizer_files
-from quire.quantization.gguf import BLOCKS
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 _LINK = "model.gguf"
 """The name in the folder of a link to the file."""
-_EMBEDDING = "model.embed_tokens.weight"
-_VERSION = 2
+_VERSION = 3
 """Changes when folders made of the same file do."""
-_LLAMA3 = tuple(
-    {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original": 8192}
-    for factor in (8.0, 32.0)
-)
-"""The scalings of Llama 3.1 and 3.2, which files have as the divisors that follow from them."""
 
 
 def folder_of(path: Path) -> Path:
@@ -49,8 +34,8 @@ def folder_of(path: Path) -> Path:
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file; a model is a folder with a config.json, or a .gguf")
     path = path.resolve()
-    about = path.stat()
-    told = f"{path} {about.st_size} {about.st_mtime_ns} {_VERSION}"
+    stats = [(part, part.stat()) for part in parts_of(path)]
+    told = f"{_VERSION} " + " ".join(f"{p} {at.st_size} {at.st_mtime_ns}" for p, at in stats)
     name = f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
     root = os.environ.get("QUIRE_CACHE_DIR")
     cache = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
@@ -59,9 +44,10 @@ def folder_of(path: Path) -> Path:
     if (folder / "config.json").is_file():
         return folder
     file = GgufFile(path)
+    config = _config(file)
     index = {"weight_map": dict.fromkeys(file.keys(), _LINK)}
     files = {
-        "config.json": _config(file),
+        "config.json": config,
         "model.safetensors.index.json": index,
         **tokenizer_files(file.fields),
     }
@@ -83,121 +69,79 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
+def open_model(path: Path) -> GgufFile:
+    """Returns the file whose link in a folder of `folder_of` this is, its tensors named as the
+    model's parameters.
+
+    Raises:
+        ModelError: as `folder_of`.
+    """
+    file = GgufFile(path)
+    _config(file)
+    return file
+
+
+def _settings(file: GgufFile) -> Settings:
+    kind = str(file.fields.get("general.architecture"))
+    return Settings(file.fields, kind, file.tensors, file.floats)
+
+
 def _config(file: GgufFile) -> dict[str, Any]:
-    fields = file.fields
-    kind = str(fields.get("general.architecture"))
-    if kind not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
-        raise ModelError(f"GGUF files of the architecture {kind} are not supported; known: {known}")
+    """Returns the config.json of a file, and names the file's tensors by it."""
+    settings = _settings(file)
+    layout = layout_of(settings)
+    if "token_embd.weight" not in file.tensors:
+        raise ModelError("the file has no token_embd.weight: it holds no whole model")
     # Merged files have 0.
-    if fields.get("split.count") not in (None, 0, 1):
+    count = file.fields.get("split.count")
+    if count not in (None, 0, 1) and "split.tensors.count" not in file.fields:
         raise ModelError(
-            f"the file is one of {fields['split.count']} of its model; merge them (llama.cpp: "
+            f"the file is one of {count} of its model; merge them (llama.cpp: "
             "llama-gguf-split --merge)"
         )
-    if fields.get(f"{kind}.expert_count"):
-        raise ModelError(f"GGUF files of {kind} with experts are not supported")
-    if fields.get(f"{kind}.attention.sliding_window"):
-        raise ModelError("GGUF files with a sliding window are not supported")
-
-    if _EMBEDDING not in file.types:
-        raise ModelError("the file has no token_embd.weight: it holds no whole model")
-
-    def integer(name: str, default: int | None = None) -> int:
-        return _integer(fields, f"{kind}.{name}", default)
-
-    def number(name: str, default: float | None = None) -> float:
-        return _number(fields, f"{kind}.{name}", default)
-
-    heads, hidden = integer("attention.head_count"), integer("embedding_length")
-    head_dim = integer("attention.key_length", hidden // heads)
-    if integer("rope.dimension_count", head_dim) != head_dim:
-        raise ModelError("GGUF files with partly rotated heads are not supported")
-    theta = number("rope.freq_base", 10000.0)
-    positions = integer("context_length")
-    config: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[kind]],
-        "model_type": kind,
-        "hidden_size": hidden,
-        "intermediate_size": integer("feed_forward_length"),
-        "num_hidden_layers": integer("block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": integer("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "max_position_embeddings": positions,
-        "rope_theta": theta,
-        "rope_scaling": _rope_scaling(file, kind, theta, head_dim, positions),
-        "vocab_size": file.get_slice(_EMBEDDING).get_shape()[0],
-        "tie_word_embeddings": "lm_head.weight" not in file.types,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
-    }
-    if kind == "llama":
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in file.types
-    types = {
-        name.removesuffix(".weight"): type
-        for name, type in file.types.items()
-        if type in BLOCKS and name != _EMBEDDING
-    }
-    if types:
+    config = {**_common(file, settings, layout)}
+    config |= {name: read(settings) for name, read in layout.config.items()}
+    if settings.get("attention.sliding_window") and not config.get("sliding_window"):
+        raise ModelError(f"GGUF files of {settings.kind} with a sliding window are not supported")
+    if settings.get("expert_count") and not any(name.endswith("per_tok") for name in config):
+        raise ModelError(f"GGUF files of {settings.kind} with experts are not supported")
+    file.lay_out(layout, config, layers(settings))
+    if types := file.types:
         config["quantization_config"] = {"quant_method": "gguf", "types": types}
     return config
 
 
-def _integer(fields: Mapping[str, Any], name: str, default: int | None = None) -> int:
-    """Returns a positive integer of the file's settings. Raises ModelError for another value, and
-    where there is none, nor a default."""
-    value = fields.get(name, default)
-    if value is not None and (type(value) is not int or value < 1):
-        raise ModelError(f"the file's {name} must be an integer above 0, got {str(value)[:40]}")
-    return int(_number(fields, name, default))
-
-
-def _number(fields: Mapping[str, Any], name: str, default: float | None = None) -> float:
-    """Returns a positive number of the file's settings. Raises ModelError as `_integer` does."""
-    value = fields.get(name, default)
-    if value is None:
-        raise ModelError(f"the file has no {name}")
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ModelError(f"the file's {name} must be a number above 0, got {str(value)[:40]}")
-    return float(value)
-
-
-def _rope_scaling(
-    file: GgufFile, kind: str, theta: float, head_dim: int, positions: int
-) -> dict[str, Any] | None:
-    factors = file.rope_factors
-    if factors is not None:
-        return _llama3(factors, theta, head_dim)
-    factor = f"{kind}.rope.scaling.factor"
-    if factor not in file.fields and f"{kind}.rope.scale_linear" in file.fields:
-        factor = f"{kind}.rope.scale_linear"  # its first name
-    # llama.cpp takes a factor without a type for one of linear scaling.
-    usual = "linear" if factor in file.fields else "none"
-    name = file.fields.get(f"{kind}.rope.scaling.type", usual)
-    if name == "none":
-        return None
-    if name not in ("linear", "yarn"):
-        raise ModelError(f"GGUF files with rope scaling {name!r} are not supported")
-    scaling = {"rope_type": name, "factor": _number(file.fields, factor)}
-    original = f"{kind}.rope.scaling.original_context_length"
-    if original in file.fields:
-        scaling["original_max_position_embeddings"] = _integer(file.fields, original)
-    return scaling
-
-
-def _llama3(factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any]:
-    """Returns the scaling whose divisors these are. Raises ModelError for none."""
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    for known in _LLAMA3:
-        scaling = Llama3Scaling(*known.values())  # type: ignore[arg-type]
-        found = scaled_frequencies(RopeSpec(theta, head_dim, scaling), scaling, 1.0 / plain)
-        if len(factors) == len(plain) and torch.allclose(plain / found, factors, rtol=1e-3):
-            return {
-                "rope_type": "llama3",
-                **{name: value for name, value in known.items() if name != "original"},
-                "original_max_position_embeddings": known["original"],
-            }
-    raise ModelError("the file's rope_freqs are those of no scaling that is known")
+def _common(file: GgufFile, settings: Settings, layout: Layout) -> dict[str, Any]:
+    """Returns what all architectures have in config.json."""
+    heads, hidden = settings.integer("attention.head_count"), settings.integer("embedding_length")
+    head_dim = settings.integer("attention.key_length", hidden // heads)
+    config: dict[str, Any] = {
+        "architectures": [layout.architecture],
+        "model_type": layout.model_type or layout.architecture,
+        "hidden_size": hidden,
+        "intermediate_size": settings.integer(
+            "feed_forward_length", settings.get("expert_feed_forward_length")
+        ),
+        "num_hidden_layers": layers(settings),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.integer("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": settings.integer("context_length"),
+        "rope_theta": settings.number("rope.freq_base", 10000.0),
+        "rope_scaling": rope_scaling(settings),
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": file.fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.fields.get("tokenizer.ggml.eos_token_id"),
+    }
+    rotated = settings.integer("rope.dimension_count", head_dim)
+    if layout.partial:
+        config["partial_rotary_factor"] = rotated / head_dim
+    elif rotated != head_dim and "kv_lora_rank" not in layout.config:
+        raise ModelError(
+            f"GGUF files of {settings.kind} with partly rotated heads are not supported"
+        )
+    if not any(name.endswith("_eps") or name.endswith("_epsilon") for name in layout.config):
+        config["rms_norm_eps"] = settings.number("attention.layer_norm_rms_epsilon")
+    return config

@@ -18,18 +18,17 @@ from tokenizers import (
 )
 
 from quire.errors import ModelError
+from quire.models.gguf.splitting import SPLITTINGS, Splitting
 from quire.tokenization.sentencepiece import pair_tokenizer
 
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_PATTERNS = {
-    "qwen2": rf"{_WORDS}|\p{{N}}|{_REST}",
-    "llama-bpe": rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}",
-}
-"""Patterns that split text before byte-level BPE, by the names that files give them."""
-_GPT2 = ("gpt-2", "default")
 _CONTROL, _USER = 3, 4
 """Types of tokens: those that text never becomes, and those that are whole wherever they stand."""
+_ENDS = frozenset([
+    "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
+    "<turn|>", "<|end_of_text|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|observation|>",
+    "[|endofturn|]", "<end_of_utterance>",
+])  # fmt: skip
+"""Control tokens that end an answer. Files often name but one end of many, or that of a text."""
 
 
 def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,7 +51,7 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     tokens = fields["tokenizer.ggml.tokens"]
-    if kind == "gpt2":
+    if kind in ("gpt2", "gemma4"):
         tokenizer = _byte_level(fields, tokens)
     elif kind == "llama":
         tokenizer = pair_tokenizer(
@@ -79,25 +78,38 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         if fields.get(key) is not None and fields[key] < len(tokens)
     }
     # What llama.cpp does where a file does not say: those of Llama 3 from before 2025 do not.
-    usual = kind == "llama" or fields.get("tokenizer.ggml.pre") == "llama-bpe"
-    if fields.get("tokenizer.ggml.add_bos_token", usual) and "bos_token" in named:
-        bos = named["bos_token"]
-        behind = processors.TemplateProcessing(
-            single=[bos, "$A"],
-            pair=[bos, "$A", bos, "$B"],
-            special_tokens=[(bos, fields["tokenizer.ggml.bos_token_id"])],
+    usual = kind == "llama" or _splitting(fields).begins
+    begin = fields.get("tokenizer.ggml.add_bos_token", usual) and named.get("bos_token")
+    end = fields.get("tokenizer.ggml.add_eos_token", False) and named.get("eos_token")
+    if begin or end:
+        ids = {
+            named[f"{key}_token"]: fields[f"tokenizer.ggml.{key}_token_id"]
+            for key in ("bos", "eos")
+            if f"{key}_token" in named
+        }
+        one, two = ([*filter(None, [begin, part, end])] for part in ("$A", "$B"))
+        around = processors.TemplateProcessing(
+            single=one,
+            pair=one + two,
+            special_tokens=[(token, ids[token]) for token in {begin, end} if token],
         )
         byte_level = processors.ByteLevel(trim_offsets=False)
-        parts = [byte_level, behind] if kind == "gpt2" else [behind]
+        parts = [byte_level, around] if kind == "gpt2" else [around]
         tokenizer.post_processor = processors.Sequence(parts)
     config = dict(named)
     if fields.get("tokenizer.chat_template"):
         config["chat_template"] = fields["tokenizer.chat_template"]
-    ends = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    found = [fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    found += [
+        place
+        for place, (token, type) in enumerate(zip(tokens, types, strict=False))
+        if type == _CONTROL and token in _ENDS
+    ]
+    ends = sorted({place for place in found if place is not None})
     return {
         "tokenizer.json": json.loads(tokenizer.to_str()),
         "tokenizer_config.json": config,
-        "generation_config.json": {"eos_token_id": [end for end in ends if end is not None]},
+        "generation_config.json": {"eos_token_id": ends},
     }
 
 
@@ -105,21 +117,36 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
     return {token: place for place, token in enumerate(tokens)}
 
 
-def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    name = fields.get("tokenizer.ggml.pre", "default")
-    if name not in _PATTERNS and name not in _GPT2:
-        known = ", ".join((*_PATTERNS, *_GPT2))
+def _splitting(fields: Mapping[str, Any]) -> Splitting:
+    """Returns how a file splits text. Raises ModelError for a way that is not known."""
+    # Older files of Gemma 4 do not say it.
+    usual = "gemma4" if fields.get("tokenizer.ggml.model") == "gemma4" else "default"
+    name = fields.get("tokenizer.ggml.pre", usual)
+    if name not in SPLITTINGS:
+        known = ", ".join(sorted(SPLITTINGS))
         raise ModelError(f"the file splits text in the way {name!r}; known are: {known}")
+    return SPLITTINGS[name]
+
+
+def _byte_level(fields: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    splitting = _splitting(fields)
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]
-    bpe = models.BPE(_vocabulary(tokens), merges, ignore_merges=name == "llama-bpe")
-    tokenizer = Tokenizer(bpe)
-    if name == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    if name in _GPT2:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    vocabulary = _vocabulary(tokens)
+    splits: list[Any] = [
+        pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in splitting.patterns
+    ]
+    if splitting.characters:
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True))
+        tokenizer.normalizer = normalizers.Replace(" ", "▁")
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        )
     else:
-        split = pre_tokenizers.Split(Regex(_PATTERNS[name]), "isolated")
-        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-    tokenizer.decoder = decoders.ByteLevel()
+        bpe = models.BPE(vocabulary, merges, ignore_merges=splitting.whole_first)
+        tokenizer = Tokenizer(bpe)
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+        tokenizer.decoder = decoders.ByteLevel()
+    if splitting.normalized:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     return tokenizer
