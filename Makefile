@@ -71,7 +71,6 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
 	$(BIN)/python tools/check_import_circles.py
-	$(BIN)/python tools/core_lines.py --check 8500
 	$(BIN)/python bench/report.py --check
 
 lessons: $(VENV)/.docs
