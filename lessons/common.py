@@ -24,7 +24,6 @@ from torch import Tensor
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import QuireError
 from quire.models import (
     Decoder,
@@ -36,6 +35,7 @@ from quire.models import (
     spec_from_config,
 )
 from quire.models.files import open_file, weight_files
+from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quire"
-OUT = SOURCE / "compression" / "calibration.jsonl.xz"
+OUT = SOURCE / "tools" / "quantize" / "calibration.jsonl.xz"
 LIMIT = 160_000
 """The most bytes of the compressed file."""
 DOCUMENTS = ("README.md", "ARCHITECTURE.md", "docs/*.md")

@@ -8,9 +8,9 @@ import re
 
 from quire.engine.core import EngineCore
 from quire.engine.output import CompletionReader
-from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress
+from quire.text.tokenizer import Tokenizer
 
 
 class SmallServer:

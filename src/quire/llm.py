@@ -17,7 +17,6 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.interrupts import interrupts_held
 from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
@@ -25,6 +24,7 @@ from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress, StepProgress
+from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from quire.adapters import LoRARequest

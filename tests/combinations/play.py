@@ -16,7 +16,6 @@ from quire.engine.features import features_at_start, hooks_of
 from quire.engine.load import load_of
 from quire.engine.output import CompletionReader, PromptLogprobCollector
 from quire.engine.rank_stats import Ranks
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
 from quire.kv_events.feature import KVEventFeature
@@ -25,6 +24,7 @@ from quire.request import Request
 from quire.scheduler.order import Order
 from quire.speculation.draft_count import StepCosts
 from quire.speculation.feature import SpeculationFeature
+from quire.text.tokenizer import Tokenizer
 from tests.brain import check_scheduler, nodes_of
 from tests.combinations.draw import Asked, Setting
 from tests.combinations.models import ADAPTERS, LENGTH, Checkpoints, eagle_head

@@ -19,7 +19,7 @@ from quire import LLM, SamplingParams
 from quire.errors import ConfigError, ModelError
 from quire.models import load_config, resolve_model_path
 from quire.models.gguf import GgufFile, open_model
-from quire.models.gguf.tokenizer import tokenizer_files
+from quire.text.gguf_tokenizer import tokenizer_files
 from tests.models.checkpoints import LLAMA3, SIZES, greedy
 from tests.models.test_parallel import Ranked
 from tests.models.test_quantized_checkpoints import PROMPT, loaded, logits, projections

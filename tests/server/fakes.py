@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire.engine.chat_template import TemplateTraits
 from quire.engine.embedding import Embedding
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.outputs import Logprob
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured.grammar import compilable
+from quire.text.chat_template import TemplateTraits
 
 
 @dataclass

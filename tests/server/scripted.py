@@ -17,12 +17,12 @@ import openai
 import uvicorn
 
 import quire
-from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind, url_of
+from quire.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeClient, Update
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"

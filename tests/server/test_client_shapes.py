@@ -13,8 +13,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 import quire
-from quire.engine.tokenizer import Tokenizer
 from quire.structured.grammar import compilable
+from quire.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import post
 

@@ -15,7 +15,7 @@ import pytest
 from openai.types import CreateEmbeddingResponse
 
 import quire
-from quire.engine.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.server.schema import conforms
 from tests.server.server_process import MODEL, Server
 

@@ -9,9 +9,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.server.openai.fim import infill
+from quire.text.tokenizer import Tokenizer
 
 WORDS = {"<unk>": 0, "def": 1, "return": 2, "x": 3}
 

@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from quire.engine.text_length import check_length
 from quire.errors import RequestError
 from quire.server import json_size, request_body
 from quire.server.app import build_app
@@ -23,6 +22,7 @@ from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
 from quire.server.json_size import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES, check_json_size
 from quire.server.openai.protocol import ChatRequest
+from quire.text.tokenizer import check_length
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, post, run
 

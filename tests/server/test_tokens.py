@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.engine.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.server.server_process import MODEL, Server
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny"

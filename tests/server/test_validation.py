@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 import quire
-from quire.engine.tokenizer import Tokenizer
 from quire.server.args import ServerArgs
+from quire.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, post, run
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import quire
-from quire.engine.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 from tests.server.server_process import MODEL
 
 PROMPT = "Once upon a time"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import quire
-from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured import Compiler
+from quire.text.tokenizer import Tokenizer
 
 FOLDER = Path(quire.__file__).parent / "embedded" / "quire-tiny"
 EOS = (6139, 6137)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import CompilerBusyError, GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
 from quire.structured import Compiler
 from quire.structured.compiler import CompilerConfig
+from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts
 
 

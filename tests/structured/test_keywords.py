@@ -10,12 +10,12 @@ import jsonschema
 import numpy as np
 import pytest
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import GrammarError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured import Compiler
 from quire.structured.grammar import compilable
 from quire.structured.json_schema import enforceable
+from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts, of_schema
 
 STR, INT, ANY = {"type": "string"}, {"type": "integer"}, {"type": "object"}

@@ -9,10 +9,10 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from quire.arrays import Int32
-from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.compiler import Compiler
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
+from quire.text.tokenizer import Tokenizer
 from quire.token_rules import TokenRules
 
 _SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})

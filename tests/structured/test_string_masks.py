@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from llguidance.numpy import fill_next_token_bitmask
 
 from quire.arrays import Int32
-from quire.engine.tokenizer import Tokenizer
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.compiler import Compiler, CompilerConfig
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.structured.string_places import string_places
 from quire.structured.string_walk import StringWalk
+from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS
 
 _WORDS = ("a", 'a"b', "é", "name", "\\", "日本")

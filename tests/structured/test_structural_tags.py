@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.openai.structural_tags import Structure, structural_grammar
+from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts
 
 AGE = {

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.template_files import load_templates
-from quire.engine.tokenizer import Tokenizer, eos_token_ids
 from quire.errors import ModelError, RequestError
 from quire.models import resolve_model_path
+from quire.text.chat_template import ChatTemplate, load_templates
+from quire.text.tokenizer import Tokenizer, eos_token_ids
 
 CONVERSATIONS = [
     [{"role": "user", "content": "Hi"}],

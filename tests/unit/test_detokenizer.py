@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models
 
-from quire.engine.detokenizer import Detokenizer, StopMatcher
 from quire.engine.output import CompletionReader
-from quire.engine.tokenizer import Tokenizer
 from quire.models import resolve_model_path
 from quire.sampling_params import SamplingParams
+from quire.text.detokenizer import Detokenizer, StopMatcher
+from quire.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.from_path(resolve_model_path(None))
 

@@ -19,7 +19,6 @@ from quire.bench.online.load import file_asks
 from quire.cli.settings import read_file
 from quire.compression import Options, Recipe, quantize
 from quire.compression.work_folder import fingerprint
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelError, QuireError, RequestError
 from quire.evaluate import text as evaluated_text
 from quire.models import resolve_model_path
@@ -28,7 +27,8 @@ from quire.server.batch.lines import read_lines
 from quire.server.middleware.api_keys import ApiKeys
 from quire.simulate.engine_model import read_engine
 from quire.simulate.trace import read_trace
-from quire.tokenization import tokenizer_files
+from quire.text import tokenizer_files
+from quire.text.tokenizer import Tokenizer
 
 _EMBEDDED = resolve_model_path(None)
 _ROOM = 1 << 40

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate
 from quire.errors import RequestError
+from quire.text.chat_template import ChatTemplate
 
 OWN = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
 OTHERS = sorted(Path(os.environ.get("QUIRE_TEST_TEMPLATES", "/nowhere")).glob("*.jinja"))

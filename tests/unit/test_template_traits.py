@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate, TemplateTraits
-from quire.engine.template_traits import probe
+from quire.text.chat_template import ChatTemplate, TemplateTraits
+from quire.text.template_traits import probe
 
 CALLS = (
     "{% for m in messages %}{{ m.role }}:{{ m.content }}"

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 import quire
 from quire import LLM, SamplingParams
 from quire.arrays import Int32
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
 from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
+from quire.text.tokenizer import Tokenizer
 from quire.token_rules import TokenRules
 from tests.models.small_tokenizer import save_tokenizer
 from tests.unit.tiny_engine import TINY, model_folder

@@ -15,8 +15,8 @@ import pytest
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import models, processors
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ModelError
+from quire.text.tokenizer import Tokenizer
 
 WORDS = ["a", "ab", "banana", "ünï", "中文", " ", "\n", "  ", "12345", "don't", "DON'T", "...", "b"]
 

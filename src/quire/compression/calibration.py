@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError
 from quire.evaluate import check_vocabulary, read_text
+from quire.text.tokenizer import Tokenizer
 
 _HELD_OUT = 8
 """One sequence in so many is held out, to measure the outcome."""
@@ -34,7 +34,7 @@ def built_in_text() -> str:
 
     `tools/make_calibration_text.py` makes it.
     """
-    file = resources.files("quire") / "compression" / "calibration.jsonl.xz"
+    file = resources.files("quire.tools.quantize") / "calibration.jsonl.xz"
     lines = lzma.decompress(file.read_bytes()).splitlines()
     return "\n".join(json.loads(line)["text"] for line in lines)
 

@@ -21,7 +21,6 @@ from quire.compression.recipe import Recipe
 from quire.compression.report import Report
 from quire.compression.statistics import watch_inputs
 from quire.compression.work_folder import BlocksDone, WorkFolder, fingerprint
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import ConfigError, QuireError
 from quire.layers.parameter_slice import named_slices
 from quire.models import Decoder
@@ -29,6 +28,7 @@ from quire.models.files import weight_files
 from quire.models.memory_errors import must_fit_memory
 from quire.models.quantized_checkpoint import read_quantization
 from quire.quantization.fields import TensorInfo
+from quire.text.tokenizer import Tokenizer
 
 GATE = 5.0
 """The largest rise of perplexity, in percent, that passes."""

@@ -16,11 +16,11 @@ import msgspec
 from quire.config import EngineConfig
 from quire.engine.output import CompletionReader
 from quire.engine.prompt_inputs import Prompt, read_prompt
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import prompt_ids
 from quire.errors import RequestError
 from quire.outputs import Logprob, RequestOutput
 from quire.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 MAX_WIDTH = 64
 

@@ -237,7 +237,7 @@ def _eos_ids(
     if any(type(id) is not int for id in ids):
         raise ModelError(f"{path}: eos_token_id must be token ids, got {ids!r}")
     if tokenizer_path is not None:
-        from quire.engine.tokenizer import eos_token_ids
+        from quire.text.tokenizer import eos_token_ids
 
         ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
     return tuple(dict.fromkeys(id for id in ids if 0 <= id < vocab_size))

@@ -35,7 +35,6 @@ from quire.engine.router import Placement
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.engine.streams import RequestStream
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import (
     BrokenLogitsError,
@@ -50,6 +49,7 @@ from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.structured import Compiler, build_compiler
+from quire.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.engine.prompt_inputs import Prompt
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
+from quire.text.tokenizer import Tokenizer
 
 _OWN = ("self", "messages", "add_generation_prompt", "chat_template")
 

@@ -11,12 +11,12 @@ from quire.arrays import Float32, Int32
 from quire.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.prompt_inputs import Prompt, one_each, read_prompt
-from quire.engine.tokenizer import Tokenizer
 from quire.engine.validate import prompt_ids
 from quire.errors import BrokenLogitsError, RequestError
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Sampling parameters of requests that only read their prompt."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from quire.engine.detokenizer import Detokenizer, StopMatcher
-from quire.engine.tokenizer import Tokenizer
 from quire.outputs import Logprob
 from quire.plan import Logprobs
 from quire.sampling_params import SamplingParams
+from quire.text.detokenizer import Detokenizer, StopMatcher
+from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import PromptTooLongError, RequestError
 from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
 
 
 def prompt_ids(

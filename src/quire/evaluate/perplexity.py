@@ -16,7 +16,6 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
 from quire.engine.core import EngineCore
 from quire.engine.embedding import NO_TOKENS
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import BrokenLogitsError, ConfigError, RequestError
 from quire.evaluate.hook import Base, TokenScores
 from quire.evaluate.text import Window, check_vocabulary, read_text, windows_of
@@ -24,6 +23,7 @@ from quire.executor import OnProgress
 from quire.models import Decoder
 from quire.runner import ModelRunner
 from quire.scheduler import Order
+from quire.text.tokenizer import Tokenizer
 
 WINDOW = 2048
 """Tokens of a window, if the model takes so many."""

@@ -34,8 +34,8 @@ from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.client import EngineClient
-    from quire.engine.tokenizer import Tokenizer
     from quire.server.middleware.request_context import RequestContext
+    from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

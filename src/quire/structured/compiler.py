@@ -24,7 +24,7 @@ from quire.structured.grammar import compilable
 from quire.structured.string_places import StringPlaces, string_places
 from quire.structured.string_tables import StringTables
 from quire.structured.string_walk import StringWalk
-from quire.tokenization import tokenizer_files
+from quire.text import tokenizer_files
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.template_traits import probe
 from quire.server.parsers.registry import TOOL_PARSERS, reasoning_format, tool_parser
+from quire.text.chat_template import ChatTemplate
+from quire.text.template_traits import probe
 
 NAME = "{{ c.function.name }}"
 ARGS = "{{ c.function.arguments | tojson }}"

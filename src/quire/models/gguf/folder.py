@@ -15,7 +15,7 @@ from quire.models.gguf.file import GgufFile, parts_of
 from quire.models.gguf.layouts import Layout, layers, layout_of
 from quire.models.gguf.rope import rope_scaling
 from quire.models.gguf.settings import Settings
-from quire.models.gguf.tokenizer import tokenizer_files
+from quire.text.gguf_tokenizer import tokenizer_files
 
 _LINK = "model.gguf"
 """The name in the folder of a link to the file."""

@@ -25,7 +25,7 @@ from quire.server.parsers.think import ThinkParser
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
 """Characters of a whole answer above which it is parsed off the event loop."""

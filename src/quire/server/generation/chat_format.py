@@ -13,7 +13,7 @@ from quire.server.parsers.stream import ToolParser
 from quire.server.parsers.think import ReasoningFormat
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Part,
 from quire.server.parsers.think import ThinkParser
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _MOST_CALLS = 8
 """Marks of calls inside a block of reasoning that are looked at."""

@@ -8,16 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from quire.engine.chat_template import ChatTemplate
-from quire.engine.template_traits import named_id
 from quire.server.errors import ApiError
 from quire.server.generation.dialogue import Dialogue
 from quire.server.hints import decline, refuses_hints
 from quire.server.strict_model import cut_prompt
+from quire.text.chat_template import ChatTemplate
+from quire.text.template_traits import named_id
 
 if TYPE_CHECKING:
-    from quire.engine.chat_template import TemplateTraits
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.chat_template import TemplateTraits
+    from quire.text.tokenizer import Tokenizer
 
 _FIELDS = ("documents", "reasoning_effort", "verbosity")
 """Variables of templates that are fields of requests."""

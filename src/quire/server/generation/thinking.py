@@ -19,7 +19,7 @@ from quire.server.hints import decline, refuses_hints
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _SWITCHES = ("enable_thinking", "thinking")
 """Names that chat templates use for the variable that turns thinking on and off."""

@@ -54,7 +54,7 @@ from quire.server.sse import EventStream, json_response, start_stream, unless_di
 from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _NOT_BESIDE = (
     ("suffix", "echo"),

@@ -19,8 +19,8 @@ from quire.server.openai.vocabulary import bad_token_ids, breaker_ids, count_of_
 from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
     from quire.server.state import ServerState
+    from quire.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("quire.server")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from quire.engine.tokenizer import Tokenizer
 from quire.errors import RequestError
+from quire.text.tokenizer import Tokenizer
 
 
 class Markers(NamedTuple):

@@ -23,7 +23,7 @@ from quire.server.openai.objects import (
 )
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from quire.server.state import ServerState, state_of
 from quire.server.strict_model import Count, Name, StrictModel, TemplateKwargs
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from quire.server.strict_model import TruncationSide, cut_prompt
 from quire.token_rules import MAX_BAD_LENGTH
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 _BREAKERS = ("\n", ":", '"', "*")
 _MUCH_TEXT = 4000

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from quire.engine.template_traits import PROBED_CALL, PROBED_TOOL
 from quire.server.parsers.gemma import FunctionGemmaParser, GemmaParser
 from quire.server.parsers.harmony import HarmonyParser
 from quire.server.parsers.hermes import HermesParser
@@ -32,6 +31,7 @@ from quire.server.parsers.qwen3_xml import (
 )
 from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Text, ToolParser
 from quire.server.parsers.think import ReasoningFormat
+from quire.text.template_traits import PROBED_CALL, PROBED_TOOL
 
 # Formats with more marks come first: others may read a part of theirs.
 _TOOL_PARSERS: tuple[type[ToolParser], ...] = (

@@ -31,7 +31,7 @@ from quire.server.responses.store import ResponseStore, StoredResponse
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from quire.engine.tokenizer import Tokenizer
+    from quire.text.tokenizer import Tokenizer
 
 
 class ResponseAnswer:

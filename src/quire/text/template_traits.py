@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.engine.chat_template import UNSAFE, ChatTemplate, TemplateTraits
 from quire.errors import RequestError
+from quire.text.chat_template import UNSAFE, ChatTemplate, TemplateTraits
 
 PROBED_TOOL: dict[str, Any] = {
     "type": "function",

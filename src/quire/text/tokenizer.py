@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +13,28 @@ import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
-from quire.engine.template_files import load_templates
 from quire.errors import ModelError, RequestError
-from quire.tokenization import tokenizer_files
-from quire.tokenization.byte_level import BYTE_OF
+from quire.text import tokenizer_files
+from quire.text.chat_template import load_templates
+from quire.text.tokenizer_files import BYTE_OF
 from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
-    from quire.engine.chat_template import ChatTemplate, TemplateTraits
+    from quire.text.chat_template import ChatTemplate, TemplateTraits
+
+
+def refused(error: BaseException, what: str) -> RequestError:
+    """Returns the error of a request whose text or tokens the library refuses.
+
+    The library panics where a pattern of the tokenizer fails, and a panic is no Exception. What is
+    neither is raised as it is, an interrupt say.
+    """
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        raise error
+    return RequestError(f"{what}: {error}", "prompt")
+
+
+# Tokenization through the `tokenizers` library.
 
 _MAX_COMPILED = 8
 
@@ -71,7 +85,7 @@ class Tokenizer:
             hub = HubTokenizer.from_str(text)
             if any(map(config.get, ("add_bos_token", "add_eos_token"))):
                 # Not every model has a token at an end.
-                from quire.tokenization.ends import set_ends
+                from quire.text.ends import set_ends
 
                 set_ends(hub, config)
             tokenizer = cls(hub, config, load_templates(folder, config))
@@ -110,14 +124,14 @@ class Tokenizer:
         """
         if most is not None and len(text) > most:
             # Few texts are as long.
-            from quire.engine.text_length import check_length
+            pass  # nothing left to import
 
             check_length(text, most, self.longest, self.encode)
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # lone surrogates, and panics of the library
-            from quire.engine.tokenizer_errors import refused
+            pass  # nothing left to import
 
             raise refused(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
@@ -131,7 +145,7 @@ class Tokenizer:
         try:
             (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
         except BaseException as error:
-            from quire.engine.tokenizer_errors import refused
+            pass  # nothing left to import
 
             raise refused(error, "the tokens cannot be decoded") from error
         return str(text)
@@ -185,7 +199,7 @@ class Tokenizer:
     def traits(self, template: ChatTemplate) -> TemplateTraits:
         """Returns how one of the model's templates takes tools and calls."""
         # Only servers show tools to models.
-        from quire.engine.template_traits import probe
+        from quire.text.template_traits import probe
 
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
@@ -217,7 +231,7 @@ class Tokenizer:
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
                 self._compiled.clear()
-            from quire.engine.chat_template import ChatTemplate
+            from quire.text.chat_template import ChatTemplate
 
             template = self._compiled[source] = ChatTemplate(source)
         return template
@@ -253,3 +267,38 @@ def _is_byte_level(hub: HubTokenizer) -> bool:
     decoder = json.loads(hub.to_str()).get("decoder") or {}
     parts = decoder.get("decoders", [decoder])
     return any(part.get("type") == "ByteLevel" for part in parts)
+
+
+# Refusal of texts that have more tokens than a context, by as little of them as will do.
+
+_CHARS = 6
+"""Characters for each token that is allowed, in the part of a long text that is tokenized first."""
+_MARGIN = 1.25
+"""Factor on the tokens that are allowed, as at a cut a text's tokens may be others."""
+
+
+def check_length(text: str, most: int, longest: int, encode: Callable[[str], Sized]) -> None:
+    """Refuses a text that has more than `most` tokens, unless all of it is needed to tell.
+
+    Args:
+        longest: upper bound of a token's characters.
+        encode: returns a text's tokens.
+
+    Raises:
+        RequestError: the text is longer than so many of the longest tokens, or its beginning alone
+            has a quarter more tokens.
+    """
+    if len(text) > most * longest:
+        raise _too_long(text, most)
+    part = most * _CHARS
+    if len(text) > 2 * part and len(encode(text[:part])) > most * _MARGIN:
+        raise _too_long(text, most)
+
+
+def _too_long(text: str, most: int) -> RequestError:
+    return RequestError(
+        f"The prompt has {len(text)} characters, which are more than this model's maximum context "
+        f"length of {most} tokens can hold.",
+        "prompt",
+        "context_length_exceeded",
+    )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -23,6 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from quire.errors import RequestError
+from quire.weight_files import read_bounded
 
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
@@ -356,3 +358,26 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message.get("reasoning_content") is None:
         return message
     return {"thinking": message["reasoning_content"], **message}
+
+
+# A model folder's chat templates, as text.
+
+
+def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a folder's templates by name: "default", and if there is one "tool_use".
+
+    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
+    `additional_chat_templates/`.
+    """
+    found: dict[str, str] = {}
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        found["default"] = template
+    elif isinstance(template, list):
+        found = {entry["name"]: entry["template"] for entry in template}
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        found["default"] = read_bounded(file).decode()
+    for file in sorted(folder.glob("additional_chat_templates/*.jinja")):
+        found[file.stem] = read_bounded(file).decode()
+    return found

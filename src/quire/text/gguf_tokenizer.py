@@ -18,8 +18,8 @@ from tokenizers import (
 )
 
 from quire.errors import ModelError
-from quire.models.gguf.splitting import SPLITTINGS, Splitting
-from quire.tokenization.sentencepiece import pair_tokenizer
+from quire.text.gguf_splitting import SPLITTINGS, Splitting
+from quire.text.sentencepiece import pair_tokenizer
 
 _CONTROL, _USER = 3, 4
 """Types of tokens: those that text never becomes, and those that are whole wherever they stand."""

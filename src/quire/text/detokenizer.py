@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quire.engine.tokenizer import Tokenizer
+from quire.text.tokenizer import Tokenizer
 
 _CONTEXT = 6
 """Prompt tokens that the decoder sees first, as some decoders treat the first token specially

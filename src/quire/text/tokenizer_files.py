@@ -1,5 +1,4 @@
-"""Tokenizers in other formats than tokenizer.json: tiktoken's ranks, Mistral's tekken, and
-SentencePiece."""
+"""The characters that stand for bytes in byte-level BPE."""
 
 from __future__ import annotations
 
@@ -12,9 +11,27 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from quire.errors import ModelError
-from quire.tokenization.byte_level import BYTE_OF
-from quire.tokenization.sentencepiece import CONTROL, USER, pair_tokenizer, read_pieces
+from quire.text.sentencepiece import CONTROL, USER, pair_tokenizer, read_pieces
 from quire.weight_files import MOST_TABLE, read_bounded
+
+
+def _byte_of() -> dict[str, int]:
+    """Maps characters to the bytes that they stand for in byte-level BPE (Radford et al., 2019).
+
+    Printable bytes stand for themselves, the others for U+0100 on, in order.
+    """
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in set(plain)]
+    table = {chr(byte): byte for byte in plain}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+BYTE_OF = _byte_of()
+
+
+# Tokenizers in other formats than tokenizer.json: tiktoken's ranks, Mistral's tekken, and
+# SentencePiece.
 
 Config = Mapping[str, Any]
 Converted = tuple[Tokenizer, dict[str, Any]]
@@ -198,3 +215,23 @@ def _begin(tokenizer: Tokenizer, token: str, wanted: Any) -> None:
 
 def _text(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
+
+
+# Reading the files of a model's tokenizer.
+
+
+def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Returns the text of a folder's tokenizer.json and its tokenizer_config.json, or what another
+    format becomes.
+
+    Raises:
+        ModelError: there is no tokenizer, or one of a kind that is not known.
+    """
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    config = json.loads(read_bounded(settings)) if settings.exists() else {}
+    if file.exists():
+        return read_bounded(file, MOST_TABLE).decode(), config
+    # Few models have no such file.
+    pass  # nothing left to import
+
+    return converted(folder, config)
