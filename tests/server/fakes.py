@@ -12,10 +12,10 @@ import numpy as np
 
 from quire.engine.embedding import Embedding
 from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
 from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.structured.grammar import compilable
 from quire.text.chat_template import TemplateTraits
 
 

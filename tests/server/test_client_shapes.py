@@ -13,7 +13,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 import quire
-from quire.structured.grammar import compilable
+from quire.grammar.grammar import compilable
 from quire.text.tokenizer import Tokenizer
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import post

@@ -1,7 +1,7 @@
 """Structured output: a grammar that a completion must match, as a mask over the vocabulary at every
 token.
 
-`grammar.py` turns a request's `StructuredOutputsParams` into a grammar of llguidance's and refuses
+`grammar/grammar.py` turns a request's `StructuredOutputsParams` into a grammar of llguidance's and refuses
 what could not be enforced; `compiler.py` compiles it; `feature.py` follows the running requests and
 builds their masks beside the device's work.
 """

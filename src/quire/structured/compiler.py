@@ -19,8 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.config import EngineConfig
 from quire.errors import CompilerBusyError, ConfigError, GrammarError
+from quire.grammar.grammar import compilable
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured.grammar import compilable
 from quire.structured.string_places import StringPlaces, string_places
 from quire.structured.string_tables import StringTables
 from quire.structured.string_walk import StringWalk

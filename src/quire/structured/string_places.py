@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from quire.structured.bounded import resolve, types_of
+from quire.grammar.bounded import resolve, types_of
 
 Json = Any
 Nodes = tuple[int, ...]

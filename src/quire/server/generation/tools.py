@@ -10,16 +10,16 @@ from urllib.parse import unquote
 from msgspec.structs import replace
 
 from quire.errors import GrammarError
+from quire.grammar.bounded import resolve
+from quire.grammar.grammar import as_lark
+from quire.grammar.json_schema import enforceable
+from quire.grammar.keywords import ANNOTATIONS
+from quire.grammar.lark import Rules
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.errors import ApiError
 from quire.server.generation.chat_format import ChatFormat
 from quire.server.generation.dialogue import Dialogue
-from quire.server.parsers.grammar import Rules
 from quire.server.parsers.stream import ToolParser
-from quire.structured.bounded import resolve
-from quire.structured.grammar import as_lark
-from quire.structured.json_schema import enforceable
-from quire.structured.keywords import ANNOTATIONS
 
 # What of a schema's root is enforced where arguments are written one by one.
 _OF_PROPERTIES = ANNOTATIONS | {

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from quire.errors import RequestError
-from quire.server.parsers.grammar import Rules
+from quire.grammar.lark import Rules
 from quire.server.strict_model import StrictModel
 
 MAX_STRUCTURES = 256

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from quire.server.parsers.grammar import Rules
+from quire.grammar.lark import Rules
 from quire.server.parsers.json_calls import JsonToolParser
 from quire.server.parsers.stream import Reading
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from quire.server.parsers.grammar import Rules
+from quire.grammar.lark import Rules
 from quire.server.parsers.json_calls import JsonToolParser
 from quire.server.parsers.stream import Reading
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
-from quire.server.parsers.grammar import Rules
+from quire.grammar.lark import Rules
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.")

@@ -9,10 +9,10 @@ from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
-from quire.server.parsers.grammar import Rules
+from quire.grammar.bounded import resolve
+from quire.grammar.lark import Rules
 from quire.server.parsers.pythonic import json_text
 from quire.server.parsers.stream import NotACallError, Reading, ToolParser, overlap
-from quire.structured.bounded import resolve
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MOST_SCHEMAS = 64

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from quire.server.parsers.grammar import Rules
+    from quire.grammar.lark import Rules
 
 Reading = Generator[None, None, None]
 

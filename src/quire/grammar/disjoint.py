@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from quire.errors import GrammarError
-from quire.structured.patterns import contradict, escape, format_rules, rules_of
+from quire.grammar.patterns import contradict, escape, format_rules, rules_of
 
 Json = Any
 _MOST_COMPARISONS = 20_000

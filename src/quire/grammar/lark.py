@@ -10,8 +10,8 @@ from urllib.parse import unquote
 
 import msgspec
 
-from quire.structured.bounded import resolve
-from quire.structured.grammar import check_size
+from quire.grammar.bounded import resolve
+from quire.grammar.grammar import check_size
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON separators that templates use."""

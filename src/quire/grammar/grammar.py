@@ -11,9 +11,9 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from quire.errors import GrammarError
+from quire.grammar.json_schema import enforceable
+from quire.grammar.patterns import check_repeats
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured.json_schema import enforceable
-from quire.structured.patterns import check_repeats
 
 MAX_BYTES = 512 * 1024
 """Size limit of a schema, expression or grammar, or of all choices together."""

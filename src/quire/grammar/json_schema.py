@@ -17,16 +17,10 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from quire.errors import GrammarError
-from quire.structured.bounded import EXACT, bound, resolve, types_of
-from quire.structured.disjoint import disjoint
-from quire.structured.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
-from quire.structured.patterns import (
-    FORMATS,
-    HARMLESS_FORMATS,
-    format_rules,
-    rules_of,
-    unwritable,
-)
+from quire.grammar.bounded import EXACT, bound, resolve, types_of
+from quire.grammar.disjoint import disjoint
+from quire.grammar.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
+from quire.grammar.patterns import FORMATS, HARMLESS_FORMATS, format_rules, rules_of, unwritable
 
 MAX_DEPTH = 64
 """Schemas within schemas."""

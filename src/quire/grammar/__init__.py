@@ -1,0 +1,1 @@
+"""Grammars: JSON Schema, regular expressions and Lark, as llguidance compiles them."""
