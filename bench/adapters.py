@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from quire import ops
-from quire.adapters.hook import COLUMN, AdapterHook
-from quire.adapters.projections import Adapter, Image, LowRank
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.executor import Capacity
+from quire.features.lora.hook import COLUMN, AdapterHook
+from quire.features.lora.projections import Adapter, Image, LowRank
 from quire.ops.adapters import SlotWeights
 from quire.ops.reference import adapters as twins
 from quire.ops.rows import StepRows

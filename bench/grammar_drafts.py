@@ -15,7 +15,7 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.bench.record import append_jsonl, format_table, make_record
-from quire.speculation.verifier import Verifier
+from quire.features.speculation.verifier import Verifier
 
 ASKED = (
     "Tell me a story about a little fox.",

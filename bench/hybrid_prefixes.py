@@ -23,9 +23,9 @@ from pathlib import Path
 from quire.arrays import int32
 from quire.bench.record import append_jsonl, format_table, make_record
 from quire.config import SchedulerConfig
-from quire.offload.costs import CostModel, Rates
-from quire.offload.feature import OffloadFeature
-from quire.offload.group_tier import GroupTier
+from quire.features.kv_offload.costs import CostModel, Rates
+from quire.features.kv_offload.feature import OffloadFeature
+from quire.features.kv_offload.tiers import GroupTier
 from quire.plan import KVGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams

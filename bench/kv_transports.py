@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from quire.arrays import int32
-from quire.disagg.channel import PeerChannel
-from quire.disagg.messages import MemoryHandle
-from quire.disagg.pulls import map_memory
 from quire.extras import require_nixl
+from quire.features.disaggregation.messages import MemoryHandle, PeerChannel
+from quire.features.disaggregation.pulls import map_memory
 from quire.parallel import SingleGroup
 from quire.runner.transfer.copier import HostCopier
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of

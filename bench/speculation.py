@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
-from quire.speculation.source_stats import SpeculationStats
+from quire.features.speculation.stats import SpeculationStats
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "src" / "quire" / "embedded"

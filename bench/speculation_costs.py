@@ -26,9 +26,9 @@ from unittest.mock import patch
 import numpy as np
 
 from quire import LLM, SamplingParams
-from quire.speculation import feature as feature_module
-from quire.speculation.draft_count import Choice, StepCosts
-from quire.speculation.verifier import Verifier
+from quire.features.speculation import feature as feature_module
+from quire.features.speculation.draft_count import Choice, StepCosts
+from quire.features.speculation.verifier import Verifier
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",

@@ -1,7 +1,7 @@
 """Fails where the core names a feature.
 
 Features reach the scheduler, the engine's loop and the model runner through small interfaces only
-(`scheduler/feature.py`, `loop_feature.py`, `runner/hooks/hook.py`). A feature's name in their code
+(`scheduler/feature.py`, `features/loop_feature.py`, `runner/hooks/hook.py`). A feature's name in their code
 would be the first step to a branch for it. So identifiers, imports and string literals are
 searched; comments and docstrings may explain the interfaces.
 

@@ -89,7 +89,7 @@ def run(model: Path, draft: str, drafts: int, length: int) -> tuple[list[list[in
     speculative = {"method": "draft", "model": draft, "num_speculative_tokens": drafts}
     # The engine drafts as far as its clock says that it pays, which on a CPU is not far. Without
     # measurements a pass costs the same for one token and for eight, as it does on a GPU.
-    with mock.patch("quire.speculation.verifier.measure_steps", return_value={}):
+    with mock.patch("quire.features.speculation.verifier.measure_steps", return_value={}):
         llm = LLM(
             str(model), max_model_len=256, max_num_seqs=len(PROMPTS), kv_cache_gb=0.25,
             speculative=speculative if drafts else None,

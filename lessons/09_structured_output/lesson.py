@@ -19,9 +19,9 @@ import numpy as np
 
 from lessons.common import check, load, parser, table
 from quire import LLM, SamplingParams
+from quire.features.structured_output import build_compiler
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.sampling_params import StructuredOutputsParams as Wanted
-from quire.structured import build_compiler
-from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 
 Pieces = list[tuple[str, int, int]]
 PIECES: Pieces = [(char, 1, 1) for char in '{"name": "'] + [(ascii_lowercase, 1, 8)]

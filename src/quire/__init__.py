@@ -12,8 +12,8 @@ from quire.version import __version__
 TYPE_CHECKING = False
 """Not typing's: with `python -m quire` the current folder could still provide that module."""
 if TYPE_CHECKING:
-    from quire.adapters import LoRARequest
     from quire.engine.beam_search import BeamSearchParams
+    from quire.features.lora import LoRARequest
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
     from quire.pooling_params import PoolingParams
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _HOME = {
     "BeamSearchParams": "quire.engine.beam_search",
     "LLM": "quire.llm",
-    "LoRARequest": "quire.adapters",
+    "LoRARequest": "quire.features.lora",
     "SamplingParams": "quire.sampling_params",
     "StructuredOutputsParams": "quire.sampling_params",
     "PoolingParams": "quire.pooling_params",

@@ -27,9 +27,9 @@ from quire.scheduler import Progress, StepProgress
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.adapters import LoRARequest
     from quire.engine.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.engine.stats import EngineStats
+    from quire.features.lora import LoRARequest
 
 Message = Mapping[str, Any]
 
@@ -107,7 +107,7 @@ class LLM:
             raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
         adapters = [""] * len(many)
         if lora_request is not None:
-            from quire.adapters.lora_request import load_requested
+            from quire.features.lora.lora_request import load_requested
 
             adapters = load_requested(self._core, lora_request, len(many))
         self._core.check(params)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
-from quire.adapters.adapter_pool import AdapterPool
 from quire.arrays import int32
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, RequestError
+from quire.features.lora.adapter_pool import AdapterPool
+from quire.features.speculation.draft_count import StepCosts
+from quire.features.speculation.feature import SpeculationFeature
 from quire.models import hub
 from quire.request import Request
-from quire.speculation.draft_count import StepCosts
-from quire.speculation.feature import SpeculationFeature
 from tests.adapters.peft_adapters import change, make_adapter, needs_peft, save, tensors
 from tests.models.checkpoints import greedy, make
 

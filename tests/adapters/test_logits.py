@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from quire.adapters.adapter_pool import AdapterPool
+from quire.features.lora.adapter_pool import AdapterPool
 from quire.models import (
     build_model,
     load_config,

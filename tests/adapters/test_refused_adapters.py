@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from quire.adapters import patterns, peft
-from quire.adapters.patterns import ModulePatterns
-from quire.adapters.peft import WEIGHTS, read_adapter
-from quire.adapters.projections import AdapterLayout
-from quire.adapters.registry import CONFIG, folder_of, names_in, parse_setting, valid_name
 from quire.errors import ConfigError, RequestError
+from quire.features.lora import patterns, peft
+from quire.features.lora.patterns import ModulePatterns
+from quire.features.lora.peft import WEIGHTS, read_adapter
+from quire.features.lora.projections import AdapterLayout
+from quire.features.lora.registry import CONFIG, folder_of, names_in, parse_setting, valid_name
 from quire.models import build_model, load_config, spec_from_config
 from tests.adapters.peft_adapters import change, make_adapter, needs_peft, save, tensors
 from tests.models.checkpoints import make

@@ -20,7 +20,7 @@ import torch
 
 from quire import SamplingParams
 from quire.errors import ConfigError, ModelError
-from quire.offload.costs import CostModel
+from quire.features.kv_offload.costs import CostModel
 from tests.combinations.compare import difference
 from tests.combinations.draw import Asked, Requests, Setting, draw_neutral, draw_setting
 from tests.combinations.models import Checkpoints

@@ -18,12 +18,12 @@ from quire.engine.output import CompletionReader, PromptLogprobCollector
 from quire.engine.rank_stats import Ranks
 from quire.engine.validate import max_total, prompt_ids
 from quire.errors import RequestError
-from quire.kv_events.feature import KVEventFeature
-from quire.kv_events.messages import EVENT_HASH_BYTES
+from quire.features.kv_events.feature import KVEventFeature
+from quire.features.kv_events.messages import EVENT_HASH_BYTES
+from quire.features.speculation.draft_count import StepCosts
+from quire.features.speculation.feature import SpeculationFeature
 from quire.request import Request
 from quire.scheduler.order import Order
-from quire.speculation.draft_count import StepCosts
-from quire.speculation.feature import SpeculationFeature
 from quire.text.tokenizer import Tokenizer
 from tests.brain import check_scheduler, nodes_of
 from tests.combinations.draw import Asked, Setting

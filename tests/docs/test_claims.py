@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.loop_feature import LoopFeature
+from quire.features.loop_feature import LoopFeature
 from quire.runner import Hook
 from quire.scheduler.feature import Feature
 from quire.server.json_size import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES

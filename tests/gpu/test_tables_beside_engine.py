@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from quire.features.tuning import feature
 from quire.ops.triton import gemm_table
 from quire.ops.triton.gemm_plan import Shape
 from quire.ops.weight import WeightFormat
-from quire.tuning import feature
 
 INT8 = WeightFormat(torch.int8, scales=torch.float32)
 SHAPES = [

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.balance import feature
 from quire.engine.workers import WorkerExecutor
 from quire.errors import EngineDeadError
+from quire.features.expert_balance import feature
 from tests.gpu.test_graphs import COSTLY, PARAMS, run
 from tests.unit.test_speculation import generated
 from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW

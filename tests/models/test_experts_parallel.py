@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quire.balance.balanced_experts import ENOUGH, BalancedExperts
-from quire.balance.placement import imbalance
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
+from quire.features.expert_balance.balanced_experts import ENOUGH, BalancedExperts
+from quire.features.expert_balance.placement import imbalance
 from quire.layers.experts import Experts
 from quire.models import (
     Decoder,

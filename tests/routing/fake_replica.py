@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from quire.kv_events.messages import KVEventLine
-from quire.kv_events.prompt_report import PROMPT_HEADER
+from quire.features.kv_events.messages import KVEventLine
+from quire.features.kv_events.prompt_report import PROMPT_HEADER
 from quire.routing.proxy import with_headers
 from quire.server.answer_tag import TAG_HEADER, tag_in
 from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.disagg.facts import KVFacts
-from quire.disagg.peer_list import Peer, PeerError, _reason
-from quire.kv_events.messages import EngineLoad, KVEventLine, KVEvents
-from quire.kv_events.prompt_report import decode_report, encode_report
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.peer_list import Peer, PeerError, _reason
+from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
+from quire.features.kv_events.prompt_report import decode_report, encode_report
 from quire.routing.choice import Chooser
 from quire.routing.prefixes import PrefixMap
 from quire.routing.prompts import Prompt, read_prompt

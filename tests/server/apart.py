@@ -10,8 +10,8 @@ import os
 import socket
 import sys
 
-from quire.disagg import peer_list, pulls
-from quire.disagg.messages import MemoryHandle
+from quire.features.disaggregation import peer_list, pulls
+from quire.features.disaggregation.messages import MemoryHandle
 from tests import fork_server
 
 APART = "QUIRE_TESTS_APART"

@@ -15,17 +15,17 @@ import yaml
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.balance.expert_stats import ExpertStats
-from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.stats import EngineStats, RankStats
 from quire.engine.telemetry import Histogram, Telemetry
-from quire.offload.tier_stats import TierStats
+from quire.features.disaggregation.stats import DisaggStats
+from quire.features.expert_balance.stats import ExpertStats
+from quire.features.kv_offload.stats import TierStats
+from quire.features.speculation.stats import SourceStats, SpeculationStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
 from quire.server.telemetry.metrics import ServerMetrics, WorkerValues
 from quire.server.telemetry.vllm_names import NAMES
-from quire.speculation.source_stats import SourceStats, SpeculationStats
 
 ROOT = Path(__file__).parents[2]
 _SUFFIX = re.compile(r"_(bucket|sum|count)$")

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import PromptRequest
 from quire.engine.stats import EngineStats
 from quire.errors import RequestError
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import PromptRequest
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.openapi import ROUTES, document

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import quire
+from quire.features.structured_output import Compiler
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured import Compiler
 from quire.text.tokenizer import Tokenizer
 
 FOLDER = Path(quire.__file__).parent / "embedded" / "quire-tiny"

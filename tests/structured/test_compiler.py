@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from quire.errors import CompilerBusyError, GrammarError
+from quire.features.structured_output import Compiler
+from quire.features.structured_output.compiler import CompilerConfig
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
-from quire.structured import Compiler
-from quire.structured.compiler import CompilerConfig
 from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts
 

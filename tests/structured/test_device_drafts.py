@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from quire import LLM, SamplingParams
+from quire.features.speculation.draft_count import StepCosts
+from quire.features.speculation.draft_head import HeadDrafter
+from quire.features.speculation.draft_model import DraftModel
+from quire.features.speculation.feature import SpeculationFeature
+from quire.features.speculation.settings import DEVICE, MASKED
+from quire.features.speculation.stats import SourceStats
+from quire.features.speculation.verifier import Verifier
 from quire.outputs import CompletionOutput
-from quire.speculation.draft_count import StepCosts
-from quire.speculation.draft_head import HeadDrafter
-from quire.speculation.draft_kinds import DEVICE, MASKED
-from quire.speculation.draft_model import DraftModel
-from quire.speculation.feature import SpeculationFeature
-from quire.speculation.source_stats import SourceStats
-from quire.speculation.verifier import Verifier
 from tests.slow import slow
 from tests.structured.test_engine import DATES, PERSON
 

@@ -15,12 +15,12 @@ import pytest
 from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.features.structured_output import GrammarFeature
+from quire.features.structured_output.masks import MaskRow
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
-from quire.structured import GrammarFeature
-from quire.structured.masks import MaskRow
 from tests.fakes import FakeExecutor, expected_output
 
 _WIDTH = 40

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from quire import LLM, SamplingParams
 from quire.engine.core import EngineCore
 from quire.errors import GrammarError, RequestError
+from quire.features.structured_output import Compiler
+from quire.features.structured_output.masks import MaskBuilder, MaskRow
 from quire.outputs import RequestOutput
 from quire.plan import StepPlan
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured import Compiler
-from quire.structured.masks import MaskBuilder, MaskRow
 from tests.slow import examples, slow, some
 
 PERSON = {

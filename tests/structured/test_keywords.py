@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from quire.errors import GrammarError
+from quire.features.structured_output import Compiler
 from quire.grammar.grammar import compilable
 from quire.grammar.json_schema import enforceable
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured import Compiler
 from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts, of_schema
 

@@ -9,9 +9,9 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from quire.arrays import Int32
+from quire.features.structured_output.compiler import Compiler
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured.compiler import Compiler
-from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
 from quire.text.tokenizer import Tokenizer
 from quire.token_rules import TokenRules
 
@@ -87,7 +87,7 @@ def test_a_draft_beyond_the_limits_breaks_no_request(
         initial_lexer_fuel=2_000_000, step_lexer_fuel=1_000_000, step_max_items=60,
         max_lexer_states=1_000_000, max_grammar_size=250_000, verbose_errors=False,
     )  # fmt: skip
-    monkeypatch.setattr("quire.structured.compiler._LIMITS", limits)
+    monkeypatch.setattr("quire.features.structured_output.compiler._LIMITS", limits)
     small = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, (6139, 6137))
 
     def ids(text: str) -> list[int]:

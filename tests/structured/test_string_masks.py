@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from llguidance.numpy import fill_next_token_bitmask
 
 from quire.arrays import Int32
+from quire.features.structured_output.compiler import Compiler, CompilerConfig
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.features.structured_output.string_walk import StringWalk, string_places
 from quire.sampling_params import StructuredOutputsParams
-from quire.structured.compiler import Compiler, CompilerConfig
-from quire.structured.masks import GrammarState, MaskBuilder, MaskRow
-from quire.structured.string_places import string_places
-from quire.structured.string_walk import StringWalk
 from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS
 

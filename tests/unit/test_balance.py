@@ -11,11 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
-from quire.balance import feature
-from quire.balance.placement import Placement, imbalance, keep_slots, place, rooms_of
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
+from quire.features.expert_balance import feature
+from quire.features.expert_balance.placement import (
+    Placement,
+    imbalance,
+    keep_slots,
+    place,
+    rooms_of,
+)
 from quire.layers.expert_weights import even_cut
 from tests.unit.tiny_engine import TINY_EXPERTS, model_folder, random_prompts
 

@@ -17,16 +17,16 @@ import torch
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.disagg import loop as disagg_loop
-from quire.disagg import pulls
-from quire.disagg.facts import differences, facts_of
-from quire.disagg.loop import DisaggLoop
-from quire.disagg.messages import Grant, PromptRequest, Welcome
-from quire.disagg.peer_list import PeerList
-from quire.disagg.settings import read_settings
 from quire.engine.builder import build_core
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
+from quire.features.disaggregation import loop as disagg_loop
+from quire.features.disaggregation import pulls
+from quire.features.disaggregation.facts import differences, facts_of
+from quire.features.disaggregation.loop import DisaggLoop
+from quire.features.disaggregation.messages import Grant, PromptRequest, Welcome
+from quire.features.disaggregation.peer_list import PeerList
+from quire.features.disaggregation.settings import read_settings
 from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 from tests.unit.test_hybrid_engine import HYBRID

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 
-from quire.disagg import listener as listener_module
-from quire.disagg.channel import PeerChannel
-from quire.disagg.listener import Listener
-from quire.disagg.messages import End, Grant, Redeem
-from quire.disagg.reader_link import Heard, Stopped
+from quire.features.disaggregation import listener as listener_module
+from quire.features.disaggregation.listener import Listener
+from quire.features.disaggregation.messages import End, Grant, PeerChannel, Redeem
+from quire.features.disaggregation.reader_link import Heard, Stopped
 
 GRANT = Grant("name", "epoch", 1, "reader", 1.0, 0)
 News = queue.SimpleQueue[Heard | Stopped]

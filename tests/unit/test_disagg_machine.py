@@ -18,11 +18,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from quire.arrays import int32
 from quire.config import SchedulerConfig
-from quire.disagg.disagg_stats import DisaggStats
-from quire.disagg.exports import Exports
-from quire.disagg.free_slots import BlocksInPlace, FreeSlots
-from quire.disagg.loop import DisaggFeature
-from quire.disagg.messages import (
+from quire.errors import RequestError
+from quire.features.disaggregation.exports import Exports
+from quire.features.disaggregation.free_slots import BlocksInPlace, FreeSlots
+from quire.features.disaggregation.loop import DisaggFeature
+from quire.features.disaggregation.messages import (
     Accepted,
     BlockBatch,
     End,
@@ -33,9 +33,9 @@ from quire.disagg.messages import (
     Refused,
     Taken,
 )
-from quire.disagg.prompt_fetches import Brought, Ended, Fetches, PullOrder
-from quire.disagg.reader_link import Heard, Stopped
-from quire.errors import RequestError
+from quire.features.disaggregation.prompt_fetches import Brought, Ended, Fetches, PullOrder
+from quire.features.disaggregation.reader_link import Heard, Stopped
+from quire.features.disaggregation.stats import DisaggStats
 from quire.plan import KVGroup, StepResult, Transfer
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams

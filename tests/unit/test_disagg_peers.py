@@ -12,14 +12,22 @@ from typing import Any
 import pytest
 
 from quire.arrays import int32
-from quire.disagg import peer_list, pulls
-from quire.disagg.channel import PeerChannel
-from quire.disagg.facts import KVFacts
-from quire.disagg.free_slots import FreeSlots
-from quire.disagg.messages import Accepted, BlockBatch, End, Grant, Message, Redeem, Taken
-from quire.disagg.peer_list import Peer, PeerError, PeerList
-from quire.disagg.prompt_fetches import Brought, Ended, PullOrder
-from quire.disagg.pulls import PullThreads
+from quire.features.disaggregation import peer_list, pulls
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.free_slots import FreeSlots
+from quire.features.disaggregation.messages import (
+    Accepted,
+    BlockBatch,
+    End,
+    Grant,
+    Message,
+    PeerChannel,
+    Redeem,
+    Taken,
+)
+from quire.features.disaggregation.peer_list import Peer, PeerError, PeerList
+from quire.features.disaggregation.prompt_fetches import Brought, Ended, PullOrder
+from quire.features.disaggregation.pulls import PullThreads
 
 FACTS = KVFacts(1, "1", "tcp", "model", "float32", "auto", 16, ())
 ORDER = PullOrder("request", int32(range(16)), 0, "")

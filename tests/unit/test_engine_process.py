@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from quire.arrays import int32
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import PromptRequest
 from quire.engine.completion_table import CompletionTable
 from quire.engine.messages import (
     AddRequest,
@@ -29,6 +27,8 @@ from quire.engine.messages import (
 )
 from quire.engine.process import EngineProcess
 from quire.errors import EngineDeadError
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import PromptRequest
 from quire.sampling_params import SamplingParams
 
 FACTS = KVFacts(0, "", "", "", "", "", 0, [])

@@ -17,7 +17,7 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.core import EngineCore
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor import Capacity, Executor
-from quire.loop_feature import LoopFeature, OnDemand
+from quire.features.loop_feature import LoopFeature, OnDemand
 from quire.plan import KVGroup, RowFlag
 from quire.request import Request
 from quire.runner import Hook

@@ -6,7 +6,7 @@ import random
 
 from quire.cache.block_hash import next_hash, root_hash
 from quire.cache.host_tier import HashList, HostTier, StateTier
-from quire.offload.costs import CostModel, Rates
+from quire.features.kv_offload.costs import CostModel, Rates
 
 
 def key(n: int) -> bytes:

@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def states_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "quire.offload.costs.CostModel.state_worth_keeping", lambda self, saves: True
+        "quire.features.kv_offload.costs.CostModel.state_worth_keeping", lambda self, saves: True
     )
 
 

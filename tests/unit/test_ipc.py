@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from quire.arrays import int32
-from quire.disagg.facts import facts_of
 from quire.errors import ConfigError, QuireError
+from quire.features.disaggregation.facts import facts_of
 from quire.runner.transfer import ipc_agent
 from quire.runner.transfer.engine_memory import (
     MemoryPieces,

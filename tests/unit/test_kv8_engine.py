@@ -101,8 +101,10 @@ def test_completions_part_from_a_shared_block(tmp_path: Path, kind: str) -> None
 def test_blocks_come_back_from_lower_tiers(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
-    monkeypatch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
+    monkeypatch.setattr(
+        "quire.features.kv_offload.costs.CostModel.fetch_pays", lambda self, *_: True
+    )
+    monkeypatch.setattr("quire.features.kv_offload.costs.CostModel.worth_keeping", True)
     folder = model_folder(tmp_path / "model", TINY)
     prompts = [prompt[:56] for prompt in random_prompts(60, 120, seed=7) if len(prompt) >= 56][:6]
     plain = engine(folder, kind, enable_prefix_caching=False)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from quire.arrays import int32
 from quire.cache import PrefixTree
 from quire.config import SchedulerConfig
-from quire.disagg.handover_time import HandoverTime
-from quire.kv_events.feature import KVEventFeature
-from quire.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEvents, split
-from quire.kv_events.prefill_rate import PrefillRate
-from quire.kv_events.prompt_report import decode_report, encode_report, spread
+from quire.features.disaggregation.prompt_fetches import HandoverTime
+from quire.features.kv_events.feature import KVEventFeature, PrefillRate
+from quire.features.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEvents, split
+from quire.features.kv_events.prompt_report import decode_report, encode_report, spread
 from quire.plan import KVGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams

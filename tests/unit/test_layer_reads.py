@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quire.arrays import int32
-from quire.disagg.layer_clock import LayerClock, open_layer_clock
+from quire.features.disaggregation.layer_clock import LayerClock, open_layer_clock
 from quire.parallel import SingleGroup
 from quire.plan import KVGroup, Transfer
 from quire.runner.transfer import layer_reads

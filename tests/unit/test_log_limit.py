@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from quire.disagg import log_limit
-from quire.disagg.log_limit import LogLimit
+from quire.features.disaggregation import log_limit
+from quire.features.disaggregation.log_limit import LogLimit
 
 
 def test_five_lines_of_a_message_in_a_minute(
@@ -31,5 +31,5 @@ def test_five_lines_of_a_message_in_a_minute(
 
 @pytest.mark.parametrize("name", ["listener", "exports", "loop"])
 def test_what_strangers_cause_is_limited(name: str) -> None:
-    log = importlib.import_module(f"quire.disagg.{name}")._log
+    log = importlib.import_module(f"quire.features.disaggregation.{name}")._log
     assert any(isinstance(each, LogLimit) for each in log.filters)

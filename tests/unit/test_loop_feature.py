@@ -11,7 +11,7 @@ from quire.config import SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.errors import RequestError
 from quire.executor import Capacity, Executor
-from quire.loop_feature import Failure, LoopFeature
+from quire.features.loop_feature import Failure, LoopFeature
 from quire.plan import KVGroup
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from quire.arrays import int32
+from quire.features.structured_output.feature import claimed_drafts
 from quire.plan import KVGroup, RowFlag, StepPlan
-from quire.structured.claimed_drafts import claimed_drafts
 from tests.fakes import FakeExecutor
 
 _PROMPT, _SAMPLE, _GATED = int(RowFlag.PROMPT), int(RowFlag.SAMPLE), int(RowFlag.GATED)

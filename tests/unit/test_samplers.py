@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
 from quire.errors import RequestError
-from quire.samplers.distributions import (
-    LONGEST_MATCH,
-    dry_penalty,
-    typical_p,
-    without_top_choices,
-)
+from quire.features.samplers.hook import LONGEST_MATCH, dry_penalty, typical_p, without_top_choices
 from tests.slow import examples
 
 VOCAB = 12

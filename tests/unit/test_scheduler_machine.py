@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
-from quire.offload.costs import CostModel, Rates
-from quire.offload.feature import OffloadFeature
-from quire.offload.group_tier import GroupTier
+from quire.features.kv_offload.costs import CostModel, Rates
+from quire.features.kv_offload.feature import OffloadFeature
+from quire.features.kv_offload.tiers import GroupTier
 from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams

@@ -13,10 +13,10 @@ import pytest
 
 import quire
 from quire import LLM, SamplingParams
-from quire.speculation.draft_kinds import LOOKUP
-from quire.speculation.feature import SpeculationFeature
-from quire.speculation.lookup import TextIndex, TextMatch
-from quire.speculation.source_stats import SpeculationStats
+from quire.features.speculation.feature import SpeculationFeature
+from quire.features.speculation.lookup import TextIndex, TextMatch
+from quire.features.speculation.settings import LOOKUP
+from quire.features.speculation.stats import SpeculationStats
 from tests.slow import slow
 from tests.unit.test_drafts import PARAMS, Answers, answers
 from tests.unit.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
@@ -200,7 +200,7 @@ def generated_plainly(kv_cache_dtype: str) -> tuple[list[list[int]], int]:
 
 def free_of_charge(llm: LLM) -> None:
     """Lets drafts cost nothing: what a busy machine measures is no part of these tests."""
-    from quire.speculation.draft_count import StepCosts
+    from quire.features.speculation.draft_count import StepCosts
 
     for feature in llm._core._loop_features:
         if isinstance(feature, SpeculationFeature):
@@ -301,7 +301,7 @@ def test_drafts_stay_within_a_salt() -> None:
             core.step()
         return count() - before
 
-    from quire.speculation.draft_count import StepCosts
+    from quire.features.speculation.draft_count import StepCosts
 
     for feature in core._loop_features:
         feature._costs = StepCosts({})  # type: ignore[attr-defined]

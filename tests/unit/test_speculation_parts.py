@@ -10,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.arrays import int32
+from quire.features.speculation import lookup
+from quire.features.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
+from quire.features.speculation.lookup import RecentTexts, TextIndex, TextSource
+from quire.features.speculation.settings import NONE, SpeculationSettings
 from quire.request import Request, TokenBuffer
 from quire.sampling_params import SamplingParams
-from quire.speculation import text_source
-from quire.speculation.draft_count import AcceptanceRates, StepCosts, choose, may_pay
-from quire.speculation.draft_kinds import NONE
-from quire.speculation.lookup import RecentTexts, TextIndex
-from quire.speculation.settings import SpeculationSettings
-from quire.speculation.text_source import TextSource
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
@@ -86,8 +84,8 @@ def ended(salt: str, tokens: list[int]) -> Request:
 
 def test_texts_of_all_namespaces_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """The namespaces in which requests ended last stay, one of them at least."""
-    monkeypatch.setattr(text_source, "_RECENT", 8)
-    monkeypatch.setattr(text_source, "_NAMESPACES", 3)
+    monkeypatch.setattr(lookup, "_RECENT", 8)
+    monkeypatch.setattr(lookup, "_NAMESPACES", 3)
     texts = TextSource(SpeculationSettings(None, None, True), lanes=2, width=4)
 
     def kept() -> dict[str, int]:

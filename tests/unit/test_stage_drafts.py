@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quire.speculation.draft_model import DraftModel
-from quire.speculation.feature import SpeculationFeature
-from quire.speculation.source_stats import SourceStats
+from quire.features.speculation.draft_model import DraftModel
+from quire.features.speculation.feature import SpeculationFeature
+from quire.features.speculation.stats import SourceStats
 from tests.slow import slow
 from tests.unit.local_stages import LocalStages
 from tests.unit.test_drafts import PARAMS, Answers, answers

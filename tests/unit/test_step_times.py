@@ -8,11 +8,11 @@ from typing import Any, cast
 import pytest
 import torch
 
+from quire.features.speculation.draft_count import measure_steps
 from quire.runner.graphs import Buckets
 from quire.runner.hooks.hook import Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
-from quire.speculation.step_times import measure_steps
 
 
 class Captured:

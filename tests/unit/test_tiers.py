@@ -16,7 +16,7 @@ import stress_cache
 from quire import LLM, SamplingParams
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError
-from quire.offload.tier_stats import TierStats
+from quire.features.kv_offload.stats import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.metrics import ServerMetrics
 from tests.slow import slow
@@ -48,9 +48,9 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 def patch_costs(patch: pytest.MonkeyPatch) -> None:
     """Replaces measured rates: those of a tiny model on a busy machine are of no use to a test."""
-    patch.setattr("quire.offload.costs.CostModel.fetch_pays", lambda self, *_: True)
-    patch.setattr("quire.offload.costs.CostModel.swap_pays", lambda self, *_: True)
-    patch.setattr("quire.offload.costs.CostModel.worth_keeping", True)
+    patch.setattr("quire.features.kv_offload.costs.CostModel.fetch_pays", lambda self, *_: True)
+    patch.setattr("quire.features.kv_offload.costs.CostModel.swap_pays", lambda self, *_: True)
+    patch.setattr("quire.features.kv_offload.costs.CostModel.worth_keeping", True)
 
 
 @pytest.fixture(autouse=True)

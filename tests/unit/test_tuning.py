@@ -30,6 +30,12 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
 from quire.engine.features import features_at_start
 from quire.errors import ConfigError
+from quire.features.tuning import feature, new_entries, table_process
+from quire.features.tuning.feature import TableTuning
+from quire.features.tuning.new_entries import lacking, make_entries, pool_for
+from quire.features.tuning.settings import open_tuning, served
+from quire.features.tuning.step_counts import IdleTurn, StepCounts
+from quire.features.tuning.table_order import TableOrder, packed, products_of
 from quire.models import build_model, spec_from_config
 from quire.ops.triton import gemm_table
 from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
@@ -38,13 +44,6 @@ from quire.ops.triton.gemm_tune import Measured, preferred
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.table_file import sole_writer
 from quire.ops.weight import WeightFormat
-from quire.tuning import feature, new_entries, table_process
-from quire.tuning.feature import TableTuning
-from quire.tuning.layer_shapes import products_of
-from quire.tuning.new_entries import lacking, make_entries, pool_for
-from quire.tuning.settings import open_tuning, served
-from quire.tuning.step_counts import IdleTurn, StepCounts
-from quire.tuning.table_order import TableOrder, packed
 from tests.models.harness import Harness
 
 CARD = "Card X"
@@ -291,7 +290,7 @@ def test_work_that_a_step_came_upon_is_done_again_behind_it() -> None:
 
 _CHILD = """
 import json, os, sys
-from quire.tuning.step_counts import StepCounts
+from quire.features.tuning.step_counts import StepCounts
 order = json.loads(sys.stdin.readline())
 counts = StepCounts(int(sys.argv[1]))
 """
@@ -372,7 +371,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 def test_the_process_ends_with_its_input() -> None:
     """So it does when the engine was killed and nobody is left to tell it."""
     source = (
-        "import sys, time; from quire.tuning import table_process as p\n"
+        "import sys, time; from quire.features.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"
         "p.main(int(sys.argv[1]))\n"
     )

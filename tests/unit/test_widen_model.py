@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import quire
 from quire import LLM, SamplingParams
-from quire.speculation.draft_count import StepCosts
-from quire.speculation.feature import SpeculationFeature
+from quire.features.speculation.draft_count import StepCosts
+from quire.features.speculation.feature import SpeculationFeature
 
 DRAFT = Path(quire.__file__).parent / "embedded" / "quire-tiny-draft"
 

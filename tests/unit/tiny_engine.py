@@ -15,13 +15,13 @@ from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.features import features_at_start, hooks_of
 from quire.engine.workers import WorkerExecutor
+from quire.features.speculation.feature import open_speculation
 from quire.plan import StepPlan
 from quire.request import Request
 from quire.runner import Hook, ModelRunner
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
 from quire.scheduler.progress import StepProgress
-from quire.speculation.feature import open_speculation
 
 VOCAB = 128
 MAX_LEN = 256

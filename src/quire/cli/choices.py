@@ -111,9 +111,9 @@ def _linear_layers(config: EngineConfig) -> str:
     """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
     import torch
 
+    from quire.features.tuning.table_order import products_of
     from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
-    from quire.tuning.layer_shapes import products_of
 
     if config.args.deterministic:
         return "one order of sums for every number of rows: deterministic"

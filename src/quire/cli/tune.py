@@ -32,11 +32,11 @@ def tune(engine: EngineArgs, *, device: str, rows: Sequence[int] | None, again: 
     """
     where = _gpu(device)
     # They import Triton, which machines without a GPU may lack.
+    from quire.features.tuning.new_entries import lacking, make_entries
+    from quire.features.tuning.table_order import products_of
     from quire.ops.triton.gemm_table import BUCKETS, bucket, cache_path, key_of
     from quire.ops.triton.gemm_tune import Measured, preferred
     from quire.ops.triton.table_file import sole_writer
-    from quire.tuning.layer_shapes import products_of
-    from quire.tuning.new_entries import lacking, make_entries
 
     config = config_alone(engine)
     hf_config = load_config(config.model_path)

@@ -11,7 +11,7 @@ from quire.engine.core import EngineCore
 from quire.engine.features import FEATURES, FeatureEntry, features_at_start, hooks_of
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
-from quire.loop_feature import LoopFeature, OnDemand
+from quire.features.loop_feature import LoopFeature, OnDemand
 from quire.runner import ModelRunner
 from quire.scheduler import Order
 
@@ -64,7 +64,7 @@ def _check_uncommon(
 ) -> None:
     """Refuses settings of few engines that the model or the machine cannot have."""
     if args.speculates:
-        from quire.speculation.settings import check_settings
+        from quire.features.speculation.settings import check_settings
 
         check_settings(args, spec)
     if args.parallel:

@@ -11,8 +11,6 @@ from typing import TypeVar
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import ClosedGrant, Grant, PromptRequest, Welcome
 from quire.engine.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.embedding import NO_TOKENS, Embedding, finish, pooling_of
 from quire.engine.host import EngineHost
@@ -44,11 +42,13 @@ from quire.errors import (
     RequestError,
 )
 from quire.executor import OnProgress
-from quire.kv_events.messages import KVEvents
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
+from quire.features.kv_events.messages import KVEvents
+from quire.features.structured_output import Compiler, build_compiler
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
-from quire.structured import Compiler, build_compiler
 from quire.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]

@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.engine.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
-from quire.loop_feature import Failure, LoopFeature, OnDemand
+from quire.features.loop_feature import Failure, LoopFeature, OnDemand
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.config import EngineConfig
-from quire.loop_feature import LoopFeature
+from quire.features.loop_feature import LoopFeature
 from quire.request import RequestOptions
 from quire.runner import Hook
 from quire.sampling_params import SamplingParams
@@ -42,27 +42,27 @@ def _imported(path: str) -> Callable[[EngineConfig], Any]:
 
 FEATURES = (
     FeatureEntry(
-        _imported("quire.pooling:open_pooling"),
-        _imported("quire.pooling.hook:open_pooler"),
+        _imported("quire.features.pooling:open_pooling"),
+        _imported("quire.features.pooling.hook:open_pooler"),
         asked=lambda params, options: options.get("pooling") is not None,
     ),
     FeatureEntry(
-        _imported("quire.offload.loop:OffloadLoop"),
+        _imported("quire.features.kv_offload.loop:OffloadLoop"),
         wanted=lambda config: config.args.host_cache_gb > 0.0,
     ),
     FeatureEntry(
-        _imported("quire.disagg.loop:DisaggLoop"),
-        _imported("quire.disagg.layer_clock:open_layer_clock"),
+        _imported("quire.features.disaggregation.loop:DisaggLoop"),
+        _imported("quire.features.disaggregation.layer_clock:open_layer_clock"),
         wanted=lambda config: config.args.kv_peers is not None,
     ),
     FeatureEntry(
-        _imported("quire.speculation.feature:open_speculation"),
-        _imported("quire.speculation.hook:open_hook"),
+        _imported("quire.features.speculation.feature:open_speculation"),
+        _imported("quire.features.speculation.hook:open_hook"),
         wanted=lambda config: config.args.speculates,
     ),
     FeatureEntry(
-        _imported("quire.balance.feature:Balance"),
-        _imported("quire.balance.hook:BalanceHook"),
+        _imported("quire.features.expert_balance.feature:Balance"),
+        _imported("quire.features.expert_balance.hook:BalanceHook"),
         wanted=lambda config: config.args.redundant_experts > 0,
     ),
     FeatureEntry(
@@ -70,25 +70,25 @@ FEATURES = (
         wanted=lambda config: config.args.ranks > 1,
     ),
     FeatureEntry(
-        _imported("quire.tuning.settings:open_tuning"),
+        _imported("quire.features.tuning.settings:open_tuning"),
         wanted=lambda config: config.args.tune_tables == "on",
     ),
     # After drafts: masks of their positions need what others have written.
     FeatureEntry(
-        _imported("quire.structured:open_grammars"),
+        _imported("quire.features.structured_output:open_grammars"),
         _imported("quire.runner.hooks.mask:Mask"),
         asked=lambda params, options: params.masked,
     ),
     # After masks: it draws the tokens of its rows.
     FeatureEntry(
-        _imported("quire.samplers:open_samplers"),
-        _imported("quire.samplers.hook:open_hook"),
+        _imported("quire.features.samplers:open_samplers"),
+        _imported("quire.features.samplers.hook:open_hook"),
         asked=lambda params, options: params.reshapes,
     ),
     # The last: what others refuse is never bound to an adapter.
     FeatureEntry(
-        _imported("quire.adapters.feature:AdapterFeature"),
-        _imported("quire.adapters.hook:AdapterHook"),
+        _imported("quire.features.lora.feature:AdapterFeature"),
+        _imported("quire.features.lora.hook:AdapterHook"),
         wanted=lambda config: bool(
             config.args.lora_dir or config.args.lora or config.args.enable_lora
         ),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from itertools import islice
 
 from quire.engine.core import EngineCore
-from quire.kv_events.feature import KVEventFeature
-from quire.kv_events.messages import EngineLoad
+from quire.features.kv_events.feature import KVEventFeature
+from quire.features.kv_events.messages import EngineLoad
 
 _LOOKED_AT = 4096
 """Most requests whose prompts are counted."""

@@ -11,12 +11,12 @@ import msgspec
 from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import ClosedGrant, Grant, PromptRequest, Welcome
 from quire.engine.snapshot import Snapshot
 from quire.engine.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.kv_events.messages import KVEvents
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
+from quire.features.kv_events.messages import KVEvents
 from quire.plan import Logprobs
 from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams

@@ -16,8 +16,6 @@ from concurrent.futures import Future
 
 from quire.arrays import int32
 from quire.child_process import end_with
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import Grant
 from quire.engine.builder import build_core, resolve
 from quire.engine.completion_table import Client, CompletionTable
 from quire.engine.core import EngineCore
@@ -61,9 +59,11 @@ from quire.engine.messages import (
 from quire.engine.snapshot import take_snapshot
 from quire.engine.socket_server import Connection, SocketServer
 from quire.errors import EngineDeadError, OverloadedError, QuireError, RequestError
-from quire.kv_events.feature import KVEventFeature
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import Grant
+from quire.features.kv_events.feature import KVEventFeature
+from quire.features.tuning.settings import served
 from quire.sampling_params import SamplingParams
-from quire.tuning.settings import served
 
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
-from quire.loop_feature import Failure, LoopFeature
+from quire.features.loop_feature import Failure, LoopFeature
 from quire.scheduler import Feature
 
 ASK = {"op": "ranks"}

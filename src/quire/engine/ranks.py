@@ -103,7 +103,7 @@ def earlier_hooks(config: EngineConfig) -> list[Hook]:
     """Returns the hooks of a worker in a stage before the last."""
     if not config.args.speculates:
         return []
-    from quire.speculation.hook import open_earlier_hook
+    from quire.features.speculation.hook import open_earlier_hook
 
     return [open_earlier_hook(config)]
 

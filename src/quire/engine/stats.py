@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.balance.expert_stats import ExpertStats
-from quire.disagg.disagg_stats import DisaggStats
 from quire.engine.telemetry import Histogram
-from quire.offload.tier_stats import TierStats
-from quire.speculation.source_stats import SpeculationStats
+from quire.features.disaggregation.stats import DisaggStats
+from quire.features.expert_balance.stats import ExpertStats
+from quire.features.kv_offload.stats import TierStats
+from quire.features.speculation.stats import SpeculationStats
 
 
 class RankStats(msgspec.Struct):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.router import Placement
-from quire.kv_events.prompt_report import (
+from quire.features.kv_events.prompt_report import (
     LOCAL,
     PREFILL_HEADER,
     PROMPT_HEADER,

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from quire.kv_events.messages import KVEventLine
+from quire.features.kv_events.messages import KVEventLine
 from quire.routing.replica import ModelEntry, RoutedReplica
 from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.args import check_secret

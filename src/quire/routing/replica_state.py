@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from quire.engine.router import Replica
-from quire.kv_events.messages import EngineLoad, KVEventLine, split
+from quire.features.kv_events.messages import EngineLoad, KVEventLine, split
 from quire.routing.prefixes import Block, KnownPrompt
 
 Role = Literal["both", "prefill", "decode"]

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.errors import EngineDeadError
-from quire.kv_events.messages import EngineLoad, KVEventLine, KVEvents
+from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
 from quire.server.errors import ApiError
 from quire.server.management import for_admins
 from quire.server.query import Query

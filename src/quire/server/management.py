@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.config import EngineConfig
-from quire.disagg.facts import checkpoint_digest
+from quire.features.disaggregation.facts import checkpoint_digest
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import context_of
 from quire.server.query import Query

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.disagg.messages import Grant, Welcome
+from quire.features.disaggregation.messages import Grant, Welcome
 from quire.server import kv_events, management, peers
 from quire.server.anthropic import objects as anthropic
 from quire.server.anthropic.errors import AnthropicErrorBody

@@ -13,8 +13,8 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.disagg.facts import KVFacts
-from quire.disagg.messages import ClosedGrant, PromptRequest
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import ClosedGrant, PromptRequest
 from quire.server.errors import ApiError
 from quire.server.middleware.request_context import RequestContext, context_of
 from quire.server.request_body import read_body

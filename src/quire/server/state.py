@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from starlette.requests import Request
 
 from quire import __version__
-from quire.adapters.registry import folder_of, names_in
 from quire.engine.stuck import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
+from quire.features.lora.registry import folder_of, names_in
 from quire.server.args import ServerArgs
 from quire.server.body_budget import BodyBudget
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from quire.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEventLine, KVEvents
-from quire.kv_events.prefill_rate import PrefillRate
-from quire.kv_events.prompt_report import spread
+from quire.features.kv_events.feature import PrefillRate
+from quire.features.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEventLine, KVEvents
+from quire.features.kv_events.prompt_report import spread
 from quire.routing.choice import Chooser, RouteChoice, RoutePolicy
 from quire.routing.prompts import PIECE_BYTES, Prompt
 from quire.routing.replica_state import ReplicaState, Role

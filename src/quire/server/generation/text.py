@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 from quire.errors import OverloadedError
-from quire.kv_events.prompt_report import encode_report
+from quire.features.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.generation.usage import CompletionUsage, PromptTokensDetails

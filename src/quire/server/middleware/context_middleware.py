@@ -12,7 +12,12 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.kv_events.prompt_report import LOCAL, PREFILL_HEADER, PROMPT_HEADER, REPORT_HEADER
+from quire.features.kv_events.prompt_report import (
+    LOCAL,
+    PREFILL_HEADER,
+    PROMPT_HEADER,
+    REPORT_HEADER,
+)
 from quire.server.answer_tag import TAG_HEADER, tag_in
 from quire.server.errors import stopping
 from quire.server.hints import HEADER, collect_hints

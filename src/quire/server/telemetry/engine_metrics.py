@@ -18,14 +18,14 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
-from quire.balance.expert_stats import ExpertStats
-from quire.disagg.disagg_stats import OUTCOMES, DisaggStats
+from quire.features.disaggregation.stats import OUTCOMES, DisaggStats
+from quire.features.expert_balance.stats import ExpertStats
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
     from quire.engine.stats import EngineStats, RankStats
-    from quire.offload.tier_stats import TierStats
-    from quire.speculation.source_stats import SpeculationStats
+    from quire.features.kv_offload.stats import TierStats
+    from quire.features.speculation.stats import SpeculationStats
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),

@@ -1,0 +1,1 @@
+"""Features: each is a folder, and nothing outside names it."""

@@ -1,0 +1,89 @@
+"""One prompt that this engine computes for another: its grant, and how far it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from quire.arrays import Int32
+from quire.cache.loading import LoadingPrefix
+from quire.features.disaggregation.layer_clock import LayerBatches
+from quire.features.disaggregation.messages import BlockBatch, Grant
+from quire.features.disaggregation.reader_link import ReaderLink
+from quire.request import Request
+
+Entries = tuple[int, int, int]
+"""Table entries of a KV group: the group, the first, and the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A batch on its way out of `blocks`, int32 [n].
+
+    turn: how often its request had been preempted; None: the blocks are held.
+    """
+
+    batch: BlockBatch
+    blocks: Int32
+    turn: int | None
+
+    @property
+    def entries(self) -> Entries:
+        batch = self.batch
+        return batch.group, batch.first, batch.first + batch.count
+
+
+@dataclass(slots=True, eq=False)
+class Export:
+    """A grant, and how far it is.
+
+    The prompt:
+        tokens: int32 [whole blocks].
+        request: the grant's, once it was admitted.
+        finished: the request has ended.
+        computed: seconds from the grant until then.
+        done: how often the request was preempted, and how many tokens were planned, at the last
+            plan.
+        step: the last one of which the prompt was a part.
+        held: its blocks in the prefix tree, kept from eviction, once the request has ended.
+        settled: a plan was made since they are held.
+
+    The reader:
+        link: its connection, once it has shown the grant.
+        layers: for a reader that waits for each layer.
+        deadline: when it counts as dead.
+        told: when it was last told that work goes on.
+        promised: the connection sends the end by itself.
+
+    The blocks:
+        sent_to: by group, the table entry of the next block to send.
+        again: those that were lost on their way.
+        moving: batches on their way to the memory between engines, by transfer.
+        sent: batches that the reader has not taken, by number.
+
+    The end:
+        closed: nothing more is sent.
+        ended: it is forgotten.
+    """
+
+    grant: Grant
+    tokens: Int32
+    salt: str
+    sent_to: list[int]
+    granted: float
+    deadline: float
+    request: Request | None = None
+    finished: bool = False
+    computed: float = 0.0
+    done: tuple[int, int] = (0, 0)
+    step: int = -1
+    held: LoadingPrefix | None = None
+    settled: bool = False
+    link: ReaderLink | None = None
+    layers: LayerBatches[ReaderLink] | None = None
+    told: float = 0.0
+    promised: bool = False
+    again: list[Entries] = field(default_factory=list)
+    moving: dict[int, Leaving] = field(default_factory=dict)
+    sent: dict[int, Leaving] = field(default_factory=dict)
+    closed: bool = False
+    ended: bool = False

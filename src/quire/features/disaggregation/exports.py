@@ -1,0 +1,520 @@
+"""Prompts that this engine computes for others: grants, and the blocks that they are for.
+
+A grant goes through these states, all of them the loop's; threads only carry messages:
+
+==========  =====================================================================================
+computing   the prompt is a request like others; in async, whole blocks go out as steps fill them
+held        the prompt is in the prefix tree, and a loading lane keeps its blocks from eviction
+closed      nothing more is sent; what is under way still comes to its end
+==========  =====================================================================================
+
+A block of the cache is given up when its copies have ended, a slot of the memory between engines
+when its reader says that it took it, or the connection's threads have ended. A reader that gives no
+sign for the length of a lease, while it is waited for, is dead.
+
+Where readers read the cache itself, "out" copies nothing: its end says that the blocks have been
+written, which those of a prompt that has ended are. They are given up when the reader took the last
+batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
+it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
+again.
+
+Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
+planned, with the step: a clock tells the reader which layers of it have been written. What drafts
+is no part of that: its KV goes when the prompt ends.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.loading import LoadingPrefix, PrefixLoader
+from quire.errors import QuireError
+from quire.features.disaggregation.export import Entries, Export, Leaving
+from quire.features.disaggregation.free_slots import PeerSlots
+from quire.features.disaggregation.layer_clock import LayerBatches
+from quire.features.disaggregation.log_limit import LogLimit
+from quire.features.disaggregation.messages import (
+    Accepted,
+    BlockBatch,
+    ClosedGrant,
+    End,
+    Grant,
+    MemoryHandle,
+    Redeem,
+    Refused,
+    Taken,
+    Working,
+)
+from quire.features.disaggregation.reader_link import Heard, ReaderLink, Stopped
+from quire.features.disaggregation.stats import DisaggStats
+from quire.features.loop_feature import Failure
+from quire.plan import Transfer
+from quire.request import FinishReason, Request, RequestStatus
+from quire.scheduler import PlanBuilder
+
+_log = logging.getLogger(__name__)
+_log.addFilter(LogLimit())
+
+_FIRST_ID = 1 << 40
+"""Ids of transfers are unlike those of other features."""
+_MOST_CLOSED = 1024
+"""Closed grants that are remembered for who asks for them."""
+
+Status = tuple[int, str]
+
+
+class Exports:
+    """All grants of an engine. Belongs to the engine's loop.
+
+    sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
+    fill them. layers: have readers that can read them behind each layer of the step. memory:
+    between engines, for readers that can map it; None: slots are blocks of the cache, which readers
+    read there. model_groups: KV groups of the model; those behind them are of what drafts, which is
+    computed behind the results of a step. None: all. clock: seconds.
+    """
+
+    def __init__(
+        self,
+        slots: PeerSlots,
+        sizes: Sequence[int],
+        stats: DisaggStats,
+        *,
+        lease: float,
+        port: int,
+        chunks: bool,
+        layers: bool = False,
+        memory: MemoryHandle | None,
+        model_groups: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.epoch = secrets.token_hex(8)
+        self._slots = slots
+        self._sizes = sizes
+        self._stats = stats
+        self._lease = lease
+        self._port = port
+        self._chunks = chunks
+        self._layers = layers
+        self._memory = memory
+        self._model_groups = model_groups
+        self._clock = clock
+        self._generations = itertools.count(1)
+        self._ids = itertools.count(_FIRST_ID)
+        self._by_name: dict[str, Export] = {}
+        self._by_link: dict[ReaderLink, Export] = {}
+        self._failures: list[Failure] = []
+        self._closed: deque[ClosedGrant] = deque(maxlen=_MOST_CLOSED)
+
+    def attach(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
+        groups = blocks.groups
+        own = len(groups) if self._model_groups is None else self._model_groups
+        self._drafts = [g >= own for g in range(len(groups))]
+        # A recurrent state is copied by a later step, behind which it can be read.
+        self._readable = [
+            self._memory is None and group.grows and not drafts
+            for group, drafts in zip(groups, self._drafts, strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    # -- grants --------------------------------------------------------------------------------
+
+    def grant(
+        self, tokens: Int32, first: int, salt: str, reader: str, *, layers: bool = False
+    ) -> Grant:
+        """Grants a reader the KV of a prompt, which the caller adds as a request of the grant's
+        name. tokens: int32 [whole blocks]. layers: whether the reader can wait for each."""
+        grant = Grant(
+            name=secrets.token_hex(16),
+            epoch=self.epoch,
+            generation=next(self._generations),
+            reader=reader,
+            lease=self._lease,
+            port=self._port,
+        )
+        now = self._clock()
+        sent_to = [first if group.grows else 0 for group in self._blocks.groups]
+        export = Export(grant, tokens, salt, sent_to, now, now + self._lease)
+        if layers and self._layers:
+            export.layers = LayerBatches()
+        self._by_name[grant.name] = export
+        return grant
+
+    def revoke(self, name: str, outcome: str, reason: str) -> None:
+        """Forgets a grant whose request was refused. Ignored if that has ended it already."""
+        export = self._by_name.get(name)
+        if export is None:
+            return
+        export.finished = True
+        self._close(export, outcome, reason)
+
+    def take_closed(self) -> list[ClosedGrant]:
+        """Returns the grants that were closed since the last call."""
+        closed = list(self._closed)
+        self._closed.clear()
+        return closed
+
+    def admit(self, request: Request) -> None:
+        """Takes note of the request of a grant; others are not its business."""
+        export = self._by_name.get(request.request_id.rpartition("/")[0])
+        if export is not None:
+            export.request = request
+
+    def finish(self, request: Request) -> None:
+        """Keeps the blocks of a grant's request that has ended."""
+        export = self._by_name.get(request.request_id.rpartition("/")[0])
+        if export is None:
+            return
+        export.finished = True
+        if export.closed:
+            self._forget_ended(export)
+            return
+        computed = request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if computed:
+            export.held = self._loader.hold((0, export.salt), export.tokens)
+        now = self._clock()
+        export.computed, export.deadline = now - export.granted, now + self._lease
+        if export.held is None:
+            outcome = "overloaded" if computed else "aborted"
+            self._refuse(export, (503, "the prompt's blocks could not be kept"), outcome)
+            return
+        export.settled = all(group.grows for group in self._blocks.groups)
+        self._keep_sent(export)
+        self._offer(export)
+        self._end_if_sent(export)
+
+    # -- news ----------------------------------------------------------------------------------
+
+    def handle(self, event: Heard | Stopped) -> None:
+        """Takes in a thread's news."""
+        export = self._by_link.get(event.link)
+        match event:
+            case Heard(link, Redeem(grant)) if export is None:
+                self._redeem(link, grant)
+            case Heard(_, Taken(number)) if export is not None and number in export.sent:
+                self._taken(export, export.sent.pop(number))
+            case Heard(link, _):
+                link.close()  # not a message that comes now
+            case Stopped(link, broken):
+                self._by_link.pop(link, None)
+                if export is not None:
+                    self._stopped(export, broken)
+
+    def meet(self, link: ReaderLink, grant: Grant) -> None:
+        """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
+        fills that is under way. From any thread."""
+        export = self._by_name.get(grant.name)
+        if export is not None and export.grant == grant and not export.closed and export.layers:
+            export.layers.meet(link)
+
+    def _redeem(self, link: ReaderLink, grant: Grant) -> None:
+        export = self._by_name.get(grant.name)
+        refusal: Status | None = None
+        if grant.epoch != self.epoch:
+            refusal = (409, "the grant is of an engine that is gone")
+        elif export is None or export.closed:
+            refusal = (410, "the grant has expired")
+        elif (
+            export.grant != grant
+            or export.link is not None
+            or (export.layers is not None and export.layers.link not in (None, link))
+        ):
+            refusal = (403, "the grant is not this reader's, or was used before")
+        if export is None or refusal is not None:
+            status, reason = refusal or (410, "the grant has expired")
+            _log.warning("a reader was refused (%d): %s", status, reason)
+            self._stats.readers_refused += 1
+            link.send(Refused(status, reason))
+            link.close()
+            return
+        export.link = link
+        self._by_link[link] = export
+        self._heard(export)
+        if export.layers is not None:
+            export.layers.meet(link)
+        else:
+            link.send(Accepted(self._memory))
+        self._offer(export)
+        self._end_if_sent(export)
+
+    def _taken(self, export: Export, leaving: Leaving) -> None:
+        batch = leaving.batch
+        self._give_back(leaving)
+        if self._may_be_lost(leaving) and not self._kept(export, leaving):
+            # They were read where they are, or what came there in their place was.
+            export.again.append(leaving.entries)
+            self._offer(export)
+        self._stats.blocks_sent += batch.count
+        self._stats.bytes_sent += batch.count * self._sizes[batch.group]
+        self._heard(export)
+        self._end_if_sent(export)
+
+    def _give_back(self, leaving: Leaving) -> None:
+        """Frees the slots of a batch in the memory between engines."""
+        self._slots.give(leaving.batch.group, leaving.batch.slots or [])
+
+    def _heard(self, export: Export) -> None:
+        export.deadline = self._clock() + self._lease
+
+    def _stopped(self, export: Export, broken: bool) -> None:
+        """Frees what a connection's threads held."""
+        export.link = None
+        for leaving in export.sent.values():
+            self._give_back(leaving)
+        export.sent.clear()
+        if not export.closed:
+            outcome = "broken" if broken else "dead"
+            self._close(export, outcome, "the reader's connection ended")
+        self._forget_ended(export)
+
+    def check(self) -> Sequence[Failure]:
+        """Ends the grants whose readers gave no sign in time. Returns the requests to abort."""
+        now = self._clock()
+        for export in list(self._by_name.values()):
+            if export.closed:
+                continue
+            waits = export.link is None or bool(export.sent)
+            if waits and now > export.deadline:
+                self._refuse(export, (504, "the reader gave no sign in time"), "timeout")
+            elif export.link is not None and not waits and now - export.told > self._lease / 4:
+                export.told = now
+                export.link.send(Working())
+        failures, self._failures = self._failures, []
+        return failures
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether a plan must be made: blocks can be sent, or are on their way."""
+        return any(
+            export.moving
+            or (export.held is not None and not export.settled)
+            or self._can_send(export)
+            for export in self._by_name.values()
+        )
+
+    def _can_send(self, export: Export) -> bool:
+        if export.closed or export.link is None:
+            return False
+        return any(self._slots.num_free(g) for g, _, _ in self._unsent(export))
+
+    def _unsent(self, export: Export) -> list[Entries]:
+        """Returns the table entries that can be sent by the next plan."""
+        if export.held is not None:
+            ends = [end for _, end in self._ranges(export.held)]
+            begins = [begin for begin, _ in self._ranges(export.held)]
+            again = export.again
+        else:
+            # A recurrent state is that behind the prompt's end.
+            end, groups = self._filled(export), self._blocks.groups
+            early = [
+                group.grows and not (drafts and export.layers is not None)
+                for group, drafts in zip(groups, self._drafts, strict=True)
+            ]
+            ends = [end if sends else 0 for sends in early]
+            begins, again = [group.first_needed(len(export.tokens)) for group in groups], []
+        starts = map(max, export.sent_to, begins)
+        rest = ((g, at, end) for g, (at, end) in enumerate(zip(starts, ends, strict=True)))
+        return [*again, *((g, at, end) for g, at, end in rest if at < end)]
+
+    def _filled(self, export: Export) -> int:
+        """Counts the whole blocks of a running request that launched steps have filled."""
+        request, (turn, done) = export.request, export.done
+        if (
+            not self._chunks
+            or request is None
+            or request.status is not RequestStatus.RUNNING
+            or turn != request.num_preemptions
+        ):
+            return 0
+        return min(done, len(export.tokens)) // self._blocks.block_size
+
+    def _ranges(self, held: LoadingPrefix) -> list[tuple[int, int]]:
+        """Returns the table entries of each group that a reader needs."""
+        return [
+            (place, place + len(blocks))
+            for place, blocks in zip(held.places, held.blocks, strict=True)
+        ]
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Sends what is there, as far as slots are free."""
+        for export in list(self._by_name.values()):
+            if not export.closed and export.link is not None:
+                self._send_unsent(builder, export)
+            export.settled = export.held is not None
+            if export.request is not None:
+                # This step fills them behind what goes out, so they are sent by the next plan,
+                # unless the reader waits for each layer.
+                done = export.request.num_preemptions, export.request.planned
+                if done != export.done:
+                    export.done, export.step = done, builder.step_id
+                self._offer(export)
+
+    def _send_unsent(self, builder: PlanBuilder, export: Export) -> None:
+        held = export.held
+        if held is not None and not export.settled:
+            return  # the plan behind `hold` copies a recurrent state, after what goes out
+        unsent, export.again = self._unsent(export), [] if held is not None else export.again
+        for g, first, end in unsent:
+            at = first
+            while at < end and (count := self._send(builder, export, g, at, end)):
+                at += count
+            if first >= export.sent_to[g]:
+                export.sent_to[g] = at
+            elif at < end:
+                export.again.append((g, at, end))
+        self._end_if_sent(export)
+
+    def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, end: int) -> int:
+        """Moves up to a batch of blocks out; returns how many."""
+        leaving = self._batch(export, g, first, end)
+        if leaving is None:
+            return 0
+        batch = leaving.batch
+        export.moving[batch.number] = leaving
+        slots = int32(batch.slots or [])
+        builder.transfer(Transfer(batch.number, "out", "peer", g, leaving.blocks, slots=slots))
+        return batch.count
+
+    def _batch(self, export: Export, g: int, first: int, end: int) -> Leaving | None:
+        """Finds places for the first of some blocks; None where there is none."""
+        blocks = self._blocks_of(export, g, first, end)
+        slots = self._slots.put(g, blocks)
+        if not slots:
+            return None
+        batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
+        if export.held is not None:
+            return Leaving(batch, blocks[: len(slots)], None)
+        batch.step = export.step if export.layers is not None else -1
+        return Leaving(batch, blocks[: len(slots)], export.done[0])
+
+    def _offer(self, export: Export) -> None:
+        """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
+        blocks have been written, or the reader waits for their layers."""
+        link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
+        unsent = self._unsent(export)
+        if export.held is not None:
+            link = export.link
+            unsent = [each for each in unsent if self._readable[each[0]]]
+        if link is None or export.closed:
+            return
+        if export.held is not None:
+            export.again = [each for each in export.again if not self._readable[each[0]]]
+        for g, first, end in unsent:
+            export.sent_to[g] = max(export.sent_to[g], end)
+            while first < end and (leaving := self._batch(export, g, first, end)):
+                first += leaving.batch.count
+                export.sent[leaving.batch.number] = leaving
+                link.send(leaving.batch)
+                self._heard(export)
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Takes note of copies that have ended."""
+        for export in list(self._by_name.values()):
+            for id in [id for id in (*finished, *failed) if id in export.moving]:
+                leaving = export.moving.pop(id)
+                if export.closed or export.link is None or id in failed:
+                    self._give_back(leaving)
+                elif not self._kept(export, leaving):
+                    self._give_back(leaving)
+                    export.again.append(leaving.entries)
+                else:
+                    export.sent[leaving.batch.number] = leaving
+                    self._heard(export)
+                    export.link.send(leaving.batch)
+            self._forget_ended(export)
+
+    def _blocks_of(self, export: Export, g: int, first: int, end: int) -> Int32:
+        """Returns blocks of the prompt by table entries, int32 [end - first]: those that are held,
+        or the running request's."""
+        if export.held is not None:
+            place = export.held.places[g]
+            return export.held.blocks[g][first - place : end - place]
+        assert export.request is not None
+        # A copy: the table may change before the plan is launched.
+        return self._blocks.groups[g].entries(export.request.lane, first, end).copy()
+
+    def _kept(self, export: Export, leaving: Leaving) -> bool:
+        """Tells whether blocks have been the prompt's all the time that they were read. A request
+        loses them when it is preempted, and those that the tree has from another when it ends."""
+        request = export.request
+        if leaving.turn is None or request is None:
+            return True
+        if request.num_preemptions != leaving.turn:
+            return False
+        return np.array_equal(self._blocks_of(export, *leaving.entries), leaving.blocks)
+
+    def _keep_sent(self, export: Export) -> None:
+        """Notes which of the batches that the reader has not taken are held, so that they cannot be
+        lost any more."""
+        for number, leaving in export.sent.items():
+            if self._kept(export, leaving):
+                export.sent[number] = replace(leaving, turn=None)
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def _end_if_sent(self, export: Export) -> None:
+        """Ends a grant of which the reader has taken everything, or is to once it has."""
+        if export.held is None or export.closed or export.link is None or export.moving:
+            return
+        if not export.settled or self._unsent(export):
+            return
+        if not export.promised and not any(
+            self._may_be_lost(each) for each in export.sent.values()
+        ):
+            export.promised = True
+            export.link.end_after(list(export.sent), End(export.computed))
+        if not export.sent:
+            self._close(export, "done")
+
+    def _may_be_lost(self, leaving: Leaving) -> bool:
+        """Tells whether it is to be seen, when a batch was taken, if it was still the prompt's."""
+        return self._memory is None and leaving.turn is not None
+
+    def _refuse(self, export: Export, status: Status, outcome: str) -> None:
+        if export.link is not None:
+            export.link.send(Refused(*status))
+        self._close(export, outcome, f"{status[0]}: {status[1]}")
+
+    def _close(self, export: Export, outcome: str, reason: str = "") -> None:
+        export.closed = True
+        if outcome != "done":
+            _log.warning("a grant ended (%s): %s", outcome, reason)
+        seconds = self._clock() - export.granted
+        self._closed.append(ClosedGrant(export.grant.name, outcome, export.computed, seconds))
+        self._stats.grants[outcome] = self._stats.grants.get(outcome, 0) + 1
+        if export.link is not None:
+            export.link.close()
+        if export.request is not None and not export.finished:
+            self._failures.append((export.request, QuireError("the reader of the prompt is gone")))
+        self._forget_ended(export)
+
+    def _forget_ended(self, export: Export) -> None:
+        """Gives up the blocks and the name of a closed grant, once nothing of it is under way."""
+        if not export.closed or export.ended or export.moving:
+            return
+        if export.held is not None:
+            self._loader.release(export.held)
+            export.held = None
+        if export.link is None and (export.finished or export.request is None):
+            export.ended = True
+            del self._by_name[export.grant.name]
+
+    def stop(self) -> None:
+        """Closes all grants."""
+        for export in list(self._by_name.values()):
+            if not export.closed:
+                self._close(export, "aborted", "the engine ends")

@@ -1,0 +1,118 @@
+"""Batches whose layers are yet to be written, for a reader that may come in the midst of a step."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import os
+import threading
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from quire.config import EngineConfig
+from quire.features.disaggregation.messages import Accepted, BlockBatch, Message
+from quire.features.disaggregation.settings import read_settings
+from quire.models.decoder import Decoder
+from quire.ops import op
+from quire.ops.reference import layer_clock as twins
+from quire.runner.hooks.hook import Hook
+from quire.runner.mask_ring import pin, unpin
+from quire.runner.readback import Step
+from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, map_shared
+
+
+class _Link(Protocol):
+    def send(self, message: Message) -> None: ...
+
+
+Link = TypeVar("Link", bound=_Link)
+
+
+class LayerBatches(Generic[Link]):
+    """Batches of a prompt for its reader, the first to show its grant. The loop names them, and the
+    thread of the reader's connection sends those that were named before it came: the loop hears of
+    it only when the step is over. From any thread.
+
+    link: of the reader, once it has come.
+    """
+
+    def __init__(self) -> None:
+        self.link: Link | None = None
+        self._named: list[BlockBatch] = []
+        self._lock = threading.Lock()
+
+    def send(self, batch: BlockBatch) -> None:
+        """Sends a batch as soon as there is a reader."""
+        with self._lock:
+            if self.link is None:
+                self._named.append(batch)
+            else:
+                self.link.send(batch)
+
+    def meet(self, link: Link) -> None:
+        """Greets the reader, if none has come before."""
+        with self._lock:
+            if self.link is None:
+                self.link = link
+                link.send(Accepted(None))
+                for batch in self._named:
+                    link.send(batch)
+
+
+# Tells the engines that read this one's cache which layers have stored the KV of which step.
+
+_set_clock = op(twins.set_clock)
+
+_NEVER = -1 << 40
+"""The count before the first step: no reader waits for so little."""
+
+
+def open_layer_clock(config: EngineConfig) -> Hook:
+    """Returns the hook of an engine with peers: a clock where they read layer by layer."""
+    return LayerClock() if read_settings(config.args.kv_peers or {}).layers else Hook()
+
+
+class LayerClock(Hook):
+    """Answers `layer_clock` with the memory of the clocks of all ranks, int64 [ranks] from
+    `CLOCK_BEGIN` on."""
+
+    def __init__(self) -> None:
+        self._handle: SharedMemory | None = None
+        self._pinned: Any = None
+
+    def attach(self, model: Decoder) -> None:
+        group = model.group
+        memory, self._handle = map_shared(mmap.PAGESIZE, group, str(model.device))
+        if model.device.type == "cuda":
+            self._pinned = np.frombuffer(memory, dtype=np.int8)
+            pin(self._pinned)
+        clocks = np.frombuffer(memory, np.int64, group.world, CLOCK_BEGIN)
+        self._clock = torch.from_numpy(clocks)[group.rank : group.rank + 1]
+        self._before = torch.full((1,), _NEVER, dtype=torch.int64, device=model.device)
+        self._layers = len(model.layers)
+        for index, layer in enumerate(model.layers):
+            # Attention has stored the layer's KV by then, that of both halves of a step too.
+            mlp: nn.Module = layer.mlp  # type: ignore[assignment]
+            mlp.register_forward_pre_hook(functools.partial(self._stored, index + 1))
+
+    def _stored(self, layers: int, *_: Any) -> None:
+        _set_clock(self._before, layers, self._clock)
+
+    def begin(self, step: Step) -> None:
+        self._before.fill_(step.plan.step_id * self._layers)
+
+    def on_control(self, message: dict[str, Any]) -> Any:
+        return self._handle if message.get("op") == "layer_clock" else None
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle.descriptor)
+            self._handle = None
+        if self._pinned is not None:
+            # A step may still write it.
+            torch.cuda.synchronize()
+            unpin(self._pinned)
+            self._pinned = None

@@ -1,0 +1,209 @@
+"""A connection between engines: messages behind their lengths, and raw blocks."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+
+import msgspec
+
+from quire.features.disaggregation.facts import KVFacts
+
+_LENGTH_BYTES = 4
+_MOST_BYTES = 1 << 20
+"""The most of a message; blocks are not part of it."""
+
+
+class BrokenMessageError(Exception):
+    """Bytes came over a connection that are no message."""
+
+
+class PeerChannel:
+    """Sends and receives on a connected socket, each from one thread; `end` from any."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+    def send(self, message: Message) -> None:
+        """Raises OSError where the peer is gone."""
+        data = encoder.encode(message)
+        self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+
+    def send_block(self, block: memoryview) -> None:
+        self._socket.sendall(block)
+
+    def receive(self) -> Message:
+        """Waits for the next message.
+
+        Raises:
+            OSError: the connection has ended, or the time limit has passed (TimeoutError).
+            BrokenMessageError: it is no message.
+        """
+        head = bytearray(_LENGTH_BYTES)
+        self.receive_into(memoryview(head))
+        size = int.from_bytes(head, "little")
+        if size > _MOST_BYTES:
+            raise BrokenMessageError(f"a message of {size} bytes")
+        data = bytearray(size)
+        self.receive_into(memoryview(data))
+        try:
+            return decode(bytes(data))
+        except msgspec.DecodeError as error:
+            raise BrokenMessageError(str(error)) from None
+
+    def receive_into(self, data: memoryview) -> None:
+        """Fills memory. Raises OSError as `receive`."""
+        while len(data):
+            count = self._socket.recv_into(data)
+            if not count:
+                raise ConnectionResetError("the peer has ended the connection")
+            data = data[count:]
+
+    def end(self) -> None:
+        """Ends the connection for both directions; calls that wait return. Idempotent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.end()
+        self._socket.close()
+
+
+# Messages between engines: grants over HTTP, and what fetches their blocks over a connection.
+
+
+class PromptRequest(msgspec.Struct, frozen=True):
+    """Asks for the KV of a prompt; the body of `POST /kv/prefill`.
+
+    tokens: whole blocks of them. cache_salt: see `Request`. first: blocks that the reader has.
+    reader: names the engine that asks, for its life. epoch: of the engine that answers, as its
+    handshake told. layers: whether the reader can read that engine's clock, and so blocks whose
+    layers are yet to be written.
+    """
+
+    tokens: list[int]
+    first: int
+    reader: str
+    epoch: str
+    cache_salt: str = ""
+    layers: bool = False
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The right to fetch the KV of one prompt, once.
+
+    name: not to be guessed. epoch: names the engine that gave it, for its life. generation: counts
+    its grants. reader: who may use it. lease: seconds in which the reader must show itself.
+    port: of the connection, on the host that was asked.
+    """
+
+    name: str
+    epoch: str
+    generation: int
+    reader: str
+    lease: float
+    port: int
+
+
+class ClosedGrant(msgspec.Struct, frozen=True):
+    """The end of a grant by `name`. outcome: see `OUTCOMES`. computed: seconds until the prompt was
+    computed, 0 where it was not. seconds: until the end."""
+
+    name: str
+    outcome: str
+    computed: float
+    seconds: float
+
+
+class Welcome(msgspec.Struct, frozen=True):
+    """Answers a handshake: the engine's facts, its epoch, and where its blocks are for a transport
+    that reads them there; see `Transfer.source`."""
+
+    facts: KVFacts
+    epoch: str
+    memory: bytes = b""
+
+
+class MemoryHandle(msgspec.Struct, frozen=True):
+    """Memory that a reader on the same host can map; see `SharedMemory`. starts, sizes: by group,
+    where slots begin and their bytes."""
+
+    pid: int
+    descriptor: int
+    size: int
+    token: bytes
+    starts: list[int]
+    sizes: list[int]
+
+
+class Redeem(msgspec.Struct, tag=True):
+    """The reader's first message: shows its grant."""
+
+    grant: Grant
+
+
+class Accepted(msgspec.Struct, tag=True):
+    """Answers `Redeem`: blocks will come. memory: between engines; None where blocks are read where
+    they are."""
+
+    memory: MemoryHandle | None
+
+
+class Mapped(msgspec.Struct, tag=True):
+    """Answers `Accepted`: whether the reader can map the memory."""
+
+    shared: bool
+
+
+class Refused(msgspec.Struct, tag=True):
+    """Ends a connection without the blocks. status: as HTTP has it."""
+
+    status: int
+    reason: str
+
+
+class Working(msgspec.Struct, tag=True):
+    """Tells the reader that its prompt is still being computed."""
+
+
+class BlockBatch(msgspec.Struct, tag=True):
+    """Blocks `first` to `first` + `count` - 1 of a group's table.
+
+    slots: where they are in shared memory, or blocks of the writer's cache; None: their bytes
+        follow the message.
+    step: of the writer, which fills blocks of its cache layer by layer; -1: they are filled.
+    """
+
+    number: int
+    group: int
+    first: int
+    count: int
+    slots: list[int] | None = None
+    step: int = -1
+
+
+class Taken(msgspec.Struct, tag=True):
+    """Tells that a batch was read: its memory may be used again."""
+
+    number: int
+
+
+class End(msgspec.Struct, tag=True):
+    """Tells that all blocks have been sent. computed: seconds from the grant to the prompt's
+    end."""
+
+    computed: float
+
+
+Message = Redeem | Accepted | Mapped | Refused | Working | BlockBatch | Taken | End
+
+encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def decode(data: bytes) -> Message:
+    """Raises msgspec.DecodeError where the data is no message."""
+    message: Message = _decoder.decode(data)
+    return message

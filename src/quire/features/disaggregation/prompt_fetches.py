@@ -1,0 +1,341 @@
+"""The time that a prompt from a peer costs beyond its computing, as a line over its tokens."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.loading import LoadingPrefix, PrefixLoader
+from quire.features.disaggregation.free_slots import PeerSlots
+from quire.features.disaggregation.stats import DisaggStats
+from quire.plan import Transfer
+from quire.request import Request
+from quire.scheduler import PlanBuilder
+
+_KEPT = 0.9
+"""Weight of the measurements before, at each one."""
+
+
+class HandoverTime:
+    """Fits seconds = fixed + per_token * tokens by least squares, the newest measurements first.
+
+    Neither number is negative. Both are 0 before there is a measurement.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Takes a measurement in."""
+        x, y = float(tokens), max(0.0, seconds)
+        self._count = self._count * _KEPT + 1.0
+        self._x = self._x * _KEPT + x
+        self._y = self._y * _KEPT + y
+        self._xx = self._xx * _KEPT + x * x
+        self._xy = self._xy * _KEPT + x * y
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Returns (fixed, per_token), in seconds."""
+        if not self._count:
+            return 0.0, 0.0
+        spread = self._count * self._xx - self._x**2
+        # Measurements of equal lengths tell no slope.
+        if spread <= 1e-9 * self._count * self._xx:
+            return self._y / self._count, 0.0
+        slope = (self._count * self._xy - self._x * self._y) / spread
+        slope = min(max(slope, 0.0), self._xy / self._xx if self._xx else 0.0)
+        return max(0.0, (self._y - slope * self._x) / self._count), slope
+
+
+# Prompts that other engines compute for this one.
+
+_log = logging.getLogger(__name__)
+
+_FIRST_ID = 1 << 41
+"""Ids of transfers are unlike those of other features."""
+
+
+@dataclass(frozen=True, slots=True)
+class PullOrder:
+    """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
+    here. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
+    trace, "" for none."""
+
+    name: str
+    tokens: Int32
+    first: int
+    salt: str
+    peer: str | None = None
+    traceparent: str = ""
+
+
+class Pull(Protocol):
+    """A thread that brings a prompt's blocks."""
+
+    def cancel(self) -> None:
+        """Makes it end soon. From any thread. Idempotent."""
+        ...
+
+    def moved(self, good: bool) -> None:
+        """Tells of the end of a batch's copy, and whether it was good. Does not wait."""
+        ...
+
+
+class Puller(Protocol):
+    """Starts threads that ask peers."""
+
+    @property
+    def up(self) -> int:
+        """The peers that can be asked now."""
+        ...
+
+    def start(self, order: PullOrder) -> Pull: ...
+
+
+@dataclass(slots=True)
+class Brought:
+    """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
+    which `source` describes, once `step` has filled them; see `Transfer`."""
+
+    pull: Pull
+    group: int
+    first: int
+    slots: list[int]
+    source: bytes = b""
+    step: int = -1
+
+
+@dataclass(slots=True)
+class Ended:
+    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
+    prompt that came, beyond those in which it was computed. asked: until the peer had agreed."""
+
+    pull: Pull
+    outcome: str
+    reason: str = ""
+    seconds: float = 0.0
+    asked: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A prompt on its way.
+
+    filled: by group, table entries whose blocks have come. outcome: of the thread, once it has
+    ended. dropped: the request ended, or what came was wrong.
+    """
+
+    request_id: str
+    loading: LoadingPrefix
+    pull: Pull
+    filled: list[set[int]]
+    moving: dict[int, Brought] = field(default_factory=dict)
+    waiting: list[Brought] = field(default_factory=list)
+    outcome: str = ""
+    dropped: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block has come."""
+        wanted = zip(self.loading.places, self.loading.blocks, self.filled, strict=True)
+        return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
+
+    def wants(self, brought: Brought) -> bool:
+        """Whether blocks are among those that were asked for. Some come again, where the peer has
+        lost them while they were read."""
+        if not 0 <= brought.group < len(self.filled):
+            return False
+        place = self.loading.places[brought.group]
+        end = place + len(self.loading.blocks[brought.group])
+        return place <= brought.first and brought.first + len(brought.slots) <= end
+
+
+class Fetches:
+    """All fetches of an engine. Belongs to the engine's loop.
+
+    sizes: bytes of a block, by group. least: the fewest tokens to ask a peer for.
+    """
+
+    def __init__(
+        self,
+        puller: Puller,
+        slots: PeerSlots,
+        sizes: Sequence[int],
+        stats: DisaggStats,
+        *,
+        least: int,
+    ) -> None:
+        self._puller = puller
+        self._slots = slots
+        self._sizes = sizes
+        self._stats = stats
+        self._least = least
+        self._ids = itertools.count(_FIRST_ID)
+        self._by_pull: dict[Pull, Fetch] = {}
+        self._by_request: dict[str, Fetch | None] = {}
+        """Requests that were decided about; None where they compute their prompts themselves."""
+        self._chosen: dict[str, tuple[str | None, str]] = {}
+        """By request, the peer that was chosen for it, "" for none, and its traceparent."""
+        self.handover = HandoverTime()
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
+        self._wake = wake
+
+    def __len__(self) -> int:
+        return len(self._by_pull)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def choose(self, request: str, peer: str | None, traceparent: str) -> None:
+        """Notes which peer is to compute a request's prompt, however short; "": none, None: as
+        without a choice."""
+        self._chosen[request] = peer, traceparent
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        """Decides, once for each request, whether a peer computes its prompt."""
+        name = request.request_id
+        if name in self._by_request:
+            return self._by_request[name] is not None
+        size = self._blocks.block_size
+        whole = limit // size * size
+        peer, traceparent = self._chosen.get(name.rpartition("/")[0], (None, ""))
+        least = self._least if peer is None else size
+        if whole < least or peer == "" or request.lora_id or request.num_preemptions:
+            return False
+        match = self._blocks.match(request.namespace, tokens, whole, whole_only=True)
+        if whole - match.length < least or not self._puller.up:
+            return False
+        prefix = tokens[:whole].copy()
+        loading = self._loader.begin(request.namespace, match, prefix, request.known)
+        if loading is None:
+            return False  # it would find no room to start, either; it is asked about again
+        order = PullOrder(name, prefix, match.whole, request.cache_salt, peer, traceparent)
+        fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
+        self._by_pull[fetch.pull] = fetch
+        self._by_request[name] = fetch
+        return True
+
+    def finish(self, request: Request) -> None:
+        """Gives up the fetch of a request that has ended."""
+        self._chosen.pop(request.request_id.rpartition("/")[0], None)
+        fetch = self._by_request.pop(request.request_id, None)
+        if fetch is not None:
+            self._drop(fetch)
+
+    def forget(self) -> None:
+        """Gives up all fetches: prefixes that come later are not to be used."""
+        for fetch in list(self._by_pull.values()):
+            self._drop(fetch)
+
+    def _drop(self, fetch: Fetch) -> None:
+        fetch.dropped = True
+        fetch.pull.cancel()
+        self._give_waiting(fetch)
+        self._end(fetch)
+
+    def _give_waiting(self, fetch: Fetch) -> None:
+        for brought in fetch.waiting:
+            self._slots.give(brought.group, brought.slots)
+        fetch.waiting = []
+
+    # -- news ----------------------------------------------------------------------------------
+
+    def handle(self, event: Brought | Ended) -> None:
+        """Takes in a thread's news."""
+        fetch = self._by_pull[event.pull]
+        match event:
+            case Brought() if fetch.dropped:
+                self._slots.give(event.group, event.slots)
+            case Brought() if fetch.wants(event):
+                fetch.filled[event.group].update(range(event.first, event.first + len(event.slots)))
+                fetch.waiting.append(event)
+            case Brought():
+                _log.error("%s: a peer sent blocks that were not asked for", fetch.request_id)
+                self._slots.give(event.group, event.slots)
+                self._drop(fetch)
+            case Ended():
+                fetch.outcome = event.outcome
+                if event.outcome == "done":
+                    missing = len(fetch.loading.tokens) - fetch.loading.start
+                    self.handover.add(missing, event.seconds)
+                    self._stats.handover_seconds += max(0.0, event.seconds)
+                    self._stats.ask_seconds += event.asked
+                if event.outcome == "done" and not fetch.complete and not fetch.dropped:
+                    fetch.outcome = "broken"
+                self._stats.fetches[fetch.outcome] = self._stats.fetches.get(fetch.outcome, 0) + 1
+                if fetch.outcome not in ("done", "aborted"):
+                    _log.warning(
+                        "%s computes its prompt itself (%s): %s",
+                        fetch.request_id,
+                        fetch.outcome,
+                        event.reason,
+                    )
+                if fetch.outcome != "done":
+                    self._give_waiting(fetch)
+                    self._wake_request(fetch, good=False)
+                self._end(fetch)
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def pending(self) -> bool:
+        """Whether a plan must be made: blocks have come, or are being copied."""
+        return any(fetch.waiting or fetch.moving for fetch in self._by_pull.values())
+
+    def plan(self, builder: PlanBuilder) -> None:
+        """Copies what has come to the booked blocks."""
+        for fetch in self._by_pull.values():
+            for brought in fetch.waiting:
+                at = brought.first - fetch.loading.places[brought.group]
+                blocks = fetch.loading.blocks[brought.group][at : at + len(brought.slots)]
+                id = next(self._ids)
+                fetch.moving[id] = brought
+                move = Transfer(id, "in", "peer", brought.group, int32(blocks))
+                move.slots = int32(brought.slots)
+                move.source, move.step = brought.source, brought.step
+                builder.transfer(move)
+            fetch.waiting = []
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        """Takes note of copies that have ended."""
+        for fetch in list(self._by_pull.values()):
+            for id in [id for id in (*finished, *failed) if id in fetch.moving]:
+                brought = fetch.moving.pop(id)
+                self._slots.give(brought.group, brought.slots)
+                self._stats.blocks_received += len(brought.slots)
+                size = self._sizes[brought.group]
+                self._stats.bytes_received += len(brought.slots) * size
+                if id in failed:
+                    fetch.dropped = True
+                fetch.pull.moved(id not in failed)
+            self._end(fetch)
+
+    def _end(self, fetch: Fetch) -> None:
+        """Ends a fetch of which nothing is under way: its blocks enter the tree, or are freed."""
+        if not fetch.outcome or fetch.moving or fetch.waiting or fetch.pull not in self._by_pull:
+            return
+        del self._by_pull[fetch.pull]
+        good = fetch.outcome == "done" and not fetch.dropped
+        self._loader.end(fetch.loading, good)
+        if good:
+            self._stats.remote_tokens += len(fetch.loading.tokens) - fetch.loading.start
+        self._wake_request(fetch, good)
+
+    def _wake_request(self, fetch: Fetch, good: bool) -> None:
+        """Lets a request go on that still waits for a fetch."""
+        if self._by_request.get(fetch.request_id) is fetch:
+            self._by_request[fetch.request_id] = None
+            self._stats.local += not good
+            self._wake(fetch.request_id)
+
+    def stop(self) -> None:
+        """Ends all threads."""
+        for fetch in self._by_pull.values():
+            fetch.pull.cancel()

@@ -1,0 +1,292 @@
+"""Threads that ask peers for prompts, and bring their blocks into the memory between engines."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from quire.features.disaggregation.free_slots import FreeSlots
+from quire.features.disaggregation.listener import View
+from quire.features.disaggregation.messages import (
+    Accepted,
+    BlockBatch,
+    BrokenMessageError,
+    End,
+    Grant,
+    Mapped,
+    MemoryHandle,
+    PeerChannel,
+    Redeem,
+    Refused,
+    Taken,
+    Working,
+)
+from quire.features.disaggregation.peer_list import Peer, PeerError, PeerList
+from quire.features.disaggregation.prompt_fetches import Brought, Ended, PullOrder
+from quire.runner.transfer.shared_memory import read_shared
+from quire.runner.transfer.threads import DaemonThreads
+
+_log = logging.getLogger(__name__)
+
+Tell = Callable[[Brought | Ended], None]
+
+_THREADS = 16
+_CONNECT_SECONDS = 2.0
+_ATTEMPTS = 2
+_MOST_BLOCKS = 1 << 12
+_MOST_ID = (1 << 31) - 1
+"""The most of a batch, and of a block's number, that a peer's words are taken for."""
+_CLOSE_SECONDS = 1.0
+_OF_THE_PROMPT = (400, 413)
+"""Statuses of a peer that cannot compute this prompt, as it is too long there; others it may."""
+_STATUS_OUTCOMES = {
+    403: "refused",
+    409: "refused",
+    410: "timeout",
+    503: "overloaded",
+    504: "timeout",
+}
+
+
+class _NoRoomError(Exception):
+    """No slots became free for the blocks that the peer sends."""
+
+
+class PullThreads:
+    """Runs pulls on threads.
+
+    lease: seconds that a peer may be silent. slots: that are filled, and view: of these; None where
+    blocks are read from the peer's cache.
+    """
+
+    def __init__(
+        self,
+        peers: PeerList,
+        slots: FreeSlots | None,
+        view: View | None,
+        tell: Tell,
+        lease: float,
+    ) -> None:
+        self.peers = peers
+        self.slots = slots
+        self.view = view
+        self.tell = tell
+        self.lease = lease
+        self._threads = DaemonThreads(_THREADS, "kv-pull")
+
+    @property
+    def up(self) -> int:
+        return self.peers.up
+
+    def start(self, order: PullOrder) -> PeerPull:
+        pull = PeerPull(self, order)
+        pull.job = self._threads.submit(pull.run)
+        return pull
+
+    def close(self) -> None:
+        self._threads.close(_CLOSE_SECONDS)
+
+
+class PeerPull:
+    """Asks for one prompt, and brings its blocks. job: runs it; set before it may be cancelled."""
+
+    job: Future[None]
+
+    def __init__(self, threads: PullThreads, order: PullOrder) -> None:
+        self._threads = threads
+        self._order = order
+        self._cancelled = threading.Event()
+        self._channel: PeerChannel | None = None
+        self._lock = threading.Lock()
+        self._asked = self._computed = 0.0
+        self._moved: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def cancel(self) -> None:
+        with self._lock:
+            if self._cancelled.is_set():
+                return
+            self._cancelled.set()
+            if self._channel is not None:
+                self._channel.end()
+        self._moved.put(False)
+        if self.job.cancel():  # all threads are busy, for how long is open
+            self._threads.tell(Ended(self, "aborted"))
+
+    def moved(self, good: bool) -> None:
+        self._moved.put(good)
+
+    def run(self) -> None:
+        """Runs on a thread; tells the loop of every batch and, last, of the end."""
+        begun = time.monotonic()
+        try:
+            outcome, reason = self._pull(begun)
+        except _NoRoomError:  # other prompts hold the slots: no fault of the peer
+            lease = self._threads.lease
+            outcome, reason = "overloaded", f"there was no room here for blocks for {lease:g} s"
+        except Exception as error:  # the request must not wait for ever
+            _log.exception("a pull failed")
+            outcome, reason = "broken", type(error).__name__
+        if self._cancelled.is_set():
+            outcome = "aborted"
+        seconds = time.monotonic() - begun - self._computed
+        self._threads.tell(Ended(self, outcome, reason, seconds, self._asked))
+
+    def _pull(self, begun: float) -> tuple[str, str]:
+        outcome, reason = "dead", "no peer can be asked"
+        last: Peer | None = None
+        for _ in range(_ATTEMPTS):
+            peer = self._threads.peers.choose(last, self._order.peer)
+            if peer is None or self._cancelled.is_set():
+                break
+            last = peer
+            peer.pulls += 1
+            try:
+                order = self._order
+                grant = peer.ask(order.tokens.tolist(), order.first, order.salt, order.traceparent)
+                self._asked = time.monotonic() - begun
+                return self._redeem(peer, grant)
+            except PeerError as error:
+                outcome, reason = error.outcome, str(error)
+                if error.status not in _OF_THE_PROMPT:
+                    peer.failed(outcome)
+                _log.warning("peer %s gave no prompt (%s): %s", peer.url, outcome, reason)
+            finally:
+                peer.pulls -= 1
+        return outcome, reason
+
+    def _redeem(self, peer: Peer, grant: Grant) -> tuple[str, str]:
+        """Fetches a grant's blocks. Raises PeerError where nothing of them has come."""
+        try:
+            connected = socket.create_connection((peer.host, grant.port), _CONNECT_SECONDS)
+        except OSError as error:
+            raise PeerError("dead", f"{peer.host}:{grant.port}: {error}") from None
+        connected.settimeout(self._threads.lease)
+        channel = PeerChannel(connected)
+        memory: PeerMemory | None = None
+        try:
+            # Also if nobody waits any more: the peer learns it by the connection's end.
+            channel.send(Redeem(grant))
+            with self._lock:
+                self._channel = channel
+            while not self._cancelled.is_set():
+                match channel.receive():
+                    case Accepted(MemoryHandle() as handle):
+                        memory = map_memory(handle)
+                        channel.send(Mapped(memory is not None))
+                    case Accepted() | Working():
+                        pass
+                    case BlockBatch() as batch:
+                        trouble = self._take(channel, peer, memory, batch)
+                        if trouble:
+                            return "broken", trouble
+                    case End(computed):
+                        self._computed = computed
+                        return "done", ""
+                    case Refused(status, why):
+                        return _STATUS_OUTCOMES.get(status, "refused"), f"{status}: {why}"
+                    case other:
+                        return "broken", f"unexpected {type(other).__name__}"
+            return "aborted", ""
+        except TimeoutError:
+            peer.failed("timeout")
+            return "timeout", f"{peer.url} was silent for {self._threads.lease:g} s"
+        except OSError as error:
+            if not self._cancelled.is_set():
+                peer.failed("dead")
+            return "dead", f"{peer.url}: {error}"
+        except BrokenMessageError as error:
+            return "broken", f"{peer.url}: {error}"
+        finally:
+            with self._lock:
+                self._channel = None
+            channel.close()
+            if memory is not None:
+                memory.close()
+
+    def _take(
+        self, channel: PeerChannel, peer: Peer, memory: PeerMemory | None, batch: BlockBatch
+    ) -> str:
+        """Brings a batch into slots, or blocks, of this engine; returns what is wrong with it."""
+        threads = self._threads
+        if threads.slots is None or threads.view is None:
+            return self._read(channel, peer, batch)
+        if (
+            not 0 < batch.count <= _MOST_BLOCKS
+            or not 0 <= batch.group < threads.slots.groups
+            or (batch.slots is not None and (memory is None or len(batch.slots) != batch.count))
+        ):
+            return "a batch that cannot be"
+        # A peer may have more slots than there are here.
+        for begin in range(0, batch.count, threads.slots.total):
+            part = range(begin, min(begin + threads.slots.total, batch.count))
+            slots = threads.slots.await_many(batch.group, len(part), threads.lease)
+            if not slots:
+                raise _NoRoomError
+            try:
+                for i, slot in zip(part, slots, strict=True):
+                    into = threads.view(batch.group, slot)
+                    if batch.slots is not None and memory is not None:
+                        memory.copy_block(batch.group, batch.slots[i], into)
+                    else:
+                        channel.receive_into(into)
+            except BaseException:
+                threads.slots.give(batch.group, slots)
+                raise
+            threads.tell(Brought(self, batch.group, batch.first + begin, slots))
+        channel.send(Taken(batch.number))
+        return ""
+
+    def _read(self, channel: PeerChannel, peer: Peer, batch: BlockBatch) -> str:
+        """Has the engine read a batch from the peer's cache; returns what is wrong with it."""
+        blocks = batch.slots or []
+        if not 0 < len(blocks) == batch.count <= _MOST_BLOCKS or not (
+            0 <= min(blocks) <= max(blocks) <= _MOST_ID
+        ):
+            return "a batch that cannot be"
+        brought = Brought(self, batch.group, batch.first, blocks, peer.memory, batch.step)
+        self._threads.tell(brought)
+        try:
+            good = self._moved.get(timeout=self._threads.lease)
+        except queue.Empty:
+            raise TimeoutError from None
+        if not good:
+            raise ConnectionError("blocks could not be read")
+        channel.send(Taken(batch.number))
+        return ""
+
+
+class PeerMemory:
+    """A peer's memory, mapped to be read."""
+
+    def __init__(self, handle: MemoryHandle, memory: mmap.mmap) -> None:
+        self._handle = handle
+        self._memory = memory
+        self._bytes: Any = np.frombuffer(memory, dtype=np.uint8)
+
+    def copy_block(self, group: int, slot: int, into: memoryview) -> None:
+        """Copies a slot's bytes; other threads of this process run meanwhile. Raises
+        BrokenMessageError if it is outside of the memory."""
+        size = self._handle.sizes[group]
+        begin = self._handle.starts[group] + slot * size
+        if slot < 0 or begin + size > len(self._bytes):
+            raise BrokenMessageError(f"slot {slot} of group {group}")
+        np.copyto(np.frombuffer(into, dtype=np.uint8), self._bytes[begin : begin + size])
+
+    def close(self) -> None:
+        self._bytes = None  # it would keep the memory mapped
+        self._memory.close()
+
+
+def map_memory(handle: MemoryHandle) -> PeerMemory | None:
+    """Maps a peer's memory; None where it is not on this host, or may not be read."""
+    memory = read_shared(handle.pid, handle.descriptor, handle.size, handle.token)
+    return None if memory is None else PeerMemory(handle, memory)

@@ -1,0 +1,45 @@
+"""The engine's part: it says when experts are rearranged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.arrays import int32
+from quire.config import EngineConfig
+from quire.executor import Capacity, Executor
+from quire.features.loop_feature import LoopFeature
+from quire.scheduler import Feature, PlanBuilder
+
+ENTRY = "rearrange_experts"
+"""The name in a plan's writes before whose body experts are rearranged."""
+ASK = {"op": "experts"}
+"""The control message that is answered with `ExpertStats`."""
+FIRST_STEPS, STEPS = 256, 4096
+"""Steps until experts are rearranged for the first time, and again."""
+
+
+class StepCount(Feature):
+    """Counts steps; every rank rearranges experts before the same one."""
+
+    def __init__(self) -> None:
+        self._left = FIRST_STEPS
+
+    def plan(self, builder: PlanBuilder) -> None:
+        self._left -= 1
+        if not self._left:
+            self._left = STEPS
+            builder.write(ENTRY, int32([]), int32([]))
+
+
+class Balance(LoopFeature):
+    """Starts the count, and asks the first rank for statistics."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._executor: Executor | None = None
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        self._executor = executor
+        return StepCount()
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self._executor is None else {"experts": self._executor.control(ASK)}

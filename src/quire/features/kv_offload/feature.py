@@ -1,0 +1,441 @@
+"""The scheduler's side of the host and disk tiers.
+
+**Out.** What the prefix tree gives up goes to the host's pool, in the step that takes its blocks.
+What the pool gives up goes to files, ahead of need, so that there are free slots when a step comes.
+
+**In.** A request that is about to start, and of which a lower tier holds more than the device does,
+is parked. Files are read into the pool first; blocks are then booked on the device and copied to.
+When they have arrived they are part of the prefix tree, and the request starts as one that hits.
+Others go on meanwhile, and no step ever waits for a copy. What fails to come is computed.
+
+A recurrent state is a block of its own group, by the name of all tokens that it has seen. It leaves
+with its node or before it, and comes in with the KV that is lacking up to it, if any is. So behind
+states, partly filled blocks go out as well.
+
+**Swap.** A preempted request leaves what it computed in the tree. So its blocks go out when they
+are needed, as any others, and come in before it starts again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager, Evicted, Match, next_hash
+from quire.cache.loading import PrefixLoader
+from quire.cache.state_slots import Checkpoints
+from quire.features.kv_offload.costs import CostModel
+from quire.features.kv_offload.stats import TierStats
+from quire.features.kv_offload.tiers import Bringing, GroupTier, Job, Kind
+from quire.plan import Transfer
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+
+_MOST_ATTEMPTS = 4
+"""Times that a request is parked for blocks before it computes those that are not there."""
+
+
+class FetchState(msgspec.Struct):
+    """A request's fetches. attempts: how often it was parked since it last ran. loaded: tokens that
+    were read from files for it. recompute: its blocks are not worth bringing back."""
+
+    attempts: int = 0
+    loaded: int = 0
+    recompute: bool = False
+
+
+@dataclass(slots=True)
+class _Reach:
+    """A prefix that a request can get to with what the lower tiers hold.
+
+    end: in tokens. kept: what the device has of them. wanted: by tier, the hashes of the rest.
+    """
+
+    end: int
+    kept: Match
+    wanted: list[tuple[GroupTier, list[bytes]]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """The tiers that count: whether files do, and blocks on their way."""
+
+    files: bool
+    arriving: bool
+
+
+class OffloadFeature(Feature):
+    """tiers: of the KV groups, all of which keep every position or are states."""
+
+    def __init__(self, tiers: Sequence[GroupTier], costs: CostModel) -> None:
+        self._tiers = {tier.group: tier for tier in tiers}
+        self._kv = [tier for tier in tiers if not tier.state]
+        self._states = [tier for tier in tiers if tier.state]
+        self._wanted: dict[str, FetchState] = {}
+        """By request id."""
+        self._costs = costs
+        self._jobs: dict[int, tuple[GroupTier, Job]] = {}
+        """By the id of a transfer."""
+        self._queue: list[Transfer] = []
+        self._next_id = 0
+        self.counts = TierStats(
+            host_blocks_total=sum(tier.host.num_slots for tier in self._kv),
+            host_states_total=sum(tier.host.num_slots for tier in self._states),
+            prefill_rate=costs.rates.prefill,
+            out_rate=costs.rates.out,
+            in_rate=costs.rates.into,
+        )
+
+    @property
+    def has_files(self) -> bool:
+        return self._kv[0].files is not None
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks
+        self._loader = PrefixLoader(blocks)
+        self._wake = wake
+        self._checkpoints: dict[int, Checkpoints] = {}
+        for tier in self._states:
+            checkpoints = blocks.groups[tier.group].sparse
+            if isinstance(checkpoints, Checkpoints):
+                self._checkpoints[tier.group] = checkpoints
+                checkpoints.on_take = self._taker(tier)
+
+    def _taker(self, tier: GroupTier) -> Callable[[bytes, int], None]:
+        return lambda block_hash, slot: self._leave(tier, block_hash, slot)
+
+    def stats(self) -> TierStats:
+        counts = self.counts
+        counts.host_blocks_used = sum(len(tier.host) for tier in self._kv)
+        counts.host_states_used = sum(len(tier.host) for tier in self._states)
+        counts.disk_blocks = sum(len(tier.files or ()) for tier in self._kv)
+        counts.disk_states = sum(len(tier.files or ()) for tier in self._states)
+        counts.host_evictions = sum(tier.host.evictions for tier in self._tiers.values())
+        return msgspec.structs.replace(counts)
+
+    # -- out -----------------------------------------------------------------------------------
+
+    def evict(self, blocks: Sequence[Evicted]) -> None:
+        for one in blocks:
+            self._leave(self._tiers[one.group], one.block_hash, one.block)
+
+    def _leave(self, tier: GroupTier, block_hash: bytes, block: int) -> None:
+        if tier.state:
+            saves = int(self._checkpoints[tier.group].saves[block])
+            if not self._costs.state_worth_keeping(saves):
+                return
+            tier.host.note(block_hash, saves)
+        elif not self._costs.worth_keeping:
+            return
+        tier.leave(block_hash, block)
+
+    def plan(self, builder: PlanBuilder) -> None:
+        for tier in self._tiers.values():
+            job, places = tier.take_leaving()
+            if places:
+                blocks, slots = zip(*places, strict=True)
+                self._send(tier, job, "out", "host", slots, blocks)
+                self.counts.swapped_out += len(blocks)
+                self.counts.swapped_out_bytes += len(blocks) * tier.block_bytes
+            for hashes in tier.spills():
+                self._write(tier, hashes)
+        for transfer in self._queue:
+            builder.transfer(transfer)
+        self._queue = []
+
+    def _write(self, tier: GroupTier, hashes: list[bytes]) -> None:
+        """To files; what was written gives up its slot."""
+        tier.spilling += len(hashes)
+        slots = [tier.host.pin(block_hash) for block_hash in hashes]
+        self._send(tier, Job(Kind.SPILL, hashes), "out", "disk", slots)
+
+    def _send(
+        self,
+        tier: GroupTier,
+        job: Job,
+        direction: str,
+        place: str,
+        slots: Sequence[int],
+        blocks: Sequence[int] | Int32 = (),
+    ) -> None:
+        self._next_id += 1
+        self._jobs[self._next_id] = tier, job
+        if job.kind is not Kind.SPILL:
+            tier.arriving.update(dict.fromkeys(job.hashes, job))
+        keys = b"".join(job.hashes) if place == "disk" else b""
+        self._queue.append(
+            Transfer(
+                id=self._next_id,
+                direction="in" if direction == "in" else "out",
+                place=place,
+                group=tier.group,
+                blocks=int32(blocks),
+                slots=int32(slots),
+                keys=np.frombuffer(keys, dtype=np.int32).reshape(-1, 4),
+            )
+        )
+
+    # -- in ------------------------------------------------------------------------------------
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
+        if wanted.recompute or wanted.attempts >= _MOST_ATTEMPTS or not self._anything:
+            return False
+        tokens = tokens[:limit]
+        match = self._blocks.match(request.namespace, tokens, limit)
+        files = self.has_files and not request.lora_id
+        reach = self._reach(request, match, tokens, _Sources(files, arriving=True))
+        if reach is None:
+            return False
+        jobs, loads = _missing(reach)
+        size = sum(len(hashes) * tier.block_bytes for tier, hashes in reach.wanted)
+        of_files = sum(len(hashes) * tier.block_bytes for tier, hashes in loads)
+        spared = reach.end - match.length
+        if not self._costs.fetch_pays(spared, size, of_files):
+            return False
+        for tier, hashes in loads:
+            if tier.state:
+                tier.host.note(hashes[0], spared)
+            jobs += self._load(tier, hashes)
+            read = spared if tier.state else len(hashes) * self._blocks.block_size
+            wanted.loaded = min(spared, wanted.loaded + read)
+        if not jobs:
+            here = self._reach(request, match, tokens, _Sources(files=False, arriving=False))
+            jobs = [] if here is None else self._bring(wanted, request, tokens, match, here)
+        for job in jobs:
+            job.waiters.append(request.request_id)
+        wanted.attempts += bool(jobs)
+        return bool(jobs)
+
+    @property
+    def _anything(self) -> bool:
+        return any(len(tier.host) or tier.files for tier in self._tiers.values())
+
+    def _reach(
+        self, request: Request, match: Match, tokens: Int32, sources: _Sources
+    ) -> _Reach | None:
+        """Finds the longest prefix of `tokens`, int32 [n], that a request can go on behind once the
+        lower tiers have brought what it lacks; None if a match is as long. The device and these
+        tiers have its KV, and where there are states, these tiers have its state."""
+        size = self._blocks.block_size
+        kept = self._loader.kept(match, tokens)
+        last = self._loader.block_hash(request.namespace, kept)
+        run: list[bytes] = []
+        for at in range(kept.length, len(tokens) - size + 1, size):
+            block_hash = next_hash(last, tokens[at : at + size].tobytes())
+            if not _all_have(self._kv, block_hash, sources):
+                break
+            run.append(block_hash)
+            last = block_hash
+        end = kept.length + len(run) * size
+        if not self._states:
+            return self._reached(end, kept, run) if end > match.length else None
+        found = self._behind_tail(kept, run, last, tokens, sources)
+        if found is None:
+            found = self._at_boundary(request, match.length // size, kept, run, sources)
+        return found if found is not None and found.end > match.length else None
+
+    def _behind_tail(
+        self, kept: Match, run: list[bytes], last: bytes, tokens: Int32, sources: _Sources
+    ) -> _Reach | None:
+        """Finds a state within the block behind a run. last: the hash of the run's end."""
+        size = self._blocks.block_size
+        begin = kept.length + len(run) * size
+        tail = None if run else self._loader.kept_tail(kept, tokens)
+        for end in range(min(begin + size - 1, len(tokens)), begin, -1):
+            block_hash = next_hash(last, tokens[begin:end].tobytes())
+            if not _all_have(self._states, block_hash, sources):
+                continue
+            if tail is not None and tail.length == end:
+                return self._reached(end, tail, [], block_hash)
+            if _all_have(self._kv, block_hash, sources):
+                return self._reached(end, kept, [*run, block_hash], block_hash)
+        return None
+
+    def _at_boundary(
+        self, request: Request, first: int, kept: Match, run: list[bytes], sources: _Sources
+    ) -> _Reach | None:
+        """Finds the last state at the end of a block behind the first `first`."""
+        hashes = self._loader.block_hashes(request.namespace, kept, first) + run
+        for count in range(len(hashes), 0, -1):
+            block_hash, whole = hashes[count - 1], first + count
+            if not _all_have(self._states, block_hash, sources):
+                continue
+            size, lacking = self._blocks.block_size, max(0, whole - kept.whole)
+            if not lacking:
+                kept = Match(whole * size, whole, kept.node.upto(whole), known=whole)
+            return self._reached(whole * size, kept, run[:lacking], block_hash)
+        return None
+
+    def _reached(
+        self, end: int, kept: Match, blocks: list[bytes], state: bytes | None = None
+    ) -> _Reach:
+        """Returns what it takes to get to an end. state: the hash of what stands there."""
+        wanted = [(tier, blocks) for tier in self._kv if blocks]
+        if state is not None:
+            wanted += [(tier, [state]) for tier in self._states]
+        return _Reach(end, kept, wanted)
+
+    def _bring(
+        self, wanted: FetchState, request: Request, tokens: Int32, match: Match, reach: _Reach
+    ) -> list[Job]:
+        """Books blocks for what the host holds, and has them filled."""
+        # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
+        slots = [
+            [tier.host.pin(block_hash) for block_hash in hashes] for tier, hashes in reach.wanted
+        ]
+        prefix = tokens[: reach.end].copy()
+        loading = self._loader.begin(request.namespace, reach.kept, prefix, request.known)
+        if loading is None:
+            for tier, hashes in reach.wanted:
+                for block_hash in hashes:
+                    tier.host.unpin(block_hash)
+            return []
+        spared = reach.end - match.length
+        bringing = Bringing(loading, len(reach.wanted), spared, min(wanted.loaded, spared))
+        wanted.loaded = 0
+        jobs = []
+        for (tier, hashes), places in zip(reach.wanted, slots, strict=True):
+            jobs.append(Job(Kind.IN, hashes, bringing=bringing))
+            self._send(tier, jobs[-1], "in", "host", places, loading.blocks[tier.group])
+        return jobs
+
+    def _load(self, tier: GroupTier, hashes: list[bytes]) -> list[Job]:
+        """Reads files into the pool, as far as it has room."""
+        jobs = []
+        for part, slots in tier.expect(hashes):
+            jobs.append(Job(Kind.LOAD, part))
+            self._send(tier, jobs[-1], "in", "disk", slots)
+        return jobs
+
+    # -- what became of it ---------------------------------------------------------------------
+
+    def pending(self, idle: bool) -> bool:
+        if self._queue or any(tier.places for tier in self._tiers.values()):
+            return True
+        return idle and bool(self._jobs)
+
+    def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
+        self.counts.transfer_failures += sum(id in self._jobs for id in failed)
+        for ids, good in ((finished, True), (failed, False)):
+            for id in ids:
+                if id in self._jobs:  # else it is another feature's
+                    self._end(*self._jobs.pop(id), good)
+
+    def _end(self, tier: GroupTier, job: Job, good: bool) -> None:
+        for block_hash in job.hashes:
+            if tier.arriving.get(block_hash) is job:
+                del tier.arriving[block_hash]
+        match job.kind:
+            case Kind.OUT:
+                self._arrived(tier, job, good)
+            case Kind.LOAD:
+                self._loaded(tier, job, good)
+            case Kind.SPILL:
+                self._spilled(tier, job, good)
+            case Kind.IN:
+                self._brought(tier, job, good)
+        for request_id in job.waiters:
+            self._wake(request_id)
+
+    def _arrived(self, tier: GroupTier, job: Job, good: bool) -> None:
+        for block_hash in job.hashes:
+            tier.host.arrived(block_hash, good and not job.stale)
+
+    def _loaded(self, tier: GroupTier, job: Job, good: bool) -> None:
+        self._arrived(tier, job, good)
+        if good:
+            seconds = time.monotonic() - job.began
+            self._costs.observe_load(len(job.hashes) * tier.block_bytes, seconds)
+        elif tier.files is not None:
+            for block_hash in job.hashes:
+                tier.files.discard(block_hash)
+
+    def _spilled(self, tier: GroupTier, job: Job, good: bool) -> None:
+        tier.spilling -= len(job.hashes)
+        for block_hash in job.hashes:
+            tier.host.unpin(block_hash, good=False)
+            if good and tier.files is not None and not job.stale:
+                tier.files.add(block_hash)
+        self.counts.disk_writes += len(job.hashes) * good
+
+    def _brought(self, tier: GroupTier, job: Job, good: bool) -> None:
+        for block_hash in job.hashes:
+            tier.host.unpin(block_hash, good and not job.stale)
+        if good:
+            self.counts.swapped_in += len(job.hashes)
+            self.counts.swapped_in_bytes += len(job.hashes) * tier.block_bytes
+        bringing = job.bringing
+        if bringing is None:
+            return
+        bringing.good &= good and not job.stale
+        bringing.left -= 1
+        bringing.waiters += job.waiters
+        job.waiters = [] if bringing.left else bringing.waiters
+        if bringing.left:
+            return
+        self._loader.end(bringing.loading, bringing.good)
+        if bringing.good:
+            self.counts.disk_hit_tokens += bringing.loaded
+            self.counts.host_hit_tokens += bringing.tokens - bringing.loaded
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def evict_all(self) -> None:
+        """Move what only the device has to the host, with the next plan."""
+        self._blocks.evict_all()
+
+    def save(self) -> None:
+        """Write what only the host has to files, last used first, with the next plan."""
+        for tier in self._tiers.values():
+            for hashes in tier.unwritten():
+                self._write(tier, hashes)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def preempt(self, request: Request) -> bool:
+        done = request.computed if request.generating else request.planned
+        pays = self._costs.swap_pays(done)
+        wanted = self._wanted.setdefault(request.request_id, FetchState())
+        wanted.attempts, wanted.recompute = 0, not pays
+        return pays
+
+    def finish(self, request: Request) -> None:
+        self._wanted.pop(request.request_id, None)
+
+    def forget(self) -> None:
+        for tier in self._tiers.values():
+            tier.forget()
+        for _, job in self._jobs.values():
+            job.stale = True
+
+
+def _all_have(tiers: Sequence[GroupTier], block_hash: bytes, sources: _Sources) -> bool:
+    return all(
+        tier.has(block_hash, files=sources.files, arriving=sources.arriving) for tier in tiers
+    )
+
+
+def _missing(reach: _Reach) -> tuple[list[Job], list[tuple[GroupTier, list[bytes]]]]:
+    """Returns the jobs by which some blocks are arriving already, and by tier the hashes of those
+    that are in files only. All others count as used now."""
+    jobs: dict[int, Job] = {}
+    loads: list[tuple[GroupTier, list[bytes]]] = []
+    for tier, hashes in reach.wanted:
+        of_files: list[bytes] = []
+        for block_hash in hashes:
+            job = tier.arriving.get(block_hash)
+            if job is not None:
+                jobs[id(job)] = job
+            elif not tier.host.holds(block_hash):
+                of_files.append(block_hash)
+            else:
+                tier.host.touch(block_hash)
+        if of_files:
+            loads.append((tier, of_files))
+    return list(jobs.values()), loads

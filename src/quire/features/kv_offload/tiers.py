@@ -1,0 +1,168 @@
+"""The blocks in the lower tiers, and transfers under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from quire.cache.host_tier import HashList, HostTier, StateTier
+from quire.cache.loading import LoadingPrefix
+
+
+class Kind(Enum):
+    OUT = "device to host"
+    IN = "host to device"
+    SPILL = "host to disk"
+    LOAD = "disk to host"
+
+
+@dataclass(slots=True)
+class Job:
+    """Blocks of one KV group in transfer.
+
+    hashes: the blocks that move. waiters: ids of requests to wake at the end.
+    bringing: of an IN job, what it is a part of.
+    stale: whether all prefixes were forgotten meanwhile. began: time.monotonic().
+    """
+
+    kind: Kind
+    hashes: list[bytes] = field(default_factory=list)
+    waiters: list[str] = field(default_factory=list)
+    bringing: Bringing | None = None
+    stale: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Bringing:
+    """A prefix on its way to the device, by one IN job for each KV group that lacks some of it.
+
+    left: jobs that have not ended. good: all that ended went well. waiters: of those that ended.
+    tokens: that it spares. loaded: how many of them were read from files for it.
+    """
+
+    loading: LoadingPrefix
+    left: int
+    tokens: int
+    loaded: int
+    good: bool = True
+    waiters: list[str] = field(default_factory=list)
+
+
+# The blocks of one KV group in the lower tiers.
+
+_SPILL_BATCH = 16
+"""Blocks of one transfer to or from files: what fails, fails together."""
+_MOST_SPILLS = 16
+"""Transfers to files at a time."""
+
+
+class GroupTier:
+    """The blocks of one KV group on the host and in files. A recurrent state counts as a block.
+
+    group: its index. slots: of the host's pool. block_bytes: of a block on the device.
+    files: hashes of the blocks in files at the start, oldest first, or None without a disk tier;
+        most_files: how many fit.
+
+    Attributes:
+        arriving: by block hash, the job that its contents arrive by, on the host or on the device.
+        leaving, places: what the next plan moves out: a job, and (block, slot) pairs.
+        spilling: blocks on their way to files.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        slots: int,
+        block_bytes: int,
+        files: Sequence[bytes] | None = None,
+        most_files: int = 0,
+        *,
+        state: bool = False,
+    ) -> None:
+        self.group = group
+        self.block_bytes = block_bytes
+        self.state = state
+        self.host = StateTier(slots) if state else HostTier(slots)
+        self.files = None if files is None else HashList(most_files, files)
+        self.arriving: dict[bytes, Job] = {}
+        self.spilling = 0
+        self._reserve = max(1, min(4096, slots // 8))
+        self.leaving, self.places = Job(Kind.OUT), list[tuple[int, int]]()
+
+    def has(self, block_hash: bytes, *, files: bool, arriving: bool) -> bool:
+        """Whether a block is on the host, or in files or on its way where these count."""
+        return (
+            self.host.holds(block_hash)
+            or (arriving and block_hash in self.arriving)
+            or (files and self.files is not None and block_hash in self.files)
+        )
+
+    def leave(self, block_hash: bytes, block: int) -> None:
+        """Makes room on the host for a block that the device gives up, if there can be any."""
+        if block_hash in self.host:
+            self.host.touch(block_hash)
+            return
+        slot = self.host.expect(block_hash)
+        if slot is not None:
+            self.leaving.hashes.append(block_hash)
+            self.places.append((block, slot))
+            self.arriving[block_hash] = self.leaving
+
+    def take_leaving(self) -> tuple[Job, list[tuple[int, int]]]:
+        """Returns what the plan that is being made moves out."""
+        left = self.leaving, self.places
+        self.leaving, self.places = Job(Kind.OUT), []
+        return left
+
+    def expect(self, hashes: Sequence[bytes]) -> Iterator[tuple[list[bytes], list[int]]]:
+        """Makes room on the host for blocks that files hold, as far as there is any. Yields hashes
+        and slots of one transfer each."""
+        hashes = hashes[: max(1, self.host.num_slots // 2)]
+        for at in range(0, len(hashes), _SPILL_BATCH):
+            part: list[bytes] = []
+            slots: list[int] = []
+            for block_hash in hashes[at : at + _SPILL_BATCH]:
+                slot = self.host.expect(block_hash)
+                if slot is None:
+                    break
+                part.append(block_hash)
+                slots.append(slot)
+            if not part:
+                return
+            yield part, slots
+
+    def spills(self) -> Iterator[list[bytes]]:
+        """Makes room on the host for blocks to come, oldest first: drops what files hold, and
+        yields what one transfer each should write."""
+        lacking = self._reserve - self.host.num_free - self.spilling
+        if self.files is None or lacking <= 0:
+            return
+        batch: list[bytes] = []
+        for block_hash in self.host.oldest(lacking):
+            if block_hash in self.files:
+                self.host.drop(block_hash)
+            else:
+                batch.append(block_hash)
+        for at in range(0, len(batch), _SPILL_BATCH):
+            if self.spilling >= _MOST_SPILLS * _SPILL_BATCH:
+                return
+            yield batch[at : at + _SPILL_BATCH]
+
+    def unwritten(self) -> Iterator[list[bytes]]:
+        """Yields all that only the host holds, last used first, in parts for one transfer each."""
+        if self.files is None:
+            return
+        oldest = self.host.oldest(self.host.num_slots)
+        hashes = [block_hash for block_hash in oldest if block_hash not in self.files]
+        for at in range(len(hashes), 0, -_SPILL_BATCH):
+            yield hashes[max(0, at - _SPILL_BATCH) : at][::-1]
+
+    def forget(self) -> None:
+        """Drops all that is not being copied."""
+        self.host.clear()
+        self.leaving.stale = True
+        if self.files is not None:
+            self.files.clear()

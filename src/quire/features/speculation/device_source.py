@@ -1,0 +1,153 @@
+"""The part of plans that is for the source of drafts on the device: rows to draft for, and what
+else it computes.
+
+Rows are drafted for before the step that verifies, or ahead: behind the step before (see
+`quire.features.speculation.drafter`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.features.speculation.draft_count import Flags
+from quire.features.speculation.draft_head import DRAFT_PAIRS
+from quire.features.speculation.draft_model import DRAFT_CHUNKS
+from quire.features.speculation.drafter import DRAFT_ROWS
+from quire.scheduler import PlanBuilder
+
+_SHORT_ROW = 8
+"""Tokens of the longest row that kernels for short rows take."""
+_CHUNK = 256
+"""Tokens of a text that a draft model has fallen behind of, computed in a step."""
+
+
+class DeviceSource(Protocol):
+    """Follows what the source has computed, by lane."""
+
+    def admit(self, lanes: Int32) -> None:
+        """Begins anew for lanes that got another request."""
+        ...
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        """Returns for which rows it can draft in the next step, bool [n]. wanted: for which its
+        drafts would be taken, so that it gets ready for them."""
+        ...
+
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        """Takes note of a step's generating rows, int32 [n] each, before what is drafted ahead
+        behind it is asked for."""
+        ...
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
+        """Adds its part to a step. drafts: how many to make for each row, int32 [R]. follows:
+        lanes whose texts it is to follow, bool [lanes]. pays: whether drafts could."""
+        ...
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        """Receives the results of rows that verified drafts of others, or none; see
+        `Feature.verified`."""
+        ...
+
+
+class DraftModelSource:
+    """A draft model, which may fall behind of a text, and catches up.
+
+    least_lag, most_lag: by lane, bounds of the tokens that it has fallen behind of. behind: whether
+    they are too many for a first pass, and its drafts are wanted. drafted: by lane, whether there
+    are drafts ahead for its next row.
+    """
+
+    def __init__(self, lanes: int, budget: int, ahead: bool) -> None:
+        self._budget = budget
+        self._ahead = ahead
+        self._drafted = np.zeros(lanes, dtype=bool)
+        self._least_lag = np.zeros(lanes, dtype=np.int32)
+        self._most_lag = np.zeros(lanes, dtype=np.int32)
+        self._behind = np.zeros(lanes, dtype=bool)
+
+    def admit(self, lanes: Int32) -> None:
+        self._least_lag[lanes] = self._most_lag[lanes] = 0
+        self._drafted[lanes] = False
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        found: Flags = self._most_lag[lanes] < _SHORT_ROW
+        self._behind[lanes] = wanted & ~found
+        return found
+
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        least, most, drafted = self._least_lag, self._most_lag, self._drafted[lanes]
+        least[lanes] = np.where(drafted, 0, least[lanes] + 1)
+        most[lanes] = np.where(drafted, 1, most[lanes] + q_len)
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
+        least, most = self._least_lag, self._most_lag
+        prompt, drafting = (builder.flags & 1) != 0, drafts > 0
+        lanes, q_len = builder.lanes, builder.q_len
+        own = lanes[drafting]
+        if len(own):
+            first = np.maximum(most[own] + 1, 2)
+            builder.write(DRAFT_ROWS, own, np.stack([first, drafts[drafting]], axis=1))
+        self._drafted[lanes] = drafting & self._ahead
+        if not self._ahead:
+            least[own], most[own] = 0, 1
+        fed = prompt & follows[lanes]
+        chunk_lanes, chunk_lengths = [lanes[fed]], [q_len[fed]]
+        others = lanes[~prompt & ~drafting]
+        # Where the model runs at all, others will want its drafts, too.
+        soon = follows[others] & (least[others] >= _SHORT_ROW // 2) & (len(own) > 0)
+        behind = others[(soon | self._behind[others]) & (least[others] > 0)]
+        if len(behind):
+            left = min(self._budget - int(chunk_lengths[0].sum()), _CHUNK)
+            behind = behind[np.cumsum(np.minimum(least[behind], _CHUNK)) <= left]
+            chunk = np.minimum(least[behind], _CHUNK)
+            chunk_lanes.append(behind)
+            chunk_lengths.append(chunk)
+            least[behind] -= chunk
+            most[behind] -= chunk
+        self._behind[:] = False
+        if not self._ahead:
+            least[others] += 1
+            most[others] += q_len[~prompt & ~drafting]
+        chunks = np.concatenate(chunk_lanes)
+        if len(chunks):
+            builder.write(DRAFT_CHUNKS, chunks, np.concatenate(chunk_lengths))
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        self._least_lag[lanes] += np.maximum(accepted - 1, 0)
+        self._most_lag[lanes] -= drafts + 1 - np.maximum(accepted, 1)
+
+
+class DraftHeadSource:
+    """A draft head, which computes its pairs next to the target or never.
+
+    whole: by lane, whether it has all pairs of the text so far.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self._whole = np.zeros(lanes, dtype=bool)
+
+    def admit(self, lanes: Int32) -> None:
+        self._whole[lanes] = True
+
+    def ready(self, lanes: Int32, wanted: Flags) -> Flags:
+        found: Flags = self._whole[lanes]
+        return found
+
+    def passed(self, lanes: Int32, q_len: Int32) -> None:
+        pass
+
+    def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
+        lanes, drafts = builder.lanes[drafts > 0], drafts[drafts > 0]
+        if len(lanes):
+            builder.write(DRAFT_ROWS, lanes, np.stack([np.ones_like(drafts), drafts], axis=1))
+        kept = follows[builder.lanes] & self._whole[builder.lanes]
+        if len(lanes) or (pays and kept.any()):
+            builder.write(DRAFT_PAIRS, int32([0]), int32([1]))
+        else:
+            self._whole[builder.lanes] = False
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        pass

@@ -1,0 +1,253 @@
+"""Drafts that are made on the device, before the body of the step that verifies them; in a pipeline
+behind the head of the rows' step before, as other rows' steps come in between.
+
+A first pass gives each row a draft, each further pass one more. What is drawn is written as the
+lanes' claims, with the noise that the target will draw with at the same place. The host says which
+rows and how many drafts; where a row stands the device knows.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire import ops
+from quire.arrays import Int32
+from quire.config import EngineConfig
+from quire.features.speculation.settings import SpeculationSettings
+from quire.features.speculation.verifier import Verifier
+from quire.ops.reference import drafts as reference
+from quire.ops.rows import Drafts, LogitRows, StepRows
+from quire.plan import StepPlan
+from quire.runner.program import BodyShape
+from quire.runner.readback import Step
+from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.upload import Upload
+
+DRAFT_ROWS = "draft_rows"
+"""Entry of `StepPlan.writes`. By lane: the tokens of the first pass, and the drafts to make."""
+
+begin_drafts = ops.op(reference.begin_drafts)
+_keep_drafts = ops.op(reference.keep_drafts)
+_TIMED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TIMED_EAGER = 16
+"""Rows of passes that are measured, and the most where there are no graphs."""
+
+
+@dataclass(slots=True)
+class DraftLaunch:
+    """Counts of a step's launches. tokens: of the first pass, or of what else runs. counts: rows
+    that take part in each further pass. longest: tokens of a row."""
+
+    rows: int
+    tokens: int
+    longest: int
+    counts: list[int]
+    truncates: bool = False
+
+
+class Drafter(Verifier):
+    """Keeps draft_position, int32 [lanes], and the rows that are drafted for before a step."""
+
+    entries = frozenset({DRAFT_ROWS})
+
+    def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
+        super().__init__(settings)
+        self._config = config
+        self._settings = settings
+        # The first stage of a pipeline needs drafts before the last one runs other rows' step.
+        self._ahead = config.scheduler.lag > 1
+        self._replay: Mapping[str, Callable[[], None]] = {}
+        self._rows: DraftLaunch | None = None
+        self._truncates = np.zeros(config.scheduler.max_num_seqs, dtype=bool)
+
+    # -- parts that differ ---------------------------------------------------------------------
+
+    @abstractmethod
+    def first_pass(self, shape: BodyShape, truncates: bool) -> None:
+        """Draws the rows' first drafts. A program."""
+
+    @abstractmethod
+    def next_pass(self, shape: BodyShape, truncates: bool) -> None:
+        """Computes each row's last draft, and draws one more. A program."""
+
+    @abstractmethod
+    def pass_logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits [N, vocab] of what a pass computed, [N, width]."""
+
+    @abstractmethod
+    def first_shapes(self, shapes: Sequence[BodyShape]) -> Sequence[BodyShape]:
+        """Returns which shapes of bodies first passes are captured for."""
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
+        # Words of rows, not of lanes: lanes, counts or flags, and where the tokens begin.
+        return ColumnSpec("draft_position"), ColumnSpec("draft_row_words", (4,))
+
+    def bind(self, state: BatchState) -> None:
+        super().bind(state)
+        lanes, device = state.limits.lanes, state.device
+
+        def ints(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        columns = state.columns
+        self._position = columns["draft_position"]
+        self._row_words = columns["draft_row_words"]
+        self._row_words.view(-1)[:lanes] = -1
+        self._drafting = reference.DraftRows(*row_parts(self._row_words, lanes))
+        nothing = ints(lanes + 1)
+        self._first_rows = StepRows(
+            self._drafting.lanes, self._drafting.query_start, nothing, nothing[:lanes]
+        )
+        self._passes = reference.PassRows(
+            ints(lanes, fill=-1), ints(lanes + 1), ints(lanes), ints(lanes), ints(1)
+        )
+        self._pass_rows = StepRows(
+            self._passes.lanes, self._passes.query_start, nothing, nothing[:lanes]
+        )
+        self._no_logits = LogitRows(*ints(4, 1, fill=-1))
+        names = "draft_ids", "draft_start", "drafts_used"
+        self._claims = Drafts(*(columns[name] for name in names))
+        self._own_used = Drafts(*self._claims[:2], ints(lanes))
+        self._floats, self._ints = columns["sampling_floats"], columns["sampling_ints"]
+
+    # -- programs ------------------------------------------------------------------------------
+
+    def draw(self, hidden: Tensor, truncates: bool) -> None:
+        """Draws a draft for each row of a pass, hidden [R, width], and keeps it."""
+        passes, count = self._passes, len(hidden)
+        drawn = ops.sample(
+            self.pass_logits(hidden),
+            passes.lanes[:count],
+            passes.lengths[:count],
+            temperature=self._floats[:, 0],
+            top_p=self._floats[:, 1],
+            min_p=self._floats[:, 2],
+            top_k=self._ints[:, 0],
+            seed=self._ints[:, 1:3],
+            sample_index=self._ints[:, 3],
+            truncate_rows=truncates,
+        )
+        state = self._state
+        _keep_drafts(
+            drawn, self._drafting.counts, state.position, self._position, state.tokens,
+            self._claims, passes,
+        )  # fmt: skip
+
+    def programs(self) -> Mapping[str, Callable[[], None]]:
+        # There are graphs only where there is a GPU.
+        from quire.runner.graphs import Buckets
+
+        self._buckets = Buckets(self._state.limits)
+        shapes = self._buckets.bodies()
+        passes = [shape for shape in shapes if shape.longest == 1]
+        found: dict[str, Callable[[], None]] = {}
+        for kind, run, wanted in (
+            ("first", self.first_pass, self.first_shapes(shapes)),
+            ("next", self.next_pass, passes),
+        ):
+            for shape in wanted:
+                for truncates in (False, True):
+                    name = program_name(kind, shape, truncates)
+                    found[name] = functools.partial(run, shape, truncates)
+        return found
+
+    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
+        self._replay = programs
+
+    def timed_rows(self) -> list[int]:
+        """Returns the counts of rows whose passes are measured."""
+        limits = self._state.limits
+        most = min(limits.lanes, limits.tokens, _TIMED[-1] if self._replay else _TIMED_EAGER)
+        return sorted({min(size, most) for size in _TIMED})
+
+    def launch_shape(self, tokens: int, rows: int, longest: int) -> BodyShape:
+        """Returns the shape for a step: exact, or that of the graph which holds it."""
+        if self._replay:
+            found = self._buckets.body(tokens, rows, longest)
+            if found is not None:
+                return found
+        return BodyShape(tokens, rows, longest)
+
+    def run(self, name: str, otherwise: Callable[[], None]) -> None:
+        """Runs a program: its graph if there is one."""
+        self._replay.get(name, otherwise)()
+
+    def run_first(self, shape: BodyShape, truncates: bool = False) -> None:
+        name = program_name("first", shape, truncates)
+        self.run(name, functools.partial(self.first_pass, shape, truncates))
+
+    def run_next(self, shape: BodyShape, truncates: bool = False) -> None:
+        name = program_name("next", shape, truncates)
+        self.run(name, functools.partial(self.next_pass, shape, truncates))
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        for admit in plan.admits:
+            p = admit.params
+            self._truncates[admit.lane] = not p.greedy and (
+                p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
+            )
+        self._rows = None
+        if DRAFT_ROWS not in plan.writes:
+            return
+        lanes, values = plan.writes[DRAFT_ROWS]
+        order = np.argsort(-values[:, 1], kind="stable")
+        lanes, firsts, drafts = lanes[order], values[order, 0], values[order, 1]
+        self.put_rows(upload, self._row_words, lanes, drafts, firsts)
+        depth = int(drafts.max(initial=0))
+        counts = [int((drafts > done).sum()) for done in range(1, depth)]
+        total, longest = int(firsts.sum()), int(firsts.max())
+        truncates = bool(self._truncates[lanes].any())
+        self._rows = DraftLaunch(len(lanes), total, longest, counts, truncates)
+
+    def put_rows(
+        self, upload: Upload, words: Tensor, lanes: Int32, counts: Int32, lengths: Int32
+    ) -> None:
+        """Adds rows to the upload, as `row_parts` reads them. lengths: tokens of each."""
+        size, rows = self._state.limits.lanes, len(lanes)
+        packed = np.zeros(4 * size, dtype=np.int32)
+        packed[rows:size] = -1
+        packed[:rows] = lanes
+        packed[size : size + rows] = counts
+        starts = packed[2 * size : 3 * size + 1]
+        np.cumsum(lengths, out=starts[1 : rows + 1])
+        starts[rows + 1 :] = starts[rows]
+        upload.put(words, [0], [len(packed)], packed)
+
+    def begin(self, step: Step) -> None:
+        if not self._ahead:
+            self._draft()
+
+    def end(self, step: Step) -> None:
+        if self._ahead:
+            self._draft()
+
+    def _draft(self) -> None:
+        launch = self._rows
+        if launch is None:
+            return
+        shape = self.launch_shape(launch.tokens, launch.rows, launch.longest)
+        self.run_first(shape, launch.truncates)
+        for count in launch.counts:
+            self.run_next(self.launch_shape(count, count, 1), launch.truncates)
+
+
+def row_parts(words: Tensor, lanes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the parts of a column of rows, as views: int32 [lanes], [lanes] and [lanes + 1]."""
+    flat = words.view(-1)
+    return flat[:lanes], flat[lanes : 2 * lanes], flat[2 * lanes : 3 * lanes + 1]
+
+
+def program_name(kind: str, shape: BodyShape, truncates: bool = False) -> str:
+    """Returns the name of a program."""
+    return f"{kind}/{shape.tokens}x{shape.rows}x{shape.longest}/{int(truncates)}"

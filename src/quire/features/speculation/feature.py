@@ -1,0 +1,256 @@
+"""The brain's side: which rows verify how many drafts of which source, and the claims.
+
+Steps in flight are no obstacle. A claim begins at the first token that the host does not know and
+follows its source for several rows' worth of drafts; the device takes of it what lies behind its
+own position, if it agrees with what was drawn meanwhile.
+
+In a pipeline the source on the device drafts ahead: behind a step it makes the drafts of its rows'
+next step, before that is planned. What is made is free for that step to verify, or not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.block_tables import BlockTables
+from quire.config import EngineConfig
+from quire.executor import Capacity, Executor
+from quire.features.loop_feature import LoopFeature
+from quire.features.speculation.device_source import DeviceSource, DraftHeadSource, DraftModelSource
+from quire.features.speculation.draft_count import (
+    AcceptanceRates,
+    Floats,
+    StepCosts,
+    choose,
+    may_pay,
+)
+from quire.features.speculation.lookup import TextSource
+from quire.features.speculation.settings import (
+    DEVICE,
+    LOOKUP,
+    MASKED,
+    NONE,
+    NUM_KINDS,
+    TREE,
+    SpeculationSettings,
+    by_device,
+    read_settings,
+)
+from quire.features.speculation.stats import SourceStats, SpeculationStats
+from quire.plan import RowFlag, claim_width
+from quire.request import Request
+from quire.scheduler import Feature, PlanBuilder
+
+_BUSY = 256
+"""Prompt tokens of a step beside which nothing is drafted: it takes long, whoever rides along."""
+
+
+def open_speculation(config: EngineConfig) -> LoopFeature:
+    """Returns the feature for an engine."""
+    return SpeculationFeature(config, read_settings(config.args))
+
+
+def _device_source(config: EngineConfig, settings: SpeculationSettings) -> DeviceSource | None:
+    lanes = config.scheduler.max_num_seqs
+    if settings.source is None:
+        return None
+    if settings.source == "draft":
+        scheduler = config.scheduler
+        return DraftModelSource(lanes, scheduler.max_num_batched_tokens, scheduler.lag > 1)
+    return DraftHeadSource(lanes)
+
+
+class SpeculationFeature(Feature, LoopFeature):
+    """Belongs to the engine's thread, like the scheduler that calls it.
+
+    Per lane: `wanted`, whether its request is to have drafts; `own_kind`, the kind of those that
+    the source on the device makes for it; `made`, how many of these were made ahead; `found`, the
+    chance of what was looked up for its last row.
+    """
+
+    def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:
+        self._settings = settings
+        lanes = config.scheduler.max_num_seqs
+        self._requests: list[Request | None] = [None] * lanes
+        self._wanted = np.zeros(lanes, dtype=bool)
+        self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
+        self._device = _device_source(config, settings)
+        self._ahead = config.scheduler.lag > 1
+        self._made = np.zeros(lanes, dtype=np.int32)
+        self._found = np.zeros(lanes)
+        self._blocks: BlockManager | None = None
+        self._kinds = np.zeros(lanes, dtype=np.int32)
+        self._acceptance = AcceptanceRates(NUM_KINDS, lanes)
+        self._in_flight: deque[Int32] = deque()
+        self._prompt_tokens = 0
+        self._stats = SpeculationStats()
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        if not capacity.drafts:
+            return None
+        self._costs = StepCosts(capacity.step_seconds)
+        self._most = capacity.drafts
+        width = claim_width(capacity.drafts)
+        self._texts = TextSource(self._settings, len(self._wanted), width)
+        return self
+
+    def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
+        self._blocks = blocks
+        self._texts.attach(blocks)
+
+    # -- how many ------------------------------------------------------------------------------
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        self._kinds[lanes] = NONE
+        self._acceptance.fade()
+        likeliest, most = float(self._acceptance.of_kinds().max()), int(room.max(initial=0))
+        if self._prompt_tokens > _BUSY or not may_pay(self._costs, len(lanes), likeliest, most):
+            return np.zeros_like(lanes)
+        kinds, chance = self._look_up(lanes)
+        to_make = np.zeros(len(lanes), dtype=bool)  # those whose drafts the step itself makes
+        if self._device is not None:
+            own = self._acceptance.of(self._own_kind[lanes], lanes)
+            if self._ahead:
+                best = self._made[lanes] > 0
+                room = np.where(best, np.minimum(room, self._made[lanes]), room)
+                self._book_ahead(lanes)
+            else:
+                best = to_make = self._wanted[lanes] & (own > chance)
+                best &= self._device.ready(lanes, best)
+            kinds[best], chance[best] = self._own_kind[lanes][best], own[best]
+        room = np.where(kinds == NONE, 0, np.minimum(room, self._most))
+        choice = choose(self._costs, chance, to_make, int32(room))
+        self._kinds[lanes] = np.where(choice.counts > 0, kinds, NONE)
+        self._stats.gain = choice.gain
+        return choice.counts
+
+    def _look_up(self, lanes: Int32) -> tuple[Int32, Floats]:
+        """Returns the kinds of drafts that were found for rows, int32 [n], and their chances."""
+        kinds, chance = np.zeros_like(lanes), np.zeros(len(lanes))
+        if self._settings.lookup:
+            kinds = self._texts.look_up(lanes, self._wanted[lanes], self._requests)
+            found = kinds != NONE
+            chance[found] = self._acceptance.of(kinds[found], lanes[found])
+            self._found[lanes] = chance
+        return kinds, chance
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def plan(self, builder: PlanBuilder) -> None:
+        if builder.admits:
+            self._admit(builder)
+        prompt = (builder.flags & RowFlag.PROMPT) != 0
+        self._prompt_tokens = int(builder.q_len[prompt].sum())
+        lanes, q_len = builder.lanes[~prompt], builder.q_len[~prompt]
+        drafted = q_len > 1
+        if drafted.any():
+            kinds = self._kinds.copy()
+            self._in_flight.append(kinds)
+            self._stats.steps += 1
+            self._texts.claim(builder, lanes[drafted & (kinds[lanes] >= TREE)])
+        if len(lanes):
+            self._stats.drafts_per_row = float((q_len - 1).mean())
+        if self._device is not None:
+            drafting = ~prompt & by_device(self._kinds[builder.lanes])
+            drafts = int32(np.where(drafting, builder.q_len - 1, 0))
+            if self._ahead:
+                self._device.passed(lanes, q_len)
+                drafts = self._drafts_ahead(builder)
+                self._made[builder.lanes] = drafts
+            chances = self._acceptance.of_kinds()[self._own_kind[builder.lanes]]
+            chance = float(chances.max(initial=0.0))
+            pays = may_pay(self._costs, len(builder.lanes), chance, self._most)
+            self._device.plan(builder, drafts, self._wanted, pays)
+
+    def _drafts_ahead(self, builder: PlanBuilder) -> Int32:
+        """Returns how many drafts are to be made behind the step for each row's next step, int32
+        [R]. A row for which a lookup found something better verifies that next."""
+        counts = np.zeros_like(builder.lanes)
+        rows = np.flatnonzero((builder.flags & (RowFlag.PROMPT | RowFlag.SAMPLE)) != RowFlag.PROMPT)
+        if self._device is None or self._prompt_tokens > _BUSY or not len(rows):
+            return counts
+        lanes = builder.lanes[rows]
+        own = self._acceptance.of(self._own_kind[lanes], lanes)
+        wanted = self._wanted[lanes] & (own > self._found[lanes])
+        wanted &= self._device.ready(lanes, wanted)
+        requests = [builder.requests[row] for row in rows.tolist()]
+        planned = int32([request.planned for request in requests])
+        ends = int32([request.max_total - 2 for request in requests])
+        for group in self._groups():
+            ends = np.minimum(ends, group.booked[lanes])
+        room = np.where(wanted, (ends - planned).clip(0, self._most), 0)
+        counts[rows] = choose(self._costs, own * wanted, wanted, int32(room)).counts
+        return counts
+
+    def _book_ahead(self, lanes: Int32) -> None:
+        """Books blocks for what may be drafted behind the next step, if there are some."""
+        requests = [self._requests[lane] for lane in lanes.tolist()]
+        most = 1 + 2 * self._most
+        ends = [0 if r is None else min(r.planned + most, r.max_total - 1) for r in requests]
+        if self._blocks is not None:
+            self._blocks.book(lanes, int32(ends))
+
+    def _groups(self) -> list[BlockTables]:
+        """Returns the groups of which lanes need further blocks as they go on."""
+        return [] if self._blocks is None else [g for g in self._blocks.groups if g.grows]
+
+    def _admit(self, builder: PlanBuilder) -> None:
+        """Begins to follow requests that get a lane."""
+        owners = {request.lane: request for request in builder.requests}
+        lanes = int32([admit.lane for admit in builder.admits])
+        self._acceptance.forget(lanes)
+        self._made[lanes] = 0
+        self._found[lanes] = 0.0
+        if self._device is not None:
+            self._device.admit(lanes)
+        for admit in builder.admits:
+            request = self._requests[admit.lane] = owners[admit.lane]
+            params = request.params
+            wanted = params.speculative != "off" and request.pooling is None
+            self._wanted[admit.lane] = wanted
+            self._own_kind[admit.lane] = MASKED if params.masked else DEVICE
+
+    # -- results -------------------------------------------------------------------------------
+
+    def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
+        kinds = self._in_flight.popleft()[lanes]
+        if self._device is not None:
+            other = ~by_device(kinds)
+            self._device.verified(lanes[other], drafts[other], accepted[other])
+        rows = np.flatnonzero(drafts > 0)
+        if not len(rows):
+            return
+        kinds, lanes, drafts = kinds[rows], lanes[rows], drafts[rows]
+        held = np.clip(accepted[rows] - 1, 0, drafts)
+        self._acceptance.add(kinds, lanes, drafts, int32(held))
+        source = self._settings.source or ""
+        for name, own in (
+            (source, by_device(kinds)),
+            ("tree", kinds == TREE),
+            ("suffix", kinds >= LOOKUP),
+        ):
+            if own.any():
+                self._count(name, drafts[own], held[own])
+
+    def _count(self, name: str, drafts: Int32, accepted: Int32) -> None:
+        stats = self._stats.sources.setdefault(name, SourceStats(accepted_at=[0] * self._most))
+        stats.rows += len(drafts)
+        stats.drafted += int(drafts.sum())
+        stats.accepted += int(accepted.sum())
+        for place in range(int(accepted.max(initial=0))):
+            stats.accepted_at[place] += int((accepted > place).sum())
+
+    def finish(self, request: Request) -> None:
+        self._texts.finish(request)
+
+    def forget(self) -> None:
+        self._texts.forget()
+
+    def stats(self) -> dict[str, Any]:
+        return {"speculation": self._stats}

@@ -1,0 +1,280 @@
+"""Texts that are searched for how another one may go on.
+
+The index is that of a match finder in LZ77 compressors: a table from every run of a few tokens to
+the place where it ended last, and from each place to the one before with the same run. Adding a
+token is one entry, finding a continuation a few comparisons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.arrays import Int32, int32
+from quire.cache import BlockManager
+from quire.cache.continuation import continuation
+from quire.features.speculation.draft_count import Flags
+from quire.features.speculation.settings import NONE, TREE, SpeculationSettings, lookup_kind
+from quire.plan import DRAFT_IDS, DRAFT_START
+from quire.request import Request
+from quire.scheduler import PlanBuilder
+
+_FACTOR = 0x9E3779B97F4A7C15
+_MASK = 2**64 - 1
+_CANDIDATES = 8
+"""Places that are compared, the latest first."""
+
+
+class TextMatch(NamedTuple):
+    """A place in an indexed text behind which it went on. length: tokens before it that agree."""
+
+    text: TextIndex
+    place: int
+    length: int
+
+
+class TextIndex:
+    """A growing text in which the continuation of another, or of itself, is looked up.
+
+    least: tokens that a match must have. most: tokens that are compared.
+    """
+
+    def __init__(self, least: int, most: int, room: int = 256) -> None:
+        self._least, self._most = least, most
+        self._tokens: Int32 = np.empty(room, dtype=np.int32)
+        self._before: Int32 = np.empty(room, dtype=np.int32)
+        self._count = 0
+        self._last: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def extend(self, tokens: Int32) -> None:
+        """Appends tokens, int32 [n]."""
+        start, end = self._count, self._count + len(tokens)
+        if end > len(self._tokens):
+            self._tokens = np.resize(self._tokens, max(end, 2 * len(self._tokens)))
+            self._before = np.resize(self._before, len(self._tokens))
+        self._tokens[start:end] = tokens
+        self._count = end
+        first = max(start, self._least - 1)
+        if end - first < _CANDIDATES:
+            keys = [self._key(self._tokens[: place + 1]) for place in range(first, end)]
+        else:
+            keys = self._keys(first, end)
+        last, before = self._last, self._before
+        for place, key in enumerate(keys, first):
+            # A place is known by the position of the token behind its run.
+            before[place] = last.get(key, 0)
+            last[key] = place + 1
+
+    def _keys(self, first: int, end: int) -> list[int]:
+        """Returns the keys of the runs that end at each of these positions."""
+        keys = np.zeros(end - first, dtype=np.uint64)
+        for back in range(self._least - 1, -1, -1):
+            part = self._tokens[first - back : end - back].astype(np.uint64)
+            keys = keys * np.uint64(_FACTOR) + part + np.uint64(1)
+        found: list[int] = keys.tolist()
+        return found
+
+    def _key(self, tokens: Int32) -> int:
+        key = 0
+        for token in tokens[len(tokens) - self._least :].tolist():
+            key = (key * _FACTOR + token + 1) & _MASK
+        return key
+
+    def find(self, tokens: Int32) -> TextMatch | None:
+        """Returns where the text went on as `tokens`, int32 [n], may: behind the longest run that
+        is the end of `tokens`, the latest of equals. None: such a run does not occur."""
+        if len(tokens) < self._least:
+            return None
+        place = self._last.get(self._key(tokens), 0)
+        best, found = self._least - 1, None
+        for _ in range(_CANDIDATES):
+            if not place:
+                break
+            if place < self._count:  # not the end of the text itself
+                length = self._agreeing(tokens, place)
+                if length > best:
+                    best, found = length, TextMatch(self, place, length)
+                if best >= min(self._most, len(tokens)):
+                    break
+            place = int(self._before[place - 1])
+        return found
+
+    def _agreeing(self, tokens: Int32, place: int) -> int:
+        """Returns how many tokens before a place are the end of `tokens`."""
+        most = min(self._most, place, len(tokens))
+        own, other = tokens[len(tokens) - most :], self._tokens[place - most : place]
+        differing = np.flatnonzero(own != other)
+        return most if not len(differing) else most - 1 - int(differing[-1])
+
+    def after(self, place: int, count: int) -> Int32:
+        """Returns the tokens behind a place, int32 [at most `count`]."""
+        return int32(self._tokens[place : min(place + count, self._count)])
+
+
+class RecentTexts:
+    """Texts of ended requests of one namespace; the oldest are forgotten.
+
+    most: tokens to keep, at least; up to twice as many are kept.
+    """
+
+    def __init__(self, least: int, compared: int, most: int) -> None:
+        self._least, self._compared, self._most = least, compared, most
+        self._young = TextIndex(least, compared)
+        self._old: TextIndex | None = None
+
+    def __len__(self) -> int:
+        return len(self._young) + (0 if self._old is None else len(self._old))
+
+    def add(self, tokens: Int32) -> None:
+        """Adds a text, int32 [n]."""
+        if len(self._young) + len(tokens) > self._most and len(self._young):
+            self._old, self._young = self._young, TextIndex(self._least, self._compared)
+        self._young.extend(tokens)
+
+    def find(self, tokens: Int32) -> TextMatch | None:
+        """See `TextIndex.find`."""
+        found = self._young.find(tokens)
+        if self._old is not None and (found is None or found.length < self._compared):
+            older = self._old.find(tokens)
+            if older is not None and (found is None or older.length > found.length):
+                return older
+        return found
+
+
+# Drafts that are looked up: how a row's text may go on, by texts that begin or repeat like it.
+
+_LOOKUPS = 64
+"""Rows whose texts are searched in a step."""
+_RECENT = 1 << 20
+"""Tokens of ended requests that are searched in a namespace, at least; all namespaces together keep
+twice as many, the most that one of them may."""
+_NAMESPACES = 64
+
+
+class _Text:
+    """A running request's own text, searched for its own end.
+
+    match: where the text seems to go on, if a lookup has found something. ahead: what the prefix
+    tree has behind it.
+    """
+
+    __slots__ = ("ahead", "index", "match", "request")
+
+    def __init__(self, request: Request, least: int, most: int) -> None:
+        self.request = request
+        self.index = TextIndex(least, most, room=request.known + 64)
+        self.match: TextMatch | None = None
+        self.ahead: Int32 = int32([])
+
+    def update(self) -> Int32:
+        """Takes in what has come; returns all known tokens, int32 [known]."""
+        tokens = self.request.tokens.view()
+        self.index.extend(tokens[len(self.index) :])
+        return tokens
+
+
+class TextSource:
+    """Searches the prefix tree, the row's own text, and texts of ended requests.
+
+    width: tokens of a claim.
+    """
+
+    def __init__(self, settings: SpeculationSettings, lanes: int, width: int) -> None:
+        self._settings = settings
+        self._width = width
+        self._texts: list[_Text | None] = [None] * lanes
+        self._recent: dict[tuple[int, str], RecentTexts] = {}
+        self._tree: BlockManager | None = None
+        self._next = 0
+
+    def attach(self, blocks: BlockManager) -> None:
+        self._tree = blocks if blocks.caching else None
+
+    def look_up(self, lanes: Int32, wanted: Flags, requests: Sequence[Request | None]) -> Int32:
+        """Finds continuations for rows, those that were longest without a look first.
+
+        lanes: int32 [n]. wanted: rows to find some for, bool [n]. requests: by lane.
+        Returns their kinds, int32 [n].
+        """
+        kinds = np.zeros_like(lanes)
+        places = np.flatnonzero(wanted)
+        if len(places) > _LOOKUPS:
+            first = self._next % len(places)
+            self._next = first + _LOOKUPS
+            places = np.roll(places, -first)[:_LOOKUPS]
+        for place in places.tolist():
+            lane = int(lanes[place])
+            request = requests[lane]
+            if request is not None:
+                kinds[place] = self._match(lane, request)
+        return kinds
+
+    def _match(self, lane: int, request: Request) -> int:
+        """Finds how a row's text may go on; returns the kind of what was found."""
+        settings, text = self._settings, self._texts[lane]
+        if text is None or text.request is not request:
+            text = _Text(request, settings.lookup_min, settings.lookup_max)
+            self._texts[lane] = text
+        tokens = text.update()
+        if self._tree is not None:
+            # Of several texts that go on, one that begins like this one says most.
+            last, size = self._tree.lanes.last(lane), self._tree.block_size
+            text.ahead = continuation(last, tokens, size, self._width)
+            if len(text.ahead):
+                return TREE
+        tail = tokens[max(0, len(tokens) - settings.lookup_max) :]
+        text.match = text.index.find(tail)
+        if text.match is None or text.match.length < settings.lookup_max:
+            recent = self._recent.get(request.namespace)
+            other = None if recent is None else recent.find(tail)
+            if other is not None and (text.match is None or other.length > text.match.length):
+                text.match = other
+        return NONE if text.match is None else lookup_kind(text.match.length)
+
+    def claim(self, builder: PlanBuilder, lanes: Int32) -> None:
+        """Writes what was found for the rows of these lanes as their claims."""
+        if not len(lanes):
+            return
+        ids = np.full((len(lanes), self._width), -1, dtype=np.int32)
+        starts = np.zeros_like(lanes)
+        for line, lane in enumerate(lanes.tolist()):
+            text = self._texts[lane]
+            if text is None:
+                continue
+            found = text.ahead
+            if text.match is not None and not len(found):
+                index, place, _ = text.match
+                found = index.after(place, self._width)
+                if index is text.index:
+                    # The text repeats what lies between the match and its end, as far as one knows.
+                    found = np.resize(found, self._width)
+            ids[line, : len(found)] = found
+            starts[line] = text.request.known
+        builder.write(DRAFT_IDS, lanes, ids)
+        builder.write(DRAFT_START, lanes, starts)
+
+    def finish(self, request: Request) -> None:
+        """Keeps what was generated for others to follow, in place of namespaces in which no request
+        has ended for longest."""
+        for lane, text in enumerate(self._texts):
+            if text is not None and text.request is request:
+                self._texts[lane] = None
+        if not self._settings.lookup or not request.num_output_tokens:
+            return
+        start = max(0, request.prompt_len - self._settings.lookup_max)
+        recent = self._recent.pop(request.namespace, None)
+        if recent is None:
+            recent = RecentTexts(self._settings.lookup_min, self._settings.lookup_max, _RECENT)
+        self._recent[request.namespace] = recent
+        recent.add(request.tokens.view(start))
+        kept = sum(map(len, self._recent.values()))
+        while len(self._recent) > 1 and (kept > 2 * _RECENT or len(self._recent) > _NAMESPACES):
+            kept -= len(self._recent.pop(next(iter(self._recent))))
+
+    def forget(self) -> None:
+        self._recent.clear()

@@ -1,0 +1,78 @@
+"""Rows verify drafts, whoever brings them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from quire.executor import StepSeconds
+from quire.features.speculation.draft_count import measure_steps
+from quire.features.speculation.settings import SpeculationSettings
+from quire.models import Decoder, load_config
+from quire.runner import Hook
+from quire.runner.hooks.hook import HeadContext
+from quire.runner.program import CapturedPrograms, StepProgram
+from quire.runner.state import BatchState
+
+_SHARES = 1 << 16
+
+
+class Verifier(Hook):
+    """Lets rows verify drafts, which the host or another hook brings."""
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        self.drafts = settings.most
+        self._simulated = settings.simulated
+
+    def bind(self, state: BatchState) -> None:
+        self._state = state
+        # On the device, where captured heads read it, so that a benchmark may change it.
+        self._shares = torch.zeros(1, dtype=torch.int64, device=state.device)
+        self.simulate(self._simulated or 0.0)
+
+    def simulate(self, acceptance: float) -> None:
+        """Sets the probability with which drafts are accepted, where that is made up."""
+        self._shares.fill_(int(acceptance * _SHARES))
+
+    def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
+        """Returns what makes drafts on the device, by name and size, to be measured."""
+        return {}
+
+    def seconds(self, program: StepProgram, graphs: CapturedPrograms | None) -> StepSeconds:
+        return measure_steps(program, graphs, self.passes()) if self.drafts else {}
+
+    def tokens(self, ctx: HeadContext) -> None:
+        """Replaces what was drawn by the row's draft as often as `simulated` says, and never gives
+        it otherwise. For benchmarks only: such tokens are not the model's."""
+        drawn = ctx.tokens
+        if self._simulated is None or drawn is None or not self._state.limits.drafts:
+            return
+        rows, state = ctx.logit_rows, self._state
+        lanes = rows.lanes.clamp(min=0).long()
+        draft = state.tokens[lanes, rows.lengths.clamp(0, state.tokens.shape[1] - 1).long()]
+        drafted = rows.ahead < state.columns["drafts_used"][lanes]
+        mixed = (rows.lengths.long() * 2654435761 + lanes * 40503) & 0xFFFFFFFF
+        share = ((mixed ^ (mixed >> 15)) * 2246822519 >> 13) % _SHARES
+        other = torch.where(drawn == draft, (draft + 1) % ctx.logits.shape[-1], drawn)
+        chosen = torch.where(share < self._shares, draft, other)
+        ctx.tokens = torch.where(drafted & (drawn >= 0), chosen, drawn).int()
+
+
+class EarlierVerifier(Verifier):
+    """Lets rows verify drafts in a stage before the last of a pipeline, and has the stage pass on
+    what a draft head reads there."""
+
+    def __init__(self, settings: SpeculationSettings) -> None:
+        super().__init__(settings)
+        self._settings = settings
+
+    def attach(self, model: Decoder) -> None:
+        folder = self._settings.model
+        if self._settings.source != "eagle3" or folder is None or not self.drafts:
+            return
+        from quire.models.draft_heads.eagle3 import eagle3_spec
+        from quire.models.stages import StageDecoder
+
+        if isinstance(model, StageDecoder):
+            model.tap(eagle3_spec(load_config(folder), model.spec).taps, lambda *stream: None)

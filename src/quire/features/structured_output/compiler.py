@@ -1,0 +1,385 @@
+"""Compiled grammars for one tokenizer, kept for those who ask again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from quire.config import EngineConfig
+from quire.errors import CompilerBusyError, ConfigError, GrammarError
+from quire.features.structured_output.string_tables import StringTables
+from quire.features.structured_output.string_walk import StringPlaces, StringWalk, string_places
+from quire.grammar.grammar import compilable
+from quire.sampling_params import StructuredOutputsParams
+from quire.text import tokenizer_files
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+# Work, not time: the same grammar is fit or not on every machine. Some seconds at the very most.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=2_000_000,
+    # A mask that needs more ends the answer. Patterns that could are refused (`patterns.MAX_WAYS`).
+    step_lexer_fuel=8_000_000,
+    step_max_items=100_000,
+    max_lexer_states=1_000_000,
+    max_grammar_size=250_000,
+    verbose_errors=False,
+)
+_KEPT_VERDICTS = 1024
+_MOST_GIVEN_UP = 8
+"""Grammars that took too long and still run, from which on no more threads are added."""
+
+_CHAR = r'[^"\\\x00-\x1F\x7F]'
+_SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_CHAR}{{1,{most}}}" for most in (2, 4, 6, 8, 10, 16, 30)),
+    "[A-Za-z0-9]+",
+    f"{_CHAR}+",
+]
+"""Tokens that are allowed or not together, in a mask built from a few parts: text within a string,
+by length, and words, of which addresses consist. Without those of few characters, strings of a
+bounded length would cost a third more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompilerConfig:
+    """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
+    many are compiled at once. walks: whether `walk` is asked for."""
+
+    timeout: float = 5.0
+    cached: int = 128
+    threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
+    walks: bool = False
+
+
+class Cache(Generic[K, V]):
+    """The `size` most recently used values. Its owner locks."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._values: OrderedDict[K, V] = OrderedDict()
+
+    def get(self, key: K) -> V | None:
+        if key in self._values:
+            self._values.move_to_end(key)
+            return self._values[key]
+        return None
+
+    def put(self, key: K, value: V) -> None:
+        self._values[key] = value
+        self._values.move_to_end(key)
+        while len(self._values) > self._size:
+            self._values.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+@dataclass(eq=False, slots=True)
+class _Compilation:
+    """A grammar that is being compiled, or waits to be.
+
+    Attributes:
+        waiters: requests that need it.
+        began: moment at which a thread took it up.
+        given_up: whether its thread is no longer counted on.
+    """
+
+    future: Future[LLMatcher]
+    waiters: int = 0
+    began: float | None = None
+    given_up: bool = False
+
+
+class Compiler:
+    """Compiles on threads of its own, each grammar once for all who ask. Thread-safe.
+
+    A grammar that waits for a thread, and that nobody waits for any more, is not compiled.
+
+    Args:
+        tokenizer: gives the text of a `tokenizer.json`. Called once, on a thread.
+        vocab_size: of the model; masks have as many bits, rounded up to whole words.
+        eos_token_ids: what a grammar allows where the text may end.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], str],
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        config: CompilerConfig | None = None,
+    ) -> None:
+        self.config = config or CompilerConfig()
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._text = tokenizer
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
+        self._tokenizer: Future[LLTokenizer] | None = None
+        self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
+        # A thread of its own: it waits for the tokenizer, and grammars must not wait for it.
+        self._table_pool = ThreadPoolExecutor(1, thread_name_prefix="string tables")
+        self._tables: Future[StringTables] | None = None
+        self._jobs: dict[bytes, _Compilation] = {}
+        self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
+
+    def warm_up(self) -> None:
+        """Begins to build what all grammars share, which for a large vocabulary takes a second."""
+        with self._lock:
+            if self._tokenizer is None:
+                self._tokenizer = self._pool.submit(self._build_tokenizer)
+                if self.config.walks:
+                    self._tables = self._table_pool.submit(_string_tables, self._tokenizer)
+
+    def _build_tokenizer(self) -> LLTokenizer:
+        if not self.eos_token_ids:
+            raise GrammarError("the model has no end-of-sequence token to end a text with")
+        try:
+            return self._llguidance_tokenizer()
+        except ValueError as error:
+            raise GrammarError(
+                f"the model's tokenizer is of a kind that grammars cannot be used with: {error}"
+            ) from None
+
+    def _llguidance_tokenizer(self) -> LLTokenizer:
+        text, ends = self._text(), list(self.eos_token_ids)
+        try:
+            return LLTokenizer(text, n_vocab=self.vocab_size, eos_token=ends, slices=_SLICES)
+        except ValueError:  # it may know more tokens than the model
+            return LLTokenizer(text, eos_token=ends, slices=_SLICES)
+
+    @property
+    def tokenizer_vocab(self) -> int:
+        """The tokenizer's size, once something was compiled; 0 where grammars cannot be used with
+        it."""
+        made = self._tokenizer
+        return 0 if made is None or made.exception() is not None else made.result().vocab_size
+
+    # -- compiling -----------------------------------------------------------------------------
+
+    def check(self, params: StructuredOutputsParams) -> None:
+        """Waits until it is known that a grammar can be compiled.
+
+        Raises:
+            GrammarError: it cannot, or takes too long.
+            CompilerBusyError: others took too long.
+        """
+        verdict = self.checked(params)
+        try:
+            verdict.result(self.config.timeout)
+        except TimeoutError:
+            raise self.late(params) from None
+        finally:
+            if not verdict.done():
+                self.forget(params)
+
+    def checked(self, params: StructuredOutputsParams) -> Future[None]:
+        """Returns what is done when it is known, and may raise GrammarError, as this may.
+
+        Who does not wait for it says so by `forget`.
+        """
+        key, verdict = _key(params), Future[None]()
+
+        def judge(done: Future[LLMatcher]) -> None:
+            if done.cancelled():
+                verdict.cancel()
+                return
+            error = done.exception()
+            if error is None or isinstance(error, GrammarError):
+                with self._lock:
+                    self._verdicts.put(key, (error,))
+            _resolve(verdict, error)
+
+        with self._lock:
+            known = self._verdicts.get(key)
+        if known is None:
+            self.compile(params).add_done_callback(judge)
+        else:
+            _resolve(verdict, known[0])
+        return verdict
+
+    def late(self, params: StructuredOutputsParams) -> GrammarError | CompilerBusyError:
+        """Returns the error of a request that has waited for `timeout` seconds.
+
+        The grammar is to blame if it was being compiled for most of the time, else other grammars.
+        """
+        limit = self.config.timeout
+        with self._lock:
+            job = self._jobs.get(_key(params))
+            began = None if job is None else job.began
+            self._give_up()
+        if began is not None and time.monotonic() - began >= limit / 2:
+            return GrammarError(
+                f"The grammar took longer than {limit:g} seconds to compile.",
+                code="grammar_timeout",
+            )
+        return CompilerBusyError(
+            f"Other grammars have kept this one waiting for {limit:g} seconds; try again later."
+        )
+
+    def _give_up(self) -> None:
+        """Compiles what comes next on other threads, if grammars that took too long still run.
+
+        Nothing can stop them. The caller holds the lock.
+        """
+        now, limit = time.monotonic(), self.config.timeout
+        late = [
+            job
+            for job in self._jobs.values()
+            if job.began is not None and not job.given_up and now - job.began >= limit / 2
+        ]
+        given_up = sum(job.given_up for job in self._jobs.values())
+        if not late or given_up >= _MOST_GIVEN_UP:
+            return
+        for job in late:
+            job.given_up = True
+        self._pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
+
+    def compile(self, params: StructuredOutputsParams) -> Future[LLMatcher]:
+        """Returns the grammar at its start, which others may be given too.
+
+        `deep_copy` it before use. The future may raise GrammarError. Who does not wait for it says
+        so by `forget`.
+        """
+        self.warm_up()
+        key = _key(params)
+        with self._lock:
+            found = self._compiled.get(key)
+            if found is not None:
+                return found
+            job = self._jobs.get(key)
+            if job is None:
+                job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
+            job.waiters += 1
+            return job.future
+
+    def forget(self, params: StructuredOutputsParams) -> None:
+        """Notes that one of those who asked for a grammar waits no more."""
+        key = _key(params)
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                return
+            job.waiters -= 1
+            if job.waiters > 0 or job.began is not None:
+                return
+            del self._jobs[key]
+        job.future.cancel()  # not under the lock, which its callbacks take
+
+    def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:  # forgotten at this very moment
+                raise GrammarError("Nobody waits for the grammar.")
+            job.began = time.monotonic()
+        kept = False
+        try:
+            matcher = self._compiled_now(key, params)
+            kept = True
+            return matcher
+        except GrammarError:
+            raise
+        except Exception as error:
+            raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
+        finally:
+            with self._lock:
+                del self._jobs[key]
+                if kept:
+                    self._compiled.put(key, job.future)
+
+    def _compiled_now(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+        if self._tokenizer is None:
+            raise GrammarError("the tokenizer was not loaded")
+        grammar = compilable(params)
+        matcher = LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=_LIMITS)
+        if not matcher.is_error():
+            # The first mask is the dearest, and copies share what was found for it.
+            matcher.compute_bitmask()
+        warnings = [] if matcher.is_error() else matcher.get_grammar_warnings()
+        if matcher.is_error() or warnings:
+            reason = "; ".join(warnings) or matcher.get_error()
+            raise GrammarError(f"The grammar cannot be enforced: {reason[:500]}")
+        if self.config.walks and params.json is not None:
+            places = string_places(json.loads(grammar)["grammars"][0]["json_schema"])
+            if places is not None:
+                with self._lock:
+                    self._places.put(key, places)
+        return matcher
+
+    def walk(self, params: StructuredOutputsParams) -> StringWalk | None:
+        """Returns what follows the strings of a document of a compiled grammar, from its start;
+        None where no string is bounded by its length alone, and while tables are being made."""
+        with self._lock:
+            places, made = self._places.get(_key(params)), self._tables
+        if places is None or made is None or not made.done() or made.exception() is not None:
+            return None
+        tables = made.result()
+        return StringWalk(places, tables) if tables.usable else None
+
+    def shutdown(self) -> None:
+        """Does not wait for what is being compiled. Idempotent."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._table_pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
+    return StringTables(tokenizer.result())
+
+
+def build_compiler(
+    config: EngineConfig, *, cached: int | None = None, walks: bool = False
+) -> Compiler:
+    """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
+
+    cached: grammars to keep, instead of the setting. walks: whether `Compiler.walk` is asked for.
+
+    Raises:
+        ConfigError: the engine has no tokenizer.
+    """
+    if config.tokenizer_path is None:
+        raise ConfigError("grammars need a tokenizer", "skip_tokenizer_init")
+    folder = Path(config.tokenizer_path)
+    limits = CompilerConfig(
+        timeout=config.args.structured_outputs_timeout,
+        cached=cached or config.args.structured_outputs_cache,
+        walks=walks,
+    )
+    compiler = Compiler(
+        lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits
+    )
+    compiler.warm_up()
+    return compiler
+
+
+def _key(params: StructuredOutputsParams) -> bytes:
+    try:
+        return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
+    except UnicodeEncodeError:
+        raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
+
+
+def _resolve(verdict: Future[None], error: BaseException | None) -> None:
+    if isinstance(error, GrammarError):
+        # Anew: a traceback grows with every raise.
+        error = GrammarError(str(error), error.param, error.code, error.pointer)
+    if not verdict.set_running_or_notify_cancel():
+        return
+    if error is None:
+        verdict.set_result(None)
+    else:
+        verdict.set_exception(error)

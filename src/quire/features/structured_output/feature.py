@@ -1,0 +1,375 @@
+"""The drafts that a claim gives to a row, as the device finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher
+
+from quire.arrays import Int32, int32
+from quire.config import EngineConfig
+from quire.errors import GrammarError, QuireError, RequestError
+from quire.executor import Capacity, Executor
+from quire.features.loop_feature import Failure, LoopFeature
+from quire.features.structured_output.compiler import Compiler, build_compiler
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.plan import HeadInputs, RowFlag
+from quire.request import Request
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.scheduler import Feature, PlanBuilder
+from quire.token_rules import TokenRules
+
+
+def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
+    """Returns the draft tokens that a claim gives to a row, int32 [at most `most`].
+
+    ids: int32 [W], the claimed tokens from position `start` on, padded with -1. tokens: int32
+    [known], the tokens that the row knows.
+    """
+    covered = len(tokens) - start
+    if start < 0 or not 0 <= covered <= len(ids) or (ids[:covered] != tokens[start:]).any():
+        return int32([])
+    drafts = ids[covered:][: max(most, 0)]
+    ends = np.flatnonzero(drafts < 0)
+    return drafts[: ends[0]] if len(ends) else drafts
+
+
+# Requests with a grammar: the scheduler's part and the engine loop's.
+
+_FOREVER = 2**31 - 1
+_PATIENCE = 1.0
+"""Seconds that the end of the thread is waited for."""
+_HANDOVER = 0.002
+"""Seconds at most that the engine's thread lets the one that builds masks go first."""
+
+
+@dataclass(slots=True)
+class _GatedRow:
+    """A row that waits for masks. known: tokens that must be known, of a PROMPT row. q_len: of a
+    generating row, else 0."""
+
+    request: Request
+    lane: int
+    lane_epoch: int
+    known: int
+    q_len: int
+
+    @property
+    def alive(self) -> bool:
+        return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
+
+    @property
+    def ready(self) -> bool:
+        """Whether all tokens before the row are known."""
+        if not self.alive:
+            return True
+        if self.q_len:
+            # No earlier row of it is in flight.
+            return self.request.planned - self.request.computed <= self.q_len
+        return self.request.known >= self.known
+
+    @property
+    def lines(self) -> int:
+        return max(self.q_len, 1)
+
+
+@dataclass(slots=True)
+class _GatedStep:
+    """A step whose gated rows wait for masks."""
+
+    step_id: int
+    rows: list[_GatedRow]
+
+
+class NoGrammars(Feature, LoopFeature):
+    """Refuses requests with a grammar or rules of tokens, for an engine that was started without
+    grammars."""
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        return self
+
+    def admit(self, request: Request) -> RequestError | None:
+        params = request.params
+        if not params.masked:
+            return None
+        if params.structured_outputs is not None:
+            return RequestError("this engine has no grammars", "structured_outputs")
+        name = "allowed_token_ids" if params.allowed_token_ids else "bad_token_ids"
+        return RequestError(f"{name} needs a tokenizer, which was not loaded", name)
+
+
+def open_grammars(config: EngineConfig) -> LoopFeature:
+    """Returns the feature for an engine, which without a tokenizer has no grammars."""
+    if config.tokenizer_path is None:
+        return NoGrammars()
+    return GrammarFeature(build_compiler(config, walks=True), config.scheduler.max_num_seqs)
+
+
+class GrammarFeature(Feature, LoopFeature):
+    """Belongs to the engine's thread, like the scheduler that calls it."""
+
+    def __init__(self, compiler: Compiler, num_lanes: int) -> None:
+        self._compiler = compiler
+        self._masks = MaskBuilder(compiler.vocab_size)
+        self._builds: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # It may wait for a step that never runs, which must not keep a program from ending.
+        thread = threading.Thread(target=_run_all, args=(self._builds,), name="masks", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _end, self._builds, thread)
+        self._states: dict[str, GrammarState] = {}
+        """By request id."""
+        self._gated = np.zeros(num_lanes, dtype=bool)
+        self._waiting: deque[_GatedStep] = deque()
+        self._parked: dict[str, tuple[Request, float]] = {}
+        self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
+        self._news = threading.Event()
+        self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
+        self._closed = False
+        self._executor: Executor
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        self._executor = executor
+        return self
+
+    def check(self, params: Sequence[SamplingParams]) -> None:
+        """Waits until the grammars are compiled, beside each other."""
+        asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        for one in asked:
+            with contextlib.suppress(RequestError):
+                self._compiler.checked(one)
+        for one in asked:
+            self._compiler.check(one)
+
+    # -- the scheduler's part ------------------------------------------------------------------
+
+    def admit(self, request: Request) -> RequestError | None:
+        asked, params = request.params.structured_outputs, request.params
+        if not params.masked:
+            return None
+        state = GrammarState(position=request.prompt_len)
+        try:
+            if params.allowed_token_ids or params.bad_token_ids:
+                state.rules = TokenRules(
+                    params.allowed_token_ids, params.bad_token_ids, self._compiler.vocab_size
+                )
+            compiled = None if asked is None else self._compiler.compile(asked)
+        except RequestError as error:
+            return error
+        eos = self._compiler.eos_token_ids
+        if params.ignore_eos and compiled is not None:
+            state.forbidden.append((eos, _FOREVER))
+        if params.min_tokens:
+            ends = () if params.ignore_eos else eos
+            until = request.prompt_len + params.min_tokens
+            state.forbidden.append(((*ends, *params.stop_token_ids), until))
+        self._states[request.request_id] = state
+        if compiled is None:
+            return None
+        self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
+        compiled.add_done_callback(partial(self._on_compiled, request, state))
+        return None
+
+    def _on_compiled(self, request: Request, state: GrammarState, done: Future[LLMatcher]) -> None:
+        """Receives a compiled grammar, on any thread."""
+        name = request.request_id
+        try:
+            state.begin(done.result(), self._compiler.walk(_grammar_of(request)))
+            self._done.append((name, state, None))
+        except GrammarError as error:
+            self._done.append((name, state, error))
+        except BaseException as error:
+            reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
+            self._done.append((name, state, reason))
+        self._news.set()
+
+    def ready(self, request: Request) -> bool:
+        return request.request_id not in self._parked
+
+    def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
+        """Takes over `min_tokens`, and of requests with a grammar `ignore_eos`, which the masks
+        enforce: a complete grammar ends the text."""
+        if not params.masked:
+            return params
+        if params.structured_outputs is None:
+            return msgspec.structs.replace(params, min_tokens=0)
+        return msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
+
+    def plan(self, builder: PlanBuilder) -> None:
+        for admit in builder.admits:
+            self._gated[admit.lane] = admit.params.masked
+        samples = (builder.flags & RowFlag.SAMPLE) != 0
+        rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
+        if not rows:
+            return
+        builder.gate(rows)
+        gated = [self._gated_row(builder, row) for row in rows]
+        self._waiting.append(_GatedStep(builder.step_id, gated))
+
+    def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
+        request, lane = builder.requests[row], int(builder.lanes[row])
+        prompt = bool(builder.flags[row] & RowFlag.PROMPT)
+        q_len = 0 if prompt else int(builder.q_len[row])
+        return _GatedRow(request, lane, request.lane_epoch, request.planned, q_len)
+
+    def release(self, request: Request) -> bool:
+        if request.lane >= 0:
+            self._gated[request.lane] = False
+        return False
+
+    def finish(self, request: Request) -> None:
+        self._states.pop(request.request_id, None)
+        if self._parked.pop(request.request_id, None) is not None:
+            self._compiler.forget(_grammar_of(request))
+
+    # -- the engine loop's part: compiling -----------------------------------------------------
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._parked)
+
+    def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
+        failed: list[Failure] = []
+        while self._broken:
+            row, error = self._broken.popleft()
+            if row.alive:
+                failed.append((row.request, error))
+        if not self._parked and not self._done:
+            return (), failed
+        if patience and not self._done:
+            self._news.wait(patience)
+        self._news.clear()
+        ready = []
+        while self._done:
+            name, state, reason = self._done.popleft()
+            if name not in self._parked or self._states.get(name) is not state:
+                continue
+            request, _ = self._parked.pop(name)
+            if reason is not None:
+                failed.append((request, reason))
+                continue
+            ready.append(name)
+        return ready, failed + self._late()
+
+    def _late(self) -> list[Failure]:
+        """Gives up on grammars that took too long to compile."""
+        now = time.monotonic()
+        late = [name for name, (_, limit) in self._parked.items() if limit < now]
+        return [self._give_up(self._parked.pop(name)[0]) for name in late]
+
+    def _give_up(self, request: Request) -> Failure:
+        error = self._compiler.late(_grammar_of(request))
+        self._compiler.forget(_grammar_of(request))
+        return request, error
+
+    # -- the engine loop's part: masks ---------------------------------------------------------
+
+    def may_launch(self) -> bool:
+        """Whether all masks are begun. While some wait for tokens of steps in flight, no step may
+        be submitted: its launch might wait for the device, which waits for the masks."""
+        return not self._waiting
+
+    def before_submit(self) -> None:
+        self._begin_masks()  # a first launch waits for the device, which waits for the masks
+
+    def after_update(self) -> None:
+        self._begin_masks()
+
+    def _begin_masks(self) -> None:
+        """Starts to build the masks of every step whose tokens are all known."""
+        while self._waiting and all(row.ready for row in self._waiting[0].rows):
+            step = self._waiting.popleft()
+            rows = [self._mask_row(row) for row in step.rows]
+            # The device waits for the masks, and their thread for the interpreter's lock, which
+            # this one would hold on to: for milliseconds, if it has much to do.
+            entered = threading.Event()
+            self._builds.put(partial(self._build, step, rows, entered))
+            entered.wait(_HANDOVER)
+
+    def _mask_row(self, row: _GatedRow) -> MaskRow:
+        """Advances a row's grammar past all known tokens."""
+        if not row.alive:
+            return MaskRow(None, row.lines)
+        state, tokens = self._states[row.request.request_id], row.request.tokens
+        state.advance(tokens.view(state.position).tolist())
+        return MaskRow(state, row.lines, (), tokens.view() if row.q_len > 1 else None)
+
+    def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
+        """Builds a step's masks, on their thread. entered: set when that needs the interpreter no
+        more."""
+        if self._closed:
+            return
+        masks = self._executor.mask_room(step.step_id, sum(row.lines for row in rows))
+        try:
+            rows = self._with_drafts(step, rows, entered)
+            self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
+        except BaseException as error:  # a grammar must not end the engine, or keep it waiting
+            masks[:] = -1
+            reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
+            for row in rows:
+                if row.state is not None:
+                    row.state.error = row.state.error or reason
+        # Before the step has a result, which gives such rows any token.
+        for gated, row in zip(step.rows, rows, strict=True):
+            if row.state is not None and row.state.error is not None:
+                self._broken.append((gated, row.state.error))
+        self._executor.submit_head(HeadInputs(step.step_id, masks))
+        self._masks.settle(rows)
+
+    def _with_drafts(
+        self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event
+    ) -> list[MaskRow]:
+        """Adds the drafts that rows verify, once they are made."""
+        if all(row.lines == 1 for row in rows):
+            return rows
+        self._masks.consume(rows)  # before drafts are waited for
+        claims = self._executor.claimed(step.step_id, wait=False)
+        if claims is None:
+            entered.set()
+            claims = self._executor.claimed(step.step_id, wait=True)
+        if claims is None:
+            return rows  # the engine ends
+        ids, starts = claims
+        found = []
+        for gated, row in zip(step.rows, rows, strict=True):
+            if row.text is not None and row.lines > 1:
+                start, most = int(starts[gated.lane]), row.lines - 1
+                drafts = claimed_drafts(ids[gated.lane], start, row.text, most)
+                row = row._replace(drafts=drafts.tolist())
+            found.append(row)
+        return found
+
+    def close(self, drain: Callable[[], None] | None) -> None:
+        self._closed = True
+        self._end()
+        self._compiler.shutdown()
+
+
+def _run_all(works: SimpleQueue[Callable[[], None] | None]) -> None:
+    """Runs what comes, until None comes."""
+    while (work := works.get()) is not None:
+        work()
+
+
+def _end(works: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
+    """Ends the thread, which must not wake while the interpreter ends."""
+    works.put(None)
+    if thread is not threading.current_thread():
+        thread.join(_PATIENCE)
+
+
+def _grammar_of(request: Request) -> StructuredOutputsParams:
+    asked = request.params.structured_outputs
+    if asked is None:
+        raise QuireError(f"the request {request.request_id} has no grammar")
+    return asked

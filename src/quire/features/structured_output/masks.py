@@ -1,0 +1,301 @@
+"""The grammar state of a request, and masks of many requests at once."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+from llguidance.numpy import (
+    fill_next_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
+
+from quire.arrays import Int32
+from quire.errors import GrammarError
+from quire.features.structured_output.string_walk import StringWalk
+from quire.token_rules import TokenRules
+
+_MOST_THREADS = 16
+_FIRST = 16
+"""Words of a mask that are looked at first."""
+
+
+@dataclass(slots=True, eq=False)
+class GrammarState:
+    """A request's progress in its grammar.
+
+    position: how many of the request's tokens, its prompt's included, the matcher has consumed, or
+        has in `pending`.
+    pending: tokens that the matcher has yet to consume.
+    matcher: None until it is compiled, or without a grammar.
+    forbidden: tokens that may not come before so many tokens are there, unless nothing else may:
+        ends that the user wants ignored, for a while (`min_tokens`) or for good.
+    rules: of tokens that may come; None: none.
+    last: the last generated tokens, as many as the rules look at.
+    error: the grammar failed; the request must end.
+    grammar: what the matcher is a copy of, shared with other requests. start: where it begins.
+    strings: follows the document's strings; None where that gives nothing.
+    """
+
+    position: int
+    matcher: LLMatcher | None = None
+    forbidden: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
+    rules: TokenRules | None = None
+    last: list[int] = field(default_factory=list)
+    error: GrammarError | None = None
+    grammar: LLMatcher | None = None
+    start: int = 0
+    pending: list[int] = field(default_factory=list)
+    strings: StringWalk | None = None
+
+    def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
+        """Takes the compiled grammar."""
+        self.start, self.grammar, self.strings = self.position, grammar, strings
+        self.matcher = grammar.deep_copy()
+
+    def again(self, text: Int32) -> LLMatcher | None:
+        """Makes the matcher anew, and returns it. text: int32, all tokens that it may have
+        consumed, behind the prompt."""
+        if self.grammar is not None:
+            self.matcher = self.grammar.deep_copy()
+            self.matcher.consume_tokens(text[self.start : self.position].tolist())
+        return self.matcher
+
+    def advance(self, tokens: list[int]) -> None:
+        """Takes the request's new tokens. The matcher has them before its next mask."""
+        self.position += len(tokens)
+        if self.rules is not None:
+            # Behind a draft that leaves nothing to follow, the mask allows all.
+            if not self.rules.hold(tokens, self.last):
+                self.error = self.error or _no_token()
+            if self.rules.reach:
+                self.last = [*self.last, *tokens][-self.rules.reach :]
+        # New ones come of a step whose masks were built, so nobody takes `pending` at this moment.
+        if self.matcher is not None and tokens:
+            self.pending += tokens
+
+
+class MaskRow(NamedTuple):
+    """A gated row's masks. state: None if its request is gone. lines: how many masks it has, one
+    for its next token and one after each draft. drafts: the draft tokens, at most `lines - 1`.
+    text: int32, all tokens of the request; None: not known."""
+
+    state: GrammarState | None
+    lines: int = 1
+    drafts: Sequence[int] = ()
+    text: Int32 | None = None
+
+
+_Known = tuple[MaskRow, GrammarState, int]
+"""A row whose state is fine, and its line."""
+_Plain = tuple[LLMatcher, int]
+_Drafted = tuple[LLMatcher, int, list[int]]
+_Opened = tuple[LLMatcher, StringWalk, LLMatcher, int]
+"""A row in a string whose end is not known yet, a matcher at its end, and the row's line."""
+
+
+class MaskBuilder:
+    """Builds masks on threads of llguidance's own, without the interpreter's lock."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._words = -(-vocab_size // 32)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        self._executor = LLExecutor(max(1, min(_MOST_THREADS, (cores or 2) - 1)))
+
+    def build(
+        self,
+        rows: Sequence[MaskRow],
+        masks: Int32,
+        tokenizer_vocab: int,
+        entered: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Fills masks, int32 [lines of all rows, ceil(vocab / 32)].
+
+        Masks without a state, of states that fail (whose `error` is then set), and after a draft
+        that the grammar refuses or that ends it allow everything. entered: called when other
+        threads may have the interpreter for a while.
+        """
+        self.consume(rows)
+        wide = -(-tokenizer_vocab // 32)
+        room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
+        known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
+        opened = list[_Opened]()
+        line = 0
+        for row in rows:
+            state, lines = row.state, row.lines
+            if state is not None and state.error is None:
+                known.append((row, state, line))
+                if (matcher := state.matcher) is not None:
+                    drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
+                    if drafts:
+                        drafted.append((matcher, line, drafts))
+                    elif state.strings is not None and state.strings.short:
+                        self._in_string(matcher, state.strings, line, room, opened)
+                    else:
+                        plain.append((matcher, line))
+            else:
+                matcher = None
+            if matcher is None or lines > 1:
+                # One call writes one mask: the others of a row, and those of no grammar, allow all.
+                room[line + (matcher is not None) : line + lines] = -1
+            line += lines
+        plain += [(end, line) for _, _, end, line in opened]
+        entered()
+        # llguidance refuses empty lists.
+        if plain:
+            fill_next_token_bitmask_par(self._executor, plain, room)
+        if drafted:
+            fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
+        self._open(opened, room)
+        self._look_through(known, room, tokenizer_vocab)
+        if room is not masks:
+            masks[:] = room[:, : self._words]
+        for row, state, line in known:
+            if state.error is not None:
+                masks[line : line + row.lines] = -1
+
+    @staticmethod
+    def _in_string(
+        matcher: LLMatcher, strings: StringWalk, line: int, room: Int32, opened: list[_Opened]
+    ) -> None:
+        """Writes a mask in a string that is bounded by its length alone, or notes the string as
+        opened: its end has to be asked for."""
+        if strings.base is not None:
+            strings.tables.mask(strings.base, strings.left, room[line])
+        else:
+            end = strings.tables.at_end(matcher, strings.left)
+            opened.append((matcher, strings, end or matcher, line))
+
+    @staticmethod
+    def _open(opened: list[_Opened], room: Int32) -> None:
+        """Writes the first masks in strings, from those of their ends."""
+        for matcher, strings, _, line in opened:
+            strings.base = strings.tables.base(room[line], matcher, strings.left)
+            if strings.base is None:
+                fill_next_token_bitmask(matcher, room, line)
+            else:
+                strings.tables.mask(strings.base, strings.left, room[line])
+
+    @staticmethod
+    def consume(rows: Sequence[MaskRow]) -> None:
+        """Lets the matchers consume what is pending. Costs some microseconds a token: less than
+        waking other threads."""
+        for row in rows:
+            state = row.state
+            if state is None or not state.pending or state.matcher is None or state.error:
+                continue
+            tokens, state.pending = state.pending, []
+            if not state.matcher.consume_tokens(tokens):
+                state.error = _failed(state.matcher)
+            elif state.strings is not None:
+                state.strings.take(tokens)
+
+    @staticmethod
+    def settle(rows: Sequence[MaskRow]) -> None:
+        """Reads the rows' documents, which can wait until their masks are on their way."""
+        for row in rows:
+            if row.state is not None and row.state.strings is not None:
+                row.state.strings.settle()
+
+    def _look_through(self, rows: list[_Known], masks: Int32, tokenizer_vocab: int) -> None:
+        """Notes which states have failed, and applies what else holds for a request."""
+        for row, state, line in rows:
+            if row.drafts and state.matcher is not None and state.matcher.is_error():
+                self._fill_again(row, state, masks[line : line + row.lines], tokenizer_vocab)
+        empty = _empty(masks)
+        masks[empty] = -1
+        ends: dict[tuple[int, ...], list[int]] = {}
+        for row, state, line in rows:
+            if state.matcher is not None and (line in empty or state.matcher.is_error()):
+                state.error = _failed(state.matcher)
+                continue
+            for tokens, until in state.forbidden:
+                if state.position < until:
+                    lines = min(len(row.drafts) + 1, until - state.position)
+                    ends.setdefault(tokens, []).extend(range(line, line + lines))
+        for tokens, places in ends.items():
+            self._forbid(tokens, places, masks)
+        for row, state, line in rows:
+            if state.rules is not None and state.error is None:
+                self._restrict(row, state, state.rules, masks[line:])
+
+    @staticmethod
+    def _fill_again(row: MaskRow, state: GrammarState, masks: Int32, tokenizer_vocab: int) -> None:
+        """Fills a row's masks up to the draft that has broken its matcher, whose work is limited:
+        the request itself is not broken. masks: int32 [the row's lines, words]."""
+        matcher = None if row.text is None else state.again(row.text)
+        if matcher is None:
+            return
+        masks[:] = -1
+        walker = matcher.deep_copy()
+        fill_next_token_bitmask(walker, masks)
+        if walker.is_error():
+            state.error = _failed(walker)
+        for line, token in enumerate(_tokens(row.drafts, tokenizer_vocab), 1):
+            if walker.is_error() or not walker.try_consume_tokens([token]):
+                break
+            fill_next_token_bitmask(walker, masks, line)
+            if walker.is_error():
+                masks[line] = -1
+
+    @staticmethod
+    def _restrict(row: MaskRow, state: GrammarState, rules: TokenRules, masks: Int32) -> None:
+        """Applies a row's rules to its masks. masks: int32 [at least the row's lines, words]."""
+        words = rules.words
+        for i in range(1 + len(row.drafts)):
+            rules.apply(masks[i, :words], [*state.last, *row.drafts[:i]])
+            if masks[i, :words].any():
+                continue
+            masks[i] = -1
+            if i == 0:
+                state.error = _no_token()
+
+    @staticmethod
+    def _forbid(tokens: tuple[int, ...], places: list[int], masks: Int32) -> None:
+        """Removes tokens from the masks at `places`, unless no token would be left."""
+        for place in _allow_some(masks, places, tokens):
+            held = masks[place].copy()
+            for token in tokens:
+                masks[place, token >> 5] &= ~_bit(token)
+            if not masks[place].any():
+                masks[place] = held
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).view(np.int32)
+
+
+def _empty(masks: Int32) -> list[int]:
+    """Returns the lines that allow nothing. Nearly all allow one of the first tokens, and no more
+    is read of these: they lie in other cores' caches."""
+    doubtful = np.flatnonzero(~masks[:, :_FIRST].any(axis=1))
+    return [int(line) for line in doubtful if not masks[line].any()]
+
+
+def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[int]:
+    """Returns the places whose masks allow one of the tokens: few do."""
+    found = np.zeros(len(places), dtype=bool)
+    for token in tokens:
+        found |= (masks[places, token >> 5] & _bit(token)) != 0
+    return [places[i] for i in np.flatnonzero(found)]
+
+
+def _tokens(drafts: Sequence[int], tokenizer_vocab: int) -> list[int]:
+    """Returns the drafts before the first that is no token of the tokenizer's: a model may have a
+    larger vocabulary, and a matcher breaks at what it does not know."""
+    return list(itertools.takewhile(lambda token: token < tokenizer_vocab, drafts))
+
+
+def _no_token() -> GrammarError:
+    return GrammarError("No token may come next.", code="no_token")
+
+
+def _failed(matcher: LLMatcher) -> GrammarError:
+    reason = matcher.get_error()[:300] or "no token can follow"
+    return GrammarError(f"The grammar cannot be followed any further: {reason}")

@@ -1,0 +1,356 @@
+"""Finds where a document's strings are bounded by their length, and by nothing else.
+
+Within such a string the schema allows the same whatever the text is, until its length is reached.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+from urllib.parse import unquote
+
+from quire.arrays import Int32
+from quire.features.structured_output.string_tables import MOST, StringTables, whole_characters
+from quire.grammar.bounded import resolve, types_of
+
+Json = Any
+Nodes = tuple[int, ...]
+"""The schemas that may hold at a place, by their numbers; `_ANY` among them: others may as well."""
+
+_ANY = -1
+_KNOWN = frozenset(
+    {"type", "enum", "const", "properties", "required", "additionalProperties", "minProperties",
+     "maxProperties", "items", "prefixItems", "minItems", "maxItems", "minLength", "maxLength",
+     "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+)  # fmt: skip
+"""Keywords of a schema whose places are understood."""
+_LABELS = frozenset({"$defs", "definitions", "$schema", "$id", "id", "$anchor", "x-guidance"})
+_MOST_FOLLOWED = 256
+"""Schemas that are looked at for one place."""
+_MOST_KEPT = 4096
+"""Places whose schemas are kept."""
+_OPEN: dict[str, Json] = {}
+UNKNOWN: Nodes = (_ANY,)
+
+
+class Length(NamedTuple):
+    """A string's bounds, in characters, both inclusive."""
+
+    least: int
+    most: int
+
+
+class StringPlaces:
+    """The places of one schema, as `enforceable` has written it.
+
+    What is not understood is `_ANY`: a place that may hold it has no `length`. `value` and `item`
+    belong to one thread.
+
+    names: of all properties that the schema lists. prefix: the most items that it lists.
+    """
+
+    def __init__(self, schema: dict[str, Json], names: frozenset[str], prefix: int) -> None:
+        self._root = schema
+        self._schemas: list[dict[str, Json]] = []
+        self._numbers: dict[int, int] = {}
+        self._names = names
+        self._prefix = prefix
+        self._children: dict[tuple[Nodes, str | int | None], Nodes] = {}
+        self._lengths: dict[Nodes, Length | None] = {}
+        self.root = self._nodes([schema])
+
+    def value(self, parents: Nodes, name: str) -> Nodes:
+        """Returns what may hold for an object's property."""
+        known = name if name in self._names else None
+        return self._child(parents, known)
+
+    def item(self, parents: Nodes, index: int) -> Nodes:
+        """Returns what may hold for an array's item."""
+        return self._child(parents, min(index, self._prefix))
+
+    def length(self, nodes: Nodes) -> Length | None:
+        """Returns the bounds of a string, if they are the only rule for it."""
+        if nodes not in self._lengths:
+            self._lengths[nodes] = self._length(nodes)
+        return self._lengths[nodes]
+
+    def _length(self, nodes: Nodes) -> Length | None:
+        found = set[Length | None]()
+        for schema in self._taking(nodes, "string"):
+            if schema is None or not _understood(schema):
+                return None
+            values = _values(schema)
+            if values is not None:
+                if any(isinstance(value, str) for value in values):
+                    return None
+                continue
+            most = schema.get("maxLength")
+            found.add(None if most is None else Length(schema.get("minLength", 0), most))
+        return found.pop() if len(found) == 1 else None
+
+    def _child(self, parents: Nodes, slot: str | int | None) -> Nodes:
+        key = parents, slot
+        if key not in self._children:
+            if len(self._children) >= _MOST_KEPT:
+                self._children.clear()
+            self._children[key] = self._nodes(list(self._held(parents, slot)))
+        return self._children[key]
+
+    def _held(self, parents: Nodes, slot: str | int | None) -> Iterator[Json]:
+        """Yields the schemas of a property (None: one that no schema names) or an item. None: not
+        understood."""
+        for schema in self._taking(parents, "array" if isinstance(slot, int) else "object"):
+            if schema is None or not _understood(schema) or _values(schema) is not None:
+                yield None
+            elif isinstance(slot, int):
+                prefix = schema.get("prefixItems", ())
+                yield prefix[slot] if slot < len(prefix) else schema.get("items", True)
+            else:
+                listed = schema.get("properties", {})
+                yield listed[slot] if slot in listed else schema.get("additionalProperties", True)
+
+    def _taking(self, nodes: Nodes, kind: str) -> Iterator[dict[str, Json] | None]:
+        """Yields the schemas that allow a kind of value. None: not understood."""
+        for node in nodes:
+            schema = None if node == _ANY else self._schemas[node]
+            types = set() if schema is None else types_of(schema)
+            if not types or kind in types:
+                yield schema
+
+    def _nodes(self, schemas: list[Json]) -> Nodes:
+        """Follows references and options to the schemas that hold."""
+        found, left = set[int](), _MOST_FOLLOWED
+        while schemas:
+            schema = schemas.pop()
+            if schema is False:
+                continue
+            if schema is True:
+                schema = _OPEN
+            if not isinstance(schema, dict):
+                found.add(_ANY)
+                continue
+            left -= 1
+            rules = schema.keys() - _LABELS
+            if left < 0:
+                return UNKNOWN
+            if rules == {"$ref"}:
+                target = unquote(schema["$ref"])
+                known = target == "#" or target.startswith("#/")
+                schemas.append(resolve(self._root, target) if known else None)
+            elif rules == {"anyOf"}:
+                schemas.extend(schema["anyOf"])
+            elif rules == {"allOf"} and len(schema["allOf"]) == 1:
+                schemas.extend(schema["allOf"])
+            else:
+                found.add(self._number(schema))
+        return tuple(sorted(found))
+
+    def _number(self, schema: dict[str, Json]) -> int:
+        number = self._numbers.setdefault(id(schema), len(self._schemas))
+        if number == len(self._schemas):
+            self._schemas.append(schema)
+        return number
+
+
+def string_places(schema: dict[str, Json]) -> StringPlaces | None:
+    """Returns the places of a schema, or None where no string may be bounded by length."""
+    bounded, names, prefix = False, set[str](), 0
+    for each in _within(schema):
+        bounded = bounded or ("maxLength" in each and "pattern" not in each)
+        if isinstance(listed := each.get("properties"), dict):
+            names.update(listed)
+        if isinstance(items := each.get("prefixItems"), list):
+            prefix = max(prefix, len(items))
+    return StringPlaces(schema, frozenset(names), prefix) if bounded else None
+
+
+def _within(value: Json) -> Iterator[dict[str, Json]]:
+    """Yields every object of a document, itself included."""
+    values = [value]
+    while values:
+        value = values.pop()
+        if isinstance(value, dict):
+            yield value
+            values.extend(value.values())
+        elif isinstance(value, list):
+            values.extend(value)
+
+
+def _understood(schema: dict[str, Json]) -> bool:
+    return schema.keys() <= _KNOWN | _LABELS
+
+
+def _values(schema: dict[str, Json]) -> list[Json] | None:
+    """Returns the only values that a schema allows; None: no such list."""
+    if "const" in schema:
+        return [schema["const"]]
+    listed: list[Json] | None = schema.get("enum")
+    return listed
+
+
+# Follows where a request stands in its JSON document, as far as strings are concerned.
+
+_NEXT = re.compile(rb'[{}\[\],"]')
+_WITHIN = re.compile(rb'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
+
+
+class _Frame:
+    """An open object or array. nodes: its schemas. name: of the property whose value comes or is
+    there, None before a name. index: of the item that comes or is there; -1: an object."""
+
+    __slots__ = ("index", "name", "nodes")
+
+    def __init__(self, nodes: Nodes, index: int) -> None:
+        self.nodes = nodes
+        self.index = index
+        self.name: str | None = None
+
+
+class StringWalk:
+    """Follows a document that its grammar allows, token by token.
+
+    It is up to date where that matters: in a string that is bounded by its length alone, and where
+    one may come next. Elsewhere it reads tokens when there is time (`settle`). Where a token leads
+    into such a string from elsewhere, that is seen a token late. Belongs to one thread.
+
+    left: characters that the string in which the text ends may have from there on, its length being
+        the only rule for it; -1 elsewhere, within a character, and before its least length.
+    base: what may come in that string (`StringTables.base`), once it is known.
+    """
+
+    def __init__(self, places: StringPlaces, tables: StringTables) -> None:
+        self.left = -1
+        self.base: Int32 | None = None
+        self.tables = tables
+        self._places = places
+        self._frames: list[_Frame] = []
+        self._in_string = self._in_name = False
+        self._length: Length | None = None
+        self._count = 0
+        self._name = self._tail = b""
+        self._near = places.length(places.root) is not None
+        self._unread: list[int] = []
+
+    @property
+    def short(self) -> bool:
+        """Whether the text ends in a string whose mask can be put together from tables."""
+        return 0 <= self.left <= MOST
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Takes tokens that have come."""
+        if self._near:
+            self._advance(tokens)
+        else:
+            self._unread.extend(tokens)
+
+    def settle(self) -> None:
+        """Reads all tokens that were taken, which costs some microseconds."""
+        if self._unread:
+            self._advance(self._unread)
+            self._unread.clear()
+
+    def _advance(self, tokens: Sequence[int]) -> None:
+        characters, quiet = self.tables.characters, self.tables.quiet
+        for token in tokens:
+            if token >= len(quiet):
+                continue
+            if self.left >= 0:
+                if (count := characters[token]) >= 0:
+                    self.left -= count
+                    self._count += count
+                    continue
+            elif quiet[token] and self._length is None and not self._in_name and not self._tail:
+                continue
+            self._read(self.tables.text(token))
+
+    def _read(self, text: bytes) -> None:
+        text, self._tail = self._tail + text, b""
+        at = 0
+        while at < len(text):
+            if self._in_string:
+                at = self._read_string(text, at)
+                continue
+            found = _NEXT.search(text, at)
+            if found is None:
+                break
+            at = found.end()
+            self._structure(text[at - 1])
+        self._near = self._length is not None or self._before_length()
+
+    def _before_length(self) -> bool:
+        """Tells whether a string that is bounded by its length alone may come next."""
+        if self._in_string:
+            return False
+        frame = self._frames[-1] if self._frames else None
+        named = frame is None or frame.index >= 0 or frame.name is not None
+        return named and self._places.length(self._nodes()) is not None
+
+    def _structure(self, char: int) -> None:
+        frames = self._frames
+        if char == _QUOTE:
+            frame = frames[-1] if frames else None
+            self._in_string = True
+            self._in_name = frame is not None and frame.index < 0 and frame.name is None
+            self._length = None if self._in_name else self._places.length(self._nodes())
+            self._name, self._count = b"", 0
+            if self._length is not None and not self._length.least:
+                self.left = self._length.most
+        elif char in b"{[":
+            frames.append(_Frame(self._nodes(), -1 if char == _BRACE else 0))
+        elif char in b"}]":
+            del frames[-1:]
+        elif frames and frames[-1].index < 0:
+            frames[-1].name = None
+        elif frames:
+            frames[-1].index += 1
+
+    def _nodes(self) -> Nodes:
+        """Returns the schemas of the value that comes."""
+        if not self._frames:
+            return self._places.root
+        frame = self._frames[-1]
+        if frame.index < 0:
+            return self._places.value(frame.nodes, frame.name or "")
+        return self._places.item(frame.nodes, frame.index)
+
+    def _read_string(self, text: bytes, at: int) -> int:
+        """Reads a string's content and its end, and returns where to go on."""
+        found = _WITHIN.match(text, at)
+        end = at if found is None else found.end()
+        content, self._tail = text[at:end], text[end:]
+        ended = self._tail[:1] == b'"'
+        if self._in_name:
+            self._name += content
+        elif self._length is not None:
+            self._count_characters(content, self._length)
+        if not ended:
+            return len(text)
+        if self._in_name:
+            self._end_name(self._frames[-1])
+        self._in_string = self._in_name = False
+        self._length = self.base = None
+        self.left, self._tail = -1, b""
+        return end + 1
+
+    def _count_characters(self, content: bytes, length: Length) -> None:
+        found = whole_characters(content)
+        if found is None:
+            self._length, self.left = None, -1
+            return
+        count, cut = found
+        self._count += count
+        if cut:
+            self._tail = content[len(content) - cut :] + self._tail
+        clear = not self._tail and self._count >= length.least
+        self.left = length.most - self._count if clear else -1
+
+    def _end_name(self, frame: _Frame) -> None:
+        try:
+            frame.name = json.loads(b'"' + self._name + b'"')
+        except ValueError:
+            frame.name, frame.nodes = "", UNKNOWN
+
+
+_QUOTE, _BRACE = b'"{'

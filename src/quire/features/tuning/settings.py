@@ -1,0 +1,47 @@
+"""Whether an engine measures plans while it is idle."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from quire.config import EngineConfig
+from quire.errors import ConfigError
+from quire.features.loop_feature import LoopFeature
+
+
+def open_tuning(config: EngineConfig) -> LoopFeature:
+    """Returns the feature.
+
+    Raises:
+        ConfigError: the engine takes no plans from tables.
+    """
+    reason = obstacle(config)
+    if reason is not None:
+        raise ConfigError(f"tune_tables=on: {reason}", "tune_tables")
+    # It imports Triton, which a CPU may lack.
+    from quire.features.tuning.feature import TableTuning
+
+    return TableTuning(config)
+
+
+def served(config: EngineConfig) -> EngineConfig:
+    """Returns the settings of an engine that has a process of its own: there, plans are measured
+    wherever they are taken from tables."""
+    if config.args.tune_tables != "auto":
+        return config
+    wanted: Literal["on", "off"] = "on" if obstacle(config) is None else "off"
+    return replace(config, args=replace(config.args, tune_tables=wanted))
+
+
+def obstacle(config: EngineConfig) -> str | None:
+    """Returns why an engine takes no plans from tables; None: it does."""
+    if config.device == "cpu":
+        return "the device is a CPU, whose linear layers have no plans"
+    if config.args.deterministic:
+        return "deterministic fixes the plans of linear layers"
+    if config.eager:
+        return "products are known beforehand only where CUDA graphs are captured (enforce_eager)"
+    if "skinny" in config.args.disable:
+        return "skinny is disabled, and with it the kernels that have plans"
+    return None

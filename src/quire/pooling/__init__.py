@@ -1,5 +1,0 @@
-"""One vector per prompt instead of tokens: the scheduler's side and the runner's."""
-
-from quire.pooling.feature import PoolingFeature, open_pooling
-
-__all__ = ["PoolingFeature", "open_pooling"]
