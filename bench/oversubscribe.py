@@ -25,7 +25,7 @@ import numpy as np
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.sampling_params import SamplingParams
 
 EMBEDDED = Path(__file__).parents[1] / "src" / "quire" / "embedded" / "quire-tiny"

@@ -27,7 +27,7 @@ import numpy as np
 from quire.arrays import int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.request import FinishReason, Request
 from quire.sampling_params import SamplingParams
 

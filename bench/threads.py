@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 from quire.bench.record import append_jsonl, make_record
-from quire.engine.threads import thread_variables
+from quire.engine.processes import thread_variables
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 ROWS, PROMPT = 4, 32

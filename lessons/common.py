@@ -23,7 +23,7 @@ from torch import Tensor
 
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import QuireError
 from quire.models import (
     Decoder,

@@ -165,9 +165,9 @@ def _import_all() -> None:
     """Imports what processes of Quire import, but what they run as `__main__`."""
     import quire.cli.main
     import quire.cli.serve
-    import quire.engine.client
-    import quire.engine.features
-    import quire.engine.ranks  # noqa: F401
+    import quire.engine.loop.features
+    import quire.engine.process.client
+    import quire.engine.ranks.ranks  # noqa: F401
 
 
 def _forks(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], list[int]]:

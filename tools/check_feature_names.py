@@ -31,7 +31,7 @@ COMMON = ("feature", "hook", "loop", "costs", "jobs")
 """Module names of features that say nothing."""
 
 CHECKED = (
-    "scheduler", "engine/core.py", "runner/model_runner.py", "runner/graphs.py", "runner/program.py"
+    "scheduler", "engine/loop/core.py", "runner/model_runner.py", "runner/graphs.py", "runner/program.py"
 )  # fmt: skip
 INTERFACE = ("gate", "transfer")
 """Words of `scheduler/feature.py`: a head can wait, and blocks can move, for any feature."""

@@ -24,7 +24,7 @@ from lessons.common import Loaded, check, load, parser, table
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.client import EngineClient
+from quire.engine.process.client import EngineClient
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 

@@ -6,8 +6,8 @@ import asyncio
 import json
 import re
 
-from quire.engine.core import EngineCore
-from quire.engine.output import CompletionReader
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.output import CompletionReader
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Progress
 from quire.text.tokenizer import Tokenizer

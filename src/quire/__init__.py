@@ -12,7 +12,7 @@ from quire.version import __version__
 TYPE_CHECKING = False
 """Not typing's: with `python -m quire` the current folder could still provide that module."""
 if TYPE_CHECKING:
-    from quire.engine.beam_search import BeamSearchParams
+    from quire.engine.loop.beam_search import BeamSearchParams
     from quire.features.lora import LoRARequest
     from quire.llm import LLM
     from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams, StructuredOutputsParams
 
 _HOME = {
-    "BeamSearchParams": "quire.engine.beam_search",
+    "BeamSearchParams": "quire.engine.loop.beam_search",
     "LLM": "quire.llm",
     "LoRARequest": "quire.features.lora",
     "SamplingParams": "quire.sampling_params",

@@ -14,10 +14,9 @@ from quire.arrays import Int32
 from quire.checks import integer
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.interrupts import interrupts_held
-from quire.engine.output import CompletionReader, PromptLogprobCollector, StreamUpdate
-from quire.engine.prompt_inputs import Prompt, as_list, one_each, read_prompt
-from quire.engine.validate import max_total, prompt_ids
+from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.loop.prompts import Prompt, as_list, max_total, one_each, prompt_ids, read_prompt
+from quire.engine.loop.terminal import interrupts_held
 from quire.errors import RequestError
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
@@ -27,8 +26,8 @@ from quire.scheduler import Progress, StepProgress
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.engine.beam_search import BeamSearchOutput, BeamSearchParams
-    from quire.engine.stats import EngineStats
+    from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams
+    from quire.engine.loop.stats import EngineStats
     from quire.features.lora import LoRARequest
 
 Message = Mapping[str, Any]
@@ -132,7 +131,7 @@ class LLM:
         """Answers one conversation (a list of {"role", "content"}), or many. The template is shown
         `tools` (in OpenAI's shape); calls are in the text, as the model writes them."""
         # Generation does not need what conversations do.
-        from quire.engine.conversations import chat_prompts
+        from quire.engine.loop.prompts import chat_prompts
 
         variables = {**({"tools": tools} if tools else {}), **(chat_template_kwargs or {})}
         prompts = chat_prompts(
@@ -148,7 +147,7 @@ class LLM:
         Raises:
             RequestError, KeyboardInterrupt, EngineDeadError: as `generate`.
         """
-        from quire.engine.beam_search import beam_search
+        from quire.engine.loop.beam_search import beam_search
 
         run = functools.partial(self.generate, use_tqdm=False)
         return beam_search(run, self.config, self._tokenizer, as_list(prompts), params)
@@ -167,7 +166,7 @@ class LLM:
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
         # Generation does not need what embeddings do.
-        from quire.engine.embedding import embed_all
+        from quire.engine.loop.embedding import embed_all
 
         many = as_list(prompts)
         wanted = {str(self._count + place): each for place, each in enumerate(many, 1)}
@@ -327,6 +326,6 @@ def _progress_bar(
     if not (wanted and sys.stderr.isatty()):
         return contextlib.nullcontext(lambda: None)
     # Few runs are watched.
-    from quire.engine.request_bar import request_bar
+    from quire.engine.loop.terminal import request_bar
 
     return request_bar(total)

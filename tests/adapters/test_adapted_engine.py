@@ -14,7 +14,7 @@ import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.arrays import int32
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, RequestError
 from quire.features.lora.adapter_pool import AdapterPool
 from quire.features.speculation.draft_count import StepCosts

@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from quire import SamplingParams
-from quire.engine.embedding import NO_TOKENS
+from quire.engine.loop.embedding import NO_TOKENS
 from quire.errors import RequestError
 from quire.pooling_params import Pooling
 from tests.combinations.models import (

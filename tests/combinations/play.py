@@ -11,12 +11,12 @@ from typing import Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_core, resolve
-from quire.engine.core import EngineCore
-from quire.engine.features import features_at_start, hooks_of
-from quire.engine.load import load_of
-from quire.engine.output import CompletionReader, PromptLogprobCollector
-from quire.engine.rank_stats import Ranks
-from quire.engine.validate import max_total, prompt_ids
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.features import features_at_start, hooks_of
+from quire.engine.loop.load import load_of
+from quire.engine.loop.output import CompletionReader, PromptLogprobCollector
+from quire.engine.loop.prompts import max_total, prompt_ids
+from quire.engine.ranks.workers import Ranks
 from quire.errors import RequestError
 from quire.features.kv_events.feature import KVEventFeature
 from quire.features.kv_events.messages import EVENT_HASH_BYTES

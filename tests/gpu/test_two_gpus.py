@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.engine.workers import WorkerExecutor
+from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import EngineDeadError
 from quire.features.expert_balance import feature
 from tests.gpu.test_graphs import COSTLY, PARAMS, run

@@ -46,7 +46,7 @@ HANG_SECONDS = 90.0
 """Seconds after which a request without an answer counts as hung."""
 REST_SECONDS = 60.0
 """Seconds in which a server without requests must come to rest."""
-ENGINE = "quire.engine.process"
+ENGINE = "quire.engine.process.process"
 COUNTERS = (
     "quire_kv_fetches_total{",
     "quire_kv_grants_total{",

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from quire.engine.embedding import Embedding
+from quire.engine.loop.embedding import Embedding
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.grammar.grammar import compilable
 from quire.outputs import Logprob

@@ -276,7 +276,7 @@ def test_servers_of_several_ranks(servers: tuple[Server, Server], ranks: tuple[i
 
 def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
-    os.kill(child(writer, "quire.engine.process"), signal.SIGKILL)
+    os.kill(child(writer, "quire.engine.process.process"), signal.SIGKILL)
     assert ask(reader, "while it is dead " + STORY)
     assert metric(reader, "quire_kv_fetches_local_total") >= 1
     writer.wait_for(lambda: metric(writer, "quire_engine_up") == 1, "the engine to be back")
@@ -289,7 +289,7 @@ def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> No
 
 def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
-    pid = child(reader, "quire.engine.process")
+    pid = child(reader, "quire.engine.process.process")
     client = reader.client()
     streams = [
         client.completions.create(

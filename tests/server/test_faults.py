@@ -57,7 +57,7 @@ def answers(server: Server) -> bool:
 def memory(server: Server) -> float:
     """Resident megabytes of the server and its engine."""
     total = 0
-    for pid in (server.process.pid, child(server, "quire.engine.process")):
+    for pid in (server.process.pid, child(server, "quire.engine.process.process")):
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return total / 1e6
 
@@ -78,7 +78,7 @@ def test_a_killed_engine_is_started_again(launch: Callable[..., Server]) -> None
     server = launch("--engine-restarts", "1")
     stream = iter(server.client().completions.create(**LONG, stream=True))
     next(stream)
-    os.kill(child(server, "quire.engine.process"), signal.SIGKILL)
+    os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
     with pytest.raises(openai.APIError) as error:
         list(stream)
     assert error.value.code == "engine_dead"
@@ -87,7 +87,7 @@ def test_a_killed_engine_is_started_again(launch: Callable[..., Server]) -> None
     assert answers(server)
     server.wait_for(lambda: idle(server), "the request to be counted out")
     # Once was allowed.
-    os.kill(child(server, "quire.engine.process"), signal.SIGKILL)
+    os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
     server.wait_for(lambda: status(server, "/health") == 503, "health to say so")
     with pytest.raises(openai.InternalServerError) as later:
         answers(server)
@@ -103,7 +103,7 @@ def test_an_engine_that_stands_still_is_started_again(
     server = launch("--stuck-timeout", "2", "--engine-restarts", "1", "--api-workers", workers)
     stream = iter(server.client().completions.create(**LONG, stream=True))
     next(stream)
-    engine = child(server, "quire.engine.process")
+    engine = child(server, "quire.engine.process.process")
     assert status(server, "/ready") == 200
     os.kill(engine, signal.SIGSTOP)
     server.wait_for(lambda: status(server, "/ready") == 503, "/ready to fail")
@@ -112,7 +112,7 @@ def test_an_engine_that_stands_still_is_started_again(
     assert error.value.code == "engine_dead"
     server.wait_for(lambda: status(server, "/ready") == 200, "the engine to be back")
     assert status(server, "/health") == 200
-    assert child(server, "quire.engine.process") != engine
+    assert child(server, "quire.engine.process.process") != engine
     assert "has not turned for 2 s (--stuck-timeout)" in "".join(server.output)
     assert answers(server)
 

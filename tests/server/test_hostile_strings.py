@@ -81,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.mark.parametrize("path", BODIES)
 def test_no_string_ends_the_engine(server: Server, path: str) -> None:
-    engine = child(server, "quire.engine.process")
+    engine = child(server, "quire.engine.process.process")
     wrong = []
     for other in (*TEXTS, *NUMBERS):
         for body in spoiled(BODIES[path], other):
@@ -89,7 +89,7 @@ def test_no_string_ends_the_engine(server: Server, path: str) -> None:
             if not (200 <= status < 500 or status == 501):
                 wrong.append((status, str(body)[:300]))
     assert not wrong
-    assert child(server, "quire.engine.process") == engine
+    assert child(server, "quire.engine.process.process") == engine
     assert send(server, "/v1/completions", BODIES["/v1/completions"]) == 200
 
 

@@ -39,7 +39,7 @@ LONG: dict[str, Any] = {
 
 def engines(server: Server) -> list[int]:
     """Returns the processes of the server's engine."""
-    command = ["pgrep", "-P", str(server.process.pid), "-f", "quire.engine.process"]
+    command = ["pgrep", "-P", str(server.process.pid), "-f", "quire.engine.process.process"]
     listing = subprocess.run(command, capture_output=True, text=True)
     return [int(pid) for pid in listing.stdout.split()]
 

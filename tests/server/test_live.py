@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from quire.arrays import int32
-from quire.engine.snapshot import Branch, Pool, Snapshot
-from quire.engine.stats import EngineStats
+from quire.engine.loop.snapshot import Branch, Pool, Snapshot
+from quire.engine.loop.stats import EngineStats
 from quire.errors import EngineDeadError
 from quire.server.args import ServerArgs
 from quire.server.telemetry import live

@@ -41,8 +41,8 @@ def health(server: Server) -> str:
 def test_a_killed_rank_ends_all_and_they_start_again(launch: Callable[..., Server]) -> None:
     server = launch("--engine-restarts", "2", "--tensor-parallel-size", "2")
     for victim in ("rank 1", "engine"):
-        engine = child(server, "quire.engine.process")
-        (worker,) = children(engine, "quire.engine.worker_process")
+        engine = child(server, "quire.engine.process.process")
+        (worker,) = children(engine, "quire.engine.ranks.worker_process")
         stream = iter(server.client().completions.create(**LONG, stream=True))
         next(stream)
         os.kill(worker if victim == "rank 1" else engine, signal.SIGKILL)

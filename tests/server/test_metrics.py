@@ -15,8 +15,8 @@ import yaml
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.engine.stats import EngineStats, RankStats
-from quire.engine.telemetry import Histogram, Telemetry
+from quire.engine.loop.stats import EngineStats, RankStats
+from quire.engine.loop.telemetry import Histogram, Telemetry
 from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
 from quire.features.kv_offload.stats import TierStats

@@ -58,7 +58,7 @@ def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> No
     answers: list[str] = []
     # As many as even a GPU has not computed by then.
     prompts = [f"While it dies, {i}. {STORY}" for i in range(12)]
-    engine = child(writer, "quire.engine.process")
+    engine = child(writer, "quire.engine.process.process")
     threads = [
         threading.Thread(target=lambda p=p: answers.append(ask(reader, p, temperature=0.0)))  # type: ignore[misc]
         for p in prompts

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.engine.stats import EngineStats
+from quire.engine.loop.stats import EngineStats
 from quire.errors import RequestError
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import PromptRequest

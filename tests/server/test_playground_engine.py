@@ -191,7 +191,7 @@ def test_an_engine_that_is_started_again_is_seen_again(
         with Load(server, 4):
             # Whichever process answers this page, it sees the requests of all.
             page.wait_for_selector(".tile:has-text('Running') .value:text-is('4')")
-        os.kill(child(server, "quire.engine.process"), signal.SIGKILL)
+        os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
         page.wait_for_selector("#live-state[data-state=disconnected]")
         assert "engine" in page.inner_text("#live-why")
         page.wait_for_selector("#live-state[data-state=live]")

@@ -16,7 +16,7 @@ from tests.server.test_lost_ranks import children
 
 def test_a_dead_replica(launch: Callable[..., Server]) -> None:
     server = launch("--engine-restarts", "1", "--data-parallel-size", "2")
-    engines = children(server.process.pid, "quire.engine.process")
+    engines = children(server.process.pid, "quire.engine.process.process")
     assert len(engines) == 2
     streams = [
         iter(

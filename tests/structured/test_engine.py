@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire import LLM, SamplingParams
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import GrammarError, RequestError
 from quire.features.structured_output import Compiler
 from quire.features.structured_output.masks import MaskBuilder, MaskRow

@@ -10,7 +10,7 @@ import pytest
 
 import quire
 from quire import LLM, BeamSearchParams, SamplingParams
-from quire.engine.beam_search import BeamSearch
+from quire.engine.loop.beam_search import BeamSearch
 from quire.errors import RequestError
 from quire.outputs import Logprob
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from quire.arrays import int32
 from quire.config import SchedulerConfig
-from quire.engine.completion_table import Client, CompletionTable
-from quire.engine.core import EngineCore
-from quire.engine.messages import StepOutputs
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.messages import StepOutputs
+from quire.engine.process.completions import Client, CompletionTable
 from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor

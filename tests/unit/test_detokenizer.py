@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HubTokenizer
 from tokenizers import decoders, models
 
-from quire.engine.output import CompletionReader
+from quire.engine.loop.output import CompletionReader
 from quire.models import resolve_model_path
 from quire.sampling_params import SamplingParams
 from quire.text.detokenizer import Detokenizer, StopMatcher

@@ -18,7 +18,7 @@ import torch
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.builder import build_core
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.features.disaggregation import loop as disagg_loop
 from quire.features.disaggregation import pulls

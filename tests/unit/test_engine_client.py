@@ -18,8 +18,7 @@ import pytest
 
 from quire.arrays import int32
 from quire.config import EngineArgs
-from quire.engine.client import EngineClient, StreamUpdate
-from quire.engine.messages import (
+from quire.engine.loop.messages import (
     AddRequest,
     ChangeAdapters,
     CompletionEnd,
@@ -31,9 +30,10 @@ from quire.engine.messages import (
     decode_to_engine,
     encode,
 )
-from quire.engine.output import CompletionReader
-from quire.engine.stats import EngineStats
-from quire.engine.streams import RequestStream
+from quire.engine.loop.output import CompletionReader
+from quire.engine.loop.stats import EngineStats
+from quire.engine.process.client import EngineClient, StreamUpdate
+from quire.engine.process.streams import RequestStream
 from quire.errors import (
     BrokenLogitsError,
     ConfigError,
@@ -185,7 +185,7 @@ def test_a_killed_engine_is_noticed_at_once() -> None:
 _CLIENT = """
 import asyncio, os, signal
 from quire.config import EngineArgs
-from quire.engine import client, host
+from quire.engine.process import client, host
 
 RANKS = 1
 

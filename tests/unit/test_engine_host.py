@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quire.engine import host
+from quire.engine.process import host
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from quire.arrays import int32
-from quire.engine.completion_table import CompletionTable
-from quire.engine.messages import (
+from quire.engine.loop.messages import (
     AddRequest,
     CallFailed,
     ChangeAdapters,
@@ -25,7 +24,8 @@ from quire.engine.messages import (
     decode_from_engine,
     encode,
 )
-from quire.engine.process import EngineProcess
+from quire.engine.process.completions import CompletionTable
+from quire.engine.process.process import EngineProcess
 from quire.errors import EngineDeadError
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import PromptRequest

@@ -14,7 +14,7 @@ from quire import LLM, PoolingParams, SamplingParams
 from quire.arrays import Int32, int32
 from quire.config import EngineArgs, SchedulerConfig
 from quire.engine.builder import build_core, resolve
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import LoopFeature, OnDemand

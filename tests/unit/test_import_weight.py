@@ -30,7 +30,7 @@ def test_light_imports(code: str) -> None:
 def test_the_server_needs_no_torch() -> None:
     """The API process starts the engine's, and should do so at once."""
     check = (
-        "import quire.cli.serve, quire.engine.client, quire.server.app\n"
+        "import quire.cli.serve, quire.engine.process.client, quire.server.app\n"
         "import sys\nprint('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from quire.arrays import int32
 from quire.config import SchedulerConfig
-from quire.engine.core import EngineCore
+from quire.engine.loop.core import EngineCore
 from quire.errors import RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature

@@ -18,9 +18,9 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
-from quire.engine import nodes
 from quire.engine.builder import resolve
-from quire.engine.nodes import connect, run_node
+from quire.engine.ranks import nodes
+from quire.engine.ranks.nodes import connect, run_node
 from quire.errors import ConfigError, EngineDeadError
 from tests.unit.tiny_engine import TINY, model_folder
 
@@ -54,7 +54,7 @@ def machine(port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def child_of(process: subprocess.Popen[bytes]) -> int:
-    command = ["pgrep", "-P", str(process.pid), "-f", "quire.engine.worker_process"]
+    command = ["pgrep", "-P", str(process.pid), "-f", "quire.engine.ranks.worker_process"]
     found = subprocess.run(command, capture_output=True, text=True)
     return int(found.stdout.split()[0])
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from quire.engine import owned_folders
-from quire.engine.owned_folders import PREFIX, remove_stale, take_ownership
+from quire.engine import processes
+from quire.engine.processes import PREFIX, remove_stale, take_ownership
 
 OWNER = """
 import sys
 from pathlib import Path
-from quire.engine.owned_folders import take_ownership
+from quire.engine.processes import take_ownership
 
 locks = [take_ownership(Path(folder)) for folder in sys.argv[1:]]
 print(flush=True)
@@ -28,7 +28,7 @@ def test_what_a_dead_process_owns_is_removed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "memory":
-        monkeypatch.setattr(owned_folders, "MEMORY", str(tmp_path))
+        monkeypatch.setattr(processes, "MEMORY", str(tmp_path))
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mine, theirs, nobody, old, other = folders = [
@@ -64,7 +64,7 @@ def test_a_folder_without_locks_stays(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(95, "Operation not supported")
 
     with monkeypatch.context() as patch:
-        patch.setattr(owned_folders.fcntl, "flock", refuse)
+        patch.setattr(processes.fcntl, "flock", refuse)
         assert take_ownership(folder) is None
     remove_stale()
     assert folder.exists()

@@ -13,8 +13,8 @@ import torch
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
-from quire.engine.ranks import config_of_rank
-from quire.engine.workers import WorkerExecutor
+from quire.engine.ranks.ranks import config_of_rank
+from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
 from tests.slow import slow

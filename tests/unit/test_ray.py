@@ -14,8 +14,8 @@ import pytest
 
 from quire import LLM, SamplingParams
 from quire.config import EngineArgs
-from quire.engine.ranks import check_ranks
-from quire.engine.replicas import environments
+from quire.engine.process.replicas import environments
+from quire.engine.ranks.ranks import check_ranks
 from quire.errors import ConfigError, EngineDeadError
 from quire.models import spec_from_config
 from quire.quantization import Unquantized
@@ -47,7 +47,7 @@ def test_settings_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_that_is_too_small() -> None:
     pytest.importorskip("ray")
-    from quire.engine.ray_placement import Machine, lack
+    from quire.engine.ranks.ray_placement import Machine, lack
 
     machines = [Machine("a", "10.0.0.1", 8), Machine("b", "10.0.0.2", 4)]
     assert lack(machines, "a", "GPU", 4, 2) is None
@@ -61,7 +61,7 @@ def test_a_cluster_that_is_too_small() -> None:
 
 def test_gpus_that_ray_has_given(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from quire.engine.ray_placement import own_devices
+    from quire.engine.ranks.ray_placement import own_devices
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert own_devices(["2", "5"]) == ["cuda:2", "cuda:5"]
@@ -96,7 +96,7 @@ def test_two_machines_of_a_cluster(
     current folder."""
     import ray
 
-    from quire.engine import ray_placement
+    from quire.engine.ranks import ray_placement
 
     (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.chdir(tmp_path)

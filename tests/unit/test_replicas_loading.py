@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from quire.engine.replicas import Replicas
+from quire.engine.process.replicas import Replicas
 from quire.errors import ConfigError
 
 

@@ -13,11 +13,10 @@ import torch
 from quire.arrays import Int32, int32
 from quire.cache.block_hash import next_hash, root_hash
 from quire.config import EngineArgs
-from quire.engine.replica_stats import added
-from quire.engine.replicas import environments
-from quire.engine.router import PIECE, Placement, ReplicaRouter, keys_of
-from quire.engine.stats import EngineStats
-from quire.engine.telemetry import Histogram
+from quire.engine.loop.stats import EngineStats, added
+from quire.engine.loop.telemetry import Histogram
+from quire.engine.process.placement import PIECE, Placement, ReplicaRouter, keys_of
+from quire.engine.process.replicas import environments
 from quire.errors import ConfigError
 
 BLOCK = 16

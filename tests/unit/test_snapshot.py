@@ -11,9 +11,9 @@ from quire.arrays import int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.inspect import CACHED, FREE, summarize_pool, summarize_tree
 from quire.config import SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.messages import SnapshotReply, decode_from_engine, encode
-from quire.engine.snapshot import (
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.messages import SnapshotReply, decode_from_engine, encode
+from quire.engine.loop.snapshot import (
     MOST_CELLS,
     MOST_ROWS,
     MOST_RUNNING,

@@ -12,10 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.engine.framing import FrameDecoder, framed
-from quire.engine.link import Link
-from quire.engine.messages import FromEngine, Ping, Pong, decode_to_engine, encode
-from quire.engine.socket_server import Connection, SocketServer
+from quire.engine.loop.messages import FromEngine, Ping, Pong, decode_to_engine, encode
+from quire.engine.process.connection import Connection, FrameDecoder, Link, SocketServer, framed
 from quire.errors import EngineDeadError
 
 

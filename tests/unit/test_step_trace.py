@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from quire.cli.main import app
-from quire.engine import trace_files
-from quire.engine.trace_files import TraceFiles
+from quire.engine.loop import trace as trace_files
+from quire.engine.loop.trace import TraceFiles
 from quire.errors import ConfigError
 from quire.llm import LLM
 from quire.sampling_params import SamplingParams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.engine.threads import thread_variables
+from quire.engine.processes import thread_variables
 
 
 def test_threads_do_not_spin() -> None:

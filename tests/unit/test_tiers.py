@@ -14,7 +14,7 @@ from prometheus_client import generate_latest
 
 import stress_cache
 from quire import LLM, SamplingParams
-from quire.engine.stats import EngineStats
+from quire.engine.loop.stats import EngineStats
 from quire.errors import ConfigError
 from quire.features.kv_offload.stats import TierStats
 from quire.server.telemetry.engine_metrics import EngineMetrics

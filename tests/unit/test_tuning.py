@@ -28,7 +28,7 @@ from quire import ops
 from quire.cli.main import app
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
-from quire.engine.features import features_at_start
+from quire.engine.loop.features import features_at_start
 from quire.errors import ConfigError
 from quire.features.tuning import feature, new_entries, table_process
 from quire.features.tuning.feature import TableTuning

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from quire.arrays import int32
-from quire.engine.rank_stats import Ranks
+from quire.engine.ranks.workers import Ranks
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import Capacity
 from quire.plan import HeadInputs, RowFlag

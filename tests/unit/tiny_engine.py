@@ -13,8 +13,8 @@ import numpy as np
 
 from quire.arrays import int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.engine.features import features_at_start, hooks_of
-from quire.engine.workers import WorkerExecutor
+from quire.engine.loop.features import features_at_start, hooks_of
+from quire.engine.ranks.workers import WorkerExecutor
 from quire.features.speculation.feature import open_speculation
 from quire.plan import StepPlan
 from quire.request import Request

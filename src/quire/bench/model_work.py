@@ -9,7 +9,7 @@ import torch
 
 from quire.bench.work import AttentionWork, ExpertsWork, ModelWork
 from quire.config import EngineConfig
-from quire.engine.ranks import model_of_rank
+from quire.engine.ranks.ranks import model_of_rank
 from quire.layers.attention import KVLayout
 from quire.layers.experts import Experts
 from quire.layers.gated_delta import StateLayout

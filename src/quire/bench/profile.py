@@ -27,7 +27,7 @@ from quire.bench.ceilings import Ceilings
 from quire.bench.model_work import model_work
 from quire.bench.trace import SeenStep, sum_up, watch
 from quire.bench.work import percent_of
-from quire.engine.workers import WorkerExecutor
+from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import ConfigError
 from quire.sampling_params import SamplingParams
 

@@ -38,7 +38,7 @@ class EngineBackend:
     """
 
     def __init__(self, args: EngineArgs, on_progress: OnProgress | None = None) -> None:
-        from quire.engine.client import EngineClient
+        from quire.engine.process.client import EngineClient
         from quire.server.openai.convert import model_defaults
 
         self._loop = asyncio.new_event_loop()

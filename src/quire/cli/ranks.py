@@ -23,7 +23,7 @@ def ranks_section(config: EngineConfig) -> dict[str, str]:
     line, that of enable_expert_parallel; then come those of pipeline_parallel_size."""
     import torch
 
-    from quire.engine.ranks import has_experts, model_of_rank, obstacle
+    from quire.engine.ranks.ranks import has_experts, model_of_rank, obstacle
     from quire.models import load_config, model_quantization, spec_from_config
     from quire.models.stages import stage_layers
     from quire.ops import kv_format

@@ -49,7 +49,7 @@ async def _run(
 ) -> Counts:
     from dataclasses import replace
 
-    from quire.engine.client import EngineClient
+    from quire.engine.process.client import EngineClient
     from quire.server.app import build_app
 
     with progress_bar(console) as on_progress:

@@ -26,7 +26,7 @@ def serve(engine: EngineArgs, server: ServerArgs) -> None:
     logs.configure(server)
     if engine.node_rank:
         # Few servers run on several machines.
-        from quire.engine.nodes import run_node
+        from quire.engine.ranks.nodes import run_node
 
         run_node(engine)
         return

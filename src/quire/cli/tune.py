@@ -14,7 +14,7 @@ from quire.bench.ceilings import ceilings
 from quire.cli.info import config_alone
 from quire.cli.progress import counted
 from quire.config import EngineArgs
-from quire.engine.ranks import model_of_rank
+from quire.engine.ranks.ranks import model_of_rank
 from quire.errors import ConfigError, QuireError
 from quire.models import load_config, model_quantization, spec_from_config
 

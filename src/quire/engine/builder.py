@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.features import FEATURES, FeatureEntry, features_at_start, hooks_of
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.features import FEATURES, FeatureEntry, features_at_start, hooks_of
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
 from quire.features.loop_feature import LoopFeature, OnDemand
@@ -68,11 +68,11 @@ def _check_uncommon(
 
         check_settings(args, spec)
     if args.parallel:
-        from quire.engine.ranks import check_ranks
+        from quire.engine.ranks.ranks import check_ranks
 
         check_ranks(args, device, spec, quantization)
     if args.deterministic:
-        from quire.engine.deterministic import check_deterministic
+        from quire.engine.ranks.deterministic import check_deterministic
 
         check_deterministic(args, device, spec, quantization)
 
@@ -81,7 +81,7 @@ def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> Sche
     defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     if args.parallel:
         # Few engines have stages.
-        from quire.engine.ranks import defaults_of_stages
+        from quire.engine.ranks.ranks import defaults_of_stages
 
         defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
     picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
@@ -106,7 +106,7 @@ def _embedding_settings(pooling: str, path: Path, hf_config: dict[str, Any]) -> 
     if pooling == "auto" and not (path / "1_Pooling").exists() and not any(marks):
         return {}
     # Few models say how they embed.
-    from quire.engine.embedding_settings import embedding_settings
+    from quire.engine.loop.embedding import embedding_settings
 
     return embedding_settings(pooling, path, hf_config)
 
@@ -130,7 +130,7 @@ def build_core(
     order = _order(config.scheduler, tenants)
     if ranks > 1:
         # One rank is its own executor.
-        from quire.engine.workers import WorkerExecutor
+        from quire.engine.ranks.workers import WorkerExecutor
 
         executor = WorkerExecutor(config, progress, hooks, ranks)
         return EngineCore(config, executor, loop_features=loop_features, order=order)

@@ -14,8 +14,8 @@ from torch import Tensor
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
-from quire.engine.core import EngineCore
-from quire.engine.embedding import NO_TOKENS
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.embedding import NO_TOKENS
 from quire.errors import BrokenLogitsError, ConfigError, RequestError
 from quire.evaluate.hook import Base, TokenScores
 from quire.evaluate.text import Window, check_vocabulary, read_text, windows_of

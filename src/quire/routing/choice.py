@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from quire.engine.router import RUNNING_TOKENS, Placement
+from quire.engine.process.placement import RUNNING_TOKENS, Placement
 from quire.errors import ConfigError
 from quire.routing.prefixes import KnownPrompt, PrefixMap
 from quire.routing.prompts import Prompt

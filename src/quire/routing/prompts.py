@@ -12,7 +12,7 @@ from itertools import accumulate
 
 import msgspec
 
-from quire.engine.router import PIECE
+from quire.engine.process.placement import PIECE
 
 BYTES_PER_TOKEN = 4
 PIECE_BYTES = PIECE * BYTES_PER_TOKEN

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.router import Placement
+from quire.engine.process.placement import Placement
 from quire.features.kv_events.prompt_report import (
     LOCAL,
     PREFILL_HEADER,

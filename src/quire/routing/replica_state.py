@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from quire.engine.router import Replica
+from quire.engine.process.placement import Replica
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, split
 from quire.routing.prefixes import Block, KnownPrompt
 

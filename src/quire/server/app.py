@@ -70,7 +70,7 @@ from quire.server.telemetry.gpu_metrics import GpuMetrics
 from quire.server.telemetry.live import LiveSnapshots, live
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
+    from quire.engine.process.client import EngineClient
 
 _SCRAPE_TIMEOUT = 5.0
 

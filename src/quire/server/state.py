@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from starlette.requests import Request
 
 from quire import __version__
-from quire.engine.stuck import stuck_limit
+from quire.engine.processes import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.features.lora.registry import folder_of, names_in
 from quire.server.args import ServerArgs
@@ -33,7 +33,7 @@ from quire.server.telemetry.tracing import Tracing
 from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
+    from quire.engine.process.client import EngineClient
     from quire.server.middleware.request_context import RequestContext
     from quire.text.tokenizer import Tokenizer
 

@@ -7,8 +7,8 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from quire.engine.beam_search import BeamSearch, BeamSearchParams
-from quire.engine.output import StreamUpdate
+from quire.engine.loop.beam_search import BeamSearch, BeamSearchParams
+from quire.engine.loop.output import StreamUpdate
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.generation.text import Prompt, TextGeneration

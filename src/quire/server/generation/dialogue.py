@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from quire.engine.beam_search import BeamSearchParams
+from quire.engine.loop.beam_search import BeamSearchParams
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 

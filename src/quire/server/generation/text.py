@@ -18,7 +18,7 @@ from quire.server.state import ServerState
 from quire.server.telemetry.metrics import RequestTimer
 
 if TYPE_CHECKING:
-    from quire.engine.output import StreamUpdate
+    from quire.engine.loop.output import StreamUpdate
     from quire.server.errors import ApiError
 
 

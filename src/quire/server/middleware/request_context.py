@@ -19,7 +19,7 @@ from quire.server.middleware.rate_limits import LimitStatus, RateLimiter, RateLi
 from quire.server.telemetry.request_trace import RequestTrace
 
 if TYPE_CHECKING:
-    from quire.engine.output import StreamUpdate
+    from quire.engine.loop.output import StreamUpdate
 
 SCOPE_KEY = "quire.request_context"
 BATCH_KEY = "quire.batch_key"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from quire.engine.beam_search import MAX_WIDTH, BeamSearchParams
+from quire.engine.loop.beam_search import MAX_WIDTH, BeamSearchParams
 from quire.server.errors import ApiError
 from quire.server.strict_model import StrictModel
 

@@ -39,7 +39,7 @@ from quire.server.state import new_id, state_of
 from quire.server.strict_model import INT32_MAX, TextsOrIds
 
 if TYPE_CHECKING:
-    from quire.engine.embedding import Embedding
+    from quire.engine.loop.embedding import Embedding
 
 _MANY_NUMBERS = 50_000
 """Numbers above which the answer is written off the event loop."""

@@ -32,7 +32,7 @@ from quire.server.strict_model import INT32_MAX, StrictModel
 
 if TYPE_CHECKING:
     from quire.arrays import Float32
-    from quire.engine.embedding import Embedding
+    from quire.engine.loop.embedding import Embedding
 
 SCORE_PATHS = ("/score", "/v1/score")
 RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")

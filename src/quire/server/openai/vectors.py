@@ -33,7 +33,7 @@ from quire.server.telemetry.request_trace import PromptPhases
 
 if TYPE_CHECKING:
     from quire.arrays import Float32
-    from quire.engine.embedding import Embedding
+    from quire.engine.loop.embedding import Embedding
 
 MAX_INPUTS = 2048
 """Most prompts of one request."""

@@ -67,7 +67,7 @@ async def _serve(
     on_ready: OnReady | None,
     on_progress: Callable[..., None] | None,
 ) -> None:
-    from quire.engine.client import EngineClient
+    from quire.engine.process.client import EngineClient
 
     launching = asyncio.ensure_future(
         EngineClient.launch(

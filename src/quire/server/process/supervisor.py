@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client import multiprocess
 
 from quire.child_process import python_command
-from quire.engine.client import EngineClient
+from quire.engine.process.client import EngineClient
 from quire.errors import QuireError
 from quire.server.args import ServerArgs
 from quire.server.process.worker import READY_LINE, WorkerConfig

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 async def _work(share: WorkerConfig) -> None:
-    from quire.engine.client import EngineClient
+    from quire.engine.process.client import EngineClient
     from quire.server.app import build_app
     from quire.server.process.listen import bind, tls_context
     from quire.server.process.uvicorn_server import serve

@@ -23,7 +23,7 @@ from quire.features.expert_balance.stats import ExpertStats
 from quire.server.telemetry.metrics import ServerMetrics
 
 if TYPE_CHECKING:
-    from quire.engine.stats import EngineStats, RankStats
+    from quire.engine.loop.stats import EngineStats, RankStats
     from quire.features.kv_offload.stats import TierStats
     from quire.features.speculation.stats import SpeculationStats
 

@@ -25,8 +25,8 @@ from quire.server.sse import EventStream, start_stream
 from quire.server.state import state_of
 
 if TYPE_CHECKING:
-    from quire.engine.client import EngineClient
-    from quire.engine.snapshot import Pool, Snapshot
+    from quire.engine.loop.snapshot import Pool, Snapshot
+    from quire.engine.process.client import EngineClient
 
 MOST_WATCHERS = 16
 _FASTEST = 10

@@ -18,7 +18,7 @@ from quire.server.telemetry.request_trace import PromptPhases
 from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
-    from quire.engine.output import StreamUpdate
+    from quire.engine.loop.output import StreamUpdate
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)

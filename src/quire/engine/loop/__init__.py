@@ -1,0 +1,1 @@
+"""The engine's loop, and what goes into it and comes out."""

@@ -1,0 +1,171 @@
+"""Embeddings: from a pooled hidden state to the user's vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from quire.arrays import Float32, Int32
+from quire.config import EngineConfig
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.prompts import Prompt, one_each, prompt_ids, read_prompt
+from quire.errors import BrokenLogitsError, RequestError
+from quire.models import load_config
+from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
+from quire.pooling_params import Pooling, PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+
+def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `EngineConfig.pooling` and `EngineConfig.matryoshka`. wanted: what is set."""
+    pooling = _pooling(folder) if wanted == "auto" else wanted
+    return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
+
+
+def _pooling(folder: Path) -> Literal["last", "mean"]:
+    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
+    if not (folder / "1_Pooling" / "config.json").exists():
+        return "last"
+    return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"
+
+
+def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
+    sizes = hf_config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
+        return tuple(sorted(sizes))
+    return () if hf_config.get("is_matryoshka") is True else None
+
+
+# Embeddings: from a pooled hidden state to the user's vector.
+
+NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""Sampling parameters of requests that only read their prompt."""
+
+
+@dataclass(slots=True)
+class Embedding:
+    """An embedding.
+
+    Attributes:
+        values: float32 [dimensions].
+        queued: seconds until its first step.
+    """
+
+    values: Float32
+    prompt_token_ids: list[int]
+    num_cached_tokens: int = 0
+    queued: float = 0.0
+
+
+def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
+    """Returns how to pool, for a request fit to run. Raises RequestError."""
+    _check_dimensions(params.dimensions, config)
+    return params.pooling or config.pooling
+
+
+def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
+    size, known = config.hidden_size, config.matryoshka
+    if wanted is None or wanted == size:
+        return
+    if known is None:
+        raise RequestError(
+            f"this model's embeddings have {size} dimensions, and it was not made for fewer "
+            "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
+            param="dimensions",
+        )
+    if known and wanted not in known:
+        raise RequestError(
+            f"this model's embeddings can have {', '.join(map(str, known))} dimensions, not "
+            f"{wanted}",
+            param="dimensions",
+        )
+    if wanted > size:
+        raise RequestError(
+            f"this model's embeddings have {size} dimensions at most, not {wanted}",
+            param="dimensions",
+        )
+
+
+def embed_all(
+    core: EngineCore,
+    tokenizer: Tokenizer | None,
+    prompts: Mapping[str, Prompt],
+    params: PoolingParams | Sequence[PoolingParams] | None,
+    let_interrupt: Callable[[], None],
+    done: Callable[[], None],
+) -> list[EmbeddingRequestOutput]:
+    """Runs prompts by request id, in the caller's thread; returns their vectors in order.
+
+    Args:
+        params: for all prompts, or one each; None: the defaults.
+        let_interrupt: called before each step.
+        done: called with each vector that is complete.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    each = one_each(params, len(prompts), PoolingParams())
+    given = [read_prompt(prompt)[1] for prompt in prompts.values()]
+    ids = [prompt_ids(prompt, NO_TOKENS, core.config, tokenizer) for prompt in given]
+    wanted = dict(zip(prompts, zip(ids, each, strict=True), strict=True))
+    found = {}
+    for output in embeddings(core, wanted, let_interrupt):
+        found[output.request_id] = output
+        done()
+    return [found[name] for name in prompts]
+
+
+def embeddings(
+    core: EngineCore,
+    wanted: Mapping[str, tuple[Int32, PoolingParams]],
+    let_interrupt: Callable[[], None],
+) -> Iterator[EmbeddingRequestOutput]:
+    """Runs requests in the caller's thread, and yields each output when its vector is complete.
+
+    wanted: by request id, the prompt's tokens and how to pool. let_interrupt: called before each
+        step.
+
+    Raises:
+        RequestError: a request is invalid. Nothing has run then.
+    """
+    modes = {name: pooling_of(params, core.config) for name, (_, params) in wanted.items()}
+    for name, (tokens, _) in wanted.items():
+        core.add(name, tokens, NO_TOKENS, max_total=len(tokens) + 1, pooling=modes[name])
+    left = len(wanted)
+    while left:
+        let_interrupt()
+        progress = core.step()
+        if progress is None:
+            raise RequestError("the engine has requests that it cannot run")
+        for place in progress.finished:
+            item = progress[place]
+            name = item.request.request_id.rpartition("/")[0]
+            if item.pooled is None:
+                raise RequestError("the engine gave no vector")
+            values = finish(item.pooled, wanted[name][1])
+            left -= 1
+            yield EmbeddingRequestOutput(
+                name,
+                EmbeddingOutput(values.tolist()),
+                item.request.tokens.view().tolist(),
+                num_cached_tokens=item.request.num_cached_tokens,
+            )
+
+
+def finish(pooled: Float32, params: PoolingParams) -> Float32:
+    """Cuts and normalizes a pooled state, float32 [hidden size]; returns float32 [dimensions].
+
+    Raises:
+        BrokenLogitsError: the state is not finite.
+    """
+    values = pooled[: params.dimensions]
+    if not np.isfinite(values).all():
+        raise BrokenLogitsError()
+    if params.normalize:
+        values = values / max(float(np.linalg.norm(values)), 1e-12)
+    return np.ascontiguousarray(values, dtype=np.float32)

@@ -1,0 +1,200 @@
+"""Prompts and parameters of callers: brought to one shape, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from quire.arrays import Int32
+from quire.config import EngineConfig
+from quire.errors import PromptTooLongError, RequestError
+from quire.pooling_params import PoolingParams
+from quire.sampling_params import SamplingParams
+from quire.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """Returns one prompt or several as a list. Raises RequestError where they are neither."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
+        return [prompts]
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes):
+        raise RequestError(
+            f"a prompt is a text, a list of token ids or a dict, not {type(prompts).__name__}",
+            "prompt",
+        )
+    many: list[Any] = list(prompts)
+    if many and all(isinstance(item, (int, np.integer)) for item in many):
+        return [many]
+    return many
+
+
+def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
+    """Returns (the prompt's text, what to tokenize or run).
+
+    Raises:
+        RequestError: a dict with other keys.
+    """
+    if isinstance(prompt, Mapping):
+        unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+        if unknown or not prompt:
+            raise RequestError(
+                'a prompt given as a dict has "prompt" or "prompt_token_ids", not '
+                f"{', '.join(sorted(map(str, unknown))) or 'nothing'}",
+                "prompt",
+            )
+        text = prompt.get("prompt")
+        ids = prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"a prompt's text is a string, not {type(text).__name__}", "prompt")
+        return text, text if ids is None else ids  # type: ignore[return-value]
+    return (prompt if isinstance(prompt, str) else None), prompt
+
+
+def one_each(params: Params | Sequence[Params] | None, count: int, default: Params) -> list[Params]:
+    """Returns the parameters of each of `count` prompts.
+
+    Raises:
+        RequestError: their number is another, or they are something else.
+    """
+    if params is None:
+        return [default] * count
+    kind = "sampling" if isinstance(default, SamplingParams) else "pooling"
+    if isinstance(params, type(default)):
+        return [params] * count
+    if not isinstance(params, list | tuple) or not all(
+        isinstance(p, type(default)) for p in params
+    ):
+        raise RequestError(
+            f"{kind} parameters are {type(default).__name__} or a list of them", f"{kind}_params"
+        )
+    if len(params) != count:
+        raise RequestError(f"{count} prompts but {len(params)} {kind} parameters", f"{kind}_params")
+    return list(params)
+
+
+# Conversations of `LLM`'s callers as prompts.
+
+_OWN = ("self", "messages", "add_generation_prompt", "chat_template")
+
+
+def chat_prompts(
+    tokenizer: Tokenizer,
+    messages: object,
+    add_generation_prompt: bool,
+    chat_template: str | None,
+    variables: Mapping[str, Any],
+) -> list[Prompt]:
+    """Returns the prompts of one conversation or many. variables: further ones of the template.
+
+    Raises:
+        RequestError: they are no conversations, the template refuses one, or a variable is one that
+            it is given anyway.
+    """
+    for name in variables:
+        if name in _OWN or name in tokenizer.special_tokens:
+            raise RequestError(
+                f"{name!r} cannot be set through chat_template_kwargs", "chat_template_kwargs"
+            )
+    prompts: list[Prompt] = []
+    for conversation in as_conversations(messages):
+        text = tokenizer.apply_chat_template(
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            chat_template=chat_template,
+            **variables,
+        )
+        # The template has written the special tokens.
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        prompts.append({"prompt": text, "prompt_token_ids": ids})
+    return prompts
+
+
+def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
+    """Returns one conversation or several as a list. Raises RequestError where they are neither."""
+    if _all(Mapping, messages):
+        return [messages]  # type: ignore[list-item]
+    if isinstance(messages, list | tuple) and all(_all(Mapping, each) for each in messages):
+        return list(messages)
+    raise RequestError("a conversation is a list of dicts with role and content", "messages")
+
+
+def _all(kind: type, items: object) -> bool:
+    return (
+        isinstance(items, list | tuple) and bool(items) and all(isinstance(i, kind) for i in items)
+    )
+
+
+# A request is checked once, before anything is allocated for it.
+
+
+def prompt_ids(
+    prompt: str | Sequence[int] | Int32,
+    params: SamplingParams,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+) -> Int32:
+    """The prompt's tokens, int32 [n], fit to run with `params`.
+
+    Raises:
+        PromptTooLongError: no room is left for a single new token.
+        RequestError: it is empty, names tokens outside the vocabulary, or needs a tokenizer that
+            was not loaded.
+    """
+    ids = _tokens(prompt, tokenizer, config.scheduler.max_model_len)
+    if len(ids) == 0:
+        raise RequestError("the prompt is empty", "prompt")
+    _in_vocabulary("prompt", (int(ids.min()), int(ids.max())), config)
+    _in_vocabulary("stop_token_ids", params.stop_token_ids, config)
+    _in_vocabulary("logit_bias", params.logit_bias or (), config)
+    if params.stop and tokenizer is None:
+        raise RequestError("stop strings need a tokenizer, which was not loaded", "stop")
+    if params.structured_outputs is not None and tokenizer is None:
+        raise RequestError(
+            "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
+        )
+    limit = config.scheduler.max_model_len
+    if len(ids) >= limit:
+        raise PromptTooLongError(len(ids), limit)
+    return ids
+
+
+def max_total(prompt_len: int, params: SamplingParams, config: EngineConfig) -> int:
+    """The length, prompt included, at which a request must end."""
+    limit = config.scheduler.max_model_len
+    return limit if params.max_tokens is None else min(limit, prompt_len + params.max_tokens)
+
+
+def _tokens(prompt: str | Sequence[int] | Int32, tokenizer: Tokenizer | None, most: int) -> Int32:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer, which was not loaded", "prompt")
+        return tokenizer.encode(prompt, most=most)
+    try:
+        ids = np.asarray(prompt)
+    except (ValueError, OverflowError):  # ragged lists
+        ids = np.empty((1, 1))
+    if ids.shape == (0,):
+        return np.empty(0, dtype=np.int32)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError("a prompt is a text or a list of token ids (integers)", "prompt")
+    if max(int(ids.max()), -int(ids.min())) > np.iinfo(np.int32).max:
+        raise RequestError(f"token ids {ids.min()} to {ids.max()} are out of range", "prompt")
+    return ids.astype(np.int32)
+
+
+def _in_vocabulary(param: str, ids: Iterable[int], config: EngineConfig) -> None:
+    for id in ids:
+        if not 0 <= id < config.vocab_size:
+            raise RequestError(
+                f"{param} has token id {id}, but the vocabulary ends at {config.vocab_size - 1}",
+                param,
+            )

@@ -1,0 +1,179 @@
+"""A snapshot of the engine for display, made from its state when it is asked for."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from quire.arrays import Int32
+from quire.cache.inspect import summarize as summarize_blocks
+from quire.engine.loop.core import EngineCore
+from quire.engine.loop.stats import EngineStats
+from quire.request import Request, RequestStatus
+from quire.scheduler.inspect import StepSummary
+from quire.scheduler.inspect import summarize as summarize_requests
+
+MOST_CELLS = 4096
+MOST_RUNNING = 128
+MOST_WAITING = 64
+MOST_ROWS = 256
+MOST_RUNS = 160
+_TOKENS_SHOWN = 24
+
+
+class Pool(msgspec.Struct):
+    """One KV group's blocks, as cells: see `quire.cache.inspect.PoolSummary`."""
+
+    window: int | None
+    blocks: int
+    per_cell: int
+    owner: Int32
+    holders: Int32
+    filled: Int32
+
+
+class Running(msgspec.Struct, array_like=True):
+    """A request with a lane. cached: tokens of its prompt that were found. since, first: seconds of
+    the engine's clock, at which it came and had its first token. blocks: of the first KV group."""
+
+    id: str
+    lane: int
+    prompt: int
+    cached: int
+    computed: int
+    known: int
+    most: int
+    blocks: int
+    since: float
+    first: float | None
+    preemptions: int
+
+
+class Waiting(msgspec.Struct, array_like=True):
+    """A request without a lane. parked: something other than room keeps it waiting."""
+
+    id: str
+    tokens: int
+    since: float
+    parked: bool
+    preemptions: int
+
+
+class Row(msgspec.Struct, array_like=True):
+    """A request's share of a step, in tokens; `prompt` tokens, or generated ones."""
+
+    id: str
+    lane: int
+    tokens: int
+    prompt: bool
+
+
+class StepSnapshot(msgspec.Struct):
+    """A step that was launched; `rows` may leave some out, the sums do not."""
+
+    number: int
+    prompt_tokens: int
+    generating: int
+    rows: list[Row]
+
+
+class Branch(msgspec.Struct, array_like=True):
+    """See `quire.cache.inspect.TreeRun`. tokens: None where they were not asked for."""
+
+    parent: int
+    length: int
+    users: int
+    hidden: int
+    tokens: Int32 | None
+
+
+class Snapshot(msgspec.Struct):
+    """time: the engine's clock, in seconds. budget: most tokens of a step. step: the last one;
+    prompt_step: the last one with a part of a prompt. firsts: the last requests to get a first
+    token, by number, and after how many seconds."""
+
+    time: float
+    block_size: int
+    budget: int
+    lanes: int
+    stats: EngineStats
+    pools: list[Pool]
+    running: list[Running]
+    waiting: list[Waiting]
+    step: StepSnapshot | None
+    prompt_step: StepSnapshot | None
+    firsts: list[tuple[int, float]]
+    tree: list[Branch]
+    tree_nodes: int
+
+
+def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
+    """Describes the engine, bounded in size and time whatever it holds. tokens: with those of the
+    prefix tree, which are the text of users."""
+    blocks = summarize_blocks(core.scheduler.blocks, MOST_CELLS, MOST_RUNS, _TOKENS_SHOWN)
+    requests = summarize_requests(core.scheduler, MOST_RUNNING, MOST_WAITING, MOST_ROWS)
+    return Snapshot(
+        time=time.monotonic(),
+        block_size=core.scheduler.blocks.block_size,
+        budget=core.config.scheduler.max_num_batched_tokens,
+        lanes=core.config.scheduler.max_num_seqs,
+        stats=core.stats(),
+        pools=[
+            Pool(p.window, p.num_blocks, p.per_cell, p.owner, p.holders, p.filled)
+            for p in blocks.pools
+        ],
+        running=[_running(request, held) for request, held in requests.running],
+        waiting=[_waiting(request) for request in requests.waiting],
+        step=_step(requests.step),
+        prompt_step=_step(requests.prompt_step),
+        firsts=list(core.telemetry.firsts),
+        tree=[
+            Branch(run.parent, run.length, run.users, run.hidden, run.tokens if tokens else None)
+            for run in blocks.runs
+        ],
+        tree_nodes=blocks.num_nodes,
+    )
+
+
+def _running(request: Request, blocks: int) -> Running:
+    times = request.times
+    return Running(
+        _name(request),
+        request.lane,
+        request.prompt_len,
+        request.num_cached_tokens,
+        request.computed,
+        request.known,
+        request.max_total,
+        blocks,
+        times.arrival,
+        times.first_token,
+        request.num_preemptions,
+    )
+
+
+def _waiting(request: Request) -> Waiting:
+    return Waiting(
+        _name(request),
+        request.known,
+        request.arrival,
+        request.status is RequestStatus.PARKED,
+        request.num_preemptions,
+    )
+
+
+def _name(request: Request) -> str:
+    """Short: the first completion's index is left out."""
+    return request.request_id.removesuffix("/0")
+
+
+def _step(step: StepSummary | None) -> StepSnapshot | None:
+    if step is None:
+        return None
+    columns = step.lanes.tolist(), step.q_len.tolist(), step.prompt.tolist()
+    rows = [
+        Row(_name(request), lane, tokens, prompt)
+        for request, lane, tokens, prompt in zip(step.requests, *columns, strict=True)
+    ]
+    return StepSnapshot(step.step_id, step.prompt_tokens, step.generating, rows)

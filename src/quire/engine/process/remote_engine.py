@@ -1,0 +1,282 @@
+"""The engine's process as its client sees it: its connection, its loading and its life."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.loop.messages import (
+    AdapterNames,
+    AdaptersChanged,
+    CallFailed,
+    EventsReply,
+    Failed,
+    FromEngine,
+    GrantEnded,
+    Hello,
+    Loading,
+    PeerAnswer,
+    Pong,
+    PrefixCacheReset,
+    Ready,
+    RequestRefused,
+    Shutdown,
+    SnapshotReply,
+    Start,
+    StatsReply,
+    StepOutputs,
+    ToEngine,
+)
+from quire.engine.process.connection import Heartbeat, Link
+from quire.engine.process.host import EngineHost
+from quire.engine.process.streams import StreamRouter
+from quire.engine.processes import stuck_limit
+from quire.errors import EngineDeadError, QuireError
+from quire.executor import OnProgress
+
+logger = logging.getLogger("quire.engine")
+
+_LAST_MESSAGE_SECONDS = 0.2
+"""Seconds in which the last message of a process that has ended may still arrive."""
+
+
+class RemoteEngine:
+    """Sends messages to an engine's process and takes in its answers. Belongs to an event loop.
+
+    Attributes:
+        alive: requests are taken. False from the engine's death until it has been started again.
+        end: what the engine told of its death: the rank that was lost, or how far each has come.
+            Empty while it lives, and where it told nothing.
+        host: the process, where this client has started it.
+        losses: how often the engine, and all that it held, was lost.
+        streams: running requests.
+        adapters: names of the engine's adapters, as it last told them.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        args: EngineArgs | None = None,
+        on_progress: OnProgress | None = None,
+        host: EngineHost | None = None,
+        stuck_timeout: float | None = math.inf,
+    ) -> None:
+        """Connects to the engine at `address`, once it listens.
+
+        Args:
+            args: tells the engine what to load; None where another client does.
+            host: started here, and stopped with this client.
+            stuck_timeout: see `EngineClient.launch`; only with a host.
+        """
+        self.alive = False
+        self.end = ""
+        self.losses = 0
+        self.host = host
+        self.streams = StreamRouter()
+        self.adapters: tuple[str, ...] = ()
+        self._args = args
+        self._stuck_timeout = stuck_timeout
+        self._on_progress = on_progress
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._call_ids = itertools.count()
+        self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
+        self._heartbeat = Heartbeat()
+        self._closed = False
+        self._link = Link(
+            address, on_up=self._greet, on_down=self._on_down, on_message=self._dispatch
+        )
+        if host is not None:
+            host.start(self._on_death)
+
+    async def loaded(self) -> EngineConfig:
+        """Waits until the engine is loaded.
+
+        Raises:
+            ConfigError, ModelError: the engine's own, when it cannot start.
+            EngineDeadError: its process ended without a message.
+        """
+        return await self._ready
+
+    def open(self) -> None:
+        """Lets requests in, once everything around a loaded engine is set up."""
+        self.alive = True
+        self._heartbeat.start(self._link, self._end_stuck)
+
+    async def close(self) -> None:
+        """Stops the engine if this client started it, and disconnects. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        loading = not self._ready.done()
+        self._fail_all(EngineDeadError("the engine was shut down"))
+        self._heartbeat.stop()
+        if self.host is not None:
+            await self.host.stop(self.host.process.kill if loading else self._ask_to_stop)
+        self._link.close()
+
+    async def sleep(self) -> None:
+        """Ends the engine's process, which this client has started, and with it all that it holds
+        of its devices. Running requests fail."""
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        self._fail_all(EngineDeadError("the engine sleeps"))
+        self._on_progress = None
+        await self.host.rest(self._ask_to_stop)
+
+    async def wake(self) -> None:
+        """Starts the engine again, and waits until it takes requests.
+
+        Raises:
+            QuireError: it could not start; the host goes on trying.
+        """
+        if self.host is None:
+            raise QuireError("the engine is another process's child")
+        self._ready = asyncio.get_running_loop().create_future()
+        self.host.wake()
+        await self.loaded()
+        self._heartbeat.heard()
+        self.alive = True
+
+    def _end_stuck(self, silence: float) -> None:
+        """Ends the process of an engine that has been silent for too long; its host starts it
+        again."""
+        if self.host is None or not self.alive:
+            return
+        limit = stuck_limit(self._stuck_timeout, self._ready.result().device)
+        if silence > limit:
+            logger.error(
+                "the engine's loop has not turned for %g s (--stuck-timeout); ending it", limit
+            )
+            self._fail_all(EngineDeadError("the engine has stopped"))
+            self.host.process.kill()
+
+    def _ask_to_stop(self) -> None:
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Shutdown())
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which the engine's loop has not answered; infinite where it is not alive."""
+        return self._heartbeat.silence if self.alive else math.inf
+
+    @property
+    def responsive(self) -> bool:
+        """Whether the engine's loop has turned lately."""
+        return self.alive and self._heartbeat.recent
+
+    # -- messages ------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    def send(self, message: ToEngine) -> None:
+        """Raises EngineDeadError where the engine does not listen."""
+        self._link.send(message)
+
+    async def ask(self, question: Callable[[int], ToEngine]) -> Any:
+        """Sends the message that `question` makes of a call's id; returns the answer.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        self.check_alive()
+        call = next(self._call_ids)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(question(call))
+            return await answer
+        finally:
+            self._calls.pop(call, None)
+
+    def expect(self) -> tuple[int, asyncio.Future[Any]]:
+        """Returns a call that will be answered beside the answer to a question, and its answer,
+        which is EngineDeadError if the engine is gone before."""
+        call = next(self._call_ids)
+        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._calls.pop(call, None))
+        return call, answer
+
+    def _dispatch(self, message: FromEngine) -> None:
+        match message:
+            case StepOutputs():
+                self.streams.deliver(message)
+            case Pong():
+                self._heartbeat.heard()
+            case RequestRefused(handle, failure):
+                self.streams.refuse(handle, failure.error())
+            case (
+                StatsReply(call, found)
+                | SnapshotReply(call, found)
+                | PrefixCacheReset(call, found)
+                | AdaptersChanged(call, found)
+                | PeerAnswer(call, found)
+                | EventsReply(call, found)
+                | GrantEnded(call, found)
+            ):
+                self._answer(call, found)
+            case CallFailed(call, failure):
+                self._answer(call, None, failure.error())
+            case AdapterNames(names):
+                self.adapters = tuple(names)
+            case Loading(what, done, total):
+                if self._on_progress is not None and not self._ready.done():
+                    self._on_progress(what, done, total)
+            case Ready(config):
+                self.end = ""
+                if not self._ready.done():
+                    self._ready.set_result(config)
+                elif not self._closed:
+                    self._heartbeat.heard()
+                    self.alive = True
+            case Failed(failure):
+                error = failure.error()
+                # Others may name paths.
+                self.end = failure.message if isinstance(error, EngineDeadError) else ""
+                self._never_ready(error)
+                self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
+
+    def _answer(self, call: int, found: Any, error: QuireError | None = None) -> None:
+        """Ends a call that somebody still waits for."""
+        answer = self._calls.get(call)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(found)
+        else:
+            answer.set_exception(error)
+
+    # -- life ----------------------------------------------------------------------------------
+
+    def _greet(self) -> None:
+        """Tells the engine, which listens now, what to load, or asks whether it has."""
+        with contextlib.suppress(EngineDeadError):
+            self._link.send(Hello() if self._args is None else Start(self._args))
+
+    def _on_down(self) -> None:
+        self.losses += 1
+        self._fail_all(EngineDeadError("the engine has stopped"))
+
+    def _on_death(self, status: int) -> None:
+        """Called when the process that this client started has ended."""
+        self._on_down()
+        if not self._ready.done():
+            error = EngineDeadError(f"the engine's process ended with status {status}")
+            asyncio.get_running_loop().call_later(_LAST_MESSAGE_SECONDS, self._never_ready, error)
+
+    def _never_ready(self, error: QuireError) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+
+    def _fail_all(self, error: QuireError) -> None:
+        self.alive = False
+        self.streams.fail_all(error)
+        for answer in list(self._calls.values()):
+            if not answer.done():
+                answer.set_exception(error)

@@ -1,0 +1,191 @@
+"""Engines of one model behind one client: each has a process, devices and a cache of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from quire.arrays import Int32
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.loop.messages import GetStats, ResetPrefixCache
+from quire.engine.loop.stats import EngineStats, added
+from quire.engine.process.host import EngineHost
+from quire.engine.process.placement import Placement, ReplicaRouter
+from quire.engine.process.remote_engine import RemoteEngine
+from quire.errors import ConfigError, EngineDeadError
+from quire.executor import OnProgress
+
+_PARAM = "data_parallel_size"
+
+
+class Replicas:
+    """One or more engines. Requests go where the router sends them, while that one is alive."""
+
+    def __init__(self, engines: Sequence[RemoteEngine]) -> None:
+        self.engines = list(engines)
+        self._router = ReplicaRouter(len(self.engines))
+        self._lost = [0] * len(self.engines)
+
+    @classmethod
+    def start(
+        cls,
+        args: EngineArgs,
+        count: int,
+        restarts: int,
+        on_progress: OnProgress | None,
+        stuck_timeout: float | None,
+    ) -> Replicas:
+        """Starts the engines' processes. on_progress: told of the first one's loading. The others:
+        see `EngineClient.launch`.
+
+        Raises:
+            ConfigError: there are fewer GPUs than they need, or a setting is for one engine only.
+        """
+        engines = []
+        for index, environment in enumerate(environments(args, count)):
+            host = EngineHost(restarts, environment)
+            told = on_progress if index == 0 else None
+            engines.append(RemoteEngine(host.address, args, told, host, stuck_timeout))
+        return cls(engines)
+
+    async def loaded(self) -> EngineConfig:
+        """Waits until all are loaded, or one cannot be; raises as `RemoteEngine.loaded`."""
+        loading = [asyncio.ensure_future(engine.loaded()) for engine in self.engines]
+        try:
+            return (await asyncio.gather(*loading))[0]
+        finally:
+            for each in loading:
+                each.cancel()
+
+    async def open(self) -> None:
+        """Lets requests in."""
+        for engine in self.engines:
+            engine.open()
+        if len(self.engines) > 1:
+            for engine, replica in zip(self.engines, self._router.replicas, strict=True):
+                config = await engine.loaded()
+                stats: EngineStats = await engine.ask(GetStats)
+                replica.has_room(min(stats.blocks_total) * config.block_size)
+
+    async def close(self) -> None:
+        """Stops those that were started here, and disconnects. Idempotent."""
+        for engine in self.engines:
+            await engine.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether one of them takes requests."""
+        return any(engine.alive for engine in self.engines)
+
+    @property
+    def end(self) -> str:
+        """Returns what the engines that are not alive told of their deaths."""
+        return "; ".join(engine.end for engine in self.engines if engine.end)
+
+    @property
+    def silence(self) -> float:
+        """Seconds for which no engine's loop has answered."""
+        return min(engine.silence for engine in self.engines)
+
+    def check_alive(self) -> None:
+        """Raises EngineDeadError where none is alive."""
+        if not self.alive:
+            raise EngineDeadError("the engine has stopped")
+
+    def place(self, tokens: Int32, namespace: str) -> Placement:
+        """Chooses an engine for a request, `engines[placement.index]`.
+
+        Raises:
+            EngineDeadError: none is alive.
+        """
+        self.check_alive()
+        if len(self.engines) == 1:
+            return self._router.place(tokens[:0], namespace, (0,))
+        for index, engine in enumerate(self.engines):
+            if engine.losses != self._lost[index]:
+                self._lost[index] = engine.losses
+                self._router.replicas[index].forget()
+        able = [index for index, engine in enumerate(self.engines) if engine.alive]
+        responsive = [index for index in able if self.engines[index].responsive]
+        return self._router.place(tokens, namespace, responsive or able)
+
+    async def stats(self) -> EngineStats:
+        """Returns the counts of all that are alive, added up.
+
+        Raises:
+            EngineDeadError: none is.
+        """
+        self.check_alive()
+        found: list[EngineStats] = []
+        for engine in self.engines:
+            try:
+                found.append(await engine.ask(GetStats))
+            except EngineDeadError:
+                continue
+        if not found:
+            raise EngineDeadError("the engine has stopped")
+        return added(found)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets the prefixes of all that are alive; returns False if some are left.
+
+        Raises:
+            EngineDeadError: none is alive, or one dies.
+        """
+        self.check_alive()
+        whole = True
+        for index, engine in enumerate(self.engines):
+            if engine.alive:
+                whole &= await engine.ask(ResetPrefixCache)
+                self._router.replicas[index].forget()
+        return whole
+
+    @property
+    def first_alive(self) -> RemoteEngine:
+        """Returns the first that is alive.
+
+        Raises:
+            EngineDeadError: none is.
+        """
+        self.check_alive()
+        return next(engine for engine in self.engines if engine.alive)
+
+
+def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
+    """Returns what each engine's process has in its environment besides: the GPUs that it sees.
+
+    Raises:
+        ConfigError: there are too few GPUs, or a setting is for one engine only.
+    """
+    if count == 1:
+        return [{}]
+    if args.nnodes > 1:
+        raise ConfigError(f"nnodes is for one engine, not {_PARAM}={count}", "nnodes")
+    if args.distributed_executor == "ray":
+        raise ConfigError(f"Ray places the ranks of one engine, not {_PARAM}={count}", _PARAM)
+    if args.disk_cache is not None:
+        raise ConfigError(f"disk_cache is for one engine, not {_PARAM}={count}", "disk_cache")
+    import torch
+
+    if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
+        return [{}] * count
+    if args.device not in ("auto", "cuda"):
+        raise ConfigError(
+            f"{_PARAM}={count} shares out all visible GPUs, not {args.device!r} alone", "device"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = list(map(str, range(torch.cuda.device_count())))
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")][: len(names)]
+    each = args.ranks
+    if count * each > len(names):
+        raise ConfigError(
+            f"{_PARAM}={count} engines on {each} GPUs each need {count * each}, but {len(names)} "
+            "are visible",
+            _PARAM,
+        )
+    return [
+        {"CUDA_VISIBLE_DEVICES": ",".join(names[index * each : (index + 1) * each])}
+        for index in range(count)
+    ]

@@ -1,0 +1,135 @@
+"""Output of running requests on its way to the streams that read it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from quire.arrays import Float32
+from quire.engine.loop.messages import StepOutputs
+from quire.errors import QuireError
+from quire.plan import Logprobs
+
+
+@dataclass(slots=True)
+class StreamDelta:
+    """Output of one completion since it was last read.
+
+    Attributes:
+        reason: the finish reason, once the completion has ended.
+        num_cached_tokens, queued: set with the completion's first tokens.
+        pooled: float32 [hidden size], of a request for an embedding.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reason: str | None = None
+    stop_token: int | None = None
+    num_cached_tokens: int = 0
+    queued: float = 0.0
+    pooled: Float32 | None = None
+
+
+class RequestStream:
+    """Unread output of one request, for one reader.
+
+    Attributes:
+        deltas: by index of the completion.
+        error: ends the request.
+        arrived: set when there is anything to read.
+    """
+
+    def __init__(self) -> None:
+        self.deltas: dict[int, StreamDelta] = {}
+        self.prompt_logprobs: list[Logprobs] = []
+        self.error: QuireError | None = None
+        self.arrived = asyncio.Event()
+
+    def delta(self, index: int) -> StreamDelta:
+        """Returns a completion's delta, to be added to."""
+        self.arrived.set()
+        delta = self.deltas.get(index)
+        if delta is None:
+            delta = self.deltas[index] = StreamDelta()
+        return delta
+
+    def take(self) -> dict[int, StreamDelta]:
+        """Returns the unread deltas, and begins new ones."""
+        deltas, self.deltas = self.deltas, {}
+        return deltas
+
+    def fail(self, error: QuireError) -> None:
+        self.error = error
+        self.arrived.set()
+
+
+class StreamRouter:
+    """Routes the engine's outputs to requests' streams by handle (see `messages`)."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, tuple[RequestStream, int]] = {}
+        self._handles: dict[str, int] = {}
+        self._next_handle = 0
+
+    def open(self, request_id: str, n: int) -> tuple[int, RequestStream]:
+        """Returns the handle and stream of a new request with `n` completions."""
+        if request_id in self._handles:
+            raise QuireError(f"request id {request_id!r} is in use")
+        handle, stream = self._next_handle, RequestStream()
+        self._next_handle = (self._next_handle + n) % (2**31 - 1024)
+        self._handles[request_id] = handle
+        for index in range(n):
+            self._streams[handle + index] = stream, index
+        return handle, stream
+
+    def close(self, request_id: str, handle: int, n: int) -> None:
+        self._handles.pop(request_id, None)
+        for index in range(n):
+            self._streams.pop(handle + index, None)
+
+    def handle_of(self, request_id: str) -> int | None:
+        return self._handles.get(request_id)
+
+    def end(self, handle: int, reason: str) -> None:
+        """Ends all completions of a request."""
+        stream = self._streams[handle][0]
+        index = 0
+        while self._streams.get(handle + index, (None,))[0] is stream:
+            stream.delta(index).reason = reason
+            index += 1
+
+    def refuse(self, handle: int, error: QuireError) -> None:
+        if handle in self._streams:
+            self._streams[handle][0].fail(error)
+
+    def fail_all(self, error: QuireError) -> None:
+        for stream, _ in self._streams.values():
+            stream.fail(error)
+
+    def deliver(self, message: StepOutputs) -> None:
+        """Adds a step's outputs to their streams; those of closed requests are dropped."""
+        tokens, at = message.tokens.tolist(), 0
+        for handle, part in message.prompt_logprobs:
+            if handle in self._streams:
+                self._streams[handle][0].prompt_logprobs.append(part)
+        for handle, count in zip(message.handles.tolist(), message.counts.tolist(), strict=True):
+            delta = self._delta(handle)
+            if delta is not None:
+                delta.tokens += tokens[at : at + count]
+            at += count
+        for handle, part in message.logprobs:
+            if (delta := self._delta(handle)) is not None:
+                delta.logprobs.append(part)
+        for handle, vector in message.pooled:
+            if (delta := self._delta(handle)) is not None:
+                delta.pooled = vector
+        for start in message.starts:
+            if (delta := self._delta(start.handle)) is not None:
+                delta.num_cached_tokens, delta.queued = start.num_cached_tokens, start.queued
+        for end in message.ends:
+            if (delta := self._delta(end.handle)) is not None:
+                delta.reason, delta.stop_token = end.reason, end.stop_token
+
+    def _delta(self, handle: int) -> StreamDelta | None:
+        found = self._streams.get(handle)
+        return None if found is None else found[0].delta(found[1])

@@ -1,0 +1,1 @@
+"""Several ranks: their processes, on this machine and others."""

@@ -1,0 +1,72 @@
+"""Settings and models for which results to the bit (`--deterministic`) cannot be had."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quire.config import EngineArgs
+from quire.engine.ranks.ranks import model_of_rank
+from quire.errors import ConfigError
+from quire.layers.experts import Experts
+from quire.layers.fixed_sums import segments_of
+from quire.layers.linear import Linear
+from quire.models import ModelSpec
+from quire.quantization import Quantization
+
+_RANKS = "tensor_parallel_size"
+
+
+def check_deterministic(
+    args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
+) -> None:
+    """Refuses what would make results depend on more than the request.
+
+    Raises:
+        ConfigError: names what is in the way.
+    """
+    world = args.tensor_parallel_size
+    adapters = bool(args.enable_lora or args.lora or args.lora_dir)
+    if adapters and (device == "cpu" or world > 1):
+        where = "on a CPU" if device == "cpu" else f"with {_RANKS}={world}"
+        raise ConfigError(
+            f"deterministic is not supported for LoRA adapters {where}: what they add is summed in "
+            "another order there",
+            "deterministic",
+        )
+    if world == 1:
+        return
+    if args.enable_expert_parallel:
+        raise ConfigError(
+            "deterministic is not supported with enable_expert_parallel: ranks add up their own "
+            "experts first, so that sums depend on how many ranks there are",
+            "deterministic",
+        )
+    for module in model_of_rank(spec, quantization, world, rank=world - 1).modules():
+        reason = obstacle(module, world)
+        if reason is not None:
+            raise ConfigError(
+                f"deterministic is not supported with {_RANKS}={world}: {reason}", "deterministic"
+            )
+
+
+def obstacle(module: nn.Module, world: int) -> str | None:
+    """Returns what keeps the last rank from having as many of a layer's segments as any other (see
+    `layers/fixed_sums.py`), or None."""
+    if isinstance(module, Experts):
+        form, size, (low, high) = (
+            module.down.scheme.format,
+            module.spec.width,
+            module.down.cut.columns,
+        )
+        if form.inputs == "token":
+            return f"{module.name}: ranks round their hidden units by scales of their own"
+    elif isinstance(module, Linear) and module.split == "inputs":
+        form, size = module.weight.format, module.inputs
+        low, high = module.columns
+    else:
+        return None
+    count = segments_of(size, form)
+    if count % world == 0 and (low, high) == (size - size // world, size):
+        return None
+    groups = f", in whole groups of {form.group}" if form.group else ""
+    return f"{module.name}: ranks cannot have equal parts of its {size} inputs{groups}"

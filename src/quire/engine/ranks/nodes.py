@@ -1,0 +1,219 @@
+"""Several machines: the workers of others connect to the engine, which tells them what to do.
+
+Machine 0 has the last stages, and among them the engine's process; others have whole stages before
+them. Plans travel over TCP as they travel through pipes, and hidden states through the ranks' own
+group. Whoever reaches the port may become a worker, so it belongs in a network of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.ranks.ranks import config_of_rank, ranks_of_node
+from quire.engine.ranks.remote_worker import (
+    Here,
+    RemoteWorker,
+    Setup,
+    decode_from_worker,
+    encode,
+    start_process,
+)
+from quire.errors import ConfigError, EngineDeadError
+
+logger = logging.getLogger("quire.engine")
+
+_WAIT = 600.0
+"""Seconds within which all machines must have come."""
+_HELLO = 10
+"""Seconds within which who connects must say who it is."""
+_GLANCE = 1.0
+"""Seconds between two looks at what may end a wait."""
+_LEAVE = 5.0
+"""Seconds in which a machine's workers end once one of them has."""
+_AGAIN = 0.5
+"""Seconds between two tries to reach the engine."""
+_SILENCE = 10
+"""Seconds of silence after which TCP asks whether the other machine is there, and gives it up."""
+
+
+def rendezvous_of(args: EngineArgs) -> str:
+    """Returns the URL where the ranks of all machines find each other."""
+    return f"tcp://{args.master_addr}:{args.master_port + 1}"
+
+
+def accept_workers(
+    config: EngineConfig, world: int, timeout: float, check: Callable[[], None] = lambda: None
+) -> list[RemoteWorker]:
+    """Waits for the workers of all other machines, and makes them.
+
+    timeout: see `Setup`. check: called every second at least; raises to end the wait.
+
+    Raises:
+        ConfigError: the address is not this machine's, or the port is taken.
+        EngineDeadError: some have not come within ten minutes.
+    """
+    args, each = config.args, ranks_of_node(config, world)
+    found: dict[int, Connection] = {}
+    deadline = time.monotonic() + _WAIT
+    with _listen(args) as server:
+        logger.info("waiting for the %d workers of other machines", world - each)
+        server.settimeout(_GLANCE)
+        while len(found) < world - each:
+            check()
+            try:
+                accepted, address = server.accept()
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    continue
+                missing = sorted(set(range(each, world)) - found.keys())
+                raise EngineDeadError(f"the workers of ranks {missing} have not come") from None
+            accepted.settimeout(None)
+            _keep_alive(accepted)
+            pipe = Connection(os.dup(accepted.fileno()))
+            _limit_reads(accepted, _HELLO)
+            here = _introduced(pipe)
+            _limit_reads(accepted, 0)
+            accepted.close()
+            if here is None or not (0 < here.node_rank < args.nnodes and 0 <= here.index < each):
+                logger.warning("who connected from %s is no worker of this engine", address[0])
+                pipe.close()
+                continue
+            rank = here.node_rank * each + here.index
+            if rank in found:  # a worker that was started again
+                found[rank].close()
+            found[rank] = pipe
+            drop_ended(found)
+    return [
+        RemoteWorker(
+            Setup(config_of_rank(config, rank), rank, world, rendezvous_of(args), None, timeout),
+            pipe,
+        )
+        for rank, pipe in sorted(found.items())
+    ]
+
+
+def run_node(args: EngineArgs) -> None:
+    """Runs the workers of a machine that is not the first, and again when the engine has ended,
+    until this process is told to end.
+
+    Raises:
+        ConfigError: the settings are not those of such a machine.
+    """
+    stages = args.pipeline_parallel_size
+    if not 0 < args.node_rank < args.nnodes or stages % args.nnodes:
+        raise ConfigError(
+            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {stages} stages is no "
+            "machine",
+            "node_rank",
+        )
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    while True:
+        workers: list[subprocess.Popen[bytes]] = []
+        try:
+            for index in range(args.ranks // args.nnodes):
+                workers.append(_start(args, index))
+            logger.info("%d workers of machine %d run", len(workers), args.node_rank)
+            wait_for_end(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+
+
+def wait_for_end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Waits until a worker has ended, and a little longer for the others, which may be leaving. All
+    begin anew together: the engine may be waiting for the one alone."""
+    poller = select.poll()
+    with contextlib.ExitStack() as opened:
+        for worker in workers:
+            descriptor = os.pidfd_open(worker.pid)
+            opened.callback(os.close, descriptor)
+            poller.register(descriptor, select.POLLIN)
+        poller.poll()
+    deadline = time.monotonic() + _LEAVE
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for worker in workers:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+
+
+def _start(args: EngineArgs, index: int) -> subprocess.Popen[bytes]:
+    """Connects a worker to the engine, for which it waits, and starts its process."""
+    logger.info("waiting for the engine at %s:%d", args.master_addr, args.master_port)
+    with connect(args.master_addr, args.master_port, args.node_rank, index) as pipe:
+        return start_process(pipe.fileno())
+
+
+def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
+    """Returns a connection to the engine, for which it waits, of a worker: of which machine, and
+    which of its."""
+    while True:
+        connected = None
+        try:
+            connected = socket.create_connection((address, port))
+            # A port that nobody listens at may be given to the very socket that asks for it.
+            if connected.getsockname() != connected.getpeername():
+                connected.settimeout(None)
+                _keep_alive(connected)
+                pipe = Connection(os.dup(connected.fileno()))
+                pipe.send_bytes(encode(Here(node_rank, index)))
+                return pipe
+        except OSError:
+            # Nobody listens yet, or who did has ended since.
+            time.sleep(_AGAIN)
+        finally:
+            if connected is not None:
+                connected.close()
+
+
+def drop_ended(found: dict[int, Connection]) -> None:
+    """Forgets workers that have ended while others were waited for; they come again."""
+    for rank, pipe in list(found.items()):
+        poller = select.poll()
+        poller.register(pipe.fileno(), select.POLLRDHUP)
+        if poller.poll(0):
+            found.pop(rank).close()
+
+
+def _listen(args: EngineArgs) -> socket.socket:
+    try:
+        return socket.create_server((args.master_addr, args.master_port), reuse_port=False)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen at {args.master_addr}:{args.master_port} ({error.strerror}); "
+            "master_addr is the address of the machine with node_rank=0",
+            "master_addr",
+        ) from error
+
+
+def _introduced(pipe: Connection) -> Here | None:
+    """Returns what the other end says of itself, None if that is nothing, or nonsense."""
+    try:
+        message = decode_from_worker(pipe.recv_bytes(1024)) if pipe.poll(_HELLO) else None
+    except (OSError, EOFError, ValueError):
+        return None
+    return message if isinstance(message, Here) else None
+
+
+def _limit_reads(connected: socket.socket, seconds: int) -> None:
+    """Lets reads fail that wait for longer, also where they are a `Connection`'s. 0: no limit."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENCE)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENCE // 3)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)

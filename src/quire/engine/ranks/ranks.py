@@ -1,0 +1,280 @@
+"""The devices of a model's ranks, and what keeps a model from being shared out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from quire.config import EngineArgs, EngineConfig
+from quire.errors import ConfigError
+from quire.executor import OnProgress
+from quire.extras import installing
+from quire.models import Decoder, ModelSpec, build_model
+from quire.models.stages import stage_layers
+from quire.parallel import SingleGroup
+from quire.parallel.pipeline import Pipeline, stage_of
+from quire.parallel.torch_group import TorchGroup, join_group
+from quire.quantization import Quantization
+from quire.runner import Hook, ModelRunner
+
+_SIZES = (2, 3, 4, 5, 6, 8, 16)
+_PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
+
+
+class _Ranked(SingleGroup):
+    """Stands for one of several ranks where only shapes are asked for."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+
+
+def config_of_rank(config: EngineConfig, rank: int, devices: Sequence[str] = ()) -> EngineConfig:
+    """Returns the settings with the rank's device: a machine's ranks have neighbouring GPUs, in
+    order, or `devices` where these are known."""
+    if config.device == "cpu":
+        return config
+    if rank < len(devices):
+        return replace(config, device=devices[rank])
+    first, nodes = torch.device(config.device).index or 0, config.args.nnodes
+    index = rank if nodes == 1 else rank % ranks_of_node(config, config.args.ranks)
+    return replace(config, device=f"cuda:{first + index}")
+
+
+def ranks_of_node(config: EngineConfig, world: int) -> int:
+    """Returns how many of the ranks each machine has."""
+    return world // config.args.nnodes
+
+
+def open_worker(
+    config: EngineConfig,
+    rendezvous: str,
+    rank: int,
+    world: int,
+    timeout: float,
+    progress: OnProgress | None = None,
+    hooks: Sequence[Hook] = (),
+) -> tuple[TorchGroup, ModelRunner]:
+    """Meets the other ranks (see `join_group`), and makes this one's worker. config: with the
+    rank's own device. hooks: of a worker that draws tokens (`draws_tokens`).
+
+    Returns the group of those who share the worker's layers, and the worker.
+    """
+    device, stages = torch.device(config.device), config.args.pipeline_parallel_size
+    group = join_group(device, rendezvous, rank, world, timeout)
+    pipeline = None
+    if stages > 1:
+        pipeline = Pipeline(stages, timeout)
+        group = pipeline.group
+    if device.type == "cuda" and group.world > 1 and "symmetric" not in config.args.disable:
+        # A CPU has no kernels for it.
+        from quire.parallel.symmetric_memory import symmetric_group
+
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        # What drafts has logits of its own.
+        vocab = 0 if config.args.speculates else config.vocab_size
+        group = symmetric_group(device, dtype, group.handle, config.hidden_size, vocab)
+    if config.args.async_tp != "off" and group.world > 1:
+        # Few engines compute in halves.
+        from quire.engine.ranks.async_tp import halves_group
+
+        group = halves_group(config, group)
+    if pipeline is None:
+        return group, ModelRunner(config, progress, hooks, group)
+    # Few engines are pipelines.
+    from quire.runner.stages import EarlierStage, LastStage
+
+    if pipeline.stage < stages - 1:
+        return group, EarlierStage(config, pipeline, group, earlier_hooks(config))
+    return group, LastStage(config, pipeline, group, progress, hooks)
+
+
+def draws_tokens(config: EngineConfig, rank: int, world: int) -> bool:
+    """Whether a rank is in the last stage, where hooks take part."""
+    stages = config.args.pipeline_parallel_size
+    return stage_of(rank, world, stages) == stages - 1
+
+
+def earlier_hooks(config: EngineConfig) -> list[Hook]:
+    """Returns the hooks of a worker in a stage before the last."""
+    if not config.args.speculates:
+        return []
+    from quire.features.speculation.hook import open_earlier_hook
+
+    return [open_earlier_hook(config)]
+
+
+def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:
+    """Refuses ranks that the model, the machine or other settings do not allow.
+
+    Raises:
+        ConfigError: names what is in the way, and for a model the sizes that it allows.
+    """
+    world = args.tensor_parallel_size
+    _check_settings(args)
+    if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
+        lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
+        raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
+    _check_copies(args, spec)
+    if args.async_tp == "on":
+        # Few engines compute in halves.
+        from quire.engine.ranks.async_tp import check_async_tp
+
+        check_async_tp(args, spec)
+    if device != "cpu":
+        _check_devices(device, args)
+    whole = args.enable_expert_parallel
+    reason = obstacle(spec, quantization, world, whole)
+    if reason is not None:
+        sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size, whole) is None]
+        allowed = f"it can be shared out over {', '.join(sizes)}" if sizes else "it takes one"
+        raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
+    if args.pipeline_parallel_size > 1:
+        stage_layers(spec, args.pipeline_parallel_size, quantization)
+
+
+def defaults_of_stages(stages: int, defaults: Mapping[str, int]) -> dict[str, int]:
+    """Returns the defaults of a scheduler that a pipeline changes. defaults: those of one stage."""
+    if stages == 1:
+        return {}
+    return {
+        # Until a step is through a stage, those behind it wait: long steps make long waits.
+        "max_num_batched_tokens": max(1024, 4096 // stages),
+        "steps_in_flight": defaults["steps_in_flight"] + stages - 1,
+    }
+
+
+_ADAPTERS = "adapters are loaded into all layers at once"
+_BLOCKS = "KV blocks would have to be moved by stages at different times"
+_FILES = "files hold blocks of all heads, and each rank has some"
+_REASONS = {
+    _PARAM: {"disk_cache": _FILES},
+    _STAGES: {
+        "enable_lora": _ADAPTERS,
+        "lora": _ADAPTERS,
+        "lora_dir": _ADAPTERS,
+        "host_cache_gb": _BLOCKS,
+    },
+}
+"""Settings that do not go with several ranks, or stages, and why."""
+
+
+def _check_settings(args: EngineArgs) -> None:
+    for size, reasons in _REASONS.items():
+        count = getattr(args, size)
+        for name, reason in reasons.items():
+            if count > 1 and getattr(args, name):
+                raise ConfigError(f"{name} is not supported with {size}={count}: {reason}", name)
+    _check_nodes(args)
+    if args.distributed_executor == "ray":
+        _check_ray(args)
+    stages, depth = args.pipeline_parallel_size, args.steps_in_flight
+    if 1 < stages < (depth or 0) - 1:
+        raise ConfigError(
+            f"steps_in_flight={depth} is more than {_STAGES}={stages} can use, which is "
+            f"{stages + 1}",
+            "steps_in_flight",
+        )
+
+
+def _check_nodes(args: EngineArgs) -> None:
+    nodes, stages = args.nnodes, args.pipeline_parallel_size
+    if stages % nodes:
+        raise ConfigError(
+            f"nnodes={nodes}: machines hold whole stages, as many each, and {_STAGES} is {stages}",
+            "nnodes",
+        )
+    if not 0 <= args.node_rank < nodes:
+        raise ConfigError(
+            f"node_rank={args.node_rank} must be in [0, {nodes}), as nnodes says", "node_rank"
+        )
+    if args.node_rank:
+        raise ConfigError(
+            f"node_rank={args.node_rank}: the engine runs on machine 0; others run quire serve",
+            "node_rank",
+        )
+    if not 1 <= args.master_port < 65535:
+        raise ConfigError(f"master_port={args.master_port} must be in [1, 65535)", "master_port")
+
+
+def _check_copies(args: EngineArgs, spec: ModelSpec) -> None:
+    copies, stages = args.redundant_experts, args.pipeline_parallel_size
+    counts = [getattr(layer.ffn, "experts", 0) for layer in spec.layers]
+    fewest = min(filter(None, counts), default=0)
+    reason, most = None, fewest * (args.tensor_parallel_size - 1)
+    if copies < 0:
+        reason = "must not be negative"
+    elif copies and not args.enable_expert_parallel:
+        reason = "needs enable_expert_parallel: copies are of whole experts"
+    elif copies and stages > 1:
+        reason = f"is not supported with {_STAGES}={stages}: stages have layers of their own"
+    elif copies > most:
+        reason = f"is more than the {most} that ranks can hold, which have one of an expert each"
+    if reason is not None:
+        raise ConfigError(f"redundant_experts={copies} {reason}", "redundant_experts")
+
+
+def _check_ray(args: EngineArgs) -> None:
+    reason = ""
+    if importlib.util.find_spec("ray") is None:
+        reason = f"Ray is not installed; {installing('ray')}"
+    elif args.ranks == 1:
+        reason = f"one rank is this process; Ray places those of {_PARAM} and {_STAGES}"
+    elif args.device.startswith("cuda:"):
+        reason = f"Ray chooses the GPUs, not device={args.device}"
+    elif args.master_addr != EngineArgs.master_addr:
+        reason = f"Ray knows this machine's address, so master_addr={args.master_addr} must go"
+    if reason:
+        raise ConfigError(f"distributed_executor=ray: {reason}", "distributed_executor")
+
+
+def has_experts(spec: ModelSpec) -> bool:
+    return any(getattr(layer.ffn, "experts", 0) for layer in spec.layers)
+
+
+def obstacle(
+    spec: ModelSpec, quantization: Quantization, world: int, expert_parallel: bool
+) -> str | None:
+    """Returns what keeps a model's layers from being shared out over so many ranks, or None."""
+    try:
+        model_of_rank(spec, quantization, world, expert_parallel=expert_parallel)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def model_of_rank(
+    spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None,
+    *, rank: int = 0, expert_parallel: bool = False,
+) -> Decoder:  # fmt: skip
+    """Returns a rank's share of a model, without content. The first rank has the least of what does
+    not divide evenly, and the last one the most.
+
+    Raises:
+        ConfigError: the model cannot be shared out over so many ranks.
+    """
+    group = _Ranked(rank, world)
+    return build_model(
+        spec, device="meta", dtype=dtype, group=group, quantization=quantization,
+        expert_parallel=expert_parallel,
+    )  # fmt: skip
+
+
+def _check_devices(device: str, args: EngineArgs) -> None:
+    first, count = torch.device(device).index or 0, torch.cuda.device_count()
+    needed = args.ranks // args.nnodes
+    if first + needed <= count:
+        return
+    sizes = ((name, getattr(args, name)) for name in (_PARAM, _STAGES))
+    given = " and ".join(f"{name}={size}" for name, size in sizes if size > 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible})"
+    raise ConfigError(
+        f"{given}: {needed} GPUs are needed from cuda:{first} on, but this process sees {count}"
+        + limited,
+        _PARAM if args.tensor_parallel_size > 1 else _STAGES,
+    )

@@ -1,0 +1,250 @@
+"""The executor of several ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.arrays import Int32
+from quire.config import EngineConfig
+from quire.engine.processes import MEMORY, PREFIX, remove_stale, take_ownership
+from quire.engine.ranks.rank_watch import RankWatch
+from quire.engine.ranks.ranks import config_of_rank, open_worker, ranks_of_node
+from quire.engine.ranks.remote_worker import (
+    Allocate,
+    Capture,
+    Collect,
+    Leave,
+    LocalWorker,
+    Measure,
+    RemoteWorker,
+    Run,
+    Setup,
+    ToWorker,
+    encode,
+)
+from quire.engine.ranks.shared_memory import FlightRecorder, share
+from quire.errors import EngineDeadError
+from quire.executor import Capacity, Executor, OnProgress
+from quire.features.loop_feature import Failure, LoopFeature
+from quire.parallel.torch_group import abort_group, check_no_group, leave_group
+from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.runner import Hook
+from quire.scheduler import Feature
+
+if TYPE_CHECKING:
+    from quire.engine.ranks.ray_placement import RayPlacement
+
+ASK = {"op": "ranks"}
+WATCH = {"op": "rank_watch"}
+"""The control messages that an executor of several ranks answers: with statistics; and with the
+descriptor that becomes readable when a rank has ended, which is an error from then on."""
+
+
+class Ranks(LoopFeature):
+    """Asks the executor for statistics, and lets no loop sleep on whose ranks have ended."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._executor: Executor | None = None
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
+        self._executor = executor
+        return Feature()
+
+    def fds(self) -> Sequence[int]:
+        return () if self._executor is None else (self._executor.control(WATCH),)
+
+    def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
+        if self._executor is not None:
+            self._executor.control(WATCH)
+        return (), ()
+
+    def stats(self) -> dict[str, Any]:
+        return {} if self._executor is None else {"ranks": self._executor.control(ASK)}
+
+
+# The executor of several ranks: the first worker in this process, others in their own.
+
+_STEP_SECONDS = 60.0
+_EAGER_STEP_SECONDS = 600.0
+"""Seconds that a step may take; the longer where its first one may compile kernels."""
+_LEAVE_SECONDS = 5.0
+
+
+class WorkerExecutor:
+    """Fans plans out to the workers of all ranks.
+
+    world: ranks. Those of a pipeline's last stage sample, or all; the first's results are the
+        engine's.
+    timeout: seconds that a step may take; None: chosen here.
+    local: the first rank's worker. workers: those of the others, in order.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: OnProgress | None = None,
+        hooks: Sequence[Hook] = (),
+        world: int = 2,
+        timeout: float | None = None,
+    ) -> None:
+        check_no_group()  # before the end of this engine could leave the group of another
+        self._captured = config.device != "cpu" and not config.eager
+        timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
+        self.workers: list[RemoteWorker] = []
+        self._watch: RankWatch | None = None
+        self._placement: RayPlacement | None = None
+        remove_stale()
+        place = MEMORY if os.access(MEMORY, os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix=PREFIX, dir=place)
+        folder = self._folder.name
+        self._lock = take_ownership(Path(folder))
+        share(hooks, config, folder, create=True)
+        each = ranks_of_node(config, world)
+        self._recorder = FlightRecorder(folder, each, create=True)
+        self._launched: deque[int] = deque()
+        devices: Sequence[str] = ()
+        try:
+            if config.args.distributed_executor == "ray":
+                # Few engines are placed by Ray.
+                from quire.engine.ranks.ray_placement import RayPlacement
+
+                self._placement = RayPlacement(config, world)
+                config, devices = self._placement.config, self._placement.devices
+            own = config_of_rank(config, 0, devices)
+            rendezvous = f"file://{folder}/ranks"
+            if config.args.nnodes > 1:
+                # Few engines run on several machines.
+                from quire.engine.ranks.nodes import accept_workers, rendezvous_of
+
+                rendezvous = rendezvous_of(config.args)
+                self.workers += accept_workers(config, world, timeout, self._check_placement)
+            for rank in range(1, each):
+                own_config = config_of_rank(config, rank, devices)
+                setup = Setup(own_config, rank, world, rendezvous, folder, timeout)
+                self.workers.append(LocalWorker(setup))
+            self._watch = RankWatch(self.workers, self._recorder, self._abort, timeout)
+            with self._watch.waiting(limited=False):
+                self._group, self.local = open_worker(
+                    own, rendezvous, 0, world, timeout, progress, hooks
+                )
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _abort(self) -> None:
+        """Ends all that this process's device waits for, from the thread that watches."""
+        abort_group()
+        if "_group" in self.__dict__:
+            self._group.end_waits()
+
+    def _check_placement(self) -> None:
+        if self._placement is not None:
+            self._placement.check()
+
+    def start(self) -> Capacity:
+        """Starts all ranks with as many blocks as the one with the least room has."""
+        try:
+            return self._start()
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _start(self) -> Capacity:
+        with self._watched.waiting(limited=False):
+            self._call(Measure())
+            found = [self.local.measure()]
+            for worker in self.workers:
+                measurement = worker.answer().measurement
+                if measurement is not None:
+                    found.append(measurement)
+            # Groups of what drafts are in the last stage alone, behind the others.
+            rooms = itertools.zip_longest(*(m.num_blocks for m in found))
+            blocks = tuple(min(n for n in counts if n is not None) for counts in rooms)
+            self._call(Allocate(blocks))
+            self.local.allocate(blocks)
+            self._await()
+            self._call(Capture())
+            capacity = self.local.capture()
+            self._recorder.holds(0, self.local)
+            self._await()
+            if self._captured:
+                self._group.started()
+        return capacity
+
+    @property
+    def _watched(self) -> RankWatch:
+        if self._watch is None:
+            raise EngineDeadError("the engine was shut down")
+        return self._watch
+
+    def _call(self, message: ToWorker) -> None:
+        data = encode(message)
+        for worker in self.workers:
+            worker.send_bytes(data)
+
+    def _await(self) -> None:
+        for worker in self.workers:
+            worker.answer()
+
+    def submit(self, plan: StepPlan) -> None:
+        with self._watched.waiting():
+            self._call(Run(plan))
+            self._recorder.launched(0, plan.step_id)
+            self._launched.append(plan.step_id)
+            self.local.submit(plan)
+
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        return self.local.mask_room(step_id, rows)
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return self.local.claimed(step_id, wait=wait)
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        self.local.submit_head(inputs)
+
+    def collect(self) -> StepResult:
+        with self._watched.waiting():
+            self._call(Collect())
+            result = self.local.collect()
+            step_id = self._launched.popleft()
+            self._recorder.read(0, step_id, result.gpu_us)
+            self._group.check(step_id)
+        return result
+
+    def control(self, message: dict[str, Any]) -> Any:
+        if message == WATCH:
+            if self._watched.error is not None:
+                raise self._watched.error
+            return self._watched.news
+        return self._recorder.stats() if message == ASK else self.local.control(message)
+
+    def shutdown(self) -> None:
+        broken = self._watch is not None and self._watch.error is not None
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+        if not broken:
+            with contextlib.suppress(EngineDeadError):
+                self._call(Leave())
+        if "local" in self.__dict__:
+            self.local.shutdown()
+        # NCCL may wait there for ranks that are gone.
+        leaving = threading.Thread(target=leave_group, args=(broken,), daemon=True)
+        leaving.start()
+        leaving.join(_LEAVE_SECONDS)
+        for worker in self.workers:
+            worker.stop(at_once=broken)
+        self.workers = []
+        if self._placement is not None:
+            self._placement.close()
+        self._folder.cleanup()
+        if self._lock is not None:
+            self._lock.close()
