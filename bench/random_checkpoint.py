@@ -21,7 +21,7 @@ from torch import Tensor
 
 from quire.layers.parameter_slice import named_slices
 from quire.models import build_model, load_config, spec_from_config
-from quire.models.registry import family_named
+from quire.models.config import family_named
 
 SHARD = 5_000_000_000
 """Bytes of a file, at most, as people publish them."""

@@ -38,7 +38,7 @@ INTERFACE = ("gate", "transfer")
 RUNNER = ("gate", "mask", "transfer", "disk", "adapter")
 ALLOWED: dict[str, tuple[str, ...]] = {
     "scheduler/feature.py": INTERFACE,
-    "scheduler/feature_set.py": INTERFACE,
+    "scheduler/feature.py": INTERFACE,
     "scheduler/scheduler.py": INTERFACE,
     "scheduler/fair_share": ("tenant", "mask"),
     "scheduler/order.py": ("tenant", "mask"),

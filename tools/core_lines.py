@@ -32,7 +32,7 @@ READING_ORDER = (
     "quire.errors", "quire.scheduler.scheduler", "quire.scheduler", "quire.cache.block_manager",
     "quire.cache", "quire.plan", "quire.arrays", "quire.executor", "quire.runner.model_runner",
     "quire.runner", "quire.models.decoder", "quire.models", "quire.layers", "quire.quantization",
-    "quire.parallel", "quire.sharding", "quire.ops", "quire.ops.reference", "quire",
+    "quire.parallel", "quire.parallel.sharding", "quire.ops", "quire.ops.reference", "quire",
 )  # fmt: skip
 """A file stands with the longest of these prefixes that its module has."""
 NO_CODE = frozenset(

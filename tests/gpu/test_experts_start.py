@@ -23,9 +23,8 @@ from quire.ops.triton.experts_table import RANGES, chosen_plan
 from quire.ops.triton.experts_tune import known_or_measured
 from quire.parallel import SingleGroup
 from quire.quantization import Quantization
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme, Unquantized
 from quire.quantization.stored_tensor import FLOATS, StoredTensor
-from quire.quantization.unquantized import Unquantized
 from quire.runner.expert_tiles import tuned
 
 DEVICE = torch.device("cuda", 0)

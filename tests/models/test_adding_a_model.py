@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quire.models import registry
+from quire.models import config
 from tests.models.checkpoints import CASES
 from tests.models.test_families import test_logits_and_greedy_tokens as ask_the_oracle
 
@@ -29,7 +29,7 @@ def test_from_nothing_to_a_passing_oracle(
     family, cases = blocks("python")
     (table,) = blocks("json")
     for architecture, name in json.loads(table).items():
-        monkeypatch.setitem(registry.ARCHITECTURES, architecture, name)
+        monkeypatch.setitem(config.ARCHITECTURES, architecture, name)
         module = types.ModuleType(f"quire.models.families.{name}")
         exec(compile(family, str(PAGE), "exec"), module.__dict__)
         monkeypatch.setitem(sys.modules, module.__name__, module)

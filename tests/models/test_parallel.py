@@ -11,7 +11,7 @@ from quire.errors import ConfigError
 from quire.models import build_model, load_config, load_weights, spec_from_config
 from quire.models.kv_scales import head_scales
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.sharding import ShardSpec
+from quire.parallel.sharding import ShardSpec
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness

@@ -32,7 +32,7 @@ from quire.compression.scaling import move_scales
 from quire.compression.statistics import watch_inputs
 from quire.compression.work_folder import WorkFolder
 from quire.errors import ConfigError, ModelError
-from quire.models.quantized_checkpoint import read_quantization
+from quire.models.quantization import read_quantization
 from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 from quire.quantization import ProjectionShare

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from quire.errors import ModelError
-from quire.layers.rope_spec import FactorScaling, LinearScaling
+from quire.layers.rotary import FactorScaling, LinearScaling
 from quire.models import build_model, load_config, spec_from_config
-from quire.models.registry import ARCHITECTURES, family_named
+from quire.models.config import ARCHITECTURES, family_named
 
 DEFAULTS = {
     "Cohere2": {},

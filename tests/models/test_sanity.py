@@ -14,7 +14,7 @@ from quire.errors import ModelError
 from quire.layers.expert_weights import ExpertLinear
 from quire.layers.linear import Linear
 from quire.models import Decoder, build_model, spec_from_config
-from quire.models.registry import family_named
+from quire.models.config import family_named
 from quire.models.sanity import check_weights
 from quire.quantization import quantization_of
 

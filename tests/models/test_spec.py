@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire.errors import ModelError
-from quire.layers.rope_spec import LinearScaling, Llama3Scaling, YarnScaling
+from quire.layers.rotary import LinearScaling, Llama3Scaling, YarnScaling
 from quire.models import build_model, load_config, load_weights, spec_from_config
 from tests.models.harness import Harness
 

@@ -33,7 +33,7 @@ from quire.ops.triton.experts_table import RANGES, cache_path, chosen_plan, dump
 from quire.ops.triton.experts_tune import TunedLayer, all_plans, best_plan, known_or_measured
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import SingleGroup
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.quantization import Unquantized
 from quire.runner import expert_tiles
 
 INT4 = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=32)

@@ -9,7 +9,8 @@ from torch import Tensor
 from quire import ops
 from quire.ops import Policy, use_policy
 from quire.ops.fixed.products import INPUTS, ROWS, products
-from quire.ops.reference import dense, smooth
+from quire.ops.reference import dense
+from quire.ops.reference import dense as smooth
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:

@@ -14,8 +14,8 @@ from quire.ops.triton.adjust import adjust
 from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.penalties import Penalties
+from quire.runner.readback import PinnedRing, Upload
 from quire.runner.state import BatchState, Limits
-from quire.runner.upload import PinnedRing, Upload
 from quire.sampling_params import SamplingParams
 
 VOCAB = 5003

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quire.errors import OverloadedError
-from quire.scheduler.fair_share.tenant import fair_parts
+from quire.scheduler.fair_share import fair_parts
 from tests.unit.test_scheduler import Loop, check_output, make, own, request
 
 

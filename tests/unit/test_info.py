@@ -11,7 +11,7 @@ import pytest
 from quire.cli.info import info
 from quire.config import EngineArgs
 from quire.errors import ModelError
-from quire.models import hub
+from quire.models import files
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -69,7 +69,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
         asked.append(settings["allow_patterns"])
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(files, "snapshot_download", fetch)
     found = model_of(capsys, "google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
@@ -84,9 +84,9 @@ def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(model: str, **settings: Any) -> str:
         raise ProxyError("403 Forbidden")
 
-    monkeypatch.setattr(hub, "snapshot_download", fetch)
+    monkeypatch.setattr(files, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=r"could not be fetched from the hub \(ProxyError\)"):
-        hub.download("google/gemma-3-tiny", None)
+        files.download("google/gemma-3-tiny", None)
 
 
 def test_experts_in_four_bits_count_as_the_weights_they_stand_for(

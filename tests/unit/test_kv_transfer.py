@@ -22,8 +22,7 @@ from quire.errors import ConfigError, QuireError
 from quire.plan import Transfer
 from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
-from quire.runner.transfer.host import HostPool
-from quire.runner.transfer.host_place import HostPlace
+from quire.runner.transfer.host import HostPlace, HostPool
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.places import KVTransfer, tiers
 

@@ -17,6 +17,7 @@ from quire.arrays import int32
 from quire.errors import ConfigError
 from quire.layers.gated_delta import StateLayout
 from quire.parallel import SingleGroup
+from quire.parallel.sharding import ShardSpec
 from quire.plan import Transfer
 from quire.runner.transfer.copier import HostCopier
 from quire.runner.transfer.engine_memory import (
@@ -29,7 +30,6 @@ from quire.runner.transfer.engine_memory import (
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
 from quire.runner.transfer.peer import PeerPlace, StagingPool
 from quire.runner.transfer.rank_moves import RankMoves
-from quire.sharding import ShardSpec
 
 WORLDS = (1, 2, 4, 8)
 HEADS = (1, 2, 4, 8, 16)

@@ -15,8 +15,8 @@ from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.logprobs import WIDTH, unpack
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.sampling import Sampling
+from quire.runner.readback import PinnedRing, Upload
 from quire.runner.state import BatchState, Limits
-from quire.runner.upload import PinnedRing, Upload
 from quire.sampling_params import SamplingParams
 
 VOCAB = 97

@@ -14,8 +14,8 @@ from quire.plan import KVGroup, RowFlag, Transfer
 from quire.request import Request, RequestStatus
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder, Scheduler
-from quire.scheduler.feature_set import FeatureSet
-from quire.scheduler.policy import MOST_PREEMPTIONS
+from quire.scheduler.feature import FeatureSet
+from quire.scheduler.waiting import MOST_PREEMPTIONS
 from tests.brain import Loop
 from tests.fakes import FakeExecutor, expected_output
 

@@ -22,7 +22,7 @@ from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Order, PlanBuilder, Scheduler
 from quire.scheduler.fair_share import FairShare
-from quire.scheduler.policy import MOST_PREEMPTIONS
+from quire.scheduler.waiting import MOST_PREEMPTIONS
 from tests.brain import Loop, check_scheduler
 from tests.fakes import FakeExecutor, expected_output
 from tests.slow import examples

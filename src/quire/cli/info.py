@@ -49,7 +49,7 @@ def config_alone(engine: EngineArgs) -> EngineConfig:
 
     name = engine.model
     if name is not None and is_hub_id(name):
-        from quire.models.hub import download
+        from quire.models.files import download
 
         engine = replace(engine, model=str(download(name, engine.revision, weights=False)))
     config = resolve(engine)
@@ -68,7 +68,7 @@ def devices() -> Section:
 
 
 def architectures() -> list[str]:
-    from quire.models.registry import ARCHITECTURES
+    from quire.models.config import ARCHITECTURES
 
     return sorted(ARCHITECTURES)
 

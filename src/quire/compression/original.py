@@ -19,10 +19,10 @@ from quire.layers.mlp import MlpSpec
 from quire.layers.parameter_slice import named_slices
 from quire.layers.rotary import RotaryTable
 from quire.models import load_config, model_quantization, spec_from_config
+from quire.models.config import family_named
 from quire.models.decoder import Block, Decoder, make_block
 from quire.models.families.family import Source as Place
 from quire.models.files import open_file, weight_files
-from quire.models.registry import family_named
 from quire.parallel import SingleGroup
 from quire.quantization import Quantization, Unquantized
 

@@ -26,7 +26,7 @@ from quire.layers.parameter_slice import named_slices
 from quire.models import Decoder
 from quire.models.files import weight_files
 from quire.models.memory_errors import must_fit_memory
-from quire.models.quantized_checkpoint import read_quantization
+from quire.models.quantization import read_quantization
 from quire.quantization.fields import TensorInfo
 from quire.text.tokenizer import Tokenizer
 

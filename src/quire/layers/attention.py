@@ -1,8 +1,8 @@
-"""Self-attention over the paged cache."""
+"""Attention sinks as parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,26 @@ from quire.layers.build import Build
 from quire.layers.layout import Kind
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import NormSpec, RMSNorm
+from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.layers.rope_spec import RopeSpec
-from quire.layers.rotary import RotaryTable
+from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.parallel.sharding import ShardSpec
+
+
+class Sinks(nn.Module):
+    """A score for each of a rank's heads, see `ops.paged_attention`."""
+
+    def __init__(self, heads: int, build: Build) -> None:
+        super().__init__()
+        self.heads = heads
+        self.range = ShardSpec(0).bounds(heads, build.group.rank, build.group.world)
+        self.weight = build.empty(self.range[1] - self.range[0])
+
+    def slices(self) -> Iterator[ParameterSlice]:
+        yield ParameterSlice.of("weight", self.weight.data, (self.heads,), (self.range,))
+
+
+# Self-attention over the paged cache.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +146,7 @@ class Attention(nn.Module):
         self.sinks: Any = None
         if spec.sinks:
             # Few models have them.
-            from quire.layers.sinks import Sinks
+            pass  # nothing left to import
 
             self.sinks = Sinks(spec.heads, build.within("sinks"))
         query, kv = (size // dim for size in self.qkv.sizes[:2])

@@ -11,7 +11,7 @@ from quire import ops
 from quire.layers.build import Build
 from quire.layers.linear import Linear, Output
 from quire.layers.parameter_slice import ParameterSlice
-from quire.sharding import ShardSpec
+from quire.parallel.sharding import ShardSpec
 
 
 class VocabEmbedding(nn.Module):

@@ -20,15 +20,14 @@ from quire.layers.expert_weights import (
     experts_scheme,
 )
 from quire.layers.fixed_sums import experts_sum
-from quire.layers.later_sum import LaterSum
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import Residual
+from quire.layers.residual import LaterSum, Residual
 from quire.ops.beside import beside
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
-from quire.ops.reference.smooth import sigmoid
+from quire.ops.reference.dense import sigmoid
 
 _route = ops.op(twins.route)
 _experts_mlp = ops.op(twins.experts_mlp)

@@ -18,11 +18,10 @@ from quire.layers.linear import Linear, Output
 from quire.layers.norm import NormSpec, RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
-from quire.layers.rope_spec import RopeSpec
-from quire.layers.rotary import RotaryTable
+from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.ops import latent as latent_ops
 from quire.ops.reference.quantized import dequantize
-from quire.sharding import ShardSpec
+from quire.parallel.sharding import ShardSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

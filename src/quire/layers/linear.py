@@ -15,8 +15,8 @@ from quire.layers.build import Build
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import Residual
+from quire.parallel.sharding import REPLICATED, ShardSpec
 from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
-from quire.sharding import REPLICATED, ShardSpec
 
 Activation = ops.Activation
 
@@ -183,7 +183,7 @@ class Linear(nn.Module):
         plain = self.split == "inputs" and self.adapter is None and not residual.apart
         if plain and self.group.sum_normed is not None:
             # Few groups norm what they sum.
-            from quire.layers.later_sum import LaterSum
+            from quire.layers.residual import LaterSum
 
             return LaterSum(residual.total(), sum=(self.part(x), self.group, self.name))
         return Residual(self(x, residual=None if residual.apart else residual.total()))

@@ -1,7 +1,8 @@
-"""From a model's name to its folder, its config.json and its `ModelSpec`."""
+"""The known families. Adding one is a module in `families/` and a line in architectures.json."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,9 +13,27 @@ from typing import Any
 
 from quire.errors import ModelError
 from quire.models.families import settings, unsupported
-from quire.models.registry import ARCHITECTURES, family_named
+from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 from quire.weight_files import read_bounded
+
+_FAMILIES = "quire.models.families"
+
+ARCHITECTURES: dict[str, str] = json.loads(
+    resources.files(_FAMILIES).joinpath("architectures.json").read_text(encoding="utf-8")
+)
+"""The architectures of config.json, and the families whose modules build them."""
+
+
+def family_named(name: str | None) -> Family | None:
+    """Returns a family, whose module is imported when it is used; None: there is none."""
+    if name not in ARCHITECTURES.values():
+        return None
+    family: Family = importlib.import_module(f"{_FAMILIES}.{name}").FAMILY
+    return family
+
+
+# From a model's name to its folder, its config.json and its `ModelSpec`.
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
@@ -34,7 +53,7 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
     # The hub's client is slow to import, and local models do not need it.
-    from quire.models.hub import download
+    from quire.models.files import download
 
     return download(model, revision)
 

@@ -15,8 +15,7 @@ from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.layout import MixerLayout, block_bytes
 from quire.layers.residual import Residual
-from quire.layers.rope_spec import RopeSpec
-from quire.layers.rotary import RotaryTable
+from quire.layers.rotary import RopeSpec, RotaryTable
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.models.decoder import DecoderLayers
 from quire.models.files import open_file, weight_files
-from quire.sharding import ShardSpec
+from quire.parallel.sharding import ShardSpec
 
 _log = logging.getLogger(__name__)
 

@@ -1,13 +1,95 @@
-"""The quantization of a model: what the user asked for, or what the checkpoint says."""
+"""The quantization that a checkpoint brings along."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from quire.errors import ConfigError, ModelError
+from quire.models.config import family_named
+from quire.models.families.family import Family
+from quire.models.files import DTYPES, open_file, weight_files
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization, quantization_of
+from quire.quantization.checkpoint import Checkpoint, method_of
+from quire.quantization.fields import TensorInfo, Tensors, settings_of
+from quire.quantization.rounding import FLOAT, RoundedHead, split_name
+from quire.weight_files import stored_weights
+
+
+def checkpoint_quantization(
+    folder: Path,
+    config: Mapping[str, Any],
+    spec: ModelSpec,
+    wanted: str | None,
+    family: Family | None = None,
+) -> Quantization | None:
+    """Returns the checkpoint's own quantization, None if its weights are not quantized. See
+    `model_quantization`. family: of the layers to quantize, by default the model's."""
+    settings = settings_of(folder, config)
+    if settings is None:
+        return None
+    layers, head = (None, None) if wanted is None else split_name(wanted)
+    if layers == FLOAT and settings.get("quant_method") == "gguf":
+        settings, layers = {**settings, "dequantized": True}, None
+    method = method_of(settings)
+    if layers is not None:
+        raise ConfigError(
+            f"quantization={layers}: the checkpoint is quantized already, by "
+            f"{settings['quant_method']}; leave it out",
+            "quantization",
+        )
+    # A folder without weights serves for random ones, and for sizes.
+    files = weight_files(folder) if stored_weights(folder) else []
+    family = family or _family(spec)
+    if any(file.suffix == ".gguf" for file in files):
+        from quire.models.gguf import stored_family
+
+        family = stored_family(family)
+    # What a GGUF file holds is in its settings.
+    headers = [file for file in files if file.suffix != ".gguf"]
+    tensors: dict[str, TensorInfo] = {}
+    with contextlib.ExitStack() as stack:
+        for file in headers:
+            opened = open_file(stack, file)
+            for name in sorted(opened.keys()):
+                view = opened.get_slice(name)
+                info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
+                tensors[family.canonical(name)] = info
+    found = Checkpoint(method, _module_of(spec, family), tensors)
+    return found if head is None else RoundedHead(found, head)
+
+
+def read_quantization(
+    settings: Mapping[str, Any], spec: ModelSpec, tensors: Tensors
+) -> Quantization:
+    """Returns the quantization that settings with a `quant_method` describe. tensors: of the
+    checkpoint, by canonical name."""
+    return Checkpoint(method_of(settings), _module_of(spec, _family(spec)), tensors)
+
+
+def _family(spec: ModelSpec) -> Family:
+    family = family_named(spec.family)
+    if family is None:
+        raise ModelError(f"there is no family {spec.family!r}")
+    return family
+
+
+def _module_of(spec: ModelSpec, family: Family) -> Callable[[str], str]:
+    """Returns what gives the checkpoint's name of a projection."""
+
+    def module_of(projection: str) -> str:
+        source = family.source(spec, f"{projection}.weight")
+        if source.transposed or source.span is not None:
+            raise ModelError(f"quantized checkpoints of {spec.architecture} are not supported")
+        return source.name.removesuffix(".weight")
+
+    return module_of
+
+
+# The quantization of a model: what the user asked for, or what the checkpoint says.
 
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
@@ -28,7 +110,7 @@ def model_quantization(
     folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
     if any(map(config.get, _KEYS)) or any((folder / name).exists() for name in _FILES):
         # Imported here: most models are not quantized.
-        from quire.models.quantized_checkpoint import checkpoint_quantization
+        pass  # nothing left to import
 
         found = checkpoint_quantization(folder, config, spec, wanted)
         if found is not None:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
+from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.families.family import Family, Source
 from quire.models.files import DTYPES, open_file, some, weight_files
-from quire.models.registry import family_named
 from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]

@@ -1,9 +1,7 @@
 """Weight formats of linear layers, and the checkpoints' tensors that become them."""
 
-from quire.quantization.quantization import Quantization
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Quantization, Scheme, Unquantized
 from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor
-from quire.quantization.unquantized import Unquantized
 
 __all__ = [
     "FLOATS",

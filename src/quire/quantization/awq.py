@@ -10,7 +10,7 @@ from quire.ops import WeightFormat
 from quire.quantization import fields
 from quire.quantization.fields import Settings, Tensors, refused
 from quire.quantization.packed import AWQ_ORDER, INT32, GroupScales, PackedValues, PackedZeros
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import FLOATS
 
 

@@ -17,8 +17,7 @@ from quire.quantization.fp8 import Fp8
 from quire.quantization.gguf import Gguf
 from quire.quantization.gptq import Gptq
 from quire.quantization.mxfp4 import Mxfp4
-from quire.quantization.scheme import Scheme
-from quire.quantization.unquantized import Unquantized
+from quire.quantization.quantization import Scheme, Unquantized
 
 
 class Method(Protocol):

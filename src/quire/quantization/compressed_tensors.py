@@ -13,10 +13,9 @@ from torch import Tensor
 from quire.ops import Weight, WeightFormat
 from quire.ops.weight import Inputs
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.fields import Settings, Tensors, is_fp8_cache, refused
 from quire.quantization.packed import INT32, GroupIndex, PackedValues, PackedZeros, WeightShape
-from quire.quantization.scheme import Scheme
-from quire.quantization.settings import is_fp8_cache
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import FLOATS, FP8, ProjectionShare, StoredTensor
 
 _FORMATS = (

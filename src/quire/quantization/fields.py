@@ -1,14 +1,17 @@
-"""Typed fields of a checkpoint's quantization settings."""
+"""The settings of a checkpoint's quantization, and their typed fields."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from quire.errors import ModelError
+from quire.weight_files import read_bounded
 
 Settings = Mapping[str, Any]
 
@@ -82,3 +85,50 @@ def aliases(module: str) -> tuple[str, ...]:
     """Returns the names under which a list of exceptions may mean a module: its own, and that of
     the fused projection it is part of."""
     return (module, *(p.sub(fused, module) for p, fused in _FUSED if p.search(module)))
+
+
+# The settings of a checkpoint's quantization, as its files have them.
+
+_FILES = {
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
+"""The files of settings outside of config.json, and the methods whose they are."""
+
+
+def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the settings of a checkpoint's quantization with its `quant_method`, None if its
+    weights are not quantized.
+
+    Raises:
+        ModelError: the settings cannot be read, or name no method.
+    """
+    found = config.get("quantization_config") or config.get("compression_config")
+    if not found:
+        for name, method in _FILES.items():
+            if (folder / name).exists():
+                return {"quant_method": method, **_read(folder / name)}
+        return None
+    if not isinstance(found, Mapping):
+        raise ModelError(f"config.json: quantization_config must be an object, got {found!r}")
+    if not found.get("config_groups") and is_fp8_cache(found.get("kv_cache_scheme")):
+        return None  # only scales for fp8 KV
+    return found
+
+
+def is_fp8_cache(scheme: object) -> bool:
+    """Whether a `kv_cache_scheme` is floats of 8 bits."""
+    if not isinstance(scheme, Mapping):
+        return False
+    return scheme.get("type") == "float" and scheme.get("num_bits") == 8
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_bounded(file))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"cannot read {file}: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{file} must hold a JSON object")
+    return found

@@ -13,7 +13,7 @@ from quire.ops import WeightFormat
 from quire.ops.weight import Inputs
 from quire.quantization import fields
 from quire.quantization.fields import Settings, Tensors, refused
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import FLOATS, FP8, StoredTensor
 
 

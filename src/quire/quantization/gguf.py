@@ -16,7 +16,7 @@ from quire.extras import installing
 from quire.ops import Weight, WeightFormat
 from quire.quantization.fields import Settings, Tensors, refused
 from quire.quantization.packed import put
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _BYTES = frozenset({torch.uint8})

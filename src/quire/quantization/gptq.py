@@ -20,7 +20,7 @@ from quire.quantization.packed import (
     PackedZeros,
     ZeroBias,
 )
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import FLOATS, StoredTensor
 
 

@@ -13,7 +13,7 @@ from quire.ops import Weight, WeightFormat
 from quire.quantization import fields
 from quire.quantization.compressed_tensors import BYTES, Exponents
 from quire.quantization.fields import Settings, Tensors
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Scheme
 from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _GROUP = 32

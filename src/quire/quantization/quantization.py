@@ -1,12 +1,33 @@
-"""The interface of a quantization. Linear layers are built, sharded, stacked and loaded from it."""
+"""The interface of a weight format, and weights that are not quantized."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from quire.quantization.scheme import Scheme
+from quire.ops import WeightFormat
+from quire.quantization.stored_tensor import FLOATS, StoredTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A weight's format and the checkpoint's tensors that it is made of.
+
+    stacks: projections of one layer with equal schemes share a weight. They must not where inputs
+    are in an order that each projection has for itself.
+    """
+
+    format: WeightFormat
+    stored: tuple[StoredTensor, ...]
+
+    @property
+    def stacks(self) -> bool:
+        return not self.format.ordered
+
+
+# The interface of a quantization. Linear layers are built, sharded, stacked and loaded from it.
 
 
 class Quantization(Protocol):
@@ -25,3 +46,15 @@ class Quantization(Protocol):
             ModelError: the checkpoint stores it in a way that is not known.
         """
         ...
+
+
+# Weights in the dtype that the model computes in.
+
+
+class Unquantized:
+    """Stores weights as they are."""
+
+    own_head = False
+
+    def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
+        return Scheme(WeightFormat(dtype), (StoredTensor("weight", "values", FLOATS),))

@@ -12,10 +12,8 @@ from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.quantization.packed import put
-from quire.quantization.quantization import Quantization
-from quire.quantization.scheme import Scheme
+from quire.quantization.quantization import Quantization, Scheme, Unquantized
 from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
-from quire.quantization.unquantized import Unquantized
 
 FORMATS = {
     "int8": WeightFormat(torch.int8, scales=torch.float32),

@@ -32,9 +32,8 @@ from quire.runner.hooks.penalties import Penalties
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape, ModelLanes, StepProgram
-from quire.runner.readback import Step
+from quire.runner.readback import PinnedRing, Step, Upload, ragged
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import PinnedRing, Upload, ragged
 
 if TYPE_CHECKING:
     from quire.runner.transfer.places import KVTransfer
@@ -261,7 +260,7 @@ class ModelRunner:
         if self.device.type != "cuda":
             return memory.cpu_budget(self.config)
         # A CPU needs none of it.
-        from quire.runner.gpu_memory import cache_budget
+        from quire.runner.memory import cache_budget
 
         return cache_budget(self.config, self.model, groups, self.device)
 

@@ -36,9 +36,8 @@ from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.model_runner import ModelRunner
 from quire.runner.program import ModelLanes, StepProgram
-from quire.runner.readback import Step, logit_starts
+from quire.runner.readback import PinnedRing, Step, Upload, logit_starts
 from quire.runner.state import BatchState
-from quire.runner.upload import PinnedRing, Upload
 
 
 class StageRunner(ModelRunner):

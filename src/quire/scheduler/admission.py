@@ -11,8 +11,8 @@ from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
 from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
 from quire.scheduler.order import QueuePart
-from quire.scheduler.policy import preemption_exhausted
 from quire.scheduler.running import RunningSet
+from quire.scheduler.waiting import preemption_exhausted
 
 _FEW = 8
 """Up to this many requests, each one's wait counts for more than how full a step is."""

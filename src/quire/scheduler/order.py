@@ -13,8 +13,7 @@ import numpy as np
 from quire.config import SchedulerConfig
 from quire.errors import RequestError
 from quire.request import Request
-from quire.scheduler.policy import Entry, preemption_exhausted, sort_key
-from quire.scheduler.waiting import WaitingQueue
+from quire.scheduler.waiting import Entry, WaitingQueue, preemption_exhausted, sort_key
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 

@@ -13,7 +13,7 @@ from quire.config import SchedulerConfig
 from quire.request import Request, RequestStatus
 from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
 from quire.scheduler.order import Order
-from quire.scheduler.policy import Entry
+from quire.scheduler.waiting import Entry
 
 
 class RunningSet:

@@ -39,8 +39,7 @@ from quire.executor import Capacity
 from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
-from quire.scheduler.feature import Feature
-from quire.scheduler.feature_set import FeatureSet
+from quire.scheduler.feature import Feature, FeatureSet
 from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.order import Order
 from quire.scheduler.progress import SchedulerStats, StepProgress

@@ -17,7 +17,7 @@ from quire.features.disaggregation.messages import Accepted, BlockBatch, Message
 from quire.features.disaggregation.settings import read_settings
 from quire.models.decoder import Decoder
 from quire.ops import op
-from quire.ops.reference import layer_clock as twins
+from quire.ops.reference import mask as twins
 from quire.runner.hooks.hook import Hook
 from quire.runner.mask_ring import pin, unpin
 from quire.runner.readback import Step

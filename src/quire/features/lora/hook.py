@@ -17,8 +17,8 @@ from quire.models import Decoder
 from quire.ops.rows import StepRows
 from quire.plan import StepPlan
 from quire.runner.hooks.hook import Hook, SharedMemory
+from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload
 
 COLUMN, LOADS = "adapter", "adapter_loads"
 """The column of lanes' slots, -1 for none, and the entry of plans that fill slots."""

@@ -250,7 +250,7 @@ def on_the_hub(path: str) -> bool:
 def fetch_now(hub_id: str) -> str:
     """Returns the folder of an adapter of the hub. Raises RequestError if it cannot be had."""
     # The hub's client is slow to import.
-    from quire.models.hub import download_adapter
+    from quire.models.files import download_adapter
 
     try:
         return str(download_adapter(hub_id))

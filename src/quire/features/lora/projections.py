@@ -10,10 +10,10 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.layers.linear import Linear
 from quire.models import Decoder
+from quire.models.config import family_named
 from quire.models.families.family import Source
-from quire.models.registry import family_named
 from quire.ops.adapters import HEAD, WORDS, padded_rank, scale_bits
-from quire.sharding import ShardSpec
+from quire.parallel.sharding import ShardSpec
 
 _ALIGNED = 16
 """Elements: every A and B begins on a multiple, so that kernels read whole lines."""

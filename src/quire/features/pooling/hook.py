@@ -12,9 +12,8 @@ from quire.ops import op
 from quire.ops.reference.pool import pool_rows
 from quire.plan import Pooled, StepPlan, StopReason
 from quire.runner import Hook
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
-from quire.runner.upload import Upload
 
 _pool_rows = op(pool_rows)
 

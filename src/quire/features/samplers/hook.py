@@ -16,9 +16,8 @@ from quire.plan import Admit, StepPlan
 from quire.runner import Hook
 from quire.runner.hooks import Level
 from quire.runner.hooks.hook import HeadContext
-from quire.runner.readback import logit_starts
+from quire.runner.readback import Upload, logit_starts
 from quire.runner.state import BatchState
-from quire.runner.upload import Upload
 from quire.sampling_params import SamplingParams
 
 LONGEST_MATCH = 50

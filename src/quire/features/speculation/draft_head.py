@@ -30,9 +30,8 @@ from quire.plan import StepPlan
 from quire.quantization import Quantization
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, ModelLanes
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
-from quire.runner.upload import Upload
 
 DRAFT_PAIRS = "draft_pairs"
 """Entry of `StepPlan.writes`: the step's pairs are to be computed. Its contents say nothing."""

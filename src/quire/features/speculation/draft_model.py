@@ -38,9 +38,8 @@ from quire.ops.rows import PROMPT, StepRows
 from quire.plan import StepPlan
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, ModelLanes
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload
 
 DRAFT_CHUNKS = "draft_chunks"
 """Entry of `StepPlan.writes`. By lane: the tokens of a chunk."""

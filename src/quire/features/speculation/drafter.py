@@ -26,9 +26,8 @@ from quire.ops.reference import drafts as reference
 from quire.ops.rows import Drafts, LogitRows, StepRows
 from quire.plan import StepPlan
 from quire.runner.program import BodyShape
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload
 
 DRAFT_ROWS = "draft_rows"
 """Entry of `StepPlan.writes`. By lane: the tokens of the first pass, and the drafts to make."""

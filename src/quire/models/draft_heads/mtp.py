@@ -23,14 +23,13 @@ from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.gated_delta import GatedDeltaSpec
 from quire.layers.linear import Linear
-from quire.models.config import load_config
+from quire.models.config import family_named, load_config
 from quire.models.decoder import Decoder
 from quire.models.draft_heads.draft_head import DraftHead, share_equal, whole
 from quire.models.families import settings
 from quire.models.families.family import Family, Source
 from quire.models.files import open_file, weight_files
-from quire.models.quantized_checkpoint import checkpoint_quantization
-from quire.models.registry import family_named
+from quire.models.quantization import checkpoint_quantization
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.models.weights import load_weights
 from quire.quantization import Quantization, quantization_of

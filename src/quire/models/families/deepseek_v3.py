@@ -14,7 +14,7 @@ from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.norm import NormSpec
 from quire.models.families import experts, glm4_moe, known_values, llama, settings
 from quire.models.families.family import Family, Source
-from quire.models.families.rope_scaling import temperature
+from quire.models.families.rope import temperature
 from quire.models.families.text_config import PREFIXES
 from quire.models.spec import ModelSpec
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
+from quire.layers.attention_variants import ValueNormSpec
 from quire.layers.dense_and_experts import DenseAndExpertsSpec
 from quire.layers.experts import ExpertsSpec
 from quire.layers.mlp import MlpSpec
 from quire.layers.norm import NormSpec
-from quire.layers.rope_spec import FactorScaling, RopeSpec
-from quire.layers.value_norm import ValueNormSpec
+from quire.layers.rotary import FactorScaling, RopeSpec
 from quire.models.families import experts, gemma2, layer_types, llama, rope, settings
 from quire.models.families.family import Family, Source
 from quire.models.families.text_config import PREFIXES

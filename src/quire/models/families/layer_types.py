@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from quire.layers.rope_spec import RopeSpec
+from quire.layers.rotary import RopeSpec
 from quire.models.families import settings
 from quire.models.spec import ModelSpec
 

@@ -7,8 +7,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from quire.errors import ModelError
+from quire.layers.attention_variants import ProjectionNormSpec
 from quire.layers.experts import ExpertsSpec
-from quire.layers.projection_norm import ProjectionNormSpec
 from quire.models.families import experts, known_values, llama, mixtral, settings
 from quire.models.families.family import Family, Source
 from quire.models.spec import ModelSpec

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from quire.layers.query_scale import QueryScaleSpec
+from quire.layers.attention_variants import QueryScaleSpec
 from quire.models.families import llama, mistral, settings
 from quire.models.families.family import Family
 from quire.models.families.text_config import PREFIXES, VISION

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from quire.layers.projection_norm import ProjectionNormSpec
+from quire.layers.attention_variants import ProjectionNormSpec
 from quire.models.families import layer_types, llama, rope, settings
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from quire.errors import ModelError
+from quire.layers.attention_variants import GatedAttentionSpec
 from quire.layers.expert_weights import Layout
 from quire.layers.experts import ExpertsSpec
-from quire.layers.gated_attention import GatedAttentionSpec
 from quire.layers.gated_delta import GatedDeltaSpec
 from quire.layers.norm import NormSpec
 from quire.models.families import experts, llama, settings

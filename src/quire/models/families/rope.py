@@ -1,12 +1,125 @@
-"""Rotary positions as config.json describes them."""
+"""Reading how a config.json extends the positions of rotary embeddings."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Any
 
 from quire.errors import ModelError
-from quire.layers.rope_spec import LinearScaling, RopeSpec, YarnScaling
+from quire.layers.rotary import (
+    FactorScaling,
+    LinearScaling,
+    Llama3Scaling,
+    RopeSpec,
+    Scaling,
+    YarnScaling,
+)
 from quire.models.families import settings
+
+_MOST_FACTOR = 1 << 16
+
+
+def read_scaling(
+    kind: str,
+    scaling: Mapping[str, Any],
+    config: Mapping[str, Any],
+    max_positions: int,
+    rotary_dim: int,
+) -> Scaling:
+    """Returns the scaling of a kind that `scaling`, an object of `config`, describes.
+
+    Raises:
+        ModelError: the kind is unknown, or a value makes no sense.
+    """
+    if kind == "linear":
+        return LinearScaling(_factor(scaling))
+    if kind == "llama3":
+        return Llama3Scaling(
+            settings.number(scaling, "factor"),
+            settings.number(scaling, "low_freq_factor"),
+            settings.number(scaling, "high_freq_factor"),
+            settings.integer(scaling, "original_max_position_embeddings", max_positions),
+        )
+    if kind == "yarn":
+        return _yarn(scaling, config, max_positions)
+    # Its first name was "su".
+    if kind in ("longrope", "su"):
+        return _longrope(scaling, config, max_positions, rotary_dim // 2)
+    raise ModelError(
+        f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
+        "longrope, yarn"
+    )
+
+
+def _factor(scaling: Mapping[str, Any], default: float | None = None) -> float:
+    """Returns what positions are extended by."""
+    factor = settings.number(scaling, "factor", default)
+    if factor > _MOST_FACTOR:
+        raise ModelError(f"config.json: factor must be at most {_MOST_FACTOR}, got {factor:g}")
+    return factor
+
+
+def _original(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> int:
+    """Returns the positions that the model was trained with before they were extended."""
+    name = "original_max_position_embeddings"
+    return settings.integer({name: scaling.get(name) or config.get(name)}, name, max_positions)
+
+
+def _longrope(
+    scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, pairs: int
+) -> FactorScaling:
+    """Keys of one sequence must be rotated alike, however long it becomes, and prefixes are shared:
+    so a model for longer sequences than the original has the factors of long ones throughout."""
+    for name in ("short_mscale", "long_mscale"):
+        if scaling.get(name) is not None:
+            raise ModelError(f"config.json: {name} is not supported")
+    original = _original(scaling, config, max_positions)
+    # Phi's configs have it outside, which then counts.
+    original = settings.integer(config, "original_max_position_embeddings", original)
+    name = "long_factor" if max_positions > original else "short_factor"
+    factors = scaling.get(name)
+    if not isinstance(factors, list) or len(factors) != pairs:
+        raise ModelError(f"config.json: {name} must be {pairs} numbers")
+    factor = settings.number(scaling, "factor", max_positions / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return FactorScaling(
+        tuple(settings.number({name: each}, name) for each in factors),
+        settings.number(scaling, "attention_factor", default),
+    )
+
+
+def _yarn(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> YarnScaling:
+    original_max = _original(scaling, config, max_positions)
+    factor = _factor(scaling, max_positions / original_max)
+    attention = scaling.get("attention_factor")
+    if attention is None:
+        attention = _yarn_attention(scaling, factor)
+    return YarnScaling(
+        factor=factor,
+        original_max_positions=original_max,
+        attention_factor=settings.number({"attention_factor": attention}, "attention_factor"),
+        beta_fast=settings.number(scaling, "beta_fast", 32.0),
+        beta_slow=settings.number(scaling, "beta_slow", 1.0),
+        truncate=settings.flag(scaling, "truncate", True),
+    )
+
+
+def temperature(factor: float, mscale: float) -> float:
+    """Returns what YaRN multiplies queries and keys by in a model whose positions are extended by
+    `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention(scaling: Mapping[str, Any], factor: float) -> float:
+    names = ("mscale", "mscale_all_dim")
+    if not all(scaling.get(name) for name in names):
+        return temperature(factor, 1.0)
+    mscale, mscale_all = (settings.number(scaling, name) for name in names)
+    return temperature(factor, mscale) / temperature(factor, mscale_all)
+
+
+# Rotary positions as config.json describes them.
 
 
 def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> RopeSpec:
@@ -26,7 +139,7 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     if kind == "default":
         return RopeSpec(theta, rotary_dim)
     # Most models have no scaling.
-    from quire.models.families.rope_scaling import read_scaling
+    pass  # nothing left to import
 
     read = read_scaling(str(kind), scaling, config, max_positions, rotary_dim)
     return RopeSpec(theta, rotary_dim, read)

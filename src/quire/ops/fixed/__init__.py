@@ -7,9 +7,8 @@ property as they are.
 """
 
 from quire.ops.fixed.attention import paged_attention
-from quire.ops.fixed.dense import activate, linear
+from quire.ops.fixed.dense import activate, linear, route
 from quire.ops.fixed.latent import latent_attention, latent_queries, latent_values
-from quire.ops.fixed.route import route
 
 __all__ = [
     "activate",

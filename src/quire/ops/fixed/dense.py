@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
+from quire.ops.experts import ExpertCopies, Routed, Routing
 from quire.ops.fixed.products import products, wider
-from quire.ops.reference import smooth
+from quire.ops.reference import dense
 from quire.ops.reference.dense import rms_norm
+from quire.ops.reference.experts import choose
 from quire.ops.reference.quantized import dequantize, round_inputs
 from quire.ops.weight import Weight
 
@@ -18,11 +20,11 @@ def activate(x: Tensor, act: Activation, dtype: torch.dtype | None = None) -> Te
     wide = x.to(wider(x.dtype))
     gate, *up = wide.chunk(2, -1) if act.endswith("_and_mul") else (wide,)
     if act.startswith("silu"):
-        out = smooth.silu(gate)
+        out = dense.silu(gate)
     elif act.startswith("gelu_tanh"):
-        out = smooth.gelu_tanh(gate)
+        out = dense.gelu_tanh(gate)
     else:
-        out = smooth.gelu(gate)
+        out = dense.gelu(gate)
     return (out.mul_(up[0]) if up else out).to(dtype or x.dtype)
 
 
@@ -49,3 +51,31 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
     """Returns the weights as [outputs, inputs] rounded to `dtype`, in float32 or wider."""
     values = weight.values if weight.format.scales is None else dequantize(weight, dtype)
     return values.to(wider(dtype))
+
+
+# The choice of experts.
+
+
+def route(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    *,
+    live: Tensor,
+    norm: RmsScale | None = None,
+    bias: Tensor | None = None,
+    correction: Tensor | None = None,
+    first: int = 0,
+    count: int | None = None,
+    copies: ExpertCopies | None = None,
+) -> Routed:
+    """See `reference.experts.route`."""
+    if norm is not None:
+        x = rms_norm(x, *norm)
+    wide = wider(x.dtype)
+    logits = products(x.to(wide), weight.to(wide))
+    if bias is not None:
+        logits += bias
+    scores = logits.softmax(1) if routing.score == "softmax" else dense.sigmoid(logits)
+    end = len(weight) - first if count is None else count
+    return choose(x, scores, routing, live, correction, first, end, copies)

@@ -1,9 +1,4 @@
-"""Attention over the paged cache, by gathering blocks and masking.
-
-Rows are cut into pieces of few queries, and pieces of equal query length into buckets that are
-computed together. Which blocks a bucket gathers and what it may see depends only on the step, so it
-is planned once and kept in `scratch` for the further layers.
-"""
+"""Attention sinks: a score per head that takes its share of the weights and has no value."""
 
 from __future__ import annotations
 
@@ -18,6 +13,22 @@ from torch import Tensor
 from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
 from quire.ops.reference.cache import head_rows, host_reads
+
+
+def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Returns exp(scores) / (exp(sink) + the sum of exp(scores)) over the last axis (Xiao et al.
+    2023; learned, as in gpt-oss).
+
+    scores: [P, Hkv, M, context], M being the query heads of a KV head, each with as many queries.
+    sinks: [Hq].
+    """
+    own = sinks.to(scores.dtype).view(1, scores.shape[1], -1)
+    own = own.repeat_interleave(scores.shape[2] // own.shape[2], 2)
+    own = own.unsqueeze(3).expand(len(scores), -1, -1, -1)
+    return torch.cat((scores, own), 3).softmax(3)[..., :-1]
+
+
+# Attention over the paged cache, by gathering blocks and masking.
 
 _TILE = 256
 """Most queries of one piece: bounds the mask, and skips most of what causality hides."""
@@ -295,7 +306,7 @@ def _products(
         scores = scores.softmax(-1)
     else:
         # Few models have sinks.
-        from quire.ops.reference.sinks import softmax
+        pass  # nothing left to import
 
         scores = softmax(scores.view(pieces, kv_heads, rows, -1), sinks).flatten(0, 1)
     return torch.bmm(scores, v).view(pieces, kv_heads, rows, -1).to(dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.choose import current_policy
-from quire.ops.reference import smooth
+from quire.ops.reference import dense
 from quire.ops.rows import PROMPT
 from quire.ops.state import StateLayer, StateRows
 
@@ -91,7 +91,7 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
         count = span.last - span.first
         wide = inputs.to(factors.dtype)
         total = sum(wide[tap : tap + count] * factors[:, tap] for tap in range(taps))
-        out[span.first : span.last] = smooth.silu(torch.as_tensor(total)).to(x.dtype)
+        out[span.first : span.last] = dense.silu(torch.as_tensor(total)).to(x.dtype)
         kept = inputs[span.certain :]
         for slot in (span.slot, *span.saves):
             state.conv[slot, : len(kept)] = kept
@@ -175,8 +175,8 @@ def _inputs(
     repeat = heads * key_dim // width
     q, k = (_unit(part.reshape(len(part), -1, key_dim), repeat) for part in parts[:2])
     v = parts[2].reshape(len(mixed), heads, value_dim)
-    decay = -a_log.to(dtype).exp() * smooth.softplus(a.to(dtype) + dt_bias.to(dtype))
-    return q * key_dim**-0.5, k, v, decay, smooth.sigmoid(b.to(dtype))
+    decay = -a_log.to(dtype).exp() * dense.softplus(a.to(dtype) + dt_bias.to(dtype))
+    return q * key_dim**-0.5, k, v, decay, dense.sigmoid(b.to(dtype))
 
 
 def _resumed(
@@ -285,9 +285,9 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     gate: [T, H D], any stride between tokens. weight: [D]."""
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
-    return (normed.flatten(1) * smooth.silu(gate.to(wide.dtype))).to(x.dtype)
+    return (normed.flatten(1) * dense.silu(gate.to(wide.dtype))).to(x.dtype)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """Returns x sigmoid(gate), [T, W]; gate: [T, W], any stride between tokens."""
-    return x * smooth.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(x.dtype)
+    return x * dense.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(x.dtype)

@@ -27,3 +27,15 @@ def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
     the flag's place, -1 for none, and the low and high word of the value. On a CPU the program is
     run when the flag stands, so there is nothing to wait for.
     """
+
+
+# A count in the host's memory of how far a model's layers have come.
+
+
+def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
+    """Sets a clock behind all that is queued: to what it was before the step, and `layers` more.
+
+    before: int64 [1], on the device. clock: int64 [1], in memory of the host that the device can
+    write.
+    """
+    torch.add(before, layers, out=clock)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quire.ops.experts import ExpertWeights, Swiglu
 from quire.ops.fixed.dense import linear, widened
 from quire.ops.fixed.products import products, wider
-from quire.ops.reference import smooth
+from quire.ops.reference import dense
 from quire.ops.reference.quantized import round_inputs
 from quire.ops.weight import Weight
 
@@ -87,7 +87,7 @@ def _swiglu(x: Tensor, act: Swiglu) -> Tensor:
         gate = gate.clamp(max=act.limit)
         up = up.clamp(-act.limit, act.limit)
     slope = act.alpha if not act.cubic else act.alpha + act.cubic * gate.square()
-    return (gate * smooth.sigmoid(gate * slope) * (up + act.shift)).to(x.dtype)
+    return (gate * dense.sigmoid(gate * slope) * (up + act.shift)).to(x.dtype)
 
 
 def columns(weight: Weight, first: int, end: int) -> Weight:

@@ -13,8 +13,8 @@ from quire.checks import MAX_STOP_TOKENS
 from quire.plan import NO_CLAIM, StepPlan, claim_width
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.hooks.penalties import Penalties
+from quire.runner.readback import Upload, ragged
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload, ragged
 from quire.sampling_params import SamplingParams
 
 

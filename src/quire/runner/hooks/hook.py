@@ -17,9 +17,8 @@ from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
 from quire.plan import Admit, HeadInputs, StepPlan
 from quire.runner.kv_cache import KVCache
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload
 
 SharedMemory = np.ndarray[tuple[int], np.dtype[np.int8]]
 """Memory that all ranks map, int8 [bytes]."""

@@ -9,9 +9,8 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.plan import Admit, Logprobs, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
-from quire.runner.upload import Upload
 from quire.sampling_params import MAX_LOGPROBS
 
 WIDTH = 2 + 2 * (1 + MAX_LOGPROBS)

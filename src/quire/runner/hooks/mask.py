@@ -9,9 +9,8 @@ from quire.config import EngineConfig
 from quire.ops import op
 from quire.ops.reference import mask as twins
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, StepPlan
-from quire.runner.claim_ring import ClaimRing
 from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
-from quire.runner.mask_ring import MaskRing
+from quire.runner.mask_ring import ClaimRing, MaskRing
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
 

@@ -12,8 +12,8 @@ from quire.arrays import Int32, int32
 from quire.checks import MAX_BIAS_ENTRIES
 from quire.plan import Admit, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.readback import Array, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Array, Upload
 
 
 class Penalties(Hook):

@@ -14,9 +14,8 @@ from quire.models import Decoder
 from quire.plan import RowFlag, StepPlan
 from quire.runner.hooks.hook import Hook
 from quire.runner.hooks.logprobs import WIDTH, unpack
-from quire.runner.readback import Step
+from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
-from quire.runner.upload import Upload
 
 SLICE = 256
 """Logit rows at a time, so that vocabulary x prompt is never allocated."""

@@ -11,8 +11,8 @@ from quire import ops
 from quire.arrays import int32
 from quire.plan import Admit, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from quire.runner.upload import Upload
 
 
 class Sampling(Hook):

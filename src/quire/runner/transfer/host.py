@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -11,8 +11,11 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
+from quire.plan import Transfer
 from quire.runner.memory import available_memory
+from quire.runner.transfer.copier import Copier
 from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.rank_moves import INTO, OUT, Moves
 
 _CHUNK_BYTES = 1 << 30
 """Pinned memory is taken in pieces of this size: one large one would be rounded up to a power of
@@ -90,3 +93,40 @@ class _Slots:
     def addresses(self, slots: Int32) -> Any:
         chunk, at = np.divmod(slots.astype(np.int64), self._each)
         return self._bases[chunk] + at * self._size
+
+
+# Places in the host's memory, to and from which a copier moves blocks.
+
+Pool = TypeVar("Pool")
+
+
+class PoolPlace(Generic[Pool]):
+    """A pool of slots for each rank's own heads of blocks. A move has ended when it has on all
+    ranks."""
+
+    def __init__(self, pool: Pool, copier: Copier, moves: Moves) -> None:
+        self.pool = pool
+        self._copier = copier
+        self._moves = moves
+
+    def out(self, transfer: Transfer) -> None:
+        done = self._copier.out(transfer.group, transfer.blocks, transfer.slots)
+        self._moves.begin(OUT, transfer.id, done)
+
+    def into(self, transfer: Transfer) -> None:
+        done = self._copier.into(transfer.group, transfer.blocks, transfer.slots)
+        self._moves.begin(INTO, transfer.id, done)
+
+    def ended(self) -> tuple[list[int], list[int]]:
+        return self._moves.ended(), []
+
+    @property
+    def busy(self) -> bool:
+        return self._moves.busy
+
+    def close(self) -> None:
+        self._moves.drain()
+
+
+class HostPlace(PoolPlace[HostPool]):
+    """The host's memory: each rank has a pool of its own."""

@@ -25,9 +25,9 @@ from quire.plan import Transfer
 from quire.runner.kv_cache import KVCache
 from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
-from quire.runner.transfer.host_place import PoolPlace
+from quire.runner.transfer.host import PoolPlace
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
-from quire.runner.transfer.moves import OUT, Moves, board_bytes, board_of
+from quire.runner.transfer.rank_moves import OUT, Moves, board_bytes, board_of
 from quire.runner.transfer.shared_memory import map_shared
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 1 << 30

@@ -17,16 +17,14 @@ from quire.errors import QuireError
 from quire.models.decoder import DecoderLayers
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import Transfer
-from quire.runner.gpu_memory import staging_bytes
 from quire.runner.kv_cache import KVCache
-from quire.runner.memory import GB
+from quire.runner.memory import GB, staging_bytes
 from quire.runner.transfer.copier import Copier, CudaCopier, HostCopier
 from quire.runner.transfer.disk import DiskStore, identity
-from quire.runner.transfer.host import HostPool
-from quire.runner.transfer.host_place import HostPlace
+from quire.runner.transfer.host import HostPlace, HostPool
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.moves import shared_moves
 from quire.runner.transfer.place import Place
+from quire.runner.transfer.rank_moves import shared_moves
 from quire.runner.transfer.threads import succeeded
 
 _PATIENCE = 2e-3

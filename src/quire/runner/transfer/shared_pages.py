@@ -1,4 +1,4 @@
-"""Caches in memory that processes of one host map: a CPU's counterpart of `cuda_ipc.py`.
+"""Caches in memory that processes of one host map: a CPU's counterpart of `ipc_agent.py`.
 
 Each tensor's pages become those of a file in memory, at the addresses that they have. A peer opens
 the file by the descriptor of the process that made it, as the kernel allows processes of the same

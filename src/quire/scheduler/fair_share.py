@@ -1,26 +1,121 @@
-"""Fair sharing between tenants: deficit round-robin over their queues.
-
-Each tenant has a queue of its own, in policy order. The tenant whose turn it is starts requests on
-credit, a number of tokens granted once a round; tokens are charged when a request starts and, for
-what it generated, when it stops. When the credit is used up the turn passes on; debts are worked
-off in later rounds. Tenants with little demand have credit left and go first when they come.
-(Shreedhar & Varghese, "Efficient Fair Queuing using Deficit Round Robin", 1995. Here costs are
-known late and become debt.)
-"""
+"""Fair sharing between tenants: deficit round-robin over their queues."""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from quire.config import SchedulerConfig
 from quire.request import Request
-from quire.scheduler.fair_share.interactive_burst import InteractiveBurst
-from quire.scheduler.fair_share.tenant import Tenant, fair_parts
 from quire.scheduler.order import Mask, Order, QueuePart
-from quire.scheduler.policy import Entry, preemption_exhausted
+from quire.scheduler.waiting import Entry, SortKey, WaitingQueue, preemption_exhausted
+
+__all__ = ["FairShare"]
+
+
+# One tenant's queue and credit, and the division of a budget between tenants.
+
+_GRANT = 256
+"""Tokens granted to a tenant of share 1 in a round: about a request, so that turns need little
+counting and waits for a turn are short."""
+
+
+class Tenant:
+    """A tenant's state.
+
+    queue: waiting requests. queued: whether the tenant takes turns. requests: unfinished ones.
+    lanes: lanes held. credit: tokens it may still start, negative if it owes some; granted for
+    `round`.
+    """
+
+    def __init__(self, name: str, key: Callable[[Request], SortKey], round: int) -> None:
+        self.name = name
+        self.queue = WaitingQueue(key)
+        self.queued = False
+        self.share = 1.0
+        self.requests = self.lanes = 0
+        self.credit = 0.0
+        self.round = round
+
+    def grant(self, round: int) -> None:
+        """Adds the credit of all rounds since the last grant; unused credit does not add up."""
+        if round > self.round:
+            most = _GRANT * self.share
+            self.credit = min(self.credit + (round - self.round) * most, most)
+            self.round = round
+
+    @property
+    def rounds_in_debt(self) -> int:
+        """Rounds until it has credit again."""
+        return math.floor(-self.credit / (_GRANT * self.share)) + 1
+
+
+def fair_parts(wants: Mapping[str, tuple[int, float]], budget: int) -> dict[str, int]:
+    """Divides a budget of tokens by weight, max-min fair: no tenant gets more than it wants, and
+    the rest goes to the others. wants: (tokens, share) by tenant. Each gets one token at least,
+    even if that exceeds the budget."""
+    parts = {}
+    total = sum(share for _, share in wants.values())
+    for name in sorted(wants, key=lambda name: wants[name][0] / wants[name][1]):
+        want, share = wants[name]
+        parts[name] = part = max(1, min(want, int(budget * share / total)))
+        budget = max(budget - part, 0)
+        total -= share
+    return parts
+
+
+# Short waits for interactive tenants: those with little demand beside others that fill the
+# engine.
+
+_LANE_RATIO = 4
+"""A tenant is interactive if another has at least this many lanes for each of its own."""
+
+_STEPS = 1000
+"""Steps for which another interactive prompt is expected after one."""
+
+_PART, _LEAST = 32, 64
+"""Prompts meanwhile get this part of a step's token budget, or at least so many tokens."""
+
+
+class InteractiveBurst:
+    """Decides in steps, not seconds, so that the same requests are planned in the same way."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._whole = config.max_num_batched_tokens
+        self._part = min(self._whole, max(self._whole // _PART, _LEAST))
+        if not config.enable_chunked_prefill:
+            self._part = self._whole
+        self._until = 0
+        self._last_exclusive = False
+
+    def choose(
+        self, prompts: Iterable[Request], lanes_beside: Callable[[Request], float], step_id: int
+    ) -> str | None:
+        """Returns the tenant that has the step to itself, or None. prompts: requests that could be
+        computed in it, in order."""
+        if self._last_exclusive:
+            self._last_exclusive = False
+            return None
+        for request in prompts:
+            if lanes_beside(request) >= _LANE_RATIO:
+                self._last_exclusive = True
+                self._until = step_id + _STEPS
+                return request.tenant
+        return None
+
+    def skip(self) -> None:
+        """Notes a step that no tenants compete for."""
+        self._last_exclusive = False
+
+    def prompt_budget(self, exclusive: bool, step_id: int) -> int:
+        """Returns the most prompt tokens of a step."""
+        return self._part if not exclusive and step_id < self._until else self._whole
+
+
+# Fair sharing between tenants: deficit round-robin over their queues.
 
 
 class FairShare(Order):
