@@ -33,8 +33,8 @@ from quire.features.lora.projections import Adapter, Image, LowRank
 from quire.ops.adapters import SlotWeights
 from quire.ops.reference import adapters as twins
 from quire.ops.rows import StepRows
-from quire.ops.triton import adapters as kernels
 from quire.ops.triton.linear import linear
+from quire.ops.triton.lora import adapters as kernels
 from quire.runner import ModelRunner
 from quire.runner.graphs import Graphs
 from quire.runner.program import BodyShape

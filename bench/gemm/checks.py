@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from quire.ops import RmsScale, Weight
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GATED, GemmPlan, LinearArgs
 from quire.ops.triton.launch import compiling
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GATED, GemmPlan, LinearArgs
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 PLANS = (
@@ -73,7 +73,7 @@ def check_combinations(device: torch.device, workers: int) -> Iterator[str]:
     cases.append((PLANS[3], _layer(PLANS[3], torch.float32, True, None, True, True, device)))
     outs = [torch.full((a.x.shape[0], a.n), float("nan"), dtype=a.x.dtype, device=device)
             for _, a in cases]  # fmt: skip
-    launches = [gemm.prepare(a, plan, out) for (plan, a), out in zip(cases, outs, strict=True)]
+    launches = [small.prepare(a, plan, out) for (plan, a), out in zip(cases, outs, strict=True)]
     with compiling(workers):
         for launch in launches:
             launch.run()
@@ -82,7 +82,7 @@ def check_combinations(device: torch.device, workers: int) -> Iterator[str]:
         try:
             expected = _expected(args)
             for attempt in range(2):  # the second finds out whether split counters were reset
-                gemm.run(args, plan, out=out)
+                small.run(args, plan, out=out)
                 error = float((out.double() - expected).norm() / expected.norm())
                 if not error < TOLERANCE[args.x.dtype]:
                     yield f"{label}: error {error:.2e} (run {attempt})"

@@ -26,14 +26,14 @@ import torch
 from torch import Tensor
 
 from quire.ops import RmsScale
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, norms_late, shape_of
-from quire.ops.triton.gemm_table import keep, key_of, plan_for
-from quire.ops.triton.gemm_tune import candidates, refinements
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
 from quire.ops.triton.launch import compiling, traits
 from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.quantized_tiles import dequantize
-from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs, norms_late, shape_of
+from quire.ops.triton.products.quantized_tiles import dequantize
+from quire.ops.triton.products.table import keep, key_of, plan_for
+from quire.ops.triton.products.tune import candidates, refinements
 from quire.ops.weight import Weight, WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
@@ -159,7 +159,7 @@ class Step:
 def run(args: LinearArgs, plan: GemmPlan, out: Tensor) -> None:
     if args.norm is not None and plan.norm == "separate":
         args = replace(args, x=rms_norm(args.x, *args.norm), norm=None)
-    gemm.run(args, plan, out=out)
+    small.run(args, plan, out=out)
 
 
 def expected(args: LinearArgs) -> Tensor:
@@ -294,7 +294,7 @@ def main() -> None:
                 for part, plan in work[share::of]:
                     args = step.args(0, part)
                     args = replace(args, norm=None) if plan.norm == "separate" else args
-                    gemm.prepare(args, plan, step.outputs[part]).run()
+                    small.prepare(args, plan, step.outputs[part]).run()
             if share == 0:
                 step.run({part: step.known(step.args(0, part)) for part in step.names})
                 torch.cuda.synchronize()

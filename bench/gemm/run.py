@@ -23,9 +23,9 @@ import torch
 from checks import check_combinations
 from skeleton import batch_steps, decode_steps
 
-from quire.ops.triton.gemm_plan import Shape
-from quire.ops.triton.gemm_table import BUCKETS, GemmTable, key_of
-from quire.ops.triton.gemm_tune import Measured, Tuner, preferred, tune
+from quire.ops.triton.products.plan import Shape
+from quire.ops.triton.products.table import BUCKETS, GemmTable, key_of
+from quire.ops.triton.products.tune import Measured, Tuner, preferred, tune
 from quire.ops.weight import WeightFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))

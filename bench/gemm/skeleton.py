@@ -14,12 +14,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quire.ops import RmsScale, Weight
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, shape_of
-from quire.ops.triton.gemm_table import GemmTable, heuristic, key_of
-from quire.ops.triton.gemm_tune import Tuner
-from quire.ops.triton.graph_time import graph_us
 from quire.ops.triton.launch import options, traits
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs, shape_of
+from quire.ops.triton.products.table import GemmTable, heuristic, key_of
+from quire.ops.triton.products.table_file import graph_us
+from quire.ops.triton.products.tune import Tuner
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from shapes import Shape as Model
@@ -113,7 +113,7 @@ class Step:
                 calls.append(lambda: self.tuner.call(args, plan, out))
             else:
                 workspace = self.tuner.workspace
-                calls.append(lambda: gemm.run(args, plan, out=out, workspace=workspace, pdl=pdl))
+                calls.append(lambda: small.run(args, plan, out=out, workspace=workspace, pdl=pdl))
 
         for w in self.weights:
             add(LinearArgs(self.h, w["qkv"], self.bias, norm=self.norm), self.qkv)

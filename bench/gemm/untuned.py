@@ -28,10 +28,10 @@ from typing import IO, NamedTuple
 import torch
 from run import BANDWIDTH, layer_shapes
 
-from quire.ops.triton.gemm_plan import TORCH, Shape
-from quire.ops.triton.gemm_table import key_of, plan_for
-from quire.ops.triton.gemm_tune import Measured, Tuner, refinements
 from quire.ops.triton.launch import compiling, traits
+from quire.ops.triton.products.plan import TORCH, Shape
+from quire.ops.triton.products.table import key_of, plan_for
+from quire.ops.triton.products.tune import Measured, Tuner, refinements
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
 from shapes import MODELS, UNTUNED

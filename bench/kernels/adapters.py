@@ -27,9 +27,9 @@ from quire import ops
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, scale_bits
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.rows import StepRows
-from quire.ops.triton import adapted_gemm, adapters
 from quire.ops.triton.launch import compiling
 from quire.ops.triton.linear import linear
+from quire.ops.triton.lora import adapted_gemm, adapters
 from quire.ops.triton.norm import rms_norm
 
 RANK, SLOTS = 16, 64

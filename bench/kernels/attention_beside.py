@@ -30,7 +30,7 @@ from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from quire.ops.triton.attention import AttentionTuning
+from quire.ops.triton.attention.attention import AttentionTuning
 
 LIBRARIES = {
     "FlashAttention-2": SDPBackend.FLASH_ATTENTION,

@@ -14,7 +14,12 @@ from torch import Tensor
 
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat, KVLayer, reference
-from quire.ops.triton.attention import AttentionTuning, Tiles, attention_schedule, paged_attention
+from quire.ops.triton.attention.attention import (
+    AttentionTuning,
+    Tiles,
+    attention_schedule,
+    paged_attention,
+)
 from quire.plan import KVGroup
 from quire.runner.kv_cache import KVCache
 

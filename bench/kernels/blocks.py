@@ -23,15 +23,15 @@ from torch import Tensor
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import activate
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.block_gemv import block_gemv, plans_of
-from quire.ops.triton.eight_bit_gemm import eight_bit_gemm
-from quire.ops.triton.eight_bit_gemm import tile_for as any_tile_for
-from quire.ops.triton.gemm import default_workspace, small_linear
-from quire.ops.triton.gemm_plan import Launch, LinearArgs
-from quire.ops.triton.hopper_blocks import BlockTile, hopper_blocks, programs_for, tile_for
 from quire.ops.triton.launch import compiling
 from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.round_inputs import quantize_inputs, round_inputs
+from quire.ops.triton.products.block_gemv import block_gemv, plans_of
+from quire.ops.triton.products.eight_bit import eight_bit_gemm
+from quire.ops.triton.products.eight_bit import tile_for as any_tile_for
+from quire.ops.triton.products.hopper_blocks import BlockTile, hopper_blocks, programs_for, tile_for
+from quire.ops.triton.products.plan import Launch, LinearArgs
+from quire.ops.triton.products.round_inputs import quantize_inputs, round_inputs
+from quire.ops.triton.products.small import default_workspace, small_linear
 from quire.ops.weight import Weight, WeightFormat
 
 FORM = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128, inputs="group")

@@ -25,9 +25,9 @@ if DEVICE == "cpu":
 
 from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.eight_bit_gemm import EightBitTile, eight_bit_gemm, tile_for
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.round_inputs import quantize_inputs
+from quire.ops.triton.products.eight_bit import EightBitTile, eight_bit_gemm, tile_for
+from quire.ops.triton.products.plan import LinearArgs
+from quire.ops.triton.products.round_inputs import quantize_inputs
 from quire.ops.weight import Weight, WeightFormat
 
 FORMATS = {

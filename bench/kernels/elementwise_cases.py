@@ -13,8 +13,8 @@ from torch import Tensor
 
 from quire.ops import Activation, KVLayer, reference
 from quire.ops.triton import activation, norm
-from quire.ops.triton.embedding import embedding
-from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
+from quire.ops.triton.step.embedding import embedding
 
 
 def random_bf16(*shape: int) -> Tensor:

@@ -34,8 +34,8 @@ from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import run_experts, takes_integers, takes_mma, takes_ring
-from quire.ops.triton.experts_plan import (
+from quire.ops.triton.experts.experts import run_experts, takes_integers, takes_mma, takes_ring
+from quire.ops.triton.experts.plan import (
     GEMV_TOKENS,
     ExpertsPlan,
     ExpertsShape,
@@ -45,7 +45,7 @@ from quire.ops.triton.experts_plan import (
     bits_of,
     plan_for,
 )
-from quire.ops.triton.experts_route import RoutePlan, route, route_plan
+from quire.ops.triton.experts.route import RoutePlan, route, route_plan
 from quire.ops.triton.launch import compiling
 from quire.ops.weight import Weight, WeightFormat
 

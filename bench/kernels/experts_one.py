@@ -28,9 +28,9 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale
 from quire.ops.experts import Routing
-from quire.ops.triton.experts import run_experts
-from quire.ops.triton.experts_plan import ExpertsPlan, IntegerTile
-from quire.ops.triton.experts_route import route
+from quire.ops.triton.experts.experts import run_experts
+from quire.ops.triton.experts.plan import ExpertsPlan, IntegerTile
+from quire.ops.triton.experts.route import route
 from quire.ops.triton.launch import compiling
 
 CASES = (

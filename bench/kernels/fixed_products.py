@@ -23,11 +23,12 @@ from timing import DEVICE, copies_beyond_l2, graph_us
 from quire.ops.arguments import RmsScale
 from quire.ops.choose import Policy, use_policy
 from quire.ops.kv import KVLayer
-from quire.ops.triton import attention, gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs
+from quire.ops.triton.attention import attention
+from quire.ops.triton.collectives.segments import SumPlan, segment_sum
 from quire.ops.triton.launch import compiling
 from quire.ops.triton.linear import linear
-from quire.ops.triton.segments import SumPlan, segment_sum
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs
 from quire.ops.weight import Weight
 
 ROWS = (1, 16, 64, 128, 256, 512, 2048, 8192)
@@ -68,8 +69,8 @@ def check_tiles() -> None:
         ]
         with compiling(16):
             for plan in plans:
-                gemm.run(args, plan, out_dtype=torch.float32)
-        found = [gemm.run(args, plan, out_dtype=torch.float32) for plan in plans]
+                small.run(args, plan, out_dtype=torch.float32)
+        found = [small.run(args, plan, out_dtype=torch.float32) for plan in plans]
         same = [torch.equal(y, found[0]) for y in found]
         say(f"tiles with the first one's bits, {dtype}: {sum(same)} of {len(same)}")
         for tile, equal in zip(TILES, same, strict=True):

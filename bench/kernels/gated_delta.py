@@ -27,7 +27,7 @@ from timing import DEVICE, graph_us  # noqa: E402
 
 from quire.ops.reference import gated_delta as reference  # noqa: E402
 from quire.ops.state import StateLayer, StateRows  # noqa: E402
-from quire.ops.triton import gated_delta_net as kernels  # noqa: E402
+from quire.ops.triton.recurrent import gated_delta_net as kernels  # noqa: E402
 from quire.plan import STATE_SAVES  # noqa: E402
 
 KEY_HEADS, HEADS, DIM, TAPS = (16, 48, 128, 4) if DEVICE == "cuda" else (1, 2, 16, 4)

@@ -29,10 +29,10 @@ from torch.nn.functional import silu
 
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import LinearArgs, shape_of
-from quire.ops.triton.gemm_table import heuristic
-from quire.ops.triton.hopper_gemm import (
+from quire.ops.triton.launch import compiling, traits
+from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.products import small
+from quire.ops.triton.products.hopper_gemm import (
     HopperTile,
     hopper_gemm,
     product,
@@ -40,10 +40,10 @@ from quire.ops.triton.hopper_gemm import (
     takes,
     tile_for,
 )
-from quire.ops.triton.launch import compiling, traits
-from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.order_inputs import order_inputs
-from quire.ops.triton.quantized_tiles import dequantize as expand
+from quire.ops.triton.products.plan import LinearArgs, shape_of
+from quire.ops.triton.products.quantized_tiles import dequantize as expand
+from quire.ops.triton.products.round_inputs import order_inputs
+from quire.ops.triton.products.table import heuristic
 from quire.ops.weight import Weight, WeightFormat
 
 DEVICE = torch.device("cuda", 0)
@@ -89,7 +89,7 @@ def run(
     args: LinearArgs, ordered: Tensor, tile: HopperTile, out: Tensor, programs: int = 0
 ) -> None:
     args = LinearArgs(ordered, args.weight, args.bias, residual=args.residual, act=args.act)
-    counters = gemm.default_workspace(DEVICE).counters
+    counters = small.default_workspace(DEVICE).counters
     programs = programs or programs_for(tile, args)
     hopper_gemm(args, out, tile, counters, programs, pdl=True).run()
 
@@ -195,7 +195,7 @@ def counts(args: LinearArgs, tile: HopperTile) -> list[int]:
 def other_road(args: LinearArgs) -> None:
     plan = heuristic(shape_of(args), traits(DEVICE))
     if args.x.shape[0] <= 256 and plan.kernel != "torch":
-        gemm.run(args, plan)
+        small.run(args, plan)
     else:
         torch.matmul(args.x, expand(args.weight, torch.bfloat16).t())
 
@@ -242,7 +242,7 @@ def main() -> None:
     end = time.monotonic() + options.seconds
     torch.manual_seed(0)
     start = time.monotonic()
-    gemm.default_workspace(DEVICE)
+    small.default_workspace(DEVICE)
     compile_all(form)
     print(f"compiled in {time.monotonic() - start:.0f} s", flush=True)
     checks()

@@ -29,7 +29,7 @@ from timing import DEVICE, copies_beyond_l2, graph_us
 
 from quire.bench.record import BenchRecord, append_jsonl, make_record
 from quire.ops import KVFormat
-from quire.ops.triton.attention import AttentionTuning, Tiles
+from quire.ops.triton.attention.attention import AttentionTuning, Tiles
 from quire.ops.triton.launch import compiling
 
 BF16 = KVFormat(torch.bfloat16)

@@ -12,8 +12,8 @@ from timing import DEVICE
 from torch import Tensor
 
 from quire.ops import KVFormat, KVLayer, reference
-from quire.ops.triton.attention import AttentionTuning
-from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.attention.attention import AttentionTuning
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
 
 FORMATS = {
     "fp8": KVFormat(torch.float8_e4m3fn, "head"),

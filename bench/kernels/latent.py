@@ -28,8 +28,8 @@ from timing import DEVICE, copies_beyond_l2, graph_us  # noqa: E402
 
 from quire.ops import KVLayer  # noqa: E402
 from quire.ops.reference import latent as reference  # noqa: E402
-from quire.ops.triton import latent as products  # noqa: E402
-from quire.ops.triton.latent_attention import latent_attention, latent_schedule  # noqa: E402
+from quire.ops.triton.attention import latent as products  # noqa: E402
+from quire.ops.triton.attention.latent_attention import latent_attention, latent_schedule  # noqa: E402
 
 RANK, KEY, DIM = 512, 64, 128
 BLOCK = 16

@@ -20,10 +20,10 @@ from timing import copies_beyond_l2, graph_us
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_narrow import product, takes
 from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.products import small
+from quire.ops.triton.products.hopper_narrow import product, takes
+from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.weight import Weight
 
 DEVICE = torch.device("cuda", 0)
@@ -88,7 +88,7 @@ def in_a_row(model: Shape, rows: int, weights: dict[str, list[Tensor]], ours: bo
 
 def main() -> None:
     torch.manual_seed(0)
-    gemm.default_workspace(DEVICE)
+    small.default_workspace(DEVICE)
     for case in ((32, 1536, 1536, False), (17, 520, 1000, True), (24, 4096, 12288, False)):
         error = check(*case)
         print(f"check {case}: {error:.1e} {'ok' if error < 5e-3 else 'WRONG'}", flush=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from quire.ops import LogitRows, StepRows
 from quire.ops.reference import random, truncate
-from quire.ops.triton.sampling import sample, token_logprobs
-from quire.ops.triton.step import expand_rows
+from quire.ops.triton.step.sampling import sample, token_logprobs
+from quire.ops.triton.step.step import expand_rows
 from quire.runner.hooks.logprobs import WIDTH
 from quire.sampling_params import MAX_LOGPROBS
 

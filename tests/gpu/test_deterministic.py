@@ -16,9 +16,9 @@ from quire import LLM, SamplingParams
 from quire.config import OPTIMIZATIONS
 from quire.ops import KVLayer, Policy, use_policy
 from quire.ops.arguments import RmsScale
-from quire.ops.triton.attention import paged_attention
+from quire.ops.triton.attention.attention import paged_attention
+from quire.ops.triton.collectives.segments import segment_sum
 from quire.ops.triton.linear import linear
-from quire.ops.triton.segments import segment_sum
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_quantized import drawn
 from tests.unit.tiny_engine import TINY, TINY_WINDOW, VOCAB

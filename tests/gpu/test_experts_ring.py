@@ -9,13 +9,13 @@ from quire.ops import reference
 from quire.ops.arguments import Activation
 from quire.ops.experts import SILU, ExpertWeights, Swiglu
 from quire.ops.reference import experts as twins
-from quire.ops.triton.experts import run_experts, takes_ring
-from quire.ops.triton.experts_plan import ExpertsPlan, RingTile
-from quire.ops.triton.gemm_plan import LinearArgs
+from quire.ops.triton.experts.experts import run_experts, takes_ring
+from quire.ops.triton.experts.plan import ExpertsPlan, RingTile
+from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.weight import Weight
 
 hopper_gated = pytest.importorskip(
-    "quire.ops.triton.hopper_gated", reason="needs Gluon", exc_type=ImportError
+    "quire.ops.triton.experts.hopper_gated", reason="needs Gluon", exc_type=ImportError
 )
 
 DEVICE = torch.device("cuda", 0)

@@ -16,11 +16,10 @@ from quire.layers.norm import NormSpec
 from quire.layers.residual import Residual
 from quire.ops.experts import Routing
 from quire.ops.reference import experts as twins
-from quire.ops.triton import experts_table
-from quire.ops.triton.experts_gate import add_gated
-from quire.ops.triton.experts_plan import ExpertsShape, plan_for
-from quire.ops.triton.experts_table import RANGES, chosen_plan
-from quire.ops.triton.experts_tune import known_or_measured
+from quire.ops.triton.experts import plan
+from quire.ops.triton.experts.kernels import add_gated
+from quire.ops.triton.experts.plan import RANGES, ExpertsShape, chosen_plan, plan_for
+from quire.ops.triton.experts.tune import known_or_measured
 from quire.parallel import SingleGroup
 from quire.quantization import Quantization
 from quire.quantization.quantization import Scheme, Unquantized
@@ -47,7 +46,7 @@ class InFormat:
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(experts_table, "_measured", {})
+    monkeypatch.setattr(plan, "_measured", {})
     chosen_plan.cache_clear()
     yield
     chosen_plan.cache_clear()
@@ -82,7 +81,7 @@ def test_every_measured_tile_gives_what_the_twin_gives(name: str) -> None:
     began = time.perf_counter()
     assert known_or_measured(experts, 300) == found
     assert time.perf_counter() - began < 0.5
-    experts_table.use(found)
+    plan.use(found)
     up, down = own[0].up.weights, own[0].down.weights
     for tokens in (1, 2, 7, 40, 200, 300):
         x = torch.randn(tokens, 512, device=DEVICE, dtype=torch.bfloat16)

@@ -7,7 +7,7 @@ import torch
 
 from quire.ops.reference import gated_delta as twins
 from quire.ops.state import StateLayer, StateRows
-from quire.ops.triton import gated_delta_net as kernels
+from quire.ops.triton.recurrent import gated_delta_net as kernels
 from quire.plan import STATE_SAVES
 
 DEVICE = torch.device("cuda", 0)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.triton.gemm_plan import LinearArgs
 from quire.ops.triton.launch import traits
+from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.weight import Weight
 
 DEVICE = torch.device("cuda", 0)
@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda", 0)
 def test_programs_of_a_tile_give_the_product(dtype: torch.dtype) -> None:
     if not traits(DEVICE).gluon:
         pytest.skip("needs a Hopper card and the Triton that its kernels are written for")
-    from quire.ops.triton.hopper_narrow import product, takes
+    from quire.ops.triton.products.hopper_narrow import product, takes
 
     torch.manual_seed(0)
     wrong = []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quire.ops.triton import launch
-from quire.ops.triton.attention import AttentionTuning, paged_attention
+from quire.ops.triton.attention.attention import AttentionTuning, paged_attention
 from tests.ops.test_kv8 import FORMATS, Stored
 from tests.ops.test_sinks import sinks_of
 from tests.ops.test_triton_attention import Case
@@ -95,14 +95,14 @@ def test_what_is_not_stored_may_be_anything() -> None:
 
 @pytest.mark.parametrize("programs", [0, 1, 3])
 def test_programs_share_the_tiles(programs: int) -> None:
-    from quire.ops.triton import hopper_attention
+    from quire.ops.triton.attention import hopper
 
     batch = case(heads=12)
     out = torch.empty_like(batch.q)
     rows = batch.query_start, batch.seq_lens, batch.table
-    hopper_attention.attend_long_rows(
+    hopper.attend_long_rows(
         batch.q, batch.kv, None, out, rows, (0.3 * math.log2(math.e), 0.0), softcap=False,
-        window=None, shortest=3, pdl=True, tiles=hopper_attention.RingTiles(128, 2, programs),
+        window=None, shortest=3, pdl=True, tiles=hopper.RingTiles(128, 2, programs),
     )  # fmt: skip
     want = batch.check(HOPPER)
     # The first two rows have a token each, and another kernel.

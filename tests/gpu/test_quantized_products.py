@@ -11,11 +11,11 @@ from torch import Tensor
 from quire import ops
 from quire.ops import RmsScale
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import LinearArgs, multiplies, shape_of
-from quire.ops.triton.gemm_tune import candidates, refinements
 from quire.ops.triton.launch import traits
-from quire.ops.triton.round_inputs import quantize_inputs
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import LinearArgs, multiplies, shape_of
+from quire.ops.triton.products.round_inputs import quantize_inputs
+from quire.ops.triton.products.tune import candidates, refinements
 from quire.ops.weight import Weight, WeightFormat
 
 FORMATS = {
@@ -88,10 +88,10 @@ def test_plans_give_the_product(name: str, dtype: torch.dtype) -> None:
         plans = candidates(shape, traits(DEVICE).num_sms)
         assert multiplies(shape) == any(plan.kernel == "mma" for plan in plans) == (rows <= 8)
         # Every plan is compiled on its own: some of them stand for all.
-        for plan in [gemm.choose(args), *plans[::5]]:
-            if plan.kernel == "torch" or not gemm._fits(plan.bk, FORMATS[name].group or 1):
+        for plan in [small.choose(args), *plans[::5]]:
+            if plan.kernel == "torch" or not small._fits(plan.bk, FORMATS[name].group or 1):
                 continue
-            got = gemm.run(args, replace(plan, norm="none")).double()
+            got = small.run(args, replace(plan, norm="none")).double()
             error = float((got - want).norm() / want.norm())
             if not error < {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]:
                 wrong.append((rows, outputs, inputs, plan, error))
@@ -111,7 +111,7 @@ def test_the_norm_in_a_gemv_on_tensor_cores(name: str) -> None:
     assert bool(plans) == multiplies(shape)
     for plan in plans[::8]:
         (late,) = refinements(plan, shape, norms=True)
-        got = gemm.run(args, late).double()
+        got = small.run(args, late).double()
         assert float((got - want).norm() / want.norm()) < 5e-3, late
 
 
@@ -121,7 +121,7 @@ def test_the_norm_in_a_gemv_on_tensor_cores(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
-    from quire.ops.triton import hopper_gemm
+    from quire.ops.triton.products import hopper_gemm
 
     torch.manual_seed(0)
     gain = torch.rand(1024, device=DEVICE, dtype=dtype) + 0.5
@@ -162,7 +162,7 @@ def test_products_by_wgmma(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_products_of_8_bit_floats_in_groups(dtype: torch.dtype) -> None:
     """Rounded inputs times weights, by wgmma and, of one row, within the product."""
-    from quire.ops.triton import block_gemv, hopper_blocks
+    from quire.ops.triton.products import block_gemv, hopper_blocks
 
     torch.manual_seed(0)
     form = replace(FORMATS["fp8-g128"], inputs="group")

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from quire.features.tuning import feature
-from quire.ops.triton import gemm_table
-from quire.ops.triton.gemm_plan import Shape
+from quire.ops.triton.products import table
+from quire.ops.triton.products.plan import Shape
 from quire.ops.weight import WeightFormat
 
 INT8 = WeightFormat(torch.int8, scales=torch.float32)
@@ -30,8 +30,8 @@ def test_plans_are_measured_between_steps_and_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    gemm_table.table_for.cache_clear()
-    monkeypatch.setattr(gemm_table.chosen, "by_rules", dict(enumerate(SHAPES)))
+    table.table_for.cache_clear()
+    monkeypatch.setattr(table.chosen, "by_rules", dict(enumerate(SHAPES)))
     said: list[str] = []
     monkeypatch.setattr(feature, "_say", said.append)
     args = SimpleNamespace(gpu_memory_utilization=0.9)
@@ -57,8 +57,8 @@ def test_plans_are_measured_between_steps_and_kept(
     sys.stdout.write("\n  ".join([f"{time.monotonic() - began:.1f} s:", *said]) + "\n")
     assert "4 of 4" in said[0]
     assert "4 plans measured" in said[1]
-    gemm_table.table_for.cache_clear()
-    entries = gemm_table.table_for(torch.cuda.get_device_name()).entries
-    for key in map(gemm_table.key_of, SHAPES):
+    table.table_for.cache_clear()
+    entries = table.table_for(torch.cuda.get_device_name()).entries
+    for key in map(table.key_of, SHAPES):
         sys.stdout.write(f"  {key}: {entries[key].as_json()}\n")
     assert process.wait(5) == 0

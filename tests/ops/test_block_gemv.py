@@ -10,9 +10,9 @@ import torch
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import activate
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.block_gemv import BlockPlan, block_gemv, plans_of, takes
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.round_inputs import quantize_inputs
+from quire.ops.triton.products.block_gemv import BlockPlan, block_gemv, plans_of, takes
+from quire.ops.triton.products.plan import LinearArgs
+from quire.ops.triton.products.round_inputs import quantize_inputs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops import ptx
 

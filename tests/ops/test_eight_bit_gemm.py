@@ -22,11 +22,11 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quire.ops.choose import Policy, use_policy
 from quire.ops.reference import activate, rms_norm
 from quire.ops.reference.quantized import dequantize, round_inputs
-from quire.ops.triton import eight_bit_gemm
-from quire.ops.triton.eight_bit_gemm import EightBitTile, product, takes
-from quire.ops.triton.gemm import LinearArgs
 from quire.ops.triton.linear import linear
-from quire.ops.triton.round_inputs import quantize_inputs
+from quire.ops.triton.products import eight_bit
+from quire.ops.triton.products.eight_bit import EightBitTile, product, takes
+from quire.ops.triton.products.round_inputs import quantize_inputs
+from quire.ops.triton.products.small import LinearArgs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_gemm import DEVICE, TOLERANCE, make_args
 from tests.ops.test_triton_quantized import drawn
@@ -73,7 +73,7 @@ def test_products(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     tile = EightBitTile(32, 16, 64, 4, 2, splits)
-    monkeypatch.setattr(eight_bit_gemm, "tile_for", lambda *_: tile)
+    monkeypatch.setattr(eight_bit, "tile_for", lambda *_: tile)
     args = make_args(
         rows, outputs, inputs, torch.bfloat16, norm="exact", act=act, bias=True,
         residual=act is not None,
@@ -104,7 +104,7 @@ def test_integers_are_summed_exactly() -> None:
     weight.scales.fill_(1.0)
     args = LinearArgs(torch.full((3, 4096), 127.0, device=DEVICE), weight)
     q, scales = quantize_inputs(args.x, weight, None)
-    found = eight_bit_gemm.eight_bit_gemm(q, scales, args, EightBitTile(16, 16, 128, 4, 2))
+    found = eight_bit.eight_bit_gemm(q, scales, args, EightBitTile(16, 16, 128, 4, 2))
     assert torch.equal(found, torch.full_like(found, 127.0 * 127 * 4096 - 127))
 
 
@@ -124,7 +124,7 @@ def test_layers_take_it_for_many_rows_unless_results_must_be_the_same_in_any_bat
 ) -> None:
     weight = weight_of("int8-token", 16, 64)
     calls = []
-    own = eight_bit_gemm.product
+    own = eight_bit.product
 
     def counted(args: LinearArgs) -> Tensor:
         calls.append(len(args.x))

@@ -17,9 +17,9 @@ from quire.errors import ConfigError
 from quire.ops.experts import SILU, ExpertWeights, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import run_experts
-from quire.ops.triton.experts_integer import counts, integer_product
-from quire.ops.triton.experts_plan import ExpertsPlan, IntegerTile, Tile
+from quire.ops.triton.experts.experts import run_experts
+from quire.ops.triton.experts.integer import counts, integer_product
+from quire.ops.triton.experts.plan import ExpertsPlan, IntegerTile, Tile
 from quire.ops.weight import WeightFormat
 from tests.ops import ptx
 from tests.ops.test_triton_experts import E2M1, GPT_OSS, check, layer, noise

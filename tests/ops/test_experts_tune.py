@@ -19,18 +19,24 @@ from quire.layers.build import Build
 from quire.layers.experts import ExpertsSpec
 from quire.ops.choose import Policy, use_policy
 from quire.ops.experts import SILU, ExpertWeights, Routing
-from quire.ops.triton import experts_table, experts_tune
-from quire.ops.triton.experts_plan import (
+from quire.ops.triton.experts import plan as experts_table
+from quire.ops.triton.experts import tune
+from quire.ops.triton.experts.plan import (
+    RANGES,
     ExpertsPlan,
     ExpertsShape,
     IntegerTile,
     MmaTile,
     RingTile,
     Tile,
+    cache_path,
+    chosen_plan,
+    dumps,
+    key_of,
+    loads,
     plan_for,
 )
-from quire.ops.triton.experts_table import RANGES, cache_path, chosen_plan, dumps, key_of, loads
-from quire.ops.triton.experts_tune import TunedLayer, all_plans, best_plan, known_or_measured
+from quire.ops.triton.experts.tune import TunedLayer, all_plans, best_plan, known_or_measured
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import SingleGroup
 from quire.quantization.quantization import Unquantized
@@ -78,7 +84,7 @@ def test_candidates_are_few_and_serve_the_shape(shape: ExpertsShape) -> None:
 
 def test_each_product_gets_its_fastest_tile() -> None:
     shape = next(shape for shape in SHAPES if shape.tokens == 1 and shape.format == "uint4-g128")
-    up, down = experts_tune.other_tiles(plan_for(shape), "up")[-1].up, MmaTile(1, 0, 8, 2)
+    up, down = tune.other_tiles(plan_for(shape), "up")[-1].up, MmaTile(1, 0, 8, 2)
     asked = []
 
     def us(plan: ExpertsPlan) -> float:
@@ -142,8 +148,8 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertsPlan, int]]:
         asked.append((plan, tokens))
         return 10.0 if plan == plan_for(timer.shape(tokens)) else 5.0 + len(asked) / 1000
 
-    monkeypatch.setattr(experts_tune.ExpertsTimer, "us", us)
-    monkeypatch.setattr(experts_tune, "_compile", lambda wanted: None)
+    monkeypatch.setattr(tune.ExpertsTimer, "us", us)
+    monkeypatch.setattr(tune, "_compile", lambda wanted: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
     return asked
 
@@ -167,7 +173,7 @@ def test_a_second_start_measures_nothing(timed: list[Any]) -> None:
 def test_what_takes_too_long_keeps_its_rules(
     timed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts_tune, "SECONDS", -1.0)
+    monkeypatch.setattr(tune, "SECONDS", -1.0)
     assert known_or_measured([layer()], 100) == {}
     assert not timed
     assert not cache_path("Card X").exists()

@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.ops.triton import gemm_tune
-from quire.ops.triton.gemm_plan import TORCH, Shape
-from quire.ops.triton.gemm_table import heuristic, key_of
-from quire.ops.triton.gemm_tune import Tuner, preferred, tune
 from quire.ops.triton.launch import INTERPRETED
+from quire.ops.triton.products import tune as gemm_tune
+from quire.ops.triton.products.plan import TORCH, Shape
+from quire.ops.triton.products.table import heuristic, key_of
+from quire.ops.triton.products.tune import Tuner, preferred, tune
 from quire.ops.weight import WeightFormat
 
 CPU = torch.device("cpu")

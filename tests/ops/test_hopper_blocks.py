@@ -19,16 +19,16 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
 from quire.ops import RmsScale
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_blocks import (
+from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.products.hopper_blocks import (
     BlockTile,
     hopper_blocks,
     programs_for,
     takes,
     tile_for,
 )
-from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.round_inputs import quantize_inputs, round_inputs
+from quire.ops.triton.products.plan import LinearArgs
+from quire.ops.triton.products.round_inputs import quantize_inputs, round_inputs
 from quire.ops.weight import Weight, WeightFormat
 
 FORM = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128, inputs="group")

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton.experimental.gluon")
 
-from quire.ops.triton.hopper_delta import takes
+from quire.ops.triton.recurrent.hopper_delta import takes
 
 
 def test_which_heads_are_taken() -> None:

@@ -19,8 +19,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 from quire.ops import RmsScale
 from quire.ops.choose import Policy, use_policy
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_gemm import (
+from quire.ops.triton.norm import rms_norm
+from quire.ops.triton.products.hopper_gemm import (
     INSTRUCTIONS,
     HopperTile,
     factor_of,
@@ -29,8 +29,8 @@ from quire.ops.triton.hopper_gemm import (
     takes,
     tile_for,
 )
-from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.order_inputs import LIFT, order_inputs
+from quire.ops.triton.products.plan import LinearArgs
+from quire.ops.triton.products.round_inputs import LIFT, order_inputs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops import ptx
 

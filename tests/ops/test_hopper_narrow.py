@@ -20,8 +20,8 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from quire.ops import RmsScale
 from quire.ops.choose import Policy, use_policy
-from quire.ops.triton.gemm_plan import LinearArgs
-from quire.ops.triton.hopper_narrow import narrow, parts_of, takes
+from quire.ops.triton.products.hopper_narrow import narrow, parts_of, takes
+from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.weight import Weight, WeightFormat
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,16 +10,10 @@ import torch
 from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import (
-    GemmPlan,
-    LinearArgs,
-    Shape,
-    counts,
-    integer_segments,
-)
-from quire.ops.triton.gemm_table import heuristic, plan_for
 from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs, Shape, counts, integer_segments
+from quire.ops.triton.products.table import heuristic, plan_for
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops import ptx
 
@@ -86,7 +80,7 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
         "integer", bm=4, bn=8 if act else 16, bk=128, warps=warps, stages=count,
         programs=programs, norm="late" if norm else "none",
     )  # fmt: skip
-    found = gemm.run(args, plan).double()
+    found = small.run(args, plan).double()
     wide = x.double()
     if scale is not None:
         # x times the norm's weights is rounded before the sum of squares is known.
@@ -99,7 +93,7 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
     y = y + residual.double()
     assert (found - y).norm() / y.norm() < 6e-3
     x[0, 300] = torch.nan
-    assert gemm.run(args, plan)[0].isnan().all()
+    assert small.run(args, plan)[0].isnan().all()
 
 
 def test_it_is_chosen_for_one_row() -> None:
@@ -146,4 +140,4 @@ def test_what_it_takes() -> None:
         torch.zeros(5, 512, dtype=torch.bfloat16, device=DEVICE), drawn(ZEROS, 8, 512)
     )
     with pytest.raises(ConfigError, match="do not take"):
-        gemm.run(args, GemmPlan("integer", bm=4, bn=16, bk=128, warps=1, stages=4))
+        small.run(args, GemmPlan("integer", bm=4, bn=16, bk=128, warps=1, stages=4))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from quire.ops import KVFormat, KVLayer, reference
-from quire.ops.triton.attention import AttentionTuning, Tiles, paged_attention
-from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.attention.attention import AttentionTuning, Tiles, paged_attention
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
 from tests.ops.test_triton_attention import MIXED, SMALL, Case, twin
 from tests.slow import slow
 

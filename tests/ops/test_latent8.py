@@ -13,9 +13,9 @@ from quire.ops import KVFormat, KVLayer, Policy, RmsScale, kv_format, use_policy
 from quire.ops.fixed.latent import latent_attention as fixed_attention
 from quire.ops.reference import kv8
 from quire.ops.reference import latent as reference
-from quire.ops.triton import latent as kernels
-from quire.ops.triton.attention_schedule import Tiles
-from quire.ops.triton.latent_attention import LatentTuning, latent_attention
+from quire.ops.triton.attention import latent as kernels
+from quire.ops.triton.attention.latent_attention import LatentTuning, latent_attention
+from quire.ops.triton.attention.schedule import Tiles
 from tests.ops.test_triton_latent import MIXED, PARTS, SMALL, TOLERANCE, Case
 
 FORMATS = [kv_format(name, torch.float32) for name in ("fp8_e4m3", "fp8_dynamic", "int8")]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from quire.ops.arguments import RmsScale
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm_plan import GemmPlan, LinearArgs, multiplies, norms_late, shape_of
-from quire.ops.triton.gemm_table import heuristic
 from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs, multiplies, norms_late, shape_of
+from quire.ops.triton.products.table import heuristic
 from quire.ops.weight import Weight
 from tests.ops import ptx
 
@@ -55,7 +55,7 @@ def test_products(
         "mma", bm=8 if rows <= 8 else 16, bn=8 if gated else 16, bk=32, warps=warps, stages=count,
         norm="late" if norm else "none",
     )  # fmt: skip
-    found = gemm.run(args, plan).double()
+    found = small.run(args, plan).double()
     wide = x.double()
     if scale is not None:
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + scale.eps)

@@ -22,8 +22,8 @@ from quire.ops.reference import experts as twins
 from quire.ops.reference import segments as reference
 from quire.ops.reference.quantized import dequantize
 from quire.ops.reference.segments import columns
-from quire.ops.triton import experts as expert_kernels
-from quire.ops.triton import segments as kernels
+from quire.ops.triton.collectives import segments as kernels
+from quire.ops.triton.experts import experts as expert_kernels
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_experts import GPT_OSS, exact, layer
 from tests.ops.test_triton_gemm import DEVICE

@@ -14,11 +14,11 @@ from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, padded_ran
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import adapters as twins
 from quire.ops.rows import StepRows
-from quire.ops.triton import adapters as kernels
-from quire.ops.triton.adapted_gemm import adapted_gemm
-from quire.ops.triton.gemm import LinearArgs, run
-from quire.ops.triton.gemm_plan import GemmPlan
 from quire.ops.triton.linear import linear
+from quire.ops.triton.lora import adapters as kernels
+from quire.ops.triton.lora.adapted_gemm import adapted_gemm
+from quire.ops.triton.products.plan import GemmPlan
+from quire.ops.triton.products.small import LinearArgs, run
 
 Ranks = list[tuple[int, ...]]
 """By slot, the rank of each projection."""

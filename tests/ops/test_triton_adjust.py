@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.ops import LogitRows, reference
-from quire.ops.triton.adjust import adjust
+from quire.ops.triton.step.adjust import adjust
 from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.penalties import Penalties

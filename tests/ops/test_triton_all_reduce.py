@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from quire.ops.triton import all_reduce as kernels
+from quire.ops.triton.collectives import all_reduce as kernels
 from quire.parallel import exchange
 
 TILES = 4

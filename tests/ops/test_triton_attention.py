@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from quire.ops import KVFormat, KVLayer
-from quire.ops.triton.attention import (
+from quire.ops.triton.attention.attention import (
     AttentionTuning,
     Tiles,
     _more_programs,
     attention_schedule,
     paged_attention,
 )
-from quire.ops.triton.attention_schedule import schedule, schedule_long
+from quire.ops.triton.attention.schedule import schedule, schedule_long
 from quire.ops.triton.launch import INTERPRETED
 from tests.slow import slow
 

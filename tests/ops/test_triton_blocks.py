@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.ops.triton.blocks import copy_pieces
+from quire.ops.triton.step.blocks import copy_pieces
 
 
 @pytest.mark.parametrize(("size", "count"), [(16, 5), (48, 1), (40000, 7)])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quire.ops import Drafts
 from quire.ops.reference import drafts as twin
-from quire.ops.triton import drafts as kernel
+from quire.ops.triton.step import drafts as kernel
 
 LANES, WIDTH, MAX_LEN = 5, 8, 40
 

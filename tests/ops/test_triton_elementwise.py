@@ -8,8 +8,8 @@ from torch import Tensor
 
 from quire.ops import KVLayer, reference
 from quire.ops.triton import activation, norm
-from quire.ops.triton.embedding import embedding
-from quire.ops.triton.rope_store import qk_norm_rope_store
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
+from quire.ops.triton.step.embedding import embedding
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

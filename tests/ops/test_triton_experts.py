@@ -34,10 +34,10 @@ from quire.ops.experts import (
 )
 from quire.ops.reference import experts as twins
 from quire.ops.reference.quantized import dequantize
-from quire.ops.triton.experts import experts_mlp, run_experts, shape_of
-from quire.ops.triton.experts_gate import add_gated
-from quire.ops.triton.experts_plan import ExpertsPlan, ExpertsShape, Tile, plan_for
-from quire.ops.triton.experts_route import RoutePlan, route, sort_by_expert
+from quire.ops.triton.experts.experts import experts_mlp, run_experts, shape_of
+from quire.ops.triton.experts.kernels import add_gated
+from quire.ops.triton.experts.plan import ExpertsPlan, ExpertsShape, Tile, plan_for
+from quire.ops.triton.experts.route import RoutePlan, route, sort_by_expert
 from quire.ops.triton.launch import INTERPRETED
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_gemm import DEVICE
@@ -310,7 +310,7 @@ def test_8_bit_floats_are_refused_on_cards_that_do_not_know_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = replace(INTERPRETED, capability=(8, 0))
-    monkeypatch.setattr("quire.ops.triton.experts.traits", lambda device: old)
+    monkeypatch.setattr("quire.ops.triton.experts.experts.traits", lambda device: old)
     weight = Weight.empty(FORMATS["float8_e4m3fn"], 64, 32, DEVICE)
     experts = ExpertWeights(weight, 4)
     ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)

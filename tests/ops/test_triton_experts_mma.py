@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
-from quire.ops.triton.experts_plan import ExpertsPlan, MmaTile
+from quire.ops.triton.experts.plan import ExpertsPlan, MmaTile
 from quire.ops.weight import WeightFormat
 from tests.ops import ptx
 from tests.ops.test_triton_experts import E2M1, GPT_OSS, check

@@ -12,7 +12,7 @@ from torch import Tensor
 from quire.ops.choose import Policy, use_policy
 from quire.ops.reference import gated_delta as reference
 from quire.ops.state import StateLayer, StateRows
-from quire.ops.triton import gated_delta_net as kernels
+from quire.ops.triton.recurrent import gated_delta_net as kernels
 from quire.plan import STATE_SAVES
 
 LANES, SLOTS = 7, 40

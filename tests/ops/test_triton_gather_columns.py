@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.ops.triton import all_reduce, gather_columns
+from quire.ops.triton.collectives import all_reduce, gather_columns
 
 WIDTH = 24
 """RankColumns of a rank."""

@@ -22,10 +22,10 @@ from quire.errors import ConfigError
 from quire.ops.arguments import RmsScale
 from quire.ops.reference import rms_norm
 from quire.ops.reference.quantized import dequantize, quantize_rows, row_scales
-from quire.ops.triton import gemm
-from quire.ops.triton.gemm import LinearArgs
-from quire.ops.triton.gemm_plan import GATED, TORCH, GemmPlan
-from quire.ops.triton.skinny_gemm import Workspace
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GATED, TORCH, GemmPlan
+from quire.ops.triton.products.skinny import Workspace
+from quire.ops.triton.products.small import LinearArgs
 from quire.ops.weight import Weight, WeightFormat
 from tests.slow import WHOLE, slow
 
@@ -90,7 +90,7 @@ def reference(args: LinearArgs) -> Tensor:
 def check(args: LinearArgs, plan: GemmPlan, tolerance: float | None = None) -> Tensor:
     expected = reference(args)
     out = torch.full(expected.shape, float("nan"), dtype=args.x.dtype, device=DEVICE)
-    assert gemm.run(args, plan, out=out) is out
+    assert small.run(args, plan, out=out) is out
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (tolerance or TOLERANCE[args.x.dtype])
     return out
@@ -142,7 +142,7 @@ def test_norm_weights_in_fp32_round_once(plan: GemmPlan) -> None:
     wide = RmsScale(args.norm.weight.float() + 2**-9, args.norm.eps)
     normed = replace(args, x=rms_norm(args.x, *wide), norm=None)
     exact = GemmPlan(**{**_fields(plan), "norm": "exact"})
-    assert torch.equal(gemm.run(replace(args, norm=wide), exact), gemm.run(normed, plan))
+    assert torch.equal(small.run(replace(args, norm=wide), exact), small.run(normed, plan))
 
 
 @pytest.mark.parametrize("norm", [None, "exact", "late"])
@@ -192,9 +192,9 @@ def test_out_may_be_the_residual_and_wider_than_x() -> None:
     args = make_args(2, 24, 64, torch.bfloat16, residual=True)
     expected = reference(args)
     assert args.residual is not None
-    gemm.run(args, PLANS["gemv-whole-row"], out=args.residual)
+    small.run(args, PLANS["gemv-whole-row"], out=args.residual)
     assert (args.residual.double() - expected).norm() / expected.norm() < 8e-3
-    logits = gemm.run(
+    logits = small.run(
         make_args(2, 24, 64, torch.bfloat16), PLANS["skinny"], out_dtype=torch.float32
     )
     assert logits.dtype == torch.float32
@@ -204,18 +204,18 @@ def test_split_counters_return_to_zero_and_the_order_is_fixed() -> None:
     args = make_args(5, 40, 192)
     workspace = Workspace.on(DEVICE)
     plan = GemmPlan("skinny", bm=16, bn=16, bk=32, split_k=3)
-    first = gemm.run(args, plan, workspace=workspace)
+    first = small.run(args, plan, workspace=workspace)
     assert int(workspace.counters.abs().sum()) == 0
     for _ in range(3):
-        assert torch.equal(gemm.run(args, plan, workspace=workspace), first)
+        assert torch.equal(small.run(args, plan, workspace=workspace), first)
 
 
 def test_a_row_does_not_depend_on_its_batch_with_the_fixed_plan() -> None:
     args = make_args(70, 64, 64)
-    together = gemm.run_fixed(args, rms_norm=lambda x, norm: x)
+    together = small.run_fixed(args, rms_norm=lambda x, norm: x)
     for row in (0, 17, 69):
         alone = LinearArgs(x=args.x[row : row + 1], weight=args.weight)
-        assert torch.equal(gemm.run_fixed(alone, rms_norm=lambda x, norm: x)[0], together[row])
+        assert torch.equal(small.run_fixed(alone, rms_norm=lambda x, norm: x)[0], together[row])
 
 
 def test_small_linear_takes_the_separate_norm_or_declines() -> None:
@@ -227,35 +227,35 @@ def test_small_linear_takes_the_separate_norm_or_declines() -> None:
         return ((x.float() * scale).to(x.dtype) * norm.weight).to(x.dtype)
 
     args = make_args(1, 24, 64, torch.float16, norm="exact")
-    y = gemm.small_linear(args, rms_norm=rms_norm)
+    y = small.small_linear(args, rms_norm=rms_norm)
     assert y is not None
     assert not calls
     args = make_args(8, 24, 64, torch.float16, norm="exact")
-    y = gemm.small_linear(args, rms_norm=rms_norm)
+    y = small.small_linear(args, rms_norm=rms_norm)
     assert y is not None
     assert len(calls) == 1
     assert (y.double() - reference(args)).norm() / reference(args).norm() < 1e-2
-    assert gemm.small_linear(make_args(600, 8, 16), rms_norm=rms_norm) is None
+    assert small.small_linear(make_args(600, 8, 16), rms_norm=rms_norm) is None
 
 
 def test_no_rows() -> None:
-    assert gemm.run(make_args(0, 8, 16), GEMV).shape == (0, 8)
+    assert small.run(make_args(0, 8, 16), GEMV).shape == (0, 8)
 
 
 def test_bad_input_is_a_typed_error() -> None:
     args = make_args(2, 8, 16)
     with pytest.raises(ConfigError, match="1 rows got 2"):
-        gemm.run(args, GEMV)
+        small.run(args, GEMV)
     with pytest.raises(ConfigError, match="not one of our kernels"):
-        gemm.run(args, TORCH)
+        small.run(args, TORCH)
     with pytest.raises(ConfigError, match="unknown activation"):
-        gemm.run(LinearArgs(args.x, args.weight, act="swish"), SKINNY)
+        small.run(LinearArgs(args.x, args.weight, act="swish"), SKINNY)
     with pytest.raises(ConfigError, match="does not fit"):
-        gemm.run(LinearArgs(args.x[:, :8], args.weight), SKINNY)
+        small.run(LinearArgs(args.x[:, :8], args.weight), SKINNY)
     with pytest.raises(ConfigError, match="contiguous"):
-        gemm.run(LinearArgs(args.x[:, ::2], Weight.plain(args.weight.values[:, ::2])), SKINNY)
+        small.run(LinearArgs(args.x[:, ::2], Weight.plain(args.weight.values[:, ::2])), SKINNY)
     five = WeightFormat(torch.int8, scales=torch.float32, group=5)
     with pytest.raises(ConfigError, match="no kernel loads weights of the format int8-g5"):
-        gemm.run(LinearArgs(args.x, Weight.empty(five, 8, 16, DEVICE)), SKINNY)
+        small.run(LinearArgs(args.x, Weight.empty(five, 8, 16, DEVICE)), SKINNY)
     with pytest.raises(ConfigError, match="residual"):
-        gemm.run(LinearArgs(args.x, args.weight, residual=args.x), SKINNY)
+        small.run(LinearArgs(args.x, args.weight, residual=args.x), SKINNY)

@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape, multiplies
-from quire.ops.triton.gemm_table import (
+from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.products.plan import TORCH, GemmPlan, Shape, multiplies
+from quire.ops.triton.products.table import (
     GemmTable,
     bucket,
     cache_path,
@@ -22,8 +23,7 @@ from quire.ops.triton.gemm_table import (
     rows_plan,
     table_for,
 )
-from quire.ops.triton.gemm_tune import candidates, refinements
-from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.products.tune import candidates, refinements
 from quire.ops.weight import WeightFormat
 
 H200 = DeviceTraits((9, 0), 132, 232448, pdl=True, bf16=True)

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from quire.ops import KVLayer, Policy, RmsScale, use_policy
 from quire.ops.reference import latent as reference
-from quire.ops.triton import latent as kernels
-from quire.ops.triton.attention_schedule import Tiles
-from quire.ops.triton.latent_attention import (
+from quire.ops.triton.attention import latent as kernels
+from quire.ops.triton.attention.latent_attention import (
     LatentTuning,
     head_block,
     latent_attention,
     latent_schedule,
 )
+from quire.ops.triton.attention.schedule import Tiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}
 SMALL = LatentTuning(short=Tiles(16, 16, 4, 1), long=Tiles(16, 16, 4, 1), programs=8, spread=0)

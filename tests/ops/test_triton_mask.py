@@ -10,9 +10,9 @@ import torch
 from triton.runtime import interpreter
 
 from quire.ops.reference.mask import mask_logits as reference
-from quire.ops.triton import gate as gate_module
 from quire.ops.triton import mask_logits
-from quire.ops.triton.gate import wait_for_flag
+from quire.ops.triton.step import host as gate_module
+from quire.ops.triton.step.host import wait_for_flag
 from quire.runner.mask_ring import MaskRing
 
 

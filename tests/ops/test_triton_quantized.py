@@ -20,13 +20,13 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
 
 from quire.errors import ConfigError
 from quire.ops.reference.quantized import dequantize, round_inputs
-from quire.ops.triton import gemm, quantized_tiles
-from quire.ops.triton.gemm import LinearArgs
-from quire.ops.triton.gemm_plan import GemmPlan, Shape, shape_of, streams
-from quire.ops.triton.gemm_table import heuristic, key_of
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.linear import linear
-from quire.ops.triton.round_inputs import round_inputs as rounded_by_kernel
+from quire.ops.triton.products import quantized_tiles, small
+from quire.ops.triton.products.plan import GemmPlan, Shape, shape_of, streams
+from quire.ops.triton.products.round_inputs import round_inputs as rounded_by_kernel
+from quire.ops.triton.products.small import LinearArgs
+from quire.ops.triton.products.table import heuristic, key_of
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_gemm import DEVICE, PLANS, TOLERANCE, _fields, check, make_args
 
@@ -130,7 +130,7 @@ def test_what_kernels_do_not_load_is_dequantized_whole() -> None:
         expected = x.double() @ dequantize(weight, torch.float64).T
         torch.testing.assert_close(linear(x, weight).double(), expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(ConfigError, match="no kernel loads"):
-            gemm.run(LinearArgs(x, weight), PLANS["skinny"])
+            small.run(LinearArgs(x, weight), PLANS["skinny"])
 
 
 @pytest.mark.parametrize("inputs", ["token", "tensor", "group"])
@@ -155,14 +155,14 @@ def test_a_norm_on_tensor_cores_is_of_one_row_and_of_the_weights_dtype() -> None
     plan = GemmPlan("mma", bm=8, bn=16, bk=128, warps=4, norm="late")
     weight = drawn(FORMATS["uint4-g128-zeros"], 32, 512)
     one = replace(make_args(1, 32, 512, torch.bfloat16, norm="late"), weight=weight)
-    launch = gemm.prepare(one, plan, torch.empty(1, 32, dtype=torch.bfloat16), pdl=False)
+    launch = small.prepare(one, plan, torch.empty(1, 32, dtype=torch.bfloat16), pdl=False)
     assert launch.options["NORM"] is True
     assert one.norm is not None
     wide = replace(one, norm=one.norm._replace(weight=one.norm.weight.float()))
     two = replace(make_args(2, 32, 512, torch.bfloat16, norm="late"), weight=weight)
     for args in (wide, two, replace(one, x=one.x.half())):
         with pytest.raises(ConfigError, match="tensor cores"):
-            gemm.prepare(args, plan, torch.empty(len(args.x), 32, dtype=args.x.dtype), pdl=False)
+            small.prepare(args, plan, torch.empty(len(args.x), 32, dtype=args.x.dtype), pdl=False)
 
 
 def test_rules_of_thumb_for_few_bits() -> None:
@@ -188,4 +188,4 @@ def test_rules_of_thumb_for_few_bits() -> None:
     token = replace(format, inputs="token")
     assert shape_of(replace(args, weight=drawn(token, 8, 128))).format == format
     with pytest.raises(ConfigError, match="tiles of 48 inputs cut groups of 128"):
-        gemm.run(replace(args, weight=drawn(format, 8, 128)), GemmPlan("gemv", bm=1, bn=2, bk=48))
+        small.run(replace(args, weight=drawn(format, 8, 128)), GemmPlan("gemv", bm=1, bn=2, bk=48))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quire.ops import LogitRows, reference
 from quire.ops.reference import random, truncate
-from quire.ops.triton.sampling import sample, token_logprobs
+from quire.ops.triton.step.sampling import sample, token_logprobs
 from quire.runner.hooks.logprobs import WIDTH
 from quire.sampling_params import MAX_LOGPROBS
 from tests.slow import slow

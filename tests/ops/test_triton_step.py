@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
 from quire.ops.reference import pool
 from quire.ops.reference.step import ENDED
-from quire.ops.triton import step
+from quire.ops.triton.step import step
 
 PROMPT = 1
 SIDES = [pytest.param(reference, id="twin"), pytest.param(step, id="kernel")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quire.ops import reference
-from quire.ops.triton import all_reduce, sum_norm
+from quire.ops.triton.collectives import all_reduce, sum_norm
 
 WIDTH = 48
 PLACES = 4

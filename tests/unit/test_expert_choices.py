@@ -13,8 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 from quire.cli.choices import _expert_tiles
-from quire.ops.triton import experts_table
-from quire.ops.triton.experts_plan import ExpertsPlan, Tile
+from quire.ops.triton.experts import plan
+from quire.ops.triton.experts.plan import ExpertsPlan, Tile
 
 CONFIGS = Path(__file__).parents[2] / "bench/configs"
 
@@ -33,9 +33,7 @@ def test_says_where_tiles_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert "deterministic" in str(_expert_tiles(config(model, deterministic=True)))
     assert "rules" in str(_expert_tiles(config(model, eager=True)))
     assert "Card X: 0 in" in str(_expert_tiles(config(model)))
-    path = experts_table.store(
-        "Card X", {"key": ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 64))}
-    )
+    path = plan.store("Card X", {"key": ExpertsPlan("gemv", Tile(1, 4, 64), Tile(1, 4, 64))})
     assert list(json.loads(path.read_text())["entries"]) == ["key"]
     assert f"Card X: 1 in {path}" in str(_expert_tiles(config(model)))
     dense = next(p.name for p in sorted(CONFIGS.iterdir()) if p.name.startswith("qwen3-8b"))

@@ -37,12 +37,12 @@ from quire.features.tuning.settings import open_tuning, served
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
 from quire.features.tuning.table_order import TableOrder, packed, products_of
 from quire.models import build_model, spec_from_config
-from quire.ops.triton import gemm_table
-from quire.ops.triton.gemm_plan import TORCH, GemmPlan, Shape
-from quire.ops.triton.gemm_table import cache_path, heuristic, keep, key_of, table_for
-from quire.ops.triton.gemm_tune import Measured, preferred
 from quire.ops.triton.launch import DeviceTraits
-from quire.ops.triton.table_file import sole_writer
+from quire.ops.triton.products import table
+from quire.ops.triton.products.plan import TORCH, GemmPlan, Shape
+from quire.ops.triton.products.table import cache_path, heuristic, keep, key_of, table_for
+from quire.ops.triton.products.table_file import sole_writer
+from quire.ops.triton.products.tune import Measured, preferred
 from quire.ops.weight import WeightFormat
 from tests.models.harness import Harness
 
@@ -64,8 +64,8 @@ GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": 2, "n_positions": 64, "vocab_size"
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(gemm_table, "chosen", gemm_table.Chosen())
-    monkeypatch.setattr(feature, "chosen", gemm_table.chosen)
+    monkeypatch.setattr(table, "chosen", table.Chosen())
+    monkeypatch.setattr(feature, "chosen", table.chosen)
     table_for.cache_clear()
 
 
@@ -125,10 +125,10 @@ def test_what_tables_lack_is_asked_for_by_buckets_and_in_16_bits() -> None:
 
 def test_choices_are_noted_by_where_they_came_from() -> None:
     keep(CARD, {key_of(WIDE): PLAN})
-    assert gemm_table.plan_for(WIDE, CARD, H200) == PLAN
-    assert gemm_table.plan_for(NARROW, CARD, H200) == heuristic(NARROW, H200)
-    assert gemm_table.chosen.measured == {key_of(WIDE)}
-    assert gemm_table.chosen.by_rules == {key_of(NARROW): NARROW._replace(m=4)}
+    assert table.plan_for(WIDE, CARD, H200) == PLAN
+    assert table.plan_for(NARROW, CARD, H200) == heuristic(NARROW, H200)
+    assert table.chosen.measured == {key_of(WIDE)}
+    assert table.chosen.by_rules == {key_of(NARROW): NARROW._replace(m=4)}
 
 
 def test_an_order_survives_its_way() -> None:
@@ -166,7 +166,7 @@ def test_entries_are_added_to_what_others_have_kept_since() -> None:
     keep(CARD, {"a": PLAN})
     assert table_for(CARD).entries == {"a": PLAN}
     path = keep("Card Y", {})
-    cache_path(CARD).write_text(gemm_table.GemmTable(CARD, entries={"b": TORCH}).dumps())
+    cache_path(CARD).write_text(table.GemmTable(CARD, entries={"b": TORCH}).dumps())
     keep(CARD, {"c": PLAN})
     assert set(table_for(CARD).entries) == {"b", "c"}
     assert path != cache_path(CARD)
@@ -174,7 +174,7 @@ def test_entries_are_added_to_what_others_have_kept_since() -> None:
 
 def test_a_table_of_other_sources_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     keep(CARD, {"a": PLAN})
-    monkeypatch.setattr(gemm_table, "sources_hash", lambda: "other")
+    monkeypatch.setattr(table, "sources_hash", lambda: "other")
     table_for.cache_clear()
     assert table_for(CARD).entries == {}
 
@@ -306,7 +306,7 @@ def engine(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     caplog.set_level(logging.INFO, "quire.tables")
     for each in (NARROW, WIDE):
-        gemm_table.plan_for(each, CARD, H200)
+        table.plan_for(each, CARD, H200)
     started = []
 
     def start(source: str) -> TableTuning:

@@ -93,7 +93,7 @@ def _expert_tiles(config: EngineConfig) -> str | None:
     from quire.layers.dense_and_experts import DenseAndExpertsSpec
     from quire.layers.experts import ExpertsSpec
     from quire.models import load_config, spec_from_config
-    from quire.ops.triton.experts_table import cache_path, read
+    from quire.ops.triton.experts.plan import cache_path, read
 
     ffns = [layer.ffn for layer in spec_from_config(load_config(config.model_path)).layers]
     if not any(isinstance(ffn, ExpertsSpec | DenseAndExpertsSpec) for ffn in ffns):
@@ -113,7 +113,7 @@ def _linear_layers(config: EngineConfig) -> str:
 
     from quire.features.tuning.table_order import products_of
     from quire.models import build_model, load_config, model_quantization, spec_from_config
-    from quire.ops.triton.gemm_table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
+    from quire.ops.triton.products.table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
 
     if config.args.deterministic:
         return "one order of sums for every number of rows: deterministic"

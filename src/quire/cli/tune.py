@@ -19,7 +19,7 @@ from quire.errors import ConfigError, QuireError
 from quire.models import load_config, model_quantization, spec_from_config
 
 if TYPE_CHECKING:
-    from quire.ops.triton.gemm_plan import Shape
+    from quire.ops.triton.products.plan import Shape
 
 
 def tune(engine: EngineArgs, *, device: str, rows: Sequence[int] | None, again: bool) -> None:
@@ -34,9 +34,9 @@ def tune(engine: EngineArgs, *, device: str, rows: Sequence[int] | None, again: 
     # They import Triton, which machines without a GPU may lack.
     from quire.features.tuning.new_entries import lacking, make_entries
     from quire.features.tuning.table_order import products_of
-    from quire.ops.triton.gemm_table import BUCKETS, bucket, cache_path, key_of
-    from quire.ops.triton.gemm_tune import Measured, preferred
-    from quire.ops.triton.table_file import sole_writer
+    from quire.ops.triton.products.table import BUCKETS, bucket, cache_path, key_of
+    from quire.ops.triton.products.table_file import sole_writer
+    from quire.ops.triton.products.tune import Measured, preferred
 
     config = config_alone(engine)
     hf_config = load_config(config.model_path)

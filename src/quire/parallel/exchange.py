@@ -2,7 +2,7 @@
 
 A sum begins on a stream of its own: the rank's part goes to every peer by copies between GPUs, for
 which no multiprocessor works, and a flag follows. It ends on the stream that needs it, by a kernel
-that waits for the peers' flags and adds up (`ops/triton/all_reduce.py`).
+that waits for the peers' flags and adds up (`ops/triton/collectives/all_reduce.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from quire.ops.triton import all_reduce as kernels
+from quire.ops.triton.collectives import all_reduce as kernels
 from quire.parallel.symmetric_memory import (
     SymmetricGroup,
     addresses_in,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from quire.errors import EngineDeadError
 from quire.ops.choose import current_policy
-from quire.ops.triton import all_reduce as kernels
-from quire.ops.triton import gather_columns as gather_kernels
-from quire.ops.triton import sum_norm as norm_kernels
+from quire.ops.triton.collectives import all_reduce as kernels
+from quire.ops.triton.collectives import gather_columns as gather_kernels
+from quire.ops.triton.collectives import sum_norm as norm_kernels
 from quire.ops.triton.norm import rms_norm
 from quire.parallel.group import SumNormed
 from quire.parallel.torch_group import TorchGroup
@@ -49,7 +49,7 @@ class SymmetricGroup(TorchGroup):
     peers: what kernels know of the other ranks.
     width: elements of the rows that may be normed as they are summed; vocab: of the rows of which
         each rank has a part, that may be gathered in one place; dtype: of both.
-    limits: the most words (see `quire.ops.triton.all_reduce`) that one shot and two shots are used
+    limits: the most words (see `quire.ops.triton.collectives.all_reduce`) that one shot and two shots are used
         for; normed_rows: the most rows that are summed and normed at once. `choose` measures them.
     """
 

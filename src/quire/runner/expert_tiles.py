@@ -9,8 +9,8 @@ import torch.distributed as dist
 from quire import ops
 from quire.layers.experts import Experts
 from quire.models import Decoder
-from quire.ops.triton import experts_table
-from quire.ops.triton.experts_tune import TunedLayer, known_or_measured
+from quire.ops.triton.experts import plan
+from quire.ops.triton.experts.tune import TunedLayer, known_or_measured
 from quire.parallel.torch_group import TorchGroup
 
 
@@ -24,10 +24,10 @@ def choose_tiles(model: Decoder, most: int) -> None:
     group = model.group
     told: list[Any] = [None]
     if group.rank == 0:
-        told = [experts_table.dumps(known_or_measured(layers, most))]
+        told = [plan.dumps(known_or_measured(layers, most))]
     if isinstance(group, TorchGroup):
         dist.broadcast_object_list(told, group=group.handle, device=model.device, group_src=0)
-    experts_table.use(experts_table.loads(told[0]))
+    plan.use(plan.loads(told[0]))
 
 
 def tuned(layer: Experts) -> TunedLayer:

@@ -19,8 +19,8 @@ from quire.features.loop_feature import LoopFeature
 from quire.features.tuning.new_entries import lacking
 from quire.features.tuning.step_counts import StepCounts
 from quire.features.tuning.table_order import TableOrder, packed
-from quire.ops.triton.gemm_plan import Shape
-from quire.ops.triton.gemm_table import chosen
+from quire.ops.triton.products.plan import Shape
+from quire.ops.triton.products.table import chosen
 from quire.scheduler import Feature
 
 logger = logging.getLogger("quire.tables")

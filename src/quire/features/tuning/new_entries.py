@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from quire.ops.triton.gemm_plan import Shape
-from quire.ops.triton.gemm_table import bucket, keep, key_of, table_for
-from quire.ops.triton.gemm_tune import Measured, Tuner, Turn, at_once, preferred, tune
+from quire.ops.triton.products.plan import Shape
+from quire.ops.triton.products.table import bucket, keep, key_of, table_for
+from quire.ops.triton.products.tune import Measured, Tuner, Turn, at_once, preferred, tune
 
 _LEAST_POOL = 320 << 20
 """Bytes of weights from which a timing reads, at least: more than a card caches."""

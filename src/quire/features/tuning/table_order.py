@@ -13,7 +13,7 @@ from torch import nn
 from quire.layers.linear import Linear
 from quire.layers.norm import RMSNorm
 from quire.models import Decoder
-from quire.ops.triton.gemm_plan import Shape
+from quire.ops.triton.products.plan import Shape
 from quire.ops.weight import WeightFormat
 
 

@@ -19,10 +19,10 @@ import torch
 from quire.features.tuning.new_entries import lacking, make_entries
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
 from quire.features.tuning.table_order import TableOrder
-from quire.ops.triton.gemm_plan import Shape
-from quire.ops.triton.gemm_table import cache_path, table_for
-from quire.ops.triton.gemm_tune import Measured, preferred
-from quire.ops.triton.table_file import sole_writer
+from quire.ops.triton.products.plan import Shape
+from quire.ops.triton.products.table import cache_path, table_for
+from quire.ops.triton.products.table_file import sole_writer
+from quire.ops.triton.products.tune import Measured, preferred
 
 _CONTEXT = 600 << 20
 """Bytes that a process takes of a GPU before it asks for any."""

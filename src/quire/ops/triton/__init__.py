@@ -1,32 +1,30 @@
 """Triton kernels for NVIDIA GPUs, under the ops' names and signatures (see `ops.reference`)."""
 
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.adapted_gemm import adapted_linear
-from quire.ops.triton.adapters import adapter_rows, add_adapters
-from quire.ops.triton.adjust import adjust
-from quire.ops.triton.attention import attention_schedule, paged_attention
-from quire.ops.triton.drafts import begin_drafts, keep_drafts
-from quire.ops.triton.embedding import embedding
-from quire.ops.triton.experts import expert_segments, experts_mlp
-from quire.ops.triton.experts_gate import add_gated
-from quire.ops.triton.experts_route import route
-from quire.ops.triton.gate import wait_for_flag
-from quire.ops.triton.gated_delta_net import (
+from quire.ops.triton.attention.attention import attention_schedule, paged_attention
+from quire.ops.triton.attention.latent import latent_queries, latent_values, store_latent
+from quire.ops.triton.attention.latent_attention import latent_attention, latent_schedule
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
+from quire.ops.triton.collectives.segments import add_pairs, segment_sum
+from quire.ops.triton.experts.experts import expert_segments, experts_mlp
+from quire.ops.triton.experts.kernels import add_gated
+from quire.ops.triton.experts.route import route
+from quire.ops.triton.linear import linear
+from quire.ops.triton.lora.adapted_gemm import adapted_linear
+from quire.ops.triton.lora.adapters import adapter_rows, add_adapters
+from quire.ops.triton.norm import layer_norm, rms_norm
+from quire.ops.triton.recurrent.gated_delta_net import (
     gated_delta,
     gated_rms_norm,
     short_conv,
     sigmoid_gate,
 )
-from quire.ops.triton.latent import latent_queries, latent_values, store_latent
-from quire.ops.triton.latent_attention import latent_attention, latent_schedule
-from quire.ops.triton.layer_clock import set_clock
-from quire.ops.triton.linear import linear
-from quire.ops.triton.mask import mask_logits
-from quire.ops.triton.norm import layer_norm, rms_norm
-from quire.ops.triton.rope_store import qk_norm_rope_store
-from quire.ops.triton.sampling import sample, token_logprobs
-from quire.ops.triton.segments import add_pairs, segment_sum
-from quire.ops.triton.step import (
+from quire.ops.triton.step.adjust import adjust
+from quire.ops.triton.step.drafts import begin_drafts, keep_drafts
+from quire.ops.triton.step.embedding import embedding
+from quire.ops.triton.step.host import mask_logits, set_clock, wait_for_flag
+from quire.ops.triton.step.sampling import sample, token_logprobs
+from quire.ops.triton.step.step import (
     collect_rows,
     expand_rows,
     finish_rows,

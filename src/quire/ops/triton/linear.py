@@ -13,16 +13,16 @@ from torch import Tensor
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
 from quire.ops.reference.quantized import dequantize as dequantize_any
-from quire.ops.triton import block_gemv
 from quire.ops.triton.activation import run as activate
-from quire.ops.triton.eight_bit_gemm import product, takes
-from quire.ops.triton.gemm import LinearArgs, run_fixed, small_linear
-from quire.ops.triton.gemm_plan import MMA_ROWS, streams
-from quire.ops.triton.gemm_table import BUCKETS
 from quire.ops.triton.launch import DeviceTraits, traits
 from quire.ops.triton.norm import rms_norm
-from quire.ops.triton.quantized_tiles import dequantize
-from quire.ops.triton.round_inputs import round_inputs
+from quire.ops.triton.products import block_gemv
+from quire.ops.triton.products.eight_bit import product, takes
+from quire.ops.triton.products.plan import MMA_ROWS, streams
+from quire.ops.triton.products.quantized_tiles import dequantize
+from quire.ops.triton.products.round_inputs import round_inputs
+from quire.ops.triton.products.small import LinearArgs, run_fixed, small_linear
+from quire.ops.triton.products.table import BUCKETS
 from quire.ops.weight import Weight
 
 _FEW_ROWS = 32
@@ -86,25 +86,29 @@ def linear(
 @functools.cache
 def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of gated layers on Hopper cards, if this is one."""
-    return importlib.import_module("quire.ops.triton.hopper_gated") if card.gluon else None
+    return importlib.import_module("quire.ops.triton.experts.hopper_gated") if card.gluon else None
 
 
 @functools.cache
 def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of weights in few bits on Hopper cards, if this is one."""
-    return importlib.import_module("quire.ops.triton.hopper_gemm") if card.gluon else None
+    return importlib.import_module("quire.ops.triton.products.hopper_gemm") if card.gluon else None
 
 
 @functools.cache
 def _hopper_blocks(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of 8-bit floats in groups on Hopper cards, if this is one."""
-    return importlib.import_module("quire.ops.triton.hopper_blocks") if card.gluon else None
+    return (
+        importlib.import_module("quire.ops.triton.products.hopper_blocks") if card.gluon else None
+    )
 
 
 @functools.cache
 def _hopper_narrow(card: DeviceTraits) -> ModuleType | None:
     """Returns the products of few rows with 16-bit weights on Hopper cards, if this is one."""
-    return importlib.import_module("quire.ops.triton.hopper_narrow") if card.gluon else None
+    return (
+        importlib.import_module("quire.ops.triton.products.hopper_narrow") if card.gluon else None
+    )
 
 
 def loads(weight: Weight) -> bool:

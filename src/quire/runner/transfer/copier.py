@@ -196,7 +196,7 @@ def copy_between(
 ) -> None:
     """Copies pieces of `size` bytes on the current stream. sources, targets: addresses, int64 [n].
     wide: between places on the device, with all of it."""
-    from quire.ops.triton.blocks import copy_pieces
+    from quire.ops.triton.step.blocks import copy_pieces
 
     pair = torch.from_numpy(np.stack([sources, targets]))
     addresses = pair.pin_memory().to(device, non_blocking=True)

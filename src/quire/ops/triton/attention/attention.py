@@ -1,0 +1,448 @@
+"""Paged attention for mixed batches: rows of any length against a block-paged KV cache.
+
+Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs. Long
+rows have many tiles. In a step of many tokens these fill the card, and each walks its KV alone; in
+one of fewer, such as a prompt whose prefix is cached, their KV is spread over programs too. Which
+row goes where is decided on the device from `query_start` and `seq_lens`; grids follow from static
+bounds alone (token bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within
+a bucket.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops.choose import current_policy
+from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.triton.attention import kv8
+from quire.ops.triton.attention.kernels import attend_long, attend_short, combine
+from quire.ops.triton.attention.schedule import (
+    LongSchedule,
+    Schedule,
+    Tiles,
+    schedule,
+    schedule_long,
+)
+from quire.ops.triton.launch import DeviceTraits, launch, options, traits
+
+_LOG2E = math.log2(math.e)
+_FILLED = 3
+"""Programs per multiprocessor from which on rows fill the card by themselves."""
+_CROWDED = 8
+"""Programs per multiprocessor from which on short rows are not cut into parts: one long row ends
+among waves of others."""
+_ONE_WAVE = 5
+"""Programs per multiprocessor that run at once, with one KV tile in flight each."""
+_THREE_AT_ONCE = 168
+"""Registers of a thread with which three programs of four warps run at once."""
+_MANY = 1 << 30
+_WIDE = 256
+"""Dimensions of a head beyond which tiles are bounded by registers."""
+_SHORT_TILE = 64
+"""If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
+
+
+@dataclass(frozen=True)
+class AttentionTuning:
+    """Measured choices, by default made from the shapes. programs: how many more than rows alone
+    make short rows' KV is spread over. min_tiles: least KV tiles of a part of those. spread: how
+    many programs the KV of long rows is spread over, if they have fewer tiles of queries; 0: each
+    tile walks its own alone. most_parts: of a short row's KV, or of a long one's for each tile.
+    prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None means
+    what the card has; upcast computes in fp32 where tensor cores do not take bf16. wgmma: long rows
+    have the kernel for Hopper cards where it takes them, unless `prefill` names tiles. fixed: one
+    kernel, one tile and one order of summation for every row, whatever else is in the batch."""
+
+    decode: Tiles | None = None
+    prefill: Tiles | None = None
+    programs: int | None = None
+    min_tiles: int = 1
+    most_parts: int = 32
+    spread: int | None = None
+    prefetch: bool | None = None
+    pdl: bool | None = None
+    upcast: bool | None = None
+    wgmma: bool = True
+    fixed: bool = False
+
+
+DEFAULT = AttentionTuning()
+FIXED = AttentionTuning(fixed=True)
+
+
+def _tuning() -> AttentionTuning:
+    return FIXED if current_policy().deterministic else DEFAULT
+
+
+def decode_tiles(
+    queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
+    card: DeviceTraits,
+) -> Tiles:  # fmt: skip
+    """queries: (token, head) pairs of the longest short row."""
+    m = max(16, triton.next_power_of_2(queries))
+    if card.capability < (8, 0):
+        return Tiles(m, 32, 4, 1)
+    if d_pad > _WIDE:
+        return Tiles(m, 32, 4 if m == 16 else 8, 2)
+    if kv_format.scales != "none":
+        # Half the bytes take as many instructions: what counts is how few there are for each, and
+        # how many programs run at once.
+        if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
+            # Integers would rather have the registers, unless there are programs for several waves.
+            three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
+            return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
+        return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
+    # Many programs run at once with less in flight each; not where they are only just too many for
+    # one wave, of so many rows that their lengths will differ: the last to end then need depth.
+    programs = rows * kv_heads
+    ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
+    shallow = programs > _FILLED * card.num_sms and not ragged
+    return Tiles(m, 64 if d_pad * element_size <= 256 else 32, 4, 2 if shallow else 3)
+
+
+def prefill_tiles(
+    pairs: int, head_dim: int, element_size: int, card: DeviceTraits, *, cut: bool = False
+) -> Tiles:
+    """pairs: (token, head) pairs of a step at most. cut: for parts of a tile's KV."""
+    d_pad = max(16, triton.next_power_of_2(head_dim))
+    if element_size > 2 or card.capability < (8, 0):
+        # No tensor cores for these: the product is done by FMAs, out of registers.
+        return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
+    if d_pad > _WIDE:
+        return Tiles(32, 32, 8, 2) if card.shared_memory >= 160 * 1024 else Tiles(16, 16, 4, 2)
+    if card.shared_memory < 160 * 1024:
+        return Tiles(64, 32 if d_pad <= 128 else 16, 4, 2)
+    if d_pad > 128:
+        return Tiles(128, 64 if card.shared_memory >= 200 * 1024 else 32, 8, 2)
+    if card.shared_memory < 200 * 1024:
+        return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
+    if cut:
+        return Tiles(64, 64, 4, 3)  # two at once, and all that a short part reads is in flight
+    if pairs <= 96 * card.num_sms:
+        return Tiles(64, 128, 4, 2)  # so few that smaller tiles spread better
+    return Tiles(128, 128, 8, 2)
+
+
+def attention_schedule(
+    query_start: Tensor,
+    seq_lens: Tensor,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    kv_format: KVFormat,
+    tokens: int,
+    max_q_len: int,
+    window: int | None = None,
+    tuning: AttentionTuning | None = None,
+) -> Schedule:
+    """See `ops.attention_schedule`."""
+    tuning = tuning or _tuning()
+    card = traits(seq_lens.device)
+    group, rows = heads // kv_heads, seq_lens.shape[0]
+    d_pad, width = _padded(head_dim, kv_format), _width(dtype, kv_format, card, tuning)
+    tiles = tuning.decode or _short_tiles(
+        group, max_q_len, d_pad, width, kv_format, rows, kv_heads, card
+    )
+    programs = tuning.programs
+    if programs is None:
+        programs = _more_programs(rows * kv_heads, kv_format, card)
+    pdl = card.pdl if tuning.pdl is None else tuning.pdl
+    short = schedule(
+        query_start,
+        seq_lens,
+        kv_heads=kv_heads,
+        programs=programs,
+        longest=max(1, tiles.m // group),
+        tiles=tiles,
+        min_tiles=tuning.min_tiles,
+        most_parts=tuning.most_parts,
+        window=window,
+        pdl=pdl,
+    )
+    if min(max_q_len, tokens) <= short.longest:
+        return short
+    tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card, cut=True)
+    spread = _spread(tokens * group // tiles.m * kv_heads, tiles, card, tuning)
+    if spread == 0:
+        return short
+    long = schedule_long(
+        query_start,
+        seq_lens,
+        tokens=tokens,
+        group=group,
+        kv_heads=kv_heads,
+        programs=spread,
+        shortest=short.longest + 1,
+        tiles=tiles,
+        most_parts=tuning.most_parts,
+        window=window,
+        pdl=pdl,
+    )
+    return replace(short, long=long)
+
+
+def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> int:
+    """Programs that short rows' KV is spread over besides those of the rows alone."""
+    # A program gets through 8-bit tiles no faster than through others of twice the bytes.
+    each = 2 if kv_format.scales == "none" else 4
+    if programs <= _FILLED * card.num_sms:
+        return each * card.num_sms
+    if programs > _CROWDED * card.num_sms:
+        return 0
+    # Rows that fill the card stay whole, but for those of more than half again the mean: all would
+    # wait for one of a long context.
+    return min(2 * each * card.num_sms, programs * 2 // 3)
+
+
+def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTuning) -> int:
+    """Programs to spread long rows' KV over, where tiles of queries alone make `programs`; or 0."""
+    if tuning.most_parts == 1:
+        return 0
+    if tuning.spread is not None:
+        return tuning.spread
+    at_once = 2 if tiles.m * tiles.n <= 64 * 64 else 1
+    return at_once * card.num_sms if 2 * programs <= card.num_sms else 0
+
+
+def _short_tiles(
+    group: int, max_q_len: int, d_pad: int, width: int, kv_format: KVFormat, rows: int,
+    kv_heads: int, card: DeviceTraits,
+) -> Tiles:  # fmt: skip
+    fits = max_q_len * group <= _SHORT_TILE
+    queries = max_q_len * group if fits else group
+    return decode_tiles(queries, d_pad, width, kv_format, rows, kv_heads, card)
+
+
+def _width(
+    dtype: torch.dtype, kv_format: KVFormat, card: DeviceTraits, tuning: AttentionTuning
+) -> int:
+    """Bytes of an element as it enters a matrix product."""
+    if kv_format.scales != "none":
+        return 2
+    return 4 if _upcast(dtype, card, tuning) else dtype.itemsize
+
+
+def _upcast(dtype: torch.dtype, card: DeviceTraits, tuning: AttentionTuning) -> bool:
+    upcast = not card.bf16 and dtype == torch.bfloat16
+    return upcast if tuning.upcast is None else tuning.upcast
+
+
+def paged_attention(
+    q: Tensor,
+    kv: KVLayer,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    *,
+    q_lens: Sequence[int] = (),
+    max_q_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scratch: Mapping[str, Any] | None = None,
+    tuning: AttentionTuning | None = None,
+) -> Tensor:
+    """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
+
+    q: [T, heads, D], the last dimension dense. kv: of any block, head and token stride; block_size
+    a power of two. query_start: int32 [R + 1], rows of length 0 are padding. seq_lens: int32 [R],
+    this step's tokens included. block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens
+    and max_seq_len are not used. window: positions a query sees, itself included. softcap: logits
+    become `cap * tanh(logit / cap)`. sinks: [heads], a score of each that joins the softmax and has
+    no value. scratch: under "schedule" what `attention_schedule` made of the same rows; made here
+    if absent. Returns [T, heads, D]; rows of padding are undefined.
+    """
+    del q_lens, max_seq_len
+    tuning = tuning or _tuning()
+    card = traits(q.device)
+    tokens, heads, head_dim = q.shape
+    kv_heads = kv.k.shape[1]
+    out = torch.empty((tokens, heads, head_dim), dtype=q.dtype, device=q.device)
+    if tokens == 0 or seq_lens.shape[0] == 0:
+        return out
+    width = _width(q.dtype, kv.format, card, tuning)
+    max_q_len = min(max_q_len, tokens)
+    pdl = card.pdl if tuning.pdl is None else tuning.pdl
+    launch = _Launch(
+        (q, *_stored(kv), q if sinks is None else sinks, out),
+        (query_start, seq_lens, block_table),
+        (scale * _LOG2E, 0.0) if softcap is None else (2.0 * scale / softcap, softcap * _LOG2E),
+        window or 0,
+        {
+            "GROUP": heads // kv_heads,
+            "HEAD_DIM": head_dim,
+            "D_PAD": _padded(head_dim, kv.format),
+            "BLOCK_TOKENS": kv.k.shape[2],
+            "WINDOW": window is not None,
+            "SOFTCAP": softcap is not None,
+            "SINKS": sinks is not None,
+            "UPCAST": _upcast(q.dtype, card, tuning),
+            "PRECISION": "ieee" if width == 4 else "tf32",
+            **kv8.constants(kv.format, card),
+        },
+        pdl,
+    )
+    if tuning.fixed:
+        few = max_q_len * heads // kv_heads <= _SHORT_TILE
+        if not launch.by_wgmma(kv, tuning, 1, card, few):
+            long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
+            launch.long_rows(long_tiles, shortest=1, one_loop=True)
+        return out
+    made = (scratch or {}).get("schedule")
+    early = made is not None and pdl
+    plan = made or attention_schedule(
+        query_start, seq_lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=q.dtype, kv_format=kv.format, tokens=tokens, max_q_len=max_q_len, window=window,
+        tuning=tuning,
+    )  # fmt: skip
+    prefetch = (
+        seq_lens.shape[0] * kv_heads <= card.num_sms if tuning.prefetch is None else tuning.prefetch
+    )
+    launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
+    if plan.long is not None:
+        launch.long_parts(plan.long, shortest=plan.longest + 1)
+    elif max_q_len > plan.longest and not launch.by_wgmma(kv, tuning, plan.longest + 1, card):
+        long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
+        launch.long_rows(long_tiles, shortest=plan.longest + 1)
+    return out
+
+
+@functools.cache
+def _hopper(card: DeviceTraits) -> ModuleType | None:
+    """Returns the launch of the kernel for Hopper cards, if this is one."""
+    return importlib.import_module("quire.ops.triton.attention.hopper") if card.gluon else None
+
+
+def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """k, v, k_scale and v_scale as kernels read them: 8-bit values in pairs; where there are no
+    scales, anything."""
+    if kv.k_scale is None or kv.v_scale is None:
+        return kv.k, kv.v, kv.k, kv.v
+    return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
+
+
+def _padded(head_dim: int, kv_format: KVFormat) -> int:
+    """Dimensions that a tile has room for. A matrix product takes 16, or 16 pairs."""
+    return max(16 if kv_format.scales == "none" else 32, triton.next_power_of_2(head_dim))
+
+
+def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
+    limit = {} if tiles.registers is None else {"maxnreg": tiles.registers}
+    return options(pdl, num_warps=tiles.warps, num_stages=tiles.stages, **limit)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, sinks, out. rows:
+    query_start, seq_lens, block_table."""
+
+    tensors: tuple[Tensor, ...]
+    rows: tuple[Tensor, Tensor, Tensor]
+    scales: tuple[float, float]
+    window: int
+    constants: dict[str, Any]
+    pdl: bool
+
+    def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
+        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
+        the preceding kernel began, so that it may be read early."""
+        tiles, out = plan.tiles, self.tensors[-1]
+        num_items, kv_heads = plan.items.shape[0], self.tensors[1].shape[1]
+        partial = lse = out
+        if plan.parts:
+            partial, lse = self._partial(num_items, tiles)
+        launch(attend_short, (kv_heads, num_items))(
+            *self.tensors, partial, lse, plan.items, self.rows[2], *self._numbers(),
+            BM=tiles.m, BN=tiles.n, PDL=pdl, PREFETCH=prefetch, PARTS=plan.parts,
+            **self.constants, **_options(tiles, pdl),
+        )  # fmt: skip
+        if plan.parts:
+            queries = min(longest * int(self.constants["GROUP"]), tiles.m)
+            self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
+
+    def by_wgmma(
+        self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits,
+        few: bool = False,
+    ) -> bool:  # fmt: skip
+        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, and says
+        whether it takes them. few: no row has more than a warpgroup's tile of queries."""
+        module = _hopper(card) if tuning.wgmma and tuning.prefill is None else None
+        q, out = self.tensors[0], self.tensors[-1]
+        if module is None or not module.takes(q, kv):
+            return False
+        module.attend_long_rows(
+            q, kv, self.tensors[-2] if self.constants["SINKS"] else None, out, self.rows,
+            self.scales, softcap=self.constants["SOFTCAP"],
+            window=self.window if self.constants["WINDOW"] else None, shortest=shortest,
+            pdl=self.pdl, tiles=module.few_tiles(kv, card.num_sms) if few else None,
+        )  # fmt: skip
+        return True
+
+    def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
+        """Rows of at least `shortest` tokens."""
+        (tokens, heads, _), kv_heads = self.tensors[0].shape, self.tensors[1].shape[1]
+        rows = len(self.rows[1])
+        most = tokens * (heads // kv_heads) // tiles.m + rows
+        unused = self.tensors[-1], self.tensors[-1], self.rows[0]
+        self._long((kv_heads, most), tiles, unused, shortest, one_loop)
+
+    def long_parts(self, plan: LongSchedule, shortest: int) -> None:
+        """The same, their KV in parts."""
+        num_items, tiles = plan.items.shape[0], plan.tiles
+        partial, lse = self._partial(num_items, tiles)
+        grid = self.tensors[1].shape[1], num_items
+        self._long(grid, tiles, (partial, lse, plan.items), shortest, parts=True)
+        group = int(self.constants["GROUP"])
+        self._combine(partial, lse, plan.items, plan.places, group, tiles, long=True)
+
+    def _long(
+        self, grid: tuple[int, int], tiles: Tiles, parts_of: tuple[Tensor, Tensor, Tensor],
+        shortest: int, one_loop: bool = False, parts: bool = False,
+    ) -> None:  # fmt: skip
+        launch(attend_long, grid)(
+            *self.tensors, *parts_of, *self.rows, len(self.rows[1]), *self._numbers(), BM=tiles.m,
+            BN=tiles.n, SHORTEST=shortest, ONE_LOOP=one_loop, PDL=self.pdl, PARTS=parts,
+            **self.constants, **_options(tiles, self.pdl),
+        )  # fmt: skip
+
+    def _partial(self, num_items: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
+        """Room for each item's results [BM, D] and logarithms of sums [BM], of each KV head."""
+        q, k = self.tensors[:2]
+        places = num_items * k.shape[1] * tiles.m
+        partial = torch.empty(places * q.shape[2], dtype=torch.float32, device=q.device)
+        return partial, torch.empty(places, dtype=torch.float32, device=q.device)
+
+    def _combine(
+        self, partial: Tensor, lse: Tensor, items: Tensor, rows: Tensor, queries: int,
+        tiles: Tiles, *, long: bool,
+    ) -> None:  # fmt: skip
+        out, kv_heads, count = self.tensors[-1], self.tensors[1].shape[1], rows.shape[1]
+        launch(combine, (count, kv_heads, queries))(
+            partial, lse, self.tensors[-2], out, items, rows, count, *out.stride()[:2],
+            GROUP=self.constants["GROUP"], HEAD_DIM=self.constants["HEAD_DIM"],
+            D_PAD=self.constants["D_PAD"], BM=tiles.m, SINKS=self.constants["SINKS"], LONG=long,
+            PDL=self.pdl,
+            **options(self.pdl, num_warps=2),
+        )  # fmt: skip
+
+    def _numbers(self) -> tuple[float, ...]:
+        q, k, v, k_scale, _, _, out = self.tensors
+        own = k_scale.stride()[:2] if self.constants["OWN_SCALES"] else (0, 0)
+        return (
+            *self.scales, self.window, *q.stride()[:2], *out.stride()[:2], *k.stride()[:3],
+            *v.stride()[:3], *own, self.rows[2].stride(0),
+        )  # fmt: skip

@@ -1,0 +1,117 @@
+"""Attention of long rows on Hopper cards: the launch of `hopper_kernel.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.ops.kv import KVLayer
+from quire.ops.triton.attention import kv8
+from quire.ops.triton.attention.hopper_kernel import attend_pages
+from quire.ops.triton.launch import launch, options, traits
+
+_ROWS = 64
+"""(token, head) pairs of a warpgroup."""
+_COLUMNS = 64
+"""Values of a box's row: what a swizzled row of shared memory holds in 16 bits."""
+_SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_ROUNDS = 2
+"""From more tiles than that for each multiprocessor on a program takes several."""
+
+
+@dataclass(frozen=True)
+class RingTiles:
+    """`n` KV positions at a time, `stages` of K and of V in flight. programs: at most; each takes
+    its share of the tiles of queries. 0: one for each tile. warpgroups: of `_ROWS` pairs each that
+    make a tile of queries, 1 or 2."""
+
+    n: int
+    stages: int
+    programs: int
+    warpgroups: int = 2
+
+
+def takes(q: Tensor, kv: KVLayer) -> bool:
+    """Whether the kernel knows these shapes and types: queries of 16 bits, KV of the same type or
+    in 8 bits, heads of 64 or 128 dimensions, and pages of at least 8 tokens that lie in the pool as
+    whole rows of a head's values."""
+    stored, dim = (kv.k, kv.v), q.shape[2]
+    known = kv.k.dtype == q.dtype if kv.k_scale is None else kv.k.dtype.itemsize == 1
+    return (
+        known
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and dim in (64, 128)
+        and kv.k.shape[2] >= 8
+        and all(x.dtype == kv.k.dtype for x in stored)
+        and all(x.stride(2) == dim and x.stride(3) == 1 for x in stored)
+        and all(x.stride(i) % dim == 0 for x in stored for i in (0, 1))
+    )
+
+
+def few_tiles(kv: KVLayer, num_sms: int) -> RingTiles:
+    """Returns the tiles of rows whose queries all fit a warpgroup's."""
+    if kv.k.shape[3] == 64:
+        return RingTiles(128, 4, num_sms, 1)
+    return RingTiles(128, 3 if kv.k_scale is None else 2, num_sms, 1)
+
+
+def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
+    """items: tiles of queries, of all KV heads."""
+    programs = num_sms if items > _ROUNDS * num_sms else 0
+    return RingTiles(128, 2 if head_dim == 128 else 3, programs)
+
+
+def attend_long_rows(
+    q: Tensor,
+    kv: KVLayer,
+    sinks: Tensor | None,
+    out: Tensor,
+    rows: tuple[Tensor, Tensor, Tensor],
+    scales: tuple[float, float],
+    *,
+    softcap: bool,
+    window: int | None,
+    shortest: int,
+    pdl: bool,
+    tiles: RingTiles | None = None,
+) -> None:
+    """Writes the attention of rows of at least `shortest` tokens to out [T, heads, D]. rows:
+    query_start, seq_lens, block_table. scales: the factor of scores, in log2 units, and the cap;
+    see `attention.py`. tiles: by default made from the shapes."""
+    (tokens, heads, dim), (_, kv_heads, block_tokens, _) = q.shape, kv.k.shape
+    group, (query_start, seq_lens, table) = heads // kv_heads, rows
+    rows_at_once = (2 if tiles is None else tiles.warpgroups) * _ROWS
+    most = tokens * group // rows_at_once + len(seq_lens)
+    items = kv_heads * most
+    tiles = tiles or ring_tiles(items, dim, traits(q.device).num_sms)
+    programs = min(items, tiles.programs or items)
+    form = kv8.constants(kv.format, traits(q.device))
+    k_scale, v_scale = (q, q) if kv.k_scale is None else (kv.k_scale, kv.v_scale)
+    launch(attend_pages, (programs,))(
+        q, _rows(kv.k, tiles), _rows(kv.v, tiles), k_scale, v_scale,
+        q if sinks is None else sinks, out, query_start, seq_lens, table, len(seq_lens), kv_heads,
+        most, triton.cdiv(items, programs), shortest, *scales, window or 0,
+        *q.stride()[:2], *out.stride()[:2],
+        *(x.stride(i) // dim for x in (kv.k, kv.v) for i in (0, 1)),
+        *(k_scale.stride()[:2] if form["OWN_SCALES"] else (0, 0)), table.stride(0),
+        GROUP=group, D=dim, BLOCK_TOKENS=block_tokens, BN=tiles.n, STAGES=tiles.stages,
+        SOFTCAP=softcap, WINDOW=window is not None, SINKS=sinks is not None,
+        CONSUMERS=tiles.warpgroups, KIND=form["KIND"], OWN_SCALES=form["OWN_SCALES"], PDL=pdl,
+        **options(pdl, num_warps=4),
+    )  # fmt: skip
+
+
+def _rows(x: Tensor, tiles: RingTiles) -> TensorDescriptor:
+    """Describes the pool, from a layer's first value on, as rows of a head's values."""
+    blocks, heads, block_tokens, dim = x.shape
+    rows = ((blocks - 1) * x.stride(0) + (heads - 1) * x.stride(1)) // dim + block_tokens
+    page = min(block_tokens, tiles.n)
+    if x.dtype.itemsize == 1:
+        swizzle = NVMMASharedLayout(swizzle_byte_width=dim, element_bitwidth=8, rank=2)
+        return TensorDescriptor(x.view(torch.uint8), [rows, dim], [dim, 1], [page, dim], swizzle)
+    return TensorDescriptor(x, [rows, dim], [dim, 1], [page, _COLUMNS], _SWIZZLE)

@@ -1,0 +1,236 @@
+"""Parts of the kernels of `kernels.py`: a tile of queries against tiles of KV, the latter
+in the queries' type or in 8 bits (see `kv8.py`)."""
+
+import triton
+import triton.language as tl
+
+from quire.ops.triton.attention import kv8
+
+
+@triton.jit
+def stored(positions, begin, end):
+    return (positions >= begin) & (positions < end)
+
+
+@triton.jit
+def _scores(q, k, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """q kᵀ, over `unit` of the kind."""
+    if KIND:
+        scores = tl.dot(q[0], tl.trans(kv8.even(k, KIND, PACKED)))
+        return tl.dot(q[1], tl.trans(kv8.odd(k, KIND, PACKED)), scores)
+    else:
+        if UPCAST:
+            k = k.to(tl.float32)
+        return tl.dot(q, tl.trans(k), input_precision=PRECISION)
+
+
+@triton.jit
+def _add_values(
+    acc, decay, weights, v, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """acc * decay + weights v, the latter over `unit` of the kind."""
+    if KIND:
+        weights = weights.to(tl.float16)
+        even = tl.dot(weights, kv8.even(v, KIND, PACKED), acc[0] * decay[:, None])
+        odd = tl.dot(weights, kv8.odd(v, KIND, PACKED), acc[1] * decay[:, None])
+        return even, odd
+    else:
+        if UPCAST:
+            v = v.to(tl.float32)
+        acc = acc * decay[:, None]
+        return tl.dot(weights.to(v.dtype), v, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def attend_range(
+    acc, peak, total, q, limit, start, end, begin, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr,
+    table_ptr, qk_scale, softcap, window,
+    k_stride_b, k_stride_t, v_stride_b, v_stride_t, scale_stride_b,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr,
+    MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
+    PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over KV tiles [start, end). Only MASKED tiles check positions: causality
+    (`limit` is each query's position) and the window; what lies outside [begin, end) belongs to
+    none of the queries, may not be stored (any more), and is not read.
+    `peak` and `total` are the running maximum (in log2 units) and sum. 8-bit KV is read as pairs
+    of values (see `kv8.py`): HEAD_DIM, D_PAD and strides count those, `q` and `acc` are two tensors
+    each, of the even and of the odd dimensions. OWN_SCALES: each token has its own."""
+    dims = tl.arange(0, D_PAD)
+    # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
+    positions = start + tl.arange(0, BN)
+    block = tl.load(
+        table_ptr + positions // BLOCK_TOKENS, mask=stored(positions, begin, end), other=0
+    )
+    for tile in range(start, end, BN):
+        positions = tile + tl.arange(0, BN)
+        # From strides of their own, though equal: shared offsets would be kept in registers from
+        # K's loads to V's, and a fourth fewer programs would run at once.
+        k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
+        v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
+        scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
+        ahead = positions + BN
+        block = tl.load(table_ptr + ahead // BLOCK_TOKENS, mask=stored(ahead, begin, end), other=0)
+        k_at = k_ptr + k_rows[:, None] + dims[None, :]
+        v_at = v_ptr + v_rows[:, None] + dims[None, :]
+        if MASKED:
+            inside = stored(positions, begin, end)[:, None] & (dims[None, :] < HEAD_DIM)
+            k = tl.load(k_at, mask=inside, other=0)
+            v = tl.load(v_at, mask=inside, other=0)
+        elif HEAD_DIM == D_PAD:
+            k = tl.load(k_at)
+            v = tl.load(v_at)
+        else:
+            k = tl.load(k_at, mask=dims[None, :] < HEAD_DIM, other=0)
+            v = tl.load(v_at, mask=dims[None, :] < HEAD_DIM, other=0)
+        scores = _scores(q, k, UPCAST, PRECISION, KIND, PACKED)
+        if OWN_SCALES:
+            known = stored(positions, begin, end)
+            scores *= tl.load(k_scale_ptr + scale_rows, mask=known, other=0.0)[None, :]
+        factor = qk_scale
+        if SOFTCAP:
+            # cap * tanh(x / cap): qk_scale is then 2 * scale / cap, and the cap in log2 units.
+            scores = 2.0 * tl.sigmoid(scores * qk_scale) - 1.0
+            factor = softcap
+        if MASKED:
+            seen = positions[None, :] <= limit[:, None]
+            if WINDOW:
+                seen = seen & (positions[None, :] > limit[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        # Scaled after the maximum, so that the scaling is part of the exponent's multiply-add.
+        higher = tl.maximum(peak, tl.max(scores, 1) * factor)
+        base = higher
+        if MASKED:
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weights = tl.exp2(scores * factor - base[:, None])
+        decay = tl.exp2(peak - base)
+        total = total * decay + tl.sum(weights, 1)
+        if OWN_SCALES:
+            v_scale = tl.load(v_scale_ptr + scale_rows, mask=known, other=0.0)
+            weights *= (v_scale * kv8.LIFT)[None, :]
+        acc = _add_values(acc, decay, weights, v, UPCAST, PRECISION, KIND, PACKED)
+        peak = higher
+    return acc, peak, total
+
+
+@triton.jit
+def _flat_rows(
+    head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
+):
+    """Returns for a row's tile `local` each query's token within the row and its offset, [BM], and
+    whether there is one."""
+    flat = local * BM + tl.arange(0, BM)
+    tokens = flat // GROUP
+    heads = head * GROUP + flat % GROUP
+    at = (q_start + tokens).to(tl.int64) * stride_t + heads * stride_h
+    return tokens, at, flat < q_len * GROUP
+
+
+@triton.jit
+def load_queries(
+    q_ptr, head, local, q_start, q_len, first, stride_t, stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+    UPCAST: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """The queries of a row's tile [BM, D_PAD], in two where KV is in 8 bits, and their positions
+    [BM], -1 for what is none. The row's first query stands at position `first`."""
+    tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
+    dims = tl.arange(0, D_PAD)
+    inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+    positions = tl.where(live, first + tokens, -1)
+    if KIND:
+        at = q_ptr + rows[:, None] + 2 * dims[None, :]
+        even = tl.load(at, mask=inside, other=0.0)
+        odd = tl.load(at + 1, mask=inside, other=0.0)
+        return (kv8.fp16(even), kv8.fp16(odd)), positions
+    else:
+        q = tl.load(q_ptr + rows[:, None] + dims[None, :], mask=inside, other=0.0)
+        if UPCAST:
+            q = q.to(tl.float32)
+        return q, positions
+
+
+@triton.jit
+def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
+    """Returns the initial state of `attend_range`: acc, peak, total."""
+    acc = tl.zeros([BM, D_PAD], tl.float32)
+    peak = tl.full([BM], float("-inf"), tl.float32)
+    total = tl.zeros([BM], tl.float32)
+    if KIND:
+        return (acc, acc), peak, total
+    else:
+        return acc, peak, total
+
+
+@triton.jit
+def with_sinks(
+    peak, total, sinks_ptr, head, local, alone, GROUP: tl.constexpr, BM: tl.constexpr
+):  # fmt: skip
+    """Returns the initial state, peak and total, of queries whose heads have sinks. alone: whether
+    there are no other parts of their KV; the sinks of those that have some are for `combine`."""
+    flat = local * BM + tl.arange(0, BM)
+    sinks = sink(sinks_ptr, head * GROUP + flat % GROUP)
+    return tl.where(alone, sinks, peak), tl.where(alone, 1.0, total)
+
+
+@triton.jit
+def sink(sinks_ptr, heads):
+    """Returns scores in log2 units."""
+    return tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
+    """acc / total, [BM, all dimensions]; and the sums, 1 where there was nothing to see."""
+    total = tl.where(total > 0.0, total, 1.0)
+    if KIND:
+        factor = kv8.unit(KIND)
+        if OWN_SCALES:
+            factor /= kv8.LIFT
+        else:
+            factor *= tl.load(v_scale_ptr + head)
+        return tl.interleave(acc[0], acc[1]) * (factor / total)[:, None], total
+    else:
+        return acc / total[:, None], total
+
+
+@triton.jit
+def score_scale(
+    qk_scale, k_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr
+):  # fmt: skip
+    """Returns the factor of scores as they come from the products."""
+    if KIND:
+        qk_scale *= kv8.unit(KIND)
+        if not OWN_SCALES:
+            qk_scale *= tl.load(k_scale_ptr + head)
+    return qk_scale
+
+
+@triton.jit
+def store_part(
+    partial_ptr, lse_ptr, result, lse, limit, parts,
+    HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Stores a part that `combine` adds up, in grid (KV heads, items): if there are several parts,
+    the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing
+    for some: zeros, and -inf."""
+    dims = tl.arange(0, D_PAD)
+    place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
+    at = place + tl.arange(0, BM)
+    several = tl.where(parts > 1, limit, -1) >= 0
+    inside = several[:, None] & (dims[None, :] < HEAD_DIM)
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + dims[None, :], result, mask=inside)
+    tl.store(lse_ptr + at, lse, mask=several)
+
+
+@triton.jit
+def store_output(
+    out_ptr, result, head, local, q_start, q_len, stride_t, stride_h,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    _, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
+    dims = tl.arange(0, D_PAD)
+    inside = live[:, None] & (dims[None, :] < HEAD_DIM)
+    at = out_ptr + rows[:, None] + dims[None, :]
+    tl.store(at, result.to(out_ptr.dtype.element_ty), mask=inside)

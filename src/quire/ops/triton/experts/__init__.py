@@ -1,0 +1,1 @@
+"""The feed-forward layers of experts."""

@@ -1,0 +1,360 @@
+"""Tiles of experts' products, by a simple model of how many tokens an expert gets."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from quire.ops.triton.products.plan import CHUNK_WORDS
+from quire.ops.triton.products.table_file import sources_hash, table_path, write_whole
+from quire.ops.weight import WeightFormat
+
+GEMV_TOKENS = 4
+"""Tokens up to which experts' weights are read once for each token that takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of bm tokens, bn outputs (gated: as many gates, and as many ups) and bk inputs. swap:
+    weights are the left operand, which fills a Hopper warpgroup's 64 rows with them."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int = 4
+    stages: int = 1
+    swap: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """A tile of `rows` times 16 weight rows (gated: 8 gates and their ups) and `columns` times 8
+    tokens. chunks: of 64 bytes of a row that each of its warps has under way. early: inputs are
+    asked for with the weights that they multiply, not when those have come."""
+
+    rows: int
+    columns: int
+    warps: int
+    chunks: int
+    early: bool = False
+
+    @property
+    def bm(self) -> int:
+        """Returns the tokens of a tile."""
+        return 8 * self.columns
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerTile:
+    """A tile of 8 units or 16 outputs of one token, see `experts_integer`. ahead: pieces of 256
+    inputs that each of its warps has under way."""
+
+    warps: int
+    ahead: int
+
+    @property
+    def bm(self) -> int:
+        """Returns the tokens of a tile."""
+        return 1
+
+
+@dataclass(frozen=True, slots=True)
+class RingTile:
+    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`. stages: of
+    64 inputs that are under way."""
+
+    stages: int = 4
+
+    @property
+    def bm(self) -> int:
+        """Returns the tokens of a tile."""
+        return 128
+
+
+AnyTile = Tile | MmaTile | IntegerTile | RingTile
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
+    tokens in the order of experts. up, down: the tiles of the two products; a grouped plan has
+    equal `bm` in both, and both or none are `RingTile`. expand: weights become numbers of x's dtype
+    first, all experts'."""
+
+    kernel: Literal["gemv", "grouped"]
+    up: AnyTile
+    down: AnyTile
+    expand: bool = False
+
+
+class ExpertsShape(NamedTuple):
+    """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
+    weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
+    floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
+    they become, on this card. shared: bytes of shared memory that a program may use. format: the
+    key of the weights' format, "" where only rules choose. counts: whether `experts_integer` takes
+    the weights, on this card."""
+
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    width: int
+    dtype: torch.dtype
+    bits: int
+    mma: bool = False
+    expand: bool = False
+    floats: bool = False
+    ring: bool = False
+    shared: int = 227 << 10
+    format: str = ""
+    counts: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Tokens of an expert, if they are spread evenly over those that get any."""
+        taken = self.experts * (1 - (1 - 1 / self.experts) ** (self.tokens * self.top_k))
+        return self.tokens * self.top_k / max(taken, 1.0)
+
+
+def bits_of(format: WeightFormat) -> int:
+    return format.bits or 8 * format.values.itemsize
+
+
+PIECE = 256
+"""Inputs that a warp of an `IntegerTile` asks for at once."""
+_SMALL_GRID = 128
+"""Programs of which a card runs all at once, with 16 warps each."""
+_WHOLE_CARD = 1024
+"""Programs of which a card runs all at once, with 2 warps each that have 4 chunks under way."""
+_ENOUGH = 6000
+"""Programs of one warp that keep a card busy to their end."""
+_SHORT_ROW = 8 * CHUNK_WORDS * 32
+"""Bits of a weight row that a warp alone reads in 8 rounds."""
+FIXED_UP = Tile(32, 32, 64, 4, 3)
+FIXED_DOWN = Tile(32, 64, 64, 4, 3)
+"""Tiles for any shape, so that a token's result is the same to the bit whatever else is in the
+batch."""
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_for(shape: ExpertsShape) -> ExpertsPlan:
+    """Returns the plan of a shape by rules."""
+    if shape.counts and shape.tokens <= GEMV_TOKENS:
+        return ExpertsPlan("gemv", *_integer_tiles(shape))
+    found = _mma_plan(shape) if shape.mma else None
+    if found is not None:
+        return found
+    if shape.tokens <= GEMV_TOKENS:
+        return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
+    wide = shape.dtype == torch.float32
+    if shape.mean <= 24:
+        # A read of weights: tiles that keep many loads under way, whatever the tokens.
+        if wide or shape.bits < 8:
+            bk, stages = (64, 3) if wide else (128, 4)
+            up, down = Tile(16, 32, bk, 4, stages), Tile(16, 64, bk, 4, stages)
+        else:
+            swap = shape.bits >= 16
+            up, down = Tile(16, 64, 128, 4, 3, swap), Tile(16, 128, 128, 4, 3, swap)
+        return ExpertsPlan("grouped", up, down)
+    if shape.ring and (shape.bits >= 16 or shape.expand):
+        return ExpertsPlan("grouped", RingTile(), RingTile(), expand=shape.expand)
+    if shape.mean <= 48 or wide:
+        return ExpertsPlan("grouped", Tile(32, 64, 64, 4, 3), Tile(32, 128, 64, 4, 3))
+    eight = shape.bits == 8
+    roomy = shape.shared >= 200 << 10
+    if shape.mean > 96 and eight and not shape.floats and roomy:
+        return ExpertsPlan("grouped", Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
+    if shape.mean <= 96 or eight:
+        # As left operand, 8-bit floats are multiplied from the registers where they were widened,
+        # while the next are; integers are not the faster for it.
+        swap = eight and shape.floats
+        return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
+    if shape.bits >= 16 or shape.expand:
+        # What goes from L2 to a multiprocessor bounds them: the larger the tile, the less it is.
+        bm, stages = (128, 4) if roomy else (64, 3)
+        up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
+    else:
+        up, down = Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+    return ExpertsPlan("grouped", up, down, expand=shape.expand)
+
+
+def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
+    """Tiles of both products, whose warps have all of their pieces under way if registers allow."""
+    up = -(-shape.hidden // PIECE)
+    most = 3 if shape.bits < 8 else 2
+    warps = min(16, 1 << ((up - 1) // most).bit_length())
+    # 8-bit floats need more registers beside their pieces.
+    ahead = 1 if shape.floats else min(most, -(-up // warps))
+    total = -(-shape.top_k * -(-shape.width // PIECE) // 8)
+    few = shape.tokens * -(-shape.hidden // 16) <= _SMALL_GRID
+    if shape.floats:
+        down = IntegerTile(16 if few else 8, 1)
+    elif shape.bits < 8 or few:
+        # Unless all can be under way, registers are worth more to other programs.
+        down = IntegerTile(8, total if total <= 3 else 1)
+    else:
+        down = IntegerTile(8, min(total, 2))
+    return IntegerTile(warps, ahead), down
+
+
+def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
+    """Returns the plan of few tokens per expert on tensor cores, None if there are too many."""
+    if shape.tokens <= GEMV_TOKENS:
+        return ExpertsPlan("gemv", _direct_tile(shape), _sum_tile(shape))
+    if shape.bits >= 8 or shape.mean > 10:
+        return None
+    return ExpertsPlan("grouped", *_few_tiles(shape))
+
+
+def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
+    """Tiles of both products of sorted tokens. A warp alone has no others' sums to wait for, and
+    two tiles of rows share the inputs that it loads, but few programs need more warps."""
+    blocks = shape.tokens * shape.top_k * (1 / shape.mean + 1 / 16)
+    programs = blocks * -(-shape.width // 16)
+    alone = MmaTile(2, 1, 1, 1, early=True)
+    if programs >= _ENOUGH:
+        return alone, alone
+    up = MmaTile(1 if programs < _ENOUGH / 2 else 2, 1, 2, 1, early=True)
+    return up, alone if shape.width * shape.bits <= _SHORT_ROW else up
+
+
+def _direct_tile(shape: ExpertsShape) -> MmaTile:
+    """A tile of the units of one assignment."""
+    if shape.bits >= 8:
+        return MmaTile(1, 0, 4, 2)
+    programs = shape.tokens * shape.top_k * -(-shape.width // 8)
+    if programs <= _WHOLE_CARD:
+        return MmaTile(1, 0, 2, 4, early=True)
+    return MmaTile(1, 0, 2 if shape.hidden * shape.bits > 2 * _SHORT_ROW else 4, 1, early=True)
+
+
+def _sum_tile(shape: ExpertsShape) -> MmaTile:
+    """A tile of the sum over a token's experts, in one round if warps have room for it."""
+    chunks = -(-shape.top_k * shape.width * shape.bits // (CHUNK_WORDS * 32 * 8))
+    if chunks <= 6:
+        return MmaTile(1, 0, 8, chunks)
+    programs = shape.tokens * -(-shape.hidden // 16)
+    if programs <= _SMALL_GRID:
+        return MmaTile(1, 0, 16, 2)
+    return MmaTile(1, 0, 8, 3 if shape.bits < 8 else 2)
+
+
+def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
+    """A tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits are
+    short, so that more of them have to be under way."""
+    if gated:
+        return Tile(1, 4, 512, 4, 3) if shape.bits >= 16 else Tile(1, 16, 256, 4, 3)
+    if shape.bits >= 16:
+        return Tile(1, 4, 512, 4)
+    return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)
+
+
+# The choice of tiles for experts: what was measured on this card, or the rules of `experts_plan`.
+
+RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+"""The most tokens of each range that has plans of its own. Beyond the last, rules choose."""
+Entries = dict[str, ExpertsPlan]
+"""Plans by `key_of` their shapes."""
+
+_KINDS: dict[str, type[AnyTile]] = {
+    "loop": Tile, "mma": MmaTile, "integer": IntegerTile, "ring": RingTile
+}  # fmt: skip
+_measured: Entries = {}
+
+
+def range_of(tokens: int) -> int | None:
+    """Returns the most tokens of the range that holds so many; None: there is none."""
+    return next((most for most in RANGES if tokens <= most), None)
+
+
+def key_of(shape: ExpertsShape) -> str:
+    """E.g. "bfloat16/t64/e128/k8/h2048/w768/uint4-g128"; t is its range's. What a shape says of the
+    kernels that take it goes behind."""
+    dtype = str(shape.dtype).removeprefix("torch.")
+    parts = [dtype, f"t{range_of(shape.tokens)}", f"e{shape.experts}", f"k{shape.top_k}"]
+    parts += [f"h{shape.hidden}", f"w{shape.width}", shape.format]
+    parts += ["mma"] if shape.mma else []
+    parts += ["ring"] if shape.ring else []
+    parts += ["integer"] if shape.counts else []
+    parts += ["expand"] if shape.expand else []
+    return "/".join(parts)
+
+
+@functools.lru_cache(maxsize=4096)
+def chosen_plan(shape: ExpertsShape) -> ExpertsPlan:
+    """Returns the plan of a shape: what was measured for its range, or the rules'."""
+    found = _measured.get(key_of(shape)) if shape.format else None
+    return found or plan_for(shape)
+
+
+def use(entries: Mapping[str, ExpertsPlan]) -> None:
+    """Lets this process choose what was measured, beside what it chooses already."""
+    _measured.update(entries)
+    chosen_plan.cache_clear()
+
+
+def dumps(entries: Mapping[str, ExpertsPlan]) -> str:
+    """Returns plans as JSON."""
+    plans = {key: _as_json(plan) for key, plan in sorted(entries.items())}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(plan)}" for key, plan in plans.items())
+    return f'{{"entries": {{\n{lines}\n}}}}\n'
+
+
+def loads(text: str) -> Entries:
+    """Returns plans from JSON. Raises ValueError, KeyError or TypeError on anything but what
+    `dumps` writes."""
+    return {key: _from_json(plan) for key, plan in dict(json.loads(text)["entries"]).items()}
+
+
+def _as_json(plan: ExpertsPlan) -> dict[str, Any]:
+    tiles: dict[str, Any] = {}
+    for name, tile in (("up", plan.up), ("down", plan.down)):
+        kind = next(kind for kind, known in _KINDS.items() if type(tile) is known)
+        tiles[name] = {"kind": kind, **asdict(tile)}
+    return {"kernel": plan.kernel, **tiles, "expand": plan.expand}
+
+
+def _from_json(data: Any) -> ExpertsPlan:
+    if data["kernel"] not in ("gemv", "grouped"):
+        raise ValueError(f"unknown kernel {data['kernel']!r}")
+    up, down = _tile(data["up"]), _tile(data["down"])
+    return ExpertsPlan(data["kernel"], up, down, bool(data["expand"]))
+
+
+def _tile(data: Any) -> AnyTile:
+    values = dict(data)
+    tile = _KINDS[values.pop("kind")](**values)
+    if not all(isinstance(value, int) for value in astuple(tile)):
+        raise TypeError(f"a tile has what is no number: {data}")
+    return tile
+
+
+def cache_path(card: str) -> Path:
+    """Returns the path of this user's measurements on a card, with this Triton and sources."""
+    return table_path("experts", card, sources_hash())
+
+
+def read(card: str) -> Entries:
+    """Returns what was measured on a card before; nothing where no file says so."""
+    try:
+        return loads(cache_path(card).read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def store(card: str, entries: Mapping[str, ExpertsPlan]) -> Path:
+    """Keeps measurements beside those of other models.
+
+    Raises:
+        OSError: the cache directory cannot be written to.
+    """
+    path = cache_path(card)
+    write_whole(path, dumps({**read(card), **entries}))
+    return path

@@ -1,0 +1,258 @@
+"""Measures which tiles run a model's experts fastest on this card.
+
+A few plans are timed for each range of tokens: what the rules choose for it and for those beside
+it, then other tiles of each product. They are timed on the layers' own weights, with random routes,
+as replays of a CUDA graph that walks over several layers, so that weights come from memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quire.ops.experts import ExpertWeights, Swiglu
+from quire.ops.triton.experts.experts import run_experts, shape_of
+from quire.ops.triton.experts.plan import (
+    RANGES,
+    AnyTile,
+    Entries,
+    ExpertsPlan,
+    ExpertsShape,
+    IntegerTile,
+    MmaTile,
+    Tile,
+    key_of,
+    plan_for,
+    read,
+    store,
+)
+from quire.ops.triton.launch import compiling
+from quire.ops.triton.products.table_file import graph_us
+
+logger = logging.getLogger("quire.experts")
+
+GAIN = 0.98
+"""The share of the best time so far that a plan may take to be preferred: less is noise."""
+SECONDS = 8.0
+"""The time after which ranges that are left keep their rules. Compiling is not counted."""
+_LAYERS = 8
+"""Layers that a timing walks over."""
+_FEW = 8
+"""Tokens up to which a layer takes some 10 µs, and above which some 100."""
+
+_SORTED = (
+    MmaTile(2, 1, 1, 1, early=True),
+    MmaTile(1, 1, 2, 1, early=True),
+    MmaTile(2, 1, 2, 1, early=True),
+)
+_OTHERS: dict[tuple[str, str, type], tuple[AnyTile, ...]] = {
+    ("gemv", "up", IntegerTile): (
+        IntegerTile(4, 1),
+        IntegerTile(4, 2),
+        IntegerTile(2, 4),
+        IntegerTile(2, 2),
+    ),
+    ("gemv", "down", IntegerTile): (
+        IntegerTile(8, 3),
+        IntegerTile(4, 6),
+        IntegerTile(16, 1),
+        IntegerTile(8, 1),
+    ),
+    ("gemv", "up", MmaTile): (
+        MmaTile(1, 0, 2, 4, early=True),
+        MmaTile(1, 0, 4, 1),
+        MmaTile(1, 0, 4, 2),
+    ),
+    ("gemv", "down", MmaTile): (MmaTile(1, 0, 8, 3), MmaTile(1, 0, 8, 2), MmaTile(1, 0, 16, 3)),
+    ("gemv", "up", Tile): (Tile(1, 4, 512, 4, 3), Tile(1, 8, 512, 4, 3), Tile(1, 16, 256, 4, 3)),
+    ("gemv", "down", Tile): (Tile(1, 4, 256, 4), Tile(1, 4, 512, 4), Tile(1, 4, 1024, 4)),
+    ("grouped", "up", MmaTile): _SORTED,
+    ("grouped", "down", MmaTile): _SORTED,
+}
+"""Tiles by kernel and product, beside those that rules choose for a range. Few: each compiles."""
+
+
+class TunedLayer(NamedTuple):
+    """The experts of a layer on this rank. first: the number of its first expert among those of all
+    ranks."""
+
+    up: ExpertWeights
+    down: ExpertWeights
+    act: Swiglu
+    top_k: int
+    first: int
+    dtype: torch.dtype
+
+
+def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
+    """Returns the rules' plans for the range of a shape, first, for the two on either side,
+    and the one without `experts_integer`."""
+    at = RANGES.index(shape.tokens)
+    beside = [shape.tokens, *RANGES[max(0, at - 2) : at + 3]]
+    plans = [plan_for(shape._replace(tokens=tokens)) for tokens in beside]
+    if shape.counts:
+        plans.append(plan_for(shape._replace(counts=False)))
+    return list(dict.fromkeys(plan for plan in plans if plan.expand == shape.expand))
+
+
+def other_tiles(plan: ExpertsPlan, product: Literal["up", "down"]) -> list[ExpertsPlan]:
+    """Returns a plan with other tiles of one of its products."""
+    own = getattr(plan, product)
+    tiles = _OTHERS.get((plan.kernel, product, type(own)), ())
+    others = [tile for tile in tiles if tile != own]
+    if product == "up":
+        return [replace(plan, up=tile) for tile in others]
+    return [replace(plan, down=tile) for tile in others]
+
+
+def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
+    """Yields every plan that `best_plan` may time, up to the tile of the other product."""
+    for plan in whole_plans(shape):
+        yield plan
+        yield from other_tiles(plan, "up")
+        yield from other_tiles(plan, "down")
+
+
+def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> ExpertsPlan:
+    """Returns the fastest plan for a shape. us_of: times one, infinite where it cannot serve."""
+    times: dict[ExpertsPlan, float] = {}
+
+    def faster(best: ExpertsPlan, plans: Sequence[ExpertsPlan]) -> ExpertsPlan:
+        for plan in (best, *plans):
+            if plan not in times:
+                times[plan] = us_of(plan)
+            if times[plan] < GAIN * times[best]:
+                best = plan
+        return best
+
+    first, *beside = whole_plans(shape)
+    best = faster(first, beside)
+    best = faster(best, other_tiles(best, "up"))
+    return faster(best, other_tiles(best, "down"))
+
+
+class ExpertsTimer:
+    """Times plans on layers of one shape of weights, which lie on a GPU."""
+
+    def __init__(self, layers: Sequence[TunedLayer]) -> None:
+        self._layers = layers[:: max(1, len(layers) // _LAYERS)][:_LAYERS]
+        self._device = layers[0].up.weight.values.device
+        # Equal for all plans of a number of tokens, the last one asked for.
+        self._tokens = 0
+        self._inputs: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def shape(self, tokens: int) -> ExpertsShape:
+        """Returns the shape of so many tokens."""
+        layer = self._layers[0]
+        x, ids, _ = self._inputs_of(tokens)[0]
+        return shape_of(x, ids, layer.up, layer.down)
+
+    def calls(self, plan: ExpertsPlan, tokens: int) -> list[Callable[[], object]]:
+        """Returns what runs a plan, once for each layer."""
+        return [
+            functools.partial(
+                run_experts, plan, *inputs, each.up, each.down, each.act, residual=inputs[0]
+            )
+            for each, inputs in zip(self._layers, self._inputs_of(tokens), strict=True)
+        ]
+
+    def us(self, plan: ExpertsPlan, tokens: int) -> float:
+        """Returns the µs that a layer takes; infinite for a plan that fails."""
+        try:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            guess = 10.0 if tokens <= _FEW else 100.0
+            return graph_us(self.calls(plan, tokens), guess, self._stream)
+        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+            logger.debug("%s for %d tokens: %s: %s", plan, tokens, type(error).__name__, error)
+            return math.inf
+
+    @functools.cached_property
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self._device)
+
+    def _inputs_of(self, tokens: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Returns x, ids and weights of random routes, for each layer."""
+        if tokens != self._tokens:
+            generator = torch.Generator(self._device).manual_seed(tokens)
+            self._inputs = [self._drawn(layer, tokens, generator) for layer in self._layers]
+            self._tokens = tokens
+        return self._inputs
+
+    def _drawn(
+        self, layer: TunedLayer, tokens: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        options: Any = {"device": self._device, "generator": generator}
+        x = torch.randn(tokens, layer.up.weight.inputs, **options).to(layer.dtype)
+        weights, ids = torch.rand(tokens, layer.up.total, **options).topk(layer.top_k, 1)
+        ids -= layer.first
+        ids.masked_fill_((ids < 0) | (ids >= layer.up.experts), -1)
+        return x, ids.int(), weights / layer.top_k
+
+
+def known_or_measured(layers: Sequence[TunedLayer], most: int) -> Entries:
+    """Returns plans of the layers for up to `most` tokens: what the cache directory knows, and what
+    is measured now and kept there."""
+    card = torch.cuda.get_device_name(layers[0].up.weight.values.device)
+    known = read(card)
+    found, keys = tune(layers, most, known)
+    if found:
+        try:
+            store(card, found)
+        except OSError as error:
+            logger.warning("experts: what was measured is not kept: %s", error)
+    return {key: plan for key, plan in {**known, **found}.items() if key in keys}
+
+
+def _compile(wanted: Sequence[tuple[ExpertsTimer, ExpertsShape]]) -> None:
+    """Compiles all that may be timed, on all cores at once."""
+    with compiling(os.cpu_count() or 1):
+        for timer, shape in wanted:
+            for plan in all_plans(shape):
+                with contextlib.suppress(Exception):  # it fails again when it is timed
+                    timer.calls(plan, shape.tokens)[0]()
+
+
+def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entries, set[str]]:
+    """Measures the layers' shapes, of up to `most` tokens, that are not known. Returns what was
+    found, without shapes left when `SECONDS` have passed, and the keys of all."""
+    groups: dict[ExpertsShape, list[TunedLayer]] = {}
+    for layer in layers:
+        groups.setdefault(ExpertsTimer([layer]).shape(1), []).append(layer)
+    sizes = [tokens for tokens in RANGES if tokens <= most]
+    shapes = [
+        (timer, timer.shape(tokens))
+        for timer in map(ExpertsTimer, groups.values())
+        for tokens in sizes
+    ]
+    keys = {key_of(shape) for _, shape in shapes}
+    wanted = [(timer, shape) for timer, shape in shapes if key_of(shape) not in known]
+    if not wanted:
+        return {}, keys
+    began = time.perf_counter()
+    _compile(wanted)
+    compiled = time.perf_counter()
+    found: Entries = {}
+    for timer, shape in wanted:
+        if time.perf_counter() > compiled + SECONDS:
+            break
+        plan = best_plan(shape, functools.partial(timer.us, tokens=shape.tokens))
+        found[key_of(shape)] = plan
+        if plan != plan_for(shape):
+            logger.info("experts, %s: %s", key_of(shape), plan)
+    logger.info(
+        "experts: %d of %d ranges of tokens measured; compiled for %.1f s, measured for %.1f s",
+        len(found), len(wanted), compiled - began, time.perf_counter() - compiled,
+    )  # fmt: skip
+    # What was captured has gone with its graphs.
+    torch.cuda.empty_cache()
+    return found, keys

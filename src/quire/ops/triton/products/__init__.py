@@ -1,0 +1,1 @@
+"""Products of tokens and weights, and what surrounds them."""

@@ -1,0 +1,146 @@
+"""Products of more than a few rows with weights and inputs in 8-bit floats that have scales for
+each 128 inputs, on Hopper cards: the launch of `hopper_blocks_kernel.py`."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.ops.triton.launch import options, traits
+from quire.ops.triton.products.hopper_blocks_kernel import multiply_blocks
+from quire.ops.triton.products.plan import Launch, LinearArgs
+from quire.ops.triton.products.round_inputs import quantize_inputs
+from quire.ops.triton.products.small import default_workspace
+
+INPUTS = 128
+"""Inputs of a chunk, which share a scale."""
+_ROWS = 128
+"""Weight rows of a tile."""
+_SHARED = 166 << 10
+"""Bytes of shared memory for the ring; the outputs' way through it takes the rest."""
+_BUSY = 0.7
+"""Tiles of a multiprocessor from which on each program has whole ones."""
+
+
+class BlockTile(NamedTuple):
+    """bn: rows of x. shared: programs share tiles, else each has whole ones."""
+
+    bn: int
+    shared: bool
+
+    @property
+    def stages(self) -> int:
+        """Chunks in flight."""
+        return min(8, _SHARED // ((self.bn + _ROWS) * INPUTS + 4 * self.bn))
+
+
+def takes(args: LinearArgs) -> bool:
+    """Whether the kernel is for a layer: 8-bit floats with scales for each 128 inputs, of x too,
+    and rows that TMA takes."""
+    weight, values = args.weight, args.weight.values
+    form, scales = weight.format, weight.scales
+    if form.values != torch.float8_e4m3fn or form.inputs != "group" or form.group != INPUTS:
+        return False
+    if form.zeros or form.ordered or weight.first or weight.inputs % INPUTS or scales is None:
+        return False
+    if args.apart or (args.gated and weight.outputs % 16):
+        return False
+    aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 16 == 0
+    return scales.dtype == torch.float32 and aligned
+
+
+def tile_for(rows: int, args: LinearArgs) -> BlockTile:
+    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers: as large
+    as leaves few multiprocessors without one, else one that programs share."""
+    most = min(max(32, triton.next_power_of_2(rows)), 128)
+    enough = _BUSY * traits(args.x.device).num_sms
+    for bn in (most, max(32, most // 2)):
+        if _tiles(rows, bn, args) >= enough:
+            return BlockTile(bn, False)
+    return BlockTile(bn, True)
+
+
+def programs_for(tile: BlockTile, args: LinearArgs) -> int:
+    """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
+    alike: a program then has a share of one tile only."""
+    most, tiles = traits(args.x.device).num_sms, _tiles(len(args.x), tile.bn, args)
+    if not tile.shared:
+        return min(most, tiles)
+    return most // tiles * tiles if 2 * tiles <= most else most
+
+
+def _tiles(rows: int, bn: int, args: LinearArgs) -> int:
+    return triton.cdiv(args.weight.outputs, _ROWS) * triton.cdiv(rows, bn)
+
+
+def product(args: LinearArgs) -> Tensor:
+    """Returns y [M, N], see `LinearArgs`, of a layer that `takes` says yes to."""
+    q, scales = quantize_inputs(args.x, args.weight, args.norm)
+    out = torch.empty(len(q), args.n, dtype=args.x.dtype, device=q.device)
+    if out.numel():
+        tile, counters = tile_for(len(q), args), default_workspace(q.device).counters
+        programs = programs_for(tile, args)
+        pdl = traits(q.device).pdl
+        hopper_blocks(q, scales, args, out, tile, counters, programs, pdl=pdl).run()
+    return out
+
+
+def hopper_blocks(
+    q: Tensor, scales: Tensor, args: LinearArgs, out: Tensor, tile: BlockTile, counters: Tensor,
+    programs: int, *, pdl: bool,
+) -> Launch:  # fmt: skip
+    """`args` with x as it was rounded, see `quantize_inputs`, into `out` [M, N].
+
+    q: 8-bit floats [M, K]. scales: fp32 [M, K / 128], neighbours in M side by side. counters:
+    int32, zero between kernels, two for each program."""
+    weight, res, n = args.weight, args.residual, args.n
+    assert weight.scales is not None
+    m_tiles, n_tiles = triton.cdiv(len(q), tile.bn), triton.cdiv(weight.outputs, _ROWS)
+    chunks = args.k // INPUTS
+    total = m_tiles * n_tiles * chunks
+    programs = min(programs, total if tile.shared else m_tiles * n_tiles)
+    sums = counters
+    if tile.shared:
+        size = 2 * programs * _ROWS * tile.bn
+        sums = torch.empty(size, dtype=torch.float32, device=q.device)
+    described = TensorDescriptor(
+        q, list(q.shape), list(q.stride()), [tile.bn, INPUTS], _layout(128, 8, 2)
+    )
+    across = scales.t()
+    scales_of_x = TensorDescriptor(
+        across, list(across.shape), list(across.stride()), [1, tile.bn], _layout(0, 32, 2)
+    )
+    operands = (
+        described, scales_of_x, _describe(weight.values, gated=args.gated), weight.scales,
+        out if args.bias is None else args.bias, out if res is None else res, out, sums, counters,
+        len(q), n, m_tiles, n_tiles, chunks, total, weight.scales.stride(0),
+        0 if res is None else res.stride(0), out.stride(0),
+    )  # fmt: skip
+    named = options(
+        pdl, BN=tile.bn, STAGES=tile.stages, SHARED=tile.shared, GLU=args.gated, ACT=args.act_name,
+        BIAS=args.bias is not None, RES=res is not None, PDL=pdl, num_warps=4,
+    )  # fmt: skip
+    return Launch(multiply_blocks, (programs,), operands, named)
+
+
+def _layout(swizzle: int, bits: int, rank: int) -> NVMMASharedLayout:
+    return NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
+
+
+def _describe(values: Tensor, *, gated: bool) -> TensorDescriptor:
+    """Describes boxes of a weight's rows; of a gated layer 8 gate rows, their 8 up rows, and so
+    on."""
+    (outputs, inputs), stride = values.shape, values.stride(0)
+    if not gated:
+        return TensorDescriptor(
+            values, [outputs, inputs], [stride, 1], [_ROWS, INPUTS], _layout(128, 8, 2)
+        )
+    return TensorDescriptor(
+        values, [outputs // 16, 2, 8, inputs], [8 * stride, outputs // 2 * stride, stride, 1],
+        [_ROWS // 16, 2, 8, INPUTS], _layout(128, 8, 4),
+    )  # fmt: skip

@@ -1,0 +1,349 @@
+"""The kernel of `hopper_narrow.py`: few rows of x times weights of 16 bits by TMA and wgmma, whose
+left operand the weights are.
+
+A tile is 64 weight rows by BN rows of x. One warp copies weights and inputs by TMA to a ring in
+shared memory, ahead of the warpgroup that multiplies.
+
+Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
+tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quire.errors import ConfigError
+from quire.ops.triton.hopper_common import (
+    barrier,
+    joined,
+    load_box,
+    release_successor,
+    sums_layout,
+    wait_for_predecessor,
+)
+from quire.ops.triton.launch import options, traits
+from quire.ops.triton.products.plan import Launch, LinearArgs
+from quire.ops.triton.products.small import default_workspace
+
+ROWS = gl.constexpr(64)
+"""Weight rows of a tile."""
+INPUTS = gl.constexpr(64)
+"""Inputs of a chunk: 128 bytes, the width of the swizzle."""
+
+
+@gluon.jit
+def _begin(program, total, programs):
+    """Returns where a program's run begins."""
+    return program * total // programs
+
+
+@gluon.jit
+def _owner(position, total, programs):
+    """Returns the program whose run has a position."""
+    return ((position + 1) * programs - 1) // total
+
+
+@gluon.jit
+def _ask_weights(desc, bar, tiles, stage, position, chunks, m_tiles):
+    row = position // chunks // m_tiles * ROWS
+    k = position % chunks * INPUTS
+    load_box(desc, [row, k], bar.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _ask_inputs(desc, bar, tiles, stage, position, chunks, m_tiles, BN: gl.constexpr):
+    row = position // chunks % m_tiles * BN
+    k = position % chunks * INPUTS
+    load_box(desc, [row, k], bar.index(stage), tiles.index(stage))
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total,
+    BN: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Copies what the program's chunks take, as soon as there is room."""
+    X_BYTES: gl.constexpr = BN * INPUTS * 2
+    BYTES: gl.constexpr = X_BYTES + ROWS * INPUTS * 2
+    programs = gl.num_programs(0)
+    begin = _begin(gl.program_id(0), total, programs)
+    end = _begin(gl.program_id(0) + 1, total, programs)
+    # Weights do not depend on the predecessor.
+    first = gl.minimum(end, begin + STAGES)
+    if PDL:
+        # Rows behind the last are zeros: this only brings the descriptor to the multiprocessor.
+        warm = full.index(STAGES)
+        mbarrier.expect(warm, X_BYTES)
+        load_box(x_desc, [M, 0], warm, x_tiles.index(0))
+    for i in range(begin, first):
+        mbarrier.expect(full.index(i - begin), BYTES)
+        _ask_weights(w_desc, full, w_tiles, i - begin, i, chunks, m_tiles)
+    if PDL:
+        mbarrier.wait(full.index(STAGES), 0)
+        wait_for_predecessor()
+    for i in range(begin, first):
+        _ask_inputs(x_desc, full, x_tiles, i - begin, i, chunks, m_tiles, BN)
+    for i in range(first, end):
+        stage = (i - begin) % STAGES
+        mbarrier.wait(empty.index(stage), ((i - begin) // STAGES + 1) & 1)
+        mbarrier.expect(full.index(stage), BYTES)
+        _ask_weights(w_desc, full, w_tiles, stage, i, chunks, m_tiles)
+        _ask_inputs(x_desc, full, x_tiles, stage, i, chunks, m_tiles, BN)
+
+
+@gluon.jit
+def _flat(sums, BN: gl.constexpr):
+    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4], in which a thread has whole rows: it stores
+    and loads 16 bytes at a time."""
+    x = gl.reshape(sums, [ROWS // 16, 2, 8, BN // 8, 4, 2])
+    return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [ROWS * BN // 4, 4])
+
+
+@gluon.jit
+def _square(flat, BN: gl.constexpr):
+    """Undoes `_flat`."""
+    x = gl.permute(gl.reshape(flat, [BN // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
+    return gl.convert_layout(gl.reshape(x, [ROWS, BN]), sums_layout(BN), assert_trivial=True)
+
+
+@gluon.jit
+def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
+    """Returns where a program's sums of a tile go: of its first, or of that behind it."""
+    slot = 2 * program + behind
+    rows = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, layout))
+    cols = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
+    return ptr + slot.to(gl.int64) * SIZE + (rows[:, None] * 4 + cols[None, :])
+
+
+@gluon.jit
+def _meet(
+    sums, tile, chunks, total, parts_ptr, counters_ptr, BN: gl.constexpr
+):  # fmt: skip
+    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
+    others' are not whole."""
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    first = _owner(tile * chunks, total, programs)
+    count = _owner((tile + 1) * chunks - 1, total, programs) - first + 1
+    whole = count == 1
+    if count > 1:
+        SIZE: gl.constexpr = ROWS * BN
+        flat = _flat(sums, BN)
+        layout: gl.constexpr = flat.type.layout
+        behind = (_begin(program, total, programs) // chunks != tile).to(gl.int32)
+        gl.store(_at(parts_ptr, program, behind, layout, SIZE), flat)
+        barrier()  # all are written before the one atomic that says so
+        counter_ptr = counters_ptr + first
+        whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+        if whole:
+            behind = (_begin(first, total, programs) // chunks != tile).to(gl.int32)
+            # Reads past L1, which does not see what other programs wrote. As many at a time as
+            # registers hold: a load takes longer than all sums.
+            flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
+            STEP: gl.constexpr = 2 * SIZE
+            last = first + count
+            for other in range(first + 1, last, 4):
+                at = _at(parts_ptr, other, 0, layout, SIZE)
+                a = gl.load(at, cache_modifier=".cg")
+                b = gl.load(at + STEP, mask=other + 1 < last, other=0.0, cache_modifier=".cg")
+                c = gl.load(at + 2 * STEP, mask=other + 2 < last, other=0.0, cache_modifier=".cg")
+                d = gl.load(at + 3 * STEP, mask=other + 3 < last, other=0.0, cache_modifier=".cg")
+                flat = flat + a + b + c + d
+            gl.store(counter_ptr, 0)
+        sums = _square(flat, BN)
+    return sums, whole
+
+
+@gluon.jit
+def _residual(nt, mt, M, N, res_ptr, stride_rm, BN: gl.constexpr):
+    layout: gl.constexpr = sums_layout(BN)
+    cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+    mask = (cols < N)[:, None] & (ms < M)[None, :]
+    return gl.load(res_ptr + (ms[None, :] * stride_rm + cols[:, None]), mask=mask, other=0.0)
+
+
+@gluon.jit
+def _finish(
+    y, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN: gl.constexpr, BIAS: gl.constexpr
+):  # fmt: skip
+    """Ends a tile of sums and stores it: bias and residual."""
+    layout: gl.constexpr = sums_layout(BN)
+    cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    if BIAS:
+        y = y + gl.load(bias_ptr + gl.minimum(cols, N - 1)).to(gl.float32)[:, None]
+    y = y + added.to(gl.float32)
+    ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
+    mask = (cols < N)[:, None] & (ms < M)[None, :]
+    # M is few: offsets fit 32 bits.
+    at = y_ptr + (ms[None, :] * stride_ym + cols[:, None])
+    gl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def _consume(
+    x_tiles, w_tiles, full, empty, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+    M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Multiplies the program's chunks."""
+    begin = _begin(gl.program_id(0), total, gl.num_programs(0))
+    end = _begin(gl.program_id(0) + 1, total, gl.num_programs(0))
+    if PDL:
+        wait_for_predecessor()
+    position = begin
+    while position < end:
+        tile = position // chunks
+        nt = tile // m_tiles
+        mt = tile % m_tiles
+        until = gl.minimum(end, (tile + 1) * chunks)
+        acc = gl.zeros([ROWS, BN], gl.float32, sums_layout(BN))
+        for i in range(position - begin, until - begin):
+            stage = i % STAGES
+            mbarrier.wait(full.index(stage), i // STAGES & 1)
+            w = w_tiles.index(stage)
+            x = x_tiles.index(stage).permute((1, 0))
+            acc = warpgroup_mma(w, x, acc, is_async=True)
+            acc = warpgroup_mma_wait(1, deps=[acc])
+            mbarrier.arrive(
+                empty.index((i + STAGES - 1) % STAGES), count=1, pred=i > position - begin
+            )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index((until - begin - 1) % STAGES), count=1)
+        # Asked for before the sums of others are.
+        added = _residual(nt, mt, M, N, res_ptr, stride_rm, BN)
+        sums, whole = _meet(acc, tile, chunks, total, parts_ptr, counters_ptr, BN)
+        if whole:
+            _finish(sums, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN, BIAS)
+        position = until
+
+
+SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_rm", "stride_ym"]
+"""One compilation for all of them."""
+
+
+@gluon.jit(do_not_specialize=SIZES)
+def narrow_kernel(
+    x_desc, w_desc, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+    M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """Computes y [M, N] of x [M, K], w [N, K] and a residual. A tile is ROWS weight rows by BN rows
+    of x. total: chunks of all tiles. Each chunk in flight is a stage."""
+    dtype: gl.constexpr = x_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, INPUTS], layout)
+    w_tiles = gl.allocate_shared_memory(dtype, [STAGES, ROWS, INPUTS], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES + 1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    mbarrier.init(full.index(STAGES), count=1)
+    fence_async_shared()
+    barrier()
+    if PDL:
+        release_successor()
+    work = (
+        x_tiles, w_tiles, full, empty, bias_ptr, res_ptr, y_ptr, parts_ptr, counters_ptr,
+        M, N, m_tiles, chunks, total, stride_rm, stride_ym,
+    )  # fmt: skip
+    copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total)
+    multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
+    copying: gl.constexpr = (BN, STAGES, PDL)
+    # What the copying warp does not need of the registers goes to the others.
+    gl.warp_specialize(
+        [(_consume, joined(work, multiplying)), (_produce, joined(copies, copying))], [1], [24]
+    )
+
+
+# Products of 17 to 32 rows with weights of 16 bits on Hopper cards: the launch of
+# `hopper_narrow.py`.
+
+_ROWS = 64
+"""Weight rows of a tile."""
+_INPUTS = 64
+"""Inputs of a chunk."""
+_STAGES = 9
+"""Chunks in flight: as many as leave room for a second program on a multiprocessor."""
+_REGISTERS = 128
+"""The most of a thread, for the same reason."""
+_MOST_PARTS = 5
+"""Programs that share a tile at most: one has to add all their sums."""
+FEWEST, MOST = 17, 32
+"""Rows for which this was the fastest within a layer; up to 16 and 64 others are as fast."""
+
+
+def takes(args: LinearArgs) -> bool:
+    """Whether the kernel is for a layer: 17 to 32 rows, weights of x's 16 bits, in rows that TMA
+    takes, a residual and no norm or activation, and so few outputs that programs share tiles."""
+    x, values = args.x, args.weight.values
+    if not FEWEST <= len(x) <= MOST or args.norm is not None or args.act is not None:
+        return False
+    if args.residual is None or args.weight.scales is not None or x.dtype != values.dtype:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16) or parts_of(args) < 2:
+        return False
+    return all(t.data_ptr() % 16 == 0 and t.stride(0) % 8 == 0 for t in (x, values))
+
+
+def parts_of(args: LinearArgs) -> int:
+    """Returns how many programs share a tile: as many as run at once, each of two chunks or more;
+    0 where there are more tiles."""
+    tiles = triton.cdiv(args.n, _ROWS)
+    most = min(_MOST_PARTS, triton.cdiv(args.k, _INPUTS) // 2)
+    return min(traits(args.x.device).num_sms // tiles, most)
+
+
+def product(args: LinearArgs) -> Tensor:
+    """Returns y [M, N], see `LinearArgs`, of a layer that `takes` says yes to."""
+    x = args.x
+    out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
+    counters = default_workspace(x.device).counters
+    narrow(args, out, parts_of(args), counters, pdl=traits(x.device).pdl).run()
+    return out
+
+
+def narrow(args: LinearArgs, out: Tensor, parts: int, counters: Tensor, *, pdl: bool) -> Launch:
+    """`args`, which have a residual, but neither norm nor activation, into `out` [M, N].
+
+    parts: programs that share a tile. counters: int32, zero between kernels, one for each
+    program."""
+    x, values, res = args.x, args.weight.values, args.residual
+    if res is None:
+        raise ConfigError("the kernel adds a residual", "residual")
+    m_tiles = triton.cdiv(len(x), MOST)
+    chunks = triton.cdiv(args.k, _INPUTS)
+    tiles = triton.cdiv(args.n, _ROWS) * m_tiles
+    programs = tiles * min(parts, chunks)
+    sums = torch.empty(2 * programs * _ROWS * MOST, dtype=torch.float32, device=x.device)
+    operands = (
+        _describe(x, MOST), _describe(values, _ROWS), x if args.bias is None else args.bias, res,
+        out, sums, counters, len(x), args.n, m_tiles, chunks, tiles * chunks, res.stride(0),
+        out.stride(0),
+    )  # fmt: skip
+    named = options(
+        pdl, BN=MOST, STAGES=_STAGES, BIAS=args.bias is not None, PDL=pdl, num_warps=4,
+        maxnreg=_REGISTERS,
+    )  # fmt: skip
+    return Launch(narrow_kernel, (programs,), operands, named)
+
+
+def _describe(values: Tensor, rows: int) -> TensorDescriptor:
+    """Describes boxes of a matrix's rows."""
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(
+        values, list(values.shape), list(values.stride()), [rows, _INPUTS], layout
+    )

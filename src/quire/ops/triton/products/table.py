@@ -1,0 +1,368 @@
+"""The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
+thumb.
+
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune` measures entries;
+`keep` adds them to the user's table, which goes before the one shipped for the card.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+import torch
+import triton
+
+from quire.ops.triton.launch import DeviceTraits
+from quire.ops.triton.products.plan import (
+    INTEGER_BYTES,
+    INTEGER_INPUTS,
+    MMA_ROWS,
+    TORCH,
+    GemmPlan,
+    NormMode,
+    Shape,
+    chunk_inputs,
+    counts,
+    integer_bytes,
+    integer_resident,
+    multiplies,
+    norms_late,
+    stored_bits,
+)
+from quire.ops.triton.products.table_file import slug, sources_hash, table_path, write_whole
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+"""Numbers of rows a table knows; one between two takes the plan of the larger."""
+HEURISTIC_MAX_M = 64
+"""Without a table entry, more rows than this go to cuBLAS."""
+
+
+def bucket(m: int) -> int | None:
+    """The smallest tabulated number of rows that holds m, None if there is none."""
+    return next((size for size in BUCKETS if m <= size), None)
+
+
+def key_of(shape: Shape) -> str:
+    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's. A weight with scales puts its format
+    behind: "bfloat16/m1/n4096/k1024/norm/int8"."""
+    parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
+    parts += [f"n{shape.n}", f"k{shape.k}"]
+    parts += ["norm"] if shape.norm else []
+    parts += ["gated"] if shape.gated else []
+    parts += [shape.format.key] if shape.format is not None else []
+    return "/".join(parts)
+
+
+@dataclass(slots=True)
+class GemmTable:
+    """Plans by `key_of` their shape, measured on one card with one Triton."""
+
+    card: str
+    triton: str = triton.__version__
+    entries: dict[str, GemmPlan] = field(default_factory=dict)
+
+    def dumps(self) -> str:
+        entries = {key: plan.as_json() for key, plan in sorted(self.entries.items())}
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(e)}" for key, e in entries.items())
+        head = f'"card": {json.dumps(self.card)},\n"triton": {json.dumps(self.triton)}'
+        return f'{{\n{head},\n"entries": {{\n{lines}\n}}\n}}\n'
+
+    @classmethod
+    def loads(cls, text: str) -> GemmTable:
+        """Raises ValueError, KeyError or TypeError on anything but what `dumps` writes."""
+        data = json.loads(text)
+        entries = {key: GemmPlan(**plan) for key, plan in data["entries"].items()}
+        return cls(str(data["card"]), str(data["triton"]), entries)
+
+
+def cache_path(card: str) -> Path:
+    """Returns the path of this user's table for a card, this Triton and these sources."""
+    return table_path("gemm", card, sources_hash())
+
+
+def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
+    """Adds entries to the user's table of a card, whole or not at all, and returns its path.
+
+    Raises:
+        OSError: the cache directory cannot be written to.
+    """
+    path = cache_path(card)
+    write_whole(path, GemmTable(card, entries={**_read(path), **entries}).dumps())
+    table_for.cache_clear()
+    return path
+
+
+def _read(source: Traversable) -> dict[str, GemmPlan]:
+    """Returns a file's entries: none if there is no file, or one of another version."""
+    try:
+        return GemmTable.loads(source.read_text()).entries
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+@functools.cache
+def table_for(card: str) -> GemmTable:
+    """Returns the shipped table of a card, overlaid with the user's own, as they were when first
+    asked for; empty if there is neither."""
+    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{slug(card)}.json"
+    return GemmTable(card, entries={**_read(shipped), **_read(cache_path(card))})
+
+
+@dataclass(slots=True)
+class Chosen:
+    """The products for which plans were chosen in this process, their rows rounded up to buckets.
+
+    measured: keys of those that a table knows. by_rules: the others, by key.
+    """
+
+    measured: set[str] = field(default_factory=set)
+    by_rules: dict[str, Shape] = field(default_factory=dict)
+
+
+chosen = Chosen()
+
+
+def _power_of_two(value: float, low: int, high: int) -> int:
+    """The largest power of two at most `value`, clamped."""
+    result = low
+    while result * 2 <= min(value, high):
+        result *= 2
+    return result
+
+
+_GEMV_INPUTS = 4096
+"""Inputs up to which a program of a GEMV has whole rows in registers."""
+_SMALL_BYTES = 8 << 20
+"""Bytes of a weight up to which 64 rows of 16 bits are ours."""
+_GATED_BYTES = 256 << 20
+"""Bytes of a gated weight up to which 32 and 64 are."""
+
+
+def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
+    rows = shape.n * (2 if shape.gated else 1)
+    whole = triton.next_power_of_2(shape.k)
+    if _unpacks(shape):
+        # Values take registers once unpacked; words of a row as short as this still fill a line.
+        bk, warps = min(max(whole, 64), 1024), 4 if whole >= 1024 else 2
+    elif whole <= _GEMV_INPUTS:
+        bk, warps = max(whole, 32), _power_of_two(whole / 512, 1, 8)
+    else:
+        bk, warps = 1024, 4
+    tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
+    # A few programs more than run at once: the last of them have nothing else to hide behind.
+    tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
+    stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
+    mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
+    return GemmPlan(
+        "gemv", bm=triton.next_power_of_2(shape.m), bn=tile_rows // (2 if shape.gated else 1),
+        bk=bk, warps=warps, stages=stages, norm=mode if shape.norm else "none",
+        prefetch=4 * bk if stages == 1 else 0,
+    )  # fmt: skip
+
+
+_MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
+"""Bytes of a weight of 16 bits and of x up to which few rows go to `mma_gemv`. Each of its programs
+reads all of x, for which L1 has little room beside kernels that need shared memory."""
+
+
+def _plain_mma_plan(shape: Shape) -> GemmPlan:
+    inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
+    chunks = triton.cdiv(shape.k, inputs)
+    # A short row is under way as a whole, by as few warps as hold it.
+    warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
+    stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
+    return GemmPlan(
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
+    )  # fmt: skip
+
+
+def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
+    bits = stored_bits(shape.format)
+    inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
+    chunks = shape.k // inputs
+    # Programs that do not fit at once take turns: few warps of few registers leave room for more.
+    wide = triton.cdiv(shape.n, outputs) > 4 * sms
+    warps = 4 if wide or bits == 4 else 8
+    turns = triton.cdiv(chunks, warps)
+    # A short row is under way as a whole.
+    stages = turns if turns <= 8 and not (wide and bits == 8) else 2
+    if chunks % (warps * stages):
+        # A long turn in which chunks are missing costs less than many short ones.
+        warps = 16 if bits == 8 and chunks > 64 else warps
+        stages = min(8, max(1, chunks // warps))
+    return GemmPlan(
+        "mma", bm=8, bn=outputs, bk=inputs, warps=warps, stages=stages,
+        norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
+def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
+    """Returns a plan of one row in integers: in as few segments as registers allow, with as few
+    chunks missing as possible, else some six to a warp. None where another kernel is faster."""
+    chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
+    tiles = triton.cdiv(shape.n, outputs)
+    bits = shape.format.bits if shape.format else 0
+    # Segments cost more than the unpacking of 8 bits that they save.
+    for segments in (1, 2, 3, 4) if bits == 4 else (1,):
+        shares = []
+        for order, warps in enumerate((4, 8, 2, 16, 1)):
+            count = triton.cdiv(chunks, warps * segments)
+            resident = integer_resident(shape, warps, count)
+            if resident:
+                missing = warps * segments * count - chunks
+                shares.append((missing, abs(count - 6), order, warps, count, resident))
+        for _, _, _, warps, count, resident in sorted(shares):
+            # Programs that do not all fit at once take several tiles, each read during the last:
+            # not so of long rows of bytes, of which a program has enough under way.
+            turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
+            turns = turns or segments > 1 or (bits == 4 and resident == 1)
+            plan = GemmPlan(
+                "integer", bm=4, bn=outputs, bk=INTEGER_INPUTS, warps=warps, stages=count,
+                programs=min(3, resident) * sms if turns else 0,
+                norm=("late" if norms_late(shape) else "separate") if shape.norm else "none",
+            )  # fmt: skip
+            if integer_bytes(shape, plan) <= INTEGER_BYTES:
+                return plan
+    return None
+
+
+def _unpacks(shape: Shape) -> bool:
+    return shape.format is not None and (shape.format.bits > 0 or shape.format.group > 0)
+
+
+def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
+    bm = min(128, max(16, triton.next_power_of_2(shape.m)))
+    rows = shape.n * (2 if shape.gated else 1)
+    bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
+    # What is unpacked takes instructions, which large tiles share with more rows of x.
+    tile_rows = _power_of_two(rows / (2 * sms), 32 if shape.format is None else 64, 64)
+    tiles = triton.cdiv(rows, tile_rows)
+    split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
+    return GemmPlan(
+        "skinny", bm=bm, bn=tile_rows // (2 if shape.gated else 1), bk=bk, warps=4,
+        stages=4 if bm <= 32 else 3, split_k=split_k, norm="separate" if shape.norm else "none",
+        prefetch=1024, swap=shape.format is not None and bm <= 64,
+    )  # fmt: skip
+
+
+def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
+    """Returns a plan of 17 to 64 rows of 16 bits on Hopper cards and newer, None where those of
+    other cards do."""
+    bm = max(16, triton.next_power_of_2(shape.m))
+    if shape.format is not None or shape.dtype.itemsize != 2 or bm not in (32, 64):
+        return None
+    if not shape.gated:
+        # Beyond the smallest layers cuBLAS was a fifth faster.
+        return TORCH if bm == 64 and shape.weight_bytes > _SMALL_BYTES else None
+    tiles = triton.cdiv(shape.n, 32)
+    if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
+        return None
+    # Two programs run at once: with small tiles that many, or else larger ones.
+    wide = bm == 64 and tiles > 2 * sms
+    return GemmPlan(
+        "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
+        swap=bm == 32, norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
+def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
+    """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
+    is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
+    if shape.m == 1 and counts(shape) and traits.capability >= (9, 0):
+        plan = _integer_plan(shape, traits.num_sms)
+        if plan is not None:
+            return plan
+    if multiplies(shape) and traits.capability >= (8, 0):
+        if shape.format is not None:
+            return _mma_plan(shape, traits.num_sms)
+        few_inputs = 2 * shape.m * shape.k <= _MMA_INPUT_BYTES
+        if 1 < shape.m <= MMA_ROWS and few_inputs and shape.weight_bytes <= _MMA_BYTES:
+            return _plain_mma_plan(shape)
+    slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
+    # A GEMV of long rows has no registers for three of x.
+    if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):
+        return _gemv_plan(shape, traits.num_sms)
+    if _unpacks(shape):
+        # Dequantized whole, it would be read and written once more, in 16 bits.
+        return (
+            TORCH
+            if shape.dtype == torch.float32 and traits.bf16
+            else _skinny_plan(shape, traits.num_sms)
+        )
+    if traits.capability >= (9, 0) and (plan := _hopper_plan(shape, traits.num_sms)) is not None:
+        return plan
+    big = shape.m > 16 and shape.weight_bytes > (96 << 20)
+    if shape.m > HEURISTIC_MAX_M or big or slow:
+        return TORCH
+    return _skinny_plan(shape, traits.num_sms)
+
+
+def fixed_plan(shape: Shape) -> GemmPlan:
+    """The plan of `--deterministic`: tile and order of sums do not depend on the number of rows, so
+    that a row's result does not depend on what else is in the batch."""
+    return GemmPlan(
+        "skinny", bm=64, bn=32 if shape.gated else 64, bk=64, warps=4, stages=3,
+        norm="separate" if shape.norm else "none",
+    )  # fmt: skip
+
+
+def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
+    """The plan of `--deterministic` for a layer without adapters. On Hopper cards, sums of products
+    on tensor cores along K have the same bits in tiles of any size, so that the tile follows the
+    rows. Weights with scales keep one tile: those of int8 were seen to differ."""
+    if card.capability != (9, 0) or shape.dtype.itemsize != 2 or shape.format is not None:
+        return fixed_plan(shape)
+    stacked = 2 if shape.gated else 1
+    few = triton.cdiv(shape.n * stacked, 64) <= card.num_sms
+    # Rows, outputs, inputs of a step, steps under way, warps, weights as the left operand.
+    if shape.m <= 16:
+        tile = (16, 64, 128, 6 if few else 4, 4, True)
+    elif shape.m <= 32:
+        tile = (32, 64, 128, 4, 4, True)
+    elif shape.m <= 64:
+        tile = (64, 32, 128, 4, 4, False) if few else (64, 64, 128, 3, 4, True)
+    elif shape.m <= 128:
+        tile = (64, 64, 64, 5, 4, True) if few else (128, 64, 64, 4, 4, True)
+    elif shape.m <= 512:
+        tile = (128, 128, 64, 4, 4, False)
+    else:
+        tile = (256, 128, 64, 3, 8, True)
+    bm, outputs, bk, stages, warps, swap = tile
+    return GemmPlan(
+        "skinny", bm=bm, bn=outputs // stacked, bk=bk, warps=warps, stages=stages, swap=swap,
+        norm="separate" if shape.norm else "none", prefetch=1024, masked=shape.m < bm,
+    )  # fmt: skip
+
+
+def _takes(plan: GemmPlan, shape: Shape) -> bool:
+    """Whether a plan's kernel takes a shape, of which its key does not tell all."""
+    if plan.kernel == "integer":
+        return counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
+    return plan.kernel != "mma" or shape.aligned
+
+
+def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
+    """The table's plan for a shape (m rounded up to its bucket), else the heuristic's. Which of the
+    two it was is noted in `chosen`."""
+    rows = bucket(shape.m)
+    if rows is None:
+        return TORCH
+    key, entries = key_of(shape), table_for(card).entries
+    if key not in entries and (behind_norm := key_of(shape._replace(norm=True))) in entries:
+        # Some inputs were normed together with a sum over ranks.
+        key = behind_norm
+    plan = entries.get(key)
+    if plan is None:
+        chosen.by_rules[key] = shape._replace(m=rows)
+    else:
+        chosen.measured.add(key)
+        if _takes(plan, shape):
+            return plan
+    return heuristic(shape, traits)

@@ -1,0 +1,107 @@
+"""The time of calls on a GPU, as they run inside a captured step."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.resources
+import math
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+
+def graph_us(
+    calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
+) -> float:
+    """Returns the µs per call of a graph of `calls`, replayed for about a millisecond, the best of
+    three. us_guess: about what a call takes. stream: where it is captured."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
+            call()
+        stream.synchronize()
+        # Threads of a process group may ask the device meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
+        finally:
+            graph.capture_end()
+        graph.replay()
+        repeats = max(2, round(1000.0 / (us_guess * len(calls))))
+        best = math.inf
+        for _ in range(3):
+            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
+            start.record()
+            for _ in range(repeats):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end) * 1e3 / repeats)
+    return best / len(calls)
+
+
+# Files of what was measured on a card, in the user's cache directory.
+
+
+def slug(card: str) -> str:
+    """Returns the name of a card as part of a file's name, e.g. "nvidia-h200"."""
+    return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
+
+
+def table_path(kind: str, card: str, *more: str) -> Path:
+    """Returns the path of this user's table of a kind for a card, this Triton, and what else it
+    depends on."""
+    root = os.environ.get("QUIRE_CACHE_DIR")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    name = "-".join([slug(card), f"triton{triton.__version__}", *more])
+    return base.expanduser() / kind / f"{name}.json"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file, whole or not at all.
+
+    Raises:
+        OSError: its folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(f".{os.getpid()}.tmp")
+    draft.write_text(text)
+    draft.replace(path)
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Returns a hash of the sources of all kernels and plans here: what was measured with others
+    may not hold, or not even be a plan any more."""
+    folder = importlib.resources.files("quire.ops.triton")
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir(), key=lambda file: file.name):
+        if file.name.endswith(".py"):
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def sole_writer(path: Path) -> Iterator[bool]:
+    """Yields whether this process alone may measure for a table's file now. The lock beside the
+    file goes with the process that holds it.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -1,0 +1,92 @@
+"""A stream that waits for the host."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.launch import launch, options, traits
+
+_TRIES = 20_000_000
+"""Looks at the flag, of about a microsecond each over PCIe."""
+
+
+@triton.jit
+def _wait(flags_ptr, gate_ptr, tries):
+    """Grid (1,). Volatile, as the host writes while this runs."""
+    place = tl.load(gate_ptr)
+    if place >= 0:
+        low = tl.load(gate_ptr + 1).to(tl.int64) & 0xFFFFFFFF
+        value = low | (tl.load(gate_ptr + 2).to(tl.int64) << 32)
+        seen = tl.load(flags_ptr + place, volatile=True)
+        tried = 0
+        while (seen < value) & (tried < tries):
+            seen = tl.load(flags_ptr + place, volatile=True)
+            tried += 1
+
+
+def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
+    """See `reference.mask`. Gives up after some twenty seconds, so that a host that has failed
+    does not leave the device busy for ever.
+
+    What the host wrote before the flag is seen by copies and kernels queued behind.
+    """
+    launch(_wait, (1,))(flags, gate, _TRIES, num_warps=1)
+
+
+# A count in the host's memory that a stream writes.
+
+
+@triton.jit(do_not_specialize=["layers"])
+def _set(before_ptr, clock_ptr, layers):
+    """Grid (1,)."""
+    tl.store(clock_ptr, tl.load(before_ptr) + layers)
+
+
+def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
+    """See `reference.layer_clock`. It starts when all before it is complete (no PDL), so that who
+    sees the count can read what kernels before have written, from any device."""
+    launch(_set, (1,))(before, clock, layers, num_warps=1)
+
+
+# Packed masks on logits, in place: one bit a token, and only what is not allowed is written.
+
+_TILE = 4096
+
+
+@triton.jit
+def _mask(
+    logits_ptr, mask_ptr, lines_ptr, vocab, logits_stride, words,
+    LINES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles of the vocabulary)."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    line = row
+    if LINES:
+        line = tl.load(lines_ptr + row).to(tl.int64)
+        if line < 0:
+            return
+    # Each word is read once: the mask may lie in the host's memory, behind a link.
+    place = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
+    word = tl.load(mask_ptr + line * words + place, mask=place < words, other=-1)
+    bit = tl.arange(0, 32)
+    barred = ((word[:, None] >> bit[None, :]) & 1) == 0
+    entry = place[:, None] * 32 + bit[None, :]
+    at = logits_ptr + row * logits_stride + entry
+    tl.store(at, float("-inf"), mask=barred & (entry < vocab))
+
+
+def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None) -> Tensor:
+    rows, vocab = logits.shape
+    pdl = traits(logits.device).pdl
+    if rows:
+        launch(_mask, (rows, triton.cdiv(vocab, _TILE)))(
+            logits, mask, mask if lines is None else lines, vocab, logits.stride(0), mask.shape[1],
+            LINES=lines is not None, TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
+        )  # fmt: skip
+    return logits

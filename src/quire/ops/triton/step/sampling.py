@@ -1,0 +1,102 @@
+"""From logits to tokens without a sort of the vocabulary and without the host.
+
+Temperature sampling by the Gumbel-max trick over counter-based noise, so that a token depends on
+its request's seed and position alone. Order and meaning of the truncations, and the noise, are
+those of `ops.reference.sample`: min-p, then top-k (ties kept), then top-p of what is left.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from quire.ops.rows import LogitRows
+from quire.ops.triton.launch import launch, options, traits
+from quire.ops.triton.step.sampling_kernels import SUB, logprob_rows, logprob_tiles, pick, scan
+
+_TILE = 2048
+_CAP = 2048
+"""Entries that a truncating row sorts at most; flatter rows are bisected instead."""
+_LIKELY = 512
+"""Entries that a row with log-probabilities sorts at most; flatter rows are searched instead."""
+_DRAW = 0
+"""The draw that picks a token: other uses of a position take other numbers."""
+
+
+def sample(
+    logits: Tensor,
+    lanes: Tensor,
+    position: Tensor,
+    *,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seed: Tensor,
+    sample_index: Tensor,
+    truncate_rows: bool = True,
+    cap: int = _CAP,
+) -> Tensor:
+    """See `ops.sample`. cap: a power of two, entries that a truncating row sorts at most."""
+    rows, vocab = logits.shape
+    device = logits.device
+    tokens = torch.empty(rows, dtype=torch.int32, device=device)
+    if rows == 0:
+        return tokens
+    sub = int(SUB.value)
+    tiles = triton.cdiv(vocab, _TILE)
+    subs = tiles * (_TILE // sub)
+
+    def floats(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    best = floats(rows, tiles)
+    entry = torch.empty((rows, tiles), dtype=torch.int32, device=device)
+    peaks = sums = stretch = found = best
+    if truncate_rows:
+        peaks, sums = floats(rows, subs), floats(rows, tiles)
+        stretch = torch.empty((rows, subs), dtype=torch.int32, device=device)
+        found = torch.empty((rows, cap), dtype=torch.int64, device=device)
+    pdl = traits(device).pdl
+    columns = (lanes, position, temperature, top_k, top_p, min_p, seed, sample_index)
+    strides = (logits.stride(0), temperature.stride(0), top_k.stride(0))
+    shared = {"TILE": _TILE, "TRUNCATE": truncate_rows, "FAST": device.type == "cuda", "PDL": pdl}
+    launch(scan, (rows, tiles))(
+        logits, *columns, best, entry, peaks, sums, vocab, *strides, _DRAW, **shared,
+        **options(pdl, num_warps=4),
+    )  # fmt: skip
+    launch(pick, (rows,))(
+        logits, *columns, best, entry, peaks, sums, stretch, found, tokens, vocab, *strides, _DRAW,
+        tiles, subs, TILES_PAD=triton.next_power_of_2(tiles),
+        SUBS_PAD=triton.next_power_of_2(subs), CAP=cap, AT_ONCE=16, **shared,
+        **options(pdl, num_warps=8 if truncate_rows else 1),
+    )  # fmt: skip
+    return tokens
+
+
+def token_logprobs(
+    logits: Tensor, rows: LogitRows, tokens: Tensor, wanted: Tensor, out: Tensor
+) -> None:
+    """See `ops.token_logprobs`."""
+    count, vocab = logits.shape
+    device = logits.device
+    sub = int(SUB.value)
+    tiles = triton.cdiv(vocab, _TILE)
+    subs = tiles * (_TILE // sub)
+    peaks = torch.empty((count, subs), dtype=torch.float32, device=device)
+    sums = torch.empty((count, tiles), dtype=torch.float32, device=device)
+    above = torch.empty((count, tiles), dtype=torch.int32, device=device)
+    stretch = torch.empty((count, subs), dtype=torch.int32, device=device)
+    found = torch.empty((count, _LIKELY), dtype=torch.int64, device=device)
+    pdl = traits(device).pdl
+    launch(logprob_tiles, (count, tiles))(
+        logits, rows.lanes, tokens, wanted, peaks, sums, above, vocab, logits.stride(0),
+        TILE=_TILE, PDL=pdl, **options(pdl, num_warps=4),
+    )  # fmt: skip
+    launch(logprob_rows, (count,))(
+        logits, rows.lanes, rows.lengths, tokens, wanted, peaks, sums, above, stretch, found, out,
+        vocab, logits.stride(0), out.stride(0), (out.shape[1] - 2) // 2, tiles, subs,
+        TILES_PAD=triton.next_power_of_2(tiles), SUBS_PAD=triton.next_power_of_2(subs),
+        TILE=_TILE, CAP=_LIKELY, AT_ONCE=8, PDL=pdl, **options(pdl, num_warps=8),
+    )  # fmt: skip

@@ -1,0 +1,405 @@
+"""Kernels of `sampling.py`: one scan of the vocabulary in tiles, then one program per row.
+
+The scan leaves each tile's best perturbed logit, and for rows that truncate the maximum of every
+`SUB` entries. The k-th largest of such maxima bounds the k-th largest logit from below, so the
+second step reads only the few stretches that can matter and sorts what it finds there.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from quire.ops.triton.step.random import gumbel_at, gumbel_quads
+
+SUB = tl.constexpr(128)
+INT_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _ordered(x):
+    """int32 that sorts as the fp32 x does; `_value` undoes it."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _value(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scan(
+    logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, vocab, logits_stride, float_stride,
+    int_stride, draw,
+    TILE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles). A temperature of 0 is greedy."""
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    temperature = tl.load(temperature_ptr + lane * float_stride)
+    quads = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+    entry = quads[:, None] * 4 + tl.arange(0, 4)[None, :]
+    at = logits_ptr + row * logits_stride + entry
+    logits = tl.load(at, mask=entry < vocab, other=float("-inf")).to(tl.float32)
+    score = logits
+    if temperature > 0.0:
+        logits = logits / temperature
+        position = tl.load(position_ptr + row)
+        sample = tl.load(sample_ptr + lane * int_stride)
+        low = tl.load(seed_ptr + lane * int_stride)
+        high = tl.load(seed_ptr + lane * int_stride + 1)
+        noise = gumbel_quads(quads, position, sample, draw, low, high, FAST)
+        score = logits + noise
+        if TRUNCATE:
+            subs: tl.constexpr = TILE // SUB
+            peaks = tl.max(tl.reshape(logits, [subs, SUB]), 1)
+            at_sub = (row * tl.num_programs(1) + tile) * subs + tl.arange(0, subs)
+            tl.store(peaks_ptr + at_sub, peaks)
+            peak = tl.max(peaks, 0)
+            base = tl.where(peak == float("-inf"), 0.0, peak)
+            tl.store(sums_ptr + row * tl.num_programs(1) + tile, tl.sum(tl.exp(logits - base)))
+    # Beyond the vocabulary nothing may win, not even where everything is -inf. Entry -1 says that
+    # something is not a number, and wins.
+    broken = tl.max(tl.max((logits != logits).to(tl.int32), 1), 0) > 0
+    best = tl.max(tl.max(score, 1), 0)
+    places = tl.where((score == best) & (entry < vocab), entry, INT_MAX)
+    out = row * tl.num_programs(1) + tile
+    tl.store(best_ptr + out, tl.where(broken, float("inf"), best))
+    tl.store(entry_ptr + out, tl.where(broken, -1, tl.min(tl.min(places, 1), 0)))
+
+
+@triton.jit
+def _likeliest(keys, count):
+    """The `count`-th largest (1: the largest) of int32 keys, by bisection over their bits."""
+    low = tl.min(keys, 0).to(tl.int64)
+    high = tl.max(keys, 0).to(tl.int64)
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        enough = tl.sum((keys.to(tl.int64) >= middle).to(tl.int32), 0) >= count
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle - 1)
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _above(logits, vocab, temperature, floor, threshold, peak, BLOCK: tl.constexpr):
+    """Counts one row's entries at or above `floor` and `threshold`, and sums their mass relative to
+    the peak's."""
+    count = 0
+    mass = 0.0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+        kept = (x >= floor) & (x >= threshold) & (at < vocab)
+        count += tl.sum(kept.to(tl.int32), 0)
+        mass += tl.sum(tl.where(kept, tl.exp(x - peak), 0.0), 0)
+    return count, mass
+
+
+@triton.jit
+def _pick_by_scan(
+    logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
+    high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """The road for rows too flat to collect: bisection over thresholds, a pass of the row each.
+    Entries tied at a threshold are all kept."""
+    first = _ordered(lowest).to(tl.int64)
+    last = _ordered(peak).to(tl.int64)
+    if top_k > 0:
+        low = first
+        high = last
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            bound = _value(middle.to(tl.int32))
+            count, _ = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+            low = tl.where(count >= top_k, middle, low)
+            high = tl.where(count >= top_k, high, middle - 1)
+        first = low
+    if top_p < 1.0:
+        bound = _value(first.to(tl.int32))
+        _, whole = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+        low = first
+        high = last
+        while low < high:
+            middle = low + (high - low + 1) // 2
+            bound = _value(middle.to(tl.int32))
+            _, mass = _above(logits, vocab, temperature, floor, bound, peak, BLOCK)
+            low = tl.where(mass >= top_p * whole, middle, low)
+            high = tl.where(mass >= top_p * whole, high, middle - 1)
+        first = low
+    bound = tl.maximum(_value(first.to(tl.int32)), floor)
+    best = float("-inf")
+    token = 0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32) / temperature
+        noise = gumbel_at(at, position, sample, draw, low_seed, high_seed, FAST)
+        score = tl.where((x >= bound) & (at < vocab), x + noise, float("-inf"))
+        here = tl.max(score, 0)
+        place = tl.min(tl.where(score == here, at, INT_MAX), 0)
+        token = tl.where(here > best, place, token)
+        best = tl.maximum(here, best)
+    return token
+
+
+@triton.jit
+def _collect(
+    logits, vocab, temperature, bound, hit, stretch, found,
+    SUBS_PAD: tl.constexpr, CAP: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Packs a row's entries at or above `bound` into `found`, out of the stretches that were `hit`,
+    and returns how many there are; those beyond CAP are only counted."""
+    order = tl.cumsum(hit.to(tl.int32), 0) - 1
+    num_hits = tl.sum(hit.to(tl.int32), 0)
+    tl.store(stretch + order, tl.arange(0, SUBS_PAD), mask=hit)
+    tl.debug_barrier()
+    count = 0
+    for start in range(0, num_hits, AT_ONCE):
+        listed = start + tl.arange(0, AT_ONCE)
+        which = tl.load(stretch + listed, mask=listed < num_hits, other=0)
+        entry = which[:, None] * SUB + tl.arange(0, SUB)[None, :]
+        inside = (listed < num_hits)[:, None] & (entry < vocab)
+        x = tl.load(logits + entry, mask=inside, other=float("-inf")).to(tl.float32) / temperature
+        kept = inside & (x >= bound)
+        flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
+        place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
+        # The value above, the complement of the entry below: sorts by value, then entry.
+        packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
+        tl.store(found + place, packed, mask=kept & (place < CAP))
+        count += tl.sum(flat, 0)
+    tl.debug_barrier()
+    return count
+
+
+@triton.jit
+def _whole_mass(
+    peaks, sums, num_subs, num_tiles, peak, TILES_PAD: tl.constexpr, TILE: tl.constexpr
+):
+    """The mass of all of a row's entries relative to its peak's, from the scan's sums."""
+    per_tile: tl.constexpr = TILE // SUB
+    tiles = tl.arange(0, TILES_PAD)
+    subs = tiles[:, None] * per_tile + tl.arange(0, per_tile)[None, :]
+    tops = tl.max(tl.load(peaks + subs, mask=subs < num_subs, other=float("-inf")), 1)
+    here = tl.load(sums + tiles, mask=tiles < num_tiles, other=0.0)
+    return tl.sum(here * tl.exp(tops - peak), 0)
+
+
+@triton.jit
+def _pick_cut(
+    logits, vocab, temperature, top_k, top_p, min_p, peaks_at, sums_at, stretch, found, num_tiles,
+    num_subs, position, sample, draw, low_seed, high_seed,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, FAST: tl.constexpr,
+):  # fmt: skip
+    """A truncating row: collect what is likely enough, sort it, cut it, draw from what is left."""
+    subs = tl.arange(0, SUBS_PAD)
+    peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    floor = float("-inf")
+    if min_p > 0.0:
+        floor = peak + tl.log(min_p)
+    wanted = tl.where((top_k > 0) & (top_k < CAP // 4), top_k, CAP // 4)
+    bound = tl.maximum(_value(_likeliest(_ordered(peaks), wanted)), floor)
+    hit = (peaks >= bound) & (subs < num_subs)
+    count = _collect(logits, vocab, temperature, bound, hit, stretch, found, SUBS_PAD, CAP, AT_ONCE)
+
+    rank = tl.arange(0, CAP)
+    held = rank < count
+    packed = tl.sort(tl.load(found + rank, mask=held, other=-(2**63)), descending=True)
+    x = tl.where(held, _value((packed >> 32).to(tl.int32)), float("-inf"))
+    kept = held
+    if top_k > 0:
+        last = tl.minimum(top_k, count) - 1
+        kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
+    mass = tl.where(kept, tl.exp(x - peak), 0.0)
+    whole = tl.sum(mass, 0)
+    # What was not collected counts too, unless top-k or min-p drops it anyway.
+    settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
+    if not settled:
+        everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
+        only_top_p = (top_k <= 0) & (min_p <= 0.0) & (top_p < 1.0)
+        settled = only_top_p & (whole >= top_p * everything)
+        whole = everything
+    winner = 0
+    if settled & (count <= CAP):
+        before = tl.cumsum(mass, 0) - mass
+        reach = tl.where(top_p < 1.0, top_p * whole, float("inf"))
+        kept = kept & ((before < reach) | (rank == 0))
+        entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
+        noise = gumbel_at(entry, position, sample, draw, low_seed, high_seed, FAST)
+        score = tl.where(kept, x + noise, float("-inf"))
+        winner = tl.min(tl.where(score == tl.max(score, 0), entry, INT_MAX), 0)
+    else:
+        lowest = tl.maximum(floor, -3.0e38)
+        winner = _pick_by_scan(
+            logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw,
+            low_seed, high_seed, AT_ONCE * SUB, FAST,
+        )  # fmt: skip
+    return winner
+
+
+@triton.jit
+def pick(
+    logits_ptr, lanes_ptr, position_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr,
+    sample_ptr, best_ptr, entry_ptr, peaks_ptr, sums_ptr, stretch_ptr, found_ptr, tokens_ptr, vocab,
+    logits_stride, float_stride, int_stride, draw, num_tiles, num_subs,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows). Rows without truncation take the scan's best."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    temperature = tl.load(temperature_ptr + lane * float_stride)
+    tiles = tl.arange(0, TILES_PAD)
+    real = tiles < num_tiles
+    cut = False
+    if TRUNCATE:
+        top_k = tl.load(top_k_ptr + lane * int_stride)
+        top_p = tl.load(top_p_ptr + lane * float_stride)
+        min_p = tl.load(min_p_ptr + lane * float_stride)
+        cut = (temperature > 0.0) & ((top_k > 0) | (top_p < 1.0) | (min_p > 0.0))
+    entry = tl.load(entry_ptr + row * num_tiles + tiles, mask=real, other=INT_MAX)
+    broken = tl.min(entry, 0) < 0
+    if broken | (not cut):
+        best = tl.load(best_ptr + row * num_tiles + tiles, mask=real, other=float("-inf"))
+        winner = tl.min(tl.where(best == tl.max(best, 0), entry, INT_MAX), 0)
+        tl.store(tokens_ptr + row, winner)
+    if TRUNCATE:
+        if cut & (not broken):
+            winner = _pick_cut(
+                logits_ptr + row * logits_stride, vocab, temperature, top_k, top_p, min_p,
+                peaks_ptr + row * num_subs, sums_ptr + row * num_tiles,
+                stretch_ptr + row * num_subs, found_ptr + row * CAP, num_tiles, num_subs,
+                tl.load(position_ptr + row), tl.load(sample_ptr + lane * int_stride), draw,
+                tl.load(seed_ptr + lane * int_stride), tl.load(seed_ptr + lane * int_stride + 1),
+                TILES_PAD, SUBS_PAD, TILE, CAP, AT_ONCE, FAST,
+            )  # fmt: skip
+            tl.store(tokens_ptr + row, winner)
+
+
+@triton.jit
+def logprob_tiles(
+    logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
+    logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, tiles). Of rows that ask: the maximum of every `SUB` entries, and of each tile
+    the sum relative to its maximum and how many entries are above the row's token."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    if tl.load(wanted_ptr + lane) < 0:
+        return
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    entry = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row_at = logits_ptr + row * logits_stride
+    x = tl.load(row_at + entry, mask=entry < vocab, other=float("-inf")).to(tl.float32)
+    own = tl.load(row_at + token).to(tl.float32)
+    subs: tl.constexpr = TILE // SUB
+    peaks = tl.max(tl.reshape(x, [subs, SUB]), 1)
+    peak = tl.max(peaks, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    out = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peaks_ptr + out * subs + tl.arange(0, subs), peaks)
+    tl.store(sums_ptr + out, tl.sum(tl.exp(x - base), 0))
+    tl.store(above_ptr + out, tl.sum((x > own).to(tl.int32), 0))
+
+
+@triton.jit
+def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
+    """The likeliest of a row's entries behind (value, entry), ties by entry, and its value."""
+    best = float("-inf")
+    place = INT_MAX
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
+        behind = (at < vocab) & ((x < value) | ((x == value) & (at > entry)))
+        x = tl.where(behind, x, float("-inf"))
+        here = tl.max(x, 0)
+        first = tl.min(tl.where(behind & (x == here), at, INT_MAX), 0)
+        better = (here > best) | ((here == best) & (first < place))
+        place = tl.where(better, first, place)
+        best = tl.where(better, here, best)
+    return best, place
+
+
+@triton.jit
+def logprob_rows(
+    logits_ptr, lanes_ptr, lengths_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr,
+    stretch_ptr, found_ptr, out_ptr, vocab, logits_stride, out_stride, slots, num_tiles, num_subs,
+    TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows): the tiles' sums joined (online log-sum-exp, Milakov & Gimelshein, 2018), and the
+    likeliest entries collected and sorted."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    lane = tl.load(lanes_ptr + row).to(tl.int64)
+    if lane < 0:
+        return
+    wanted = tl.load(wanted_ptr + lane)
+    if wanted < 0:
+        return
+    wanted = tl.minimum(tl.minimum(wanted, slots - 1), vocab)
+    logits = logits_ptr + row * logits_stride
+    subs = tl.arange(0, SUBS_PAD)
+    peaks_at = peaks_ptr + row * num_subs
+    peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
+    peak = tl.max(peaks, 0)
+    whole = _whole_mass(peaks_at, sums_ptr + row * num_tiles, num_subs, num_tiles, peak,
+                        TILES_PAD, TILE)  # fmt: skip
+    norm = peak + tl.log(whole)
+    token = tl.maximum(tl.load(tokens_ptr + row), 0)
+    own = tl.load(logits + token).to(tl.float32)
+    tiles = tl.arange(0, TILES_PAD)
+    above = tl.load(above_ptr + row * num_tiles + tiles, mask=tiles < num_tiles, other=0)
+    line = out_ptr + row * out_stride
+    ids = line + 2
+    values = (line + 2 + slots).to(tl.pointer_type(tl.float32))
+    tl.store(line, tl.load(lengths_ptr + row))
+    tl.store(line + 1, tl.sum(above, 0) + 1)
+    tl.store(ids, token)
+    tl.store(values, own - norm)
+    if wanted > 0:
+        bound = float("-inf")
+        if wanted <= num_subs:
+            bound = _value(_likeliest(_ordered(peaks), wanted))
+        hit = (peaks >= bound) & (subs < num_subs)
+        found = found_ptr + row * CAP
+        count = _collect(
+            logits, vocab, 1.0, bound, hit, stretch_ptr + row * num_subs, found, SUBS_PAD, CAP,
+            AT_ONCE,
+        )  # fmt: skip
+        if count <= CAP:
+            rank = tl.arange(0, CAP)
+            held = rank < count
+            packed = tl.load(found + rank, mask=held, other=-(2**63))
+            packed = tl.sort(packed, descending=True)
+            entry = -(packed & 0x7FFFFFFF).to(tl.int32) + INT_MAX
+            asked = rank < wanted
+            tl.store(ids + 1 + rank, entry, mask=asked)
+            tl.store(values + 1 + rank, _value((packed >> 32).to(tl.int32)) - norm, mask=asked)
+        else:
+            value = float("inf")
+            place = -1
+            for i in range(0, wanted):
+                value, place = _next_likely(logits, vocab, value, place, 1024)
+                tl.store(ids + 1 + i, place)
+                tl.store(values + 1 + i, value - norm)
