@@ -28,7 +28,7 @@ from quire.arrays import int32
 from quire.bench.record import append_jsonl, format_table, make_record
 from quire.cache.block_hash import next_hash, root_hash
 from quire.engine.process.placement import Placement, Replica, cheapest, keys_of
-from quire.server.answer_tag import TAG_HEADER
+from quire.server.http.replica_proofs import TAG_HEADER
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 OPEN = 32

@@ -10,7 +10,7 @@ import pytest
 from quire.features.loop_feature import LoopFeature
 from quire.runner import Hook
 from quire.scheduler.feature import Feature
-from quire.server.json_size import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES
+from quire.server.http.bodies import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES
 
 ROOT = Path(__file__).resolve().parents[2]
 

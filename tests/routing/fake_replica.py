@@ -16,9 +16,14 @@ import uvicorn
 from quire.features.kv_events.messages import KVEventLine
 from quire.features.kv_events.prompt_report import PROMPT_HEADER
 from quire.routing.proxy import with_headers
-from quire.server.answer_tag import TAG_HEADER, tag_in
-from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove
-from quire.server.middleware.api_keys import digest_of
+from quire.server.context.api_keys import digest_of
+from quire.server.http.replica_proofs import (
+    CHALLENGE_HEADER,
+    PROOF_HEADER,
+    TAG_HEADER,
+    prove,
+    tag_in,
+)
 
 
 @dataclass

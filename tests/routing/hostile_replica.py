@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from quire.server.answer_tag import TAG_HEADER
+from quire.server.http.replica_proofs import TAG_HEADER
 
 READY = (b"/ready", b"/load", b"/v1/models", b"/kv/events")
 

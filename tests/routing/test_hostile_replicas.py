@@ -12,7 +12,7 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
-from quire.server.answer_tag import TAG_HEADER
+from quire.server.http.replica_proofs import TAG_HEADER
 from tests.routing.fake_replica import FakeReplica, serving
 from tests.routing.hostile_replica import HostileReplica, answer, hostile
 from tests.routing.test_routing import ADMIN, Setup, routed, run

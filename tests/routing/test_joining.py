@@ -12,8 +12,8 @@ from quire.routing.client_keys import ClientKeys
 from quire.routing.replica_hosts import ReplicaHosts, ReplicaNotAllowedError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, Challenge, prove
-from quire.server.middleware.api_keys import digest_of
+from quire.server.context.api_keys import digest_of
+from quire.server.http.replica_proofs import CHALLENGE_HEADER, PROOF_HEADER, Challenge, prove
 from tests.routing.fake_replica import FakeReplica, serving
 from tests.routing.hostile_replica import HostileReplica, hostile
 from tests.routing.test_routing import ADMIN, Setup, routed, run

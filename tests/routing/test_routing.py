@@ -23,9 +23,9 @@ from quire.routing.fleet import Fleet, FleetSettings
 from quire.routing.replica import RoutedReplica
 from quire.routing.replica_state import Role
 from quire.routing.server import build_router
-from quire.server import request_body
 from quire.server.args import ServerArgs
-from quire.server.middleware.hosts import HostCheck
+from quire.server.http import bodies
+from quire.server.http.hosts import HostCheck
 from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
 
@@ -643,7 +643,7 @@ def test_bodies_that_are_no_utf8() -> None:
 def test_bodies_that_do_not_come_run_out_of_time(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.1)
 
     async def main() -> None:
         replica = FakeReplica()

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import uvicorn
 
-from quire.server.process import http_protocol
+from quire.server.process import uvicorn_server
 from tests.server.server_process import MODEL, Server
 
 LONG: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 1500, "ignore_eos": True}
@@ -71,8 +71,8 @@ def bounded(
     gets the scope of each request, in it its "body", and as "left" what tells that its client is
     gone.
     """
-    monkeypatch.setattr(http_protocol, "HEAD_SECONDS", 0.5)
-    monkeypatch.setattr(http_protocol, "LINGER_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_server, "HEAD_SECONDS", 0.5)
+    monkeypatch.setattr(uvicorn_server, "LINGER_SECONDS", 0.5)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         message, body = {"more_body": scope["path"] == "/read"}, b""
@@ -89,7 +89,7 @@ def bounded(
         await send({"type": "http.response.body", "body": b""})
 
     config = uvicorn.Config(
-        app, http=http_protocol.BoundedHttpProtocol, lifespan="off", log_config=None, port=0
+        app, http=uvicorn_server.BoundedHttpProtocol, lifespan="off", log_config=None, port=0
     )
     server = uvicorn.Server(config)
     with socket.socket() as sock:

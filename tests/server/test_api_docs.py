@@ -13,12 +13,12 @@ from openai.types import completion_create_params as legacy_create_params
 from openai.types.chat import completion_create_params
 from openai.types.responses import response_create_params
 
-from quire.server.anthropic.protocol import MessagesRequest
-from quire.server.openai.embeddings import EmbeddingRequest, PoolingRequest
-from quire.server.openai.protocol import ChatRequest, CompletionRequest
-from quire.server.openai.scores import RerankRequest, ScoreRequest
-from quire.server.openai.tokenize import TokenizeRequest
-from quire.server.responses.protocol import CreateRequest
+from quire.server.apis.anthropic.protocol import MessagesRequest
+from quire.server.apis.openai.protocol import ChatRequest, CompletionRequest
+from quire.server.apis.openai.tokenize import TokenizeRequest
+from quire.server.apis.responses.protocol import CreateRequest
+from quire.server.apis.scoring.embeddings import EmbeddingRequest, PoolingRequest
+from quire.server.apis.scoring.scores import RerankRequest, ScoreRequest
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 

@@ -15,8 +15,8 @@ from quire.errors import OverloadedError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
+from quire.server.http.usage_report import UsageReader
 from quire.server.telemetry.logs import JsonFormatter, TextFormatter
-from quire.server.usage_report import UsageReader
 from tests.server.fakes import FakeClient, PlainTokenizer, Update
 from tests.server.inprocess import PROMPT, assert_error, connect, run
 

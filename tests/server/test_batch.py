@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from quire.errors import ConfigError, EngineDeadError
+from quire.server.apis.batch.lines import OutcomeFile
+from quire.server.apis.batch.run import Batch, Counts
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.batch.outcomes import OutcomeFile
-from quire.server.batch.run import Batch, Counts
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.server_process import MODEL
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.errors import ConfigError, OverloadedError
+from quire.server.apis.batch import service as service_module
+from quire.server.apis.batch.multipart import FormReader, boundary_of
+from quire.server.apis.batch.service import open_store
+from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.batch import service as service_module
-from quire.server.batch.multipart import FormReader, boundary_of
-from quire.server.batch.service import open_store
-from quire.server.batch.store import BatchStore
 from quire.server.errors import ApiError
 from tests.server.fakes import FakeClient, PlainTokenizer, Update
 from tests.server.inprocess import assert_error, run

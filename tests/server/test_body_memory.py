@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from quire.errors import ConfigError
-from quire.server import body_budget
 from quire.server.args import ServerArgs
-from quire.server.body_budget import FREE_BYTES, BodyBudget
+from quire.server.context import body_budget
+from quire.server.context.body_budget import FREE_BYTES, BodyBudget
 from quire.server.errors import ApiError
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import connect, run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.errors import RequestError
-from quire.server.generation.conversation import ConversationBuilder
+from quire.server.chat.dialogue import ConversationBuilder
 
 
 def call(id: str, name: str, arguments: str = "{}") -> dict[str, Any]:

@@ -8,11 +8,15 @@ import pytest
 from openai.types.responses import Response as PublishedResponse
 from openai.types.responses import ResponseStreamEvent
 
-from quire.server.anthropic.events import MessageWriter
-from quire.server.anthropic.objects import Message, MessageUsage, ThinkingTokensDetails
+from quire.server.apis.anthropic.events import (
+    Message,
+    MessageUsage,
+    MessageWriter,
+    ThinkingTokensDetails,
+)
+from quire.server.apis.responses.events import ResponseWriter
+from quire.server.apis.responses.items import OutputTokenLogprob, OutputTopLogprob
 from quire.server.errors import ApiError
-from quire.server.responses.events import ResponseWriter
-from quire.server.responses.objects import OutputTokenLogprob, OutputTopLogprob
 from tests.server.schema import conforms, sse
 from tests.server.test_response_store import USAGE, response
 from tests.server.test_responses_client import NOT_IN_THE_TYPES

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from quire.errors import RequestError
-from quire.server.openai.fim import infill
+from quire.server.apis.openai.fim import infill
 from quire.text.tokenizer import Tokenizer
 
 WORDS = {"<unk>": 0, "def": 1, "return": 2, "x": 3}

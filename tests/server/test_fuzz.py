@@ -9,7 +9,7 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.openai.protocol import ChatRequest, CompletionRequest
+from quire.server.apis.openai.protocol import ChatRequest, CompletionRequest
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
 from tests.slow import examples

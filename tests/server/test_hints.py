@@ -11,8 +11,8 @@ import anthropic
 import httpx
 import pytest
 
-from quire.server import hints
 from quire.server.args import ServerArgs
+from quire.server.context import hints
 from tests.server.scripted import MODEL, Scripted, Speaker, serve
 
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello."}]}

@@ -16,9 +16,9 @@ from quire.arrays import int32
 from quire.engine.loop.snapshot import Branch, Pool, Snapshot
 from quire.engine.loop.stats import EngineStats
 from quire.errors import EngineDeadError
+from quire.server.apis.admin import live
+from quire.server.apis.admin.live import LiveSnapshots, Watcher, runs
 from quire.server.args import ServerArgs
-from quire.server.telemetry import live
-from quire.server.telemetry.live import LiveSnapshots, Watcher, runs
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import assert_error, connect, run
 from tests.server.server_process import Server

@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from quire.server.openai import convert, logprobs
-from quire.server.openai.logprobs import CompletionLogprobWriter
+from quire.server.apis.openai import convert, logprobs
+from quire.server.apis.openai.logprobs import CompletionLogprobWriter
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import assert_error, post
 from tests.server.server_process import MODEL

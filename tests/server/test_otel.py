@@ -16,7 +16,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from quire.errors import ConfigError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.telemetry.request_trace import PromptPhases
+from quire.server.context.request_trace import PromptPhases
 from quire.server.telemetry.tracing import _spans
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, run

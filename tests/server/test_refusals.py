@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quire.errors import RequestError
-from quire.server import json_size, request_body
+from quire.server.apis.openai.protocol import ChatRequest
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
-from quire.server.json_size import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES, check_json_size
-from quire.server.openai.protocol import ChatRequest
+from quire.server.http import bodies
+from quire.server.http.bodies import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES, check_json_size
 from quire.text.tokenizer import check_length
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import PROMPT, assert_error, connect, post, run
@@ -58,24 +58,24 @@ def test_counts_are_exact(value: Any, slice_bytes: int) -> None:
     members, strings, values = _counts(value)
     data = msgspec.json.encode(value)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_size, "_SLICE", slice_bytes)
+        patch.setattr(bodies, "_SLICE", slice_bytes)
         for name, count in (
             ("MAX_MEMBERS", members),
             ("MAX_STRINGS", strings),
             ("MAX_VALUES", values),
         ):
-            patch.setattr(json_size, name, count)
+            patch.setattr(bodies, name, count)
         check_json_size(data)
         for name, count in (
             ("MAX_MEMBERS", members),
             ("MAX_STRINGS", strings),
             ("MAX_VALUES", values),
         ):
-            patch.setattr(json_size, name, count - 1)
+            patch.setattr(bodies, name, count - 1)
             with pytest.raises(ApiError) as caught:
                 check_json_size(data)
             assert caught.value.status == 413
-            patch.setattr(json_size, name, count)
+            patch.setattr(bodies, name, count)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_counts_are_exact(value: Any, slice_bytes: int) -> None:
 def test_bodies_of_many_values_are_not_decoded(
     body: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_body, "parse", lambda *_: pytest.fail("it was decoded"))
+    monkeypatch.setattr(bodies, "parse", lambda *_: pytest.fail("it was decoded"))
 
     async def go() -> Any:
         async with connect(FakeClient()) as http:
@@ -105,13 +105,13 @@ def test_large_bodies_are_parsed_one_at_a_time_off_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[str] = []
-    parse = request_body.parse
+    parse = bodies.parse
 
     def parsing(*given: Any) -> Any:
         threads.append(threading.current_thread().name)
         return parse(*given)
 
-    monkeypatch.setattr(request_body, "parse", parsing)
+    monkeypatch.setattr(bodies, "parse", parsing)
 
     async def go() -> None:
         async with connect(FakeClient()) as http:
@@ -129,13 +129,13 @@ def test_no_collector_runs_while_a_large_body_is_parsed(
     body: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enabled: list[bool] = []
-    parse = request_body.parse
+    parse = bodies.parse
 
     def parsing(*given: Any) -> Any:
         enabled.append(gc.isenabled())
         return parse(*given)
 
-    monkeypatch.setattr(request_body, "parse", parsing)
+    monkeypatch.setattr(bodies, "parse", parsing)
     assert post("/v1/completions", body).status_code == 400
     assert (enabled, gc.isenabled()) == ([False], True)
 
@@ -224,8 +224,8 @@ def test_validation_stops_at_the_first_error(body: Any, param: str, code: str) -
 
 
 def test_bodies_that_drip_in_run_out_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "BODY_SECONDS", 0.05)
-    monkeypatch.setattr(request_body, "BODY_BYTES_PER_SECOND", 1e9)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "BODY_BYTES_PER_SECOND", 1e9)
 
     async def call() -> list[dict[str, Any]]:
         app = build_app(FakeClient(), ServerArgs())  # type: ignore[arg-type]

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 
-from quire.server.errors import ApiError
-from quire.server.responses.events import ResponseEvent, ResponseWriter
-from quire.server.responses.items import MessageItem, parse_item
-from quire.server.responses.objects import (
+from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
+from quire.server.apis.responses.items import (
     InputTokensDetails,
+    MessageItem,
     OutputTokensDetails,
     Response,
     ResponseUsage,
+    parse_item,
 )
-from quire.server.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.errors import ApiError
 from tests.server.inprocess import run
 
 USAGE = ResponseUsage(1, InputTokensDetails(), 1, OutputTokensDetails(), 2)

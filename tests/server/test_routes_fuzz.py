@@ -9,10 +9,10 @@ import httpx
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quire.server.anthropic import blocks
-from quire.server.anthropic.protocol import MessagesRequest
-from quire.server.responses import items
-from quire.server.responses.protocol import CreateRequest
+from quire.server.apis.anthropic import protocol
+from quire.server.apis.anthropic.protocol import MessagesRequest
+from quire.server.apis.responses import items
+from quire.server.apis.responses.protocol import CreateRequest
 from tests.server.inprocess import connect, run
 from tests.server.scripted import scripted_engine
 from tests.server.test_fuzz import VALUES
@@ -40,7 +40,7 @@ def some(kinds: Any) -> st.SearchStrategy[Any]:
 
 
 ITEMS = some(items._KINDS)
-BLOCKS = some(blocks._KINDS)
+BLOCKS = some(protocol._KINDS)
 TOOLS = st.fixed_dictionaries(
     {"name": st.one_of(KEYS, VALUES)},
     optional={

@@ -12,10 +12,10 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletion
 
+from quire.server.apis.openai.objects import CompletionObject
+from quire.server.apis.openai.stored_chats import ChatStore, StoredChat
 from quire.server.args import ServerArgs
 from quire.server.errors import ApiError
-from quire.server.openai.objects import CompletionObject
-from quire.server.openai.stored_chats import ChatStore, StoredChat
 from tests.server.fakes import FakeClient, PlainTokenizer
 from tests.server.inprocess import connect, run
 from tests.server.schema import conforms

@@ -8,7 +8,7 @@ import pytest
 
 from quire.errors import RequestError
 from quire.sampling_params import StructuredOutputsParams
-from quire.server.openai.structural_tags import Structure, structural_grammar
+from quire.server.apis.openai.structured import Structure, structural_grammar
 from quire.text.tokenizer import Tokenizer
 from tests.structured.conftest import EOS, Accepts
 

@@ -18,7 +18,7 @@ from tools import check_package
 from quire.cli.settings import settings_of
 from quire.config import EngineArgs
 from quire.server.args import ServerArgs
-from quire.server.middleware.auth import PUBLIC_PATHS
+from quire.server.http.auth import PUBLIC_PATHS
 from quire.server.openapi import ROUTES
 
 ROOT = Path(__file__).resolve().parents[2]

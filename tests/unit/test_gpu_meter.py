@@ -16,7 +16,7 @@ from quire.bench import gpu_meter
 from quire.bench.gpu_meter import GpuMeter
 from quire.cli.bench_serve import meter_of
 from quire.cli.main import app
-from quire.nvml import visible_gpus
+from quire.server.telemetry.gpu_metrics import visible_gpus
 
 
 class NvmlError(Exception):

@@ -22,9 +22,9 @@ from quire.compression.work_folder import fingerprint
 from quire.errors import ModelError, QuireError, RequestError
 from quire.evaluate import text as evaluated_text
 from quire.models import resolve_model_path
+from quire.server.apis.batch.lines import read_lines
 from quire.server.args import ServerArgs
-from quire.server.batch.lines import read_lines
-from quire.server.middleware.api_keys import ApiKeys
+from quire.server.context.api_keys import ApiKeys
 from quire.simulate.engine_model import read_engine
 from quire.simulate.trace import read_trace
 from quire.text import tokenizer_files

@@ -10,9 +10,9 @@ import pytest
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-from quire.server.middleware.api_keys import ApiKey, ApiKeys
-from quire.server.middleware.rate_limits import RateLimiter
-from quire.server.middleware.request_context import duration, is_id
+from quire.server.context.api_keys import ApiKey, ApiKeys
+from quire.server.context.rate_limits import RateLimiter
+from quire.server.context.request_context import duration, is_id
 from tests import fork_server
 
 

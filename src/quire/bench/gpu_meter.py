@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from quire.config import EngineArgs
-from quire.nvml import open_nvml, visible_gpus
+from quire.server.telemetry.gpu_metrics import open_nvml, visible_gpus
 
 Metrics = dict[str, float]
 

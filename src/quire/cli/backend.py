@@ -39,7 +39,7 @@ class EngineBackend:
 
     def __init__(self, args: EngineArgs, on_progress: OnProgress | None = None) -> None:
         from quire.engine.process.client import EngineClient
-        from quire.server.openai.convert import model_defaults
+        from quire.server.apis.openai.convert import model_defaults
 
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)

@@ -147,7 +147,7 @@ def run_batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format. Run it again to go on after a kill."""
     from quire.cli.run_batch import run_batch as run
-    from quire.server.batch.run import Batch
+    from quire.server.apis.batch.run import Batch
 
     batch = Batch(source=source, target=target, errors=error_file)
     run(engine, api, batch, max_concurrency)

@@ -17,7 +17,7 @@ from quire.routing.replica_hosts import ReplicaHosts
 from quire.routing.replica_state import Role
 from quire.routing.server import RouterArgs, run_router
 from quire.server.args import ServerArgs, check_body_memory, check_endpoint, check_secret
-from quire.server.middleware.hosts import HostCheck
+from quire.server.http.hosts import HostCheck
 from quire.server.process.listen import reachable_urls
 
 

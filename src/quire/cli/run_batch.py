@@ -18,8 +18,8 @@ from rich.progress import (
 
 from quire.cli.progress import TimeLeft, counted, progress_bar
 from quire.config import EngineArgs
+from quire.server.apis.batch.run import Batch, Counts
 from quire.server.args import ApiArgs, ServerArgs
-from quire.server.batch.run import Batch, Counts
 
 _FAILED, _STOPPED = 1, 130
 

@@ -21,11 +21,11 @@ from quire.routing.replica import RoutedReplica
 from quire.routing.replica_hosts import ReplicaNotAllowedError
 from quire.routing.replica_state import Role
 from quire.routing.upstream import ReplicaLostError
-from quire.server.answer_tag import TAG_HEADER, tag_in
-from quire.server.anthropic.errors import error_body
 from quire.server.errors import ApiError
-from quire.server.middleware.error_handler import is_anthropic
-from quire.server.middleware.hosts import HostCheck
+from quire.server.http.anthropic_errors import error_body
+from quire.server.http.error_handler import is_anthropic
+from quire.server.http.hosts import HostCheck
+from quire.server.http.replica_proofs import TAG_HEADER, tag_in
 
 _MOST_JOIN_BYTES = 1 << 16
 _PAGE = Path(__file__).with_name("fleet.html")

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from quire.server import request_body
-from quire.server.body_budget import HeldBody
+from quire.server.context.body_budget import HeldBody
 from quire.server.errors import ApiError
+from quire.server.http import bodies
 
 
 async def read_body(
@@ -25,7 +25,7 @@ async def read_body(
     """
     began, size = asyncio.get_running_loop().time(), 0
     try:
-        async with asyncio.timeout(request_body.BODY_SECONDS) as timeout:
+        async with asyncio.timeout(bodies.BODY_SECONDS) as timeout:
             held.timeout = timeout
             while True:
                 message = await receive()
@@ -40,7 +40,7 @@ async def read_body(
                 held.take(chunk)
                 if not message.get("more_body", False):
                     return held.whole()
-                more = request_body.BODY_SECONDS + size / request_body.BODY_BYTES_PER_SECOND
+                more = bodies.BODY_SECONDS + size / bodies.BODY_BYTES_PER_SECOND
                 timeout.reschedule(began + more)
     except TimeoutError:
         raise held.late() from None

@@ -10,12 +10,12 @@ from starlette.types import Scope
 
 from quire.routing.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
-from quire.server.middleware.api_keys import ApiKey, ApiKeys
-from quire.server.middleware.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
-from quire.server.middleware.error_handler import is_anthropic
-from quire.server.middleware.rate_limits import RateLimiter, RateLimits
-from quire.server.middleware.request_context import limit_exceeded
-from quire.server.middleware.response_headers import limit_headers
+from quire.server.context.api_keys import ApiKey, ApiKeys
+from quire.server.context.rate_limits import RateLimiter, RateLimits
+from quire.server.context.request_context import limit_exceeded
+from quire.server.http.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
+from quire.server.http.context_middleware import limit_headers
+from quire.server.http.error_handler import is_anthropic
 
 Headers = list[tuple[bytes, bytes]]
 

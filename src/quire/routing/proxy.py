@@ -32,11 +32,11 @@ from quire.routing.upstream import (
     ReplicaLostError,
     SilentError,
 )
-from quire.server.answer_tag import TAG_HEADER
-from quire.server.body_budget import BodyBudget, HeldBody
+from quire.server.context.body_budget import BodyBudget, HeldBody
 from quire.server.errors import ApiError
+from quire.server.http.replica_proofs import TAG_HEADER
+from quire.server.http.usage_report import ASK_HEADER, USED_HEADER, UsageReader
 from quire.server.telemetry.tracing import CONTEXT_HEADERS, Exporter
-from quire.server.usage_report import ASK_HEADER, USED_HEADER, UsageReader
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]

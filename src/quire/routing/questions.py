@@ -13,8 +13,8 @@ from quire.features.kv_events.messages import KVEventLine
 from quire.routing.replica import ModelEntry, RoutedReplica
 from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.args import check_secret
-from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, Challenge
-from quire.server.middleware.api_keys import digest_of
+from quire.server.context.api_keys import digest_of
+from quire.server.http.replica_proofs import CHALLENGE_HEADER, PROOF_HEADER, Challenge
 
 logger = logging.getLogger("quire.routing")
 

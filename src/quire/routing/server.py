@@ -19,9 +19,9 @@ from quire.routing.metrics import RouterMetrics
 from quire.routing.proxy import Proxy
 from quire.routing.replica_state import Role
 from quire.server.args import ServerArgs
-from quire.server.middleware.hosts import HostCheck
-from quire.server.process.http_protocol import BoundedHttpProtocol
+from quire.server.http.hosts import HostCheck
 from quire.server.process.listen import bind, url_of
+from quire.server.process.uvicorn_server import BoundedHttpProtocol
 from quire.server.telemetry.tracing import Exporter
 
 

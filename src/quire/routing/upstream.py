@@ -14,8 +14,8 @@ import httptools
 
 from quire.errors import ConfigError
 from quire.http_client import split_url
-from quire.server.answer_tag import TAG_HEADER, tag_in
-from quire.server.process.http_protocol import FRAMING_PER_BYTE, HEAD_BYTES
+from quire.server.http.replica_proofs import TAG_HEADER, tag_in
+from quire.server.process.uvicorn_server import FRAMING_PER_BYTE, HEAD_BYTES
 
 Headers = list[tuple[bytes, bytes]]
 

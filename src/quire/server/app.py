@@ -15,35 +15,26 @@ from starlette.types import ASGIApp
 
 from quire import __version__
 from quire.errors import QuireError
-from quire.server import kv_events, management, peers
-from quire.server.anthropic.routes import count_tokens, create_message
-from quire.server.anthropic.routes import list_models as anthropic_models
-from quire.server.args import ServerArgs
-from quire.server.batch.service import BatchService
-from quire.server.batch.store import BatchStore
-from quire.server.key_proof import CHALLENGE_HEADER, PROOF_HEADER, prove
-from quire.server.middleware.api_keys import ApiKey
-from quire.server.middleware.auth import AuthMiddleware
-from quire.server.middleware.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
-from quire.server.middleware.error_handler import handle_error
-from quire.server.middleware.rate_limits import RateLimiter
-from quire.server.middleware.request_context import context_of
-from quire.server.openai.adapters import load_adapter, unload_adapter
-from quire.server.openai.batches import cancel_batch, create_batch, list_batches, show_batch
-from quire.server.openai.chat import chat_completions
-from quire.server.openai.completions import completions, generate
-from quire.server.openai.convert import model_defaults
-from quire.server.openai.embeddings import classify, embeddings, pooling
-from quire.server.openai.files import (
+from quire.server.apis.admin import kv_events, management, peers
+from quire.server.apis.admin.adapters import load_adapter, unload_adapter
+from quire.server.apis.admin.live import LiveSnapshots, live
+from quire.server.apis.anthropic.routes import count_tokens, create_message
+from quire.server.apis.anthropic.routes import list_models as anthropic_models
+from quire.server.apis.batch.batches import cancel_batch, create_batch, list_batches, show_batch
+from quire.server.apis.batch.files import (
     delete_file,
     file_content,
     list_files,
     show_file,
     upload_file,
 )
-from quire.server.openai.objects import ModelCard, ModelList
-from quire.server.openai.scores import RERANK_PATHS, SCORE_PATHS, rerank, score
-from quire.server.openai.stored_chats import (
+from quire.server.apis.batch.service import BatchService
+from quire.server.apis.batch.store import BatchStore
+from quire.server.apis.openai.chat import chat_completions
+from quire.server.apis.openai.completions import completions, generate
+from quire.server.apis.openai.convert import model_defaults
+from quire.server.apis.openai.objects import ModelCard, ModelList
+from quire.server.apis.openai.stored_chats import (
     ChatStore,
     delete_chat,
     list_chats,
@@ -51,10 +42,8 @@ from quire.server.openai.stored_chats import (
     show_chat,
     update_chat,
 )
-from quire.server.openai.tokenize import apply_template, detokenize, tokenize, tokenizer_info
-from quire.server.openapi import openapi
-from quire.server.playground import add_playground, add_root
-from quire.server.responses.routes import (
+from quire.server.apis.openai.tokenize import apply_template, detokenize, tokenize, tokenizer_info
+from quire.server.apis.responses.routes import (
     cancel_response,
     count_input_tokens,
     create_response,
@@ -62,12 +51,23 @@ from quire.server.responses.routes import (
     get_response,
     list_input_items,
 )
-from quire.server.responses.store import ResponseStore
-from quire.server.sse import ClientDisconnectedError, json_response
+from quire.server.apis.responses.store import ResponseStore
+from quire.server.apis.scoring.embeddings import classify, embeddings, pooling
+from quire.server.apis.scoring.scores import RERANK_PATHS, SCORE_PATHS, rerank, score
+from quire.server.args import ServerArgs
+from quire.server.context.api_keys import ApiKey
+from quire.server.context.rate_limits import RateLimiter
+from quire.server.context.request_context import context_of
+from quire.server.http.auth import AuthMiddleware
+from quire.server.http.context_middleware import EXPOSED_HEADERS, RequestContextMiddleware
+from quire.server.http.error_handler import handle_error
+from quire.server.http.replica_proofs import CHALLENGE_HEADER, PROOF_HEADER, prove
+from quire.server.http.sse import ClientDisconnectedError, json_response
+from quire.server.openapi import openapi
+from quire.server.playground import add_playground, add_root
 from quire.server.state import ServerState, state_of
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
-from quire.server.telemetry.live import LiveSnapshots, live
 
 if TYPE_CHECKING:
     from quire.engine.process.client import EngineClient

@@ -16,35 +16,17 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.features.disaggregation.messages import Grant, Welcome
-from quire.server import kv_events, management, peers
-from quire.server.anthropic import objects as anthropic
-from quire.server.anthropic.errors import AnthropicErrorBody
-from quire.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from quire.server.batch.objects import BatchObject, FileObject
-from quire.server.errors import ErrorBody
-from quire.server.middleware.auth import PUBLIC_PATHS
-from quire.server.middleware.error_handler import is_anthropic
-from quire.server.openai import objects as openai
-from quire.server.openai import stored_chats
-from quire.server.openai.adapters import LoadAdapterRequest, UnloadAdapterRequest
-from quire.server.openai.batches import BatchList, CreateBatchRequest
-from quire.server.openai.embeddings import (
-    EmbeddingList,
-    EmbeddingRequest,
-    PoolingList,
-    PoolingRequest,
-)
-from quire.server.openai.files import MAX_LISTED, DeletedFile, FileList, UploadRequest
-from quire.server.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
-from quire.server.openai.scores import (
-    RERANK_PATHS,
-    SCORE_PATHS,
-    RerankAnswer,
-    RerankRequest,
-    ScoreList,
-    ScoreRequest,
-)
-from quire.server.openai.tokenize import (
+from quire.server.apis.admin import kv_events, management, peers
+from quire.server.apis.admin.adapters import LoadAdapterRequest, UnloadAdapterRequest
+from quire.server.apis.anthropic import events as anthropic
+from quire.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.apis.batch.batches import BatchList, CreateBatchRequest
+from quire.server.apis.batch.files import MAX_LISTED, DeletedFile, FileList, UploadRequest
+from quire.server.apis.batch.store import BatchObject, FileObject
+from quire.server.apis.openai import objects as openai
+from quire.server.apis.openai import stored_chats
+from quire.server.apis.openai.protocol import ChatRequest, CompletionRequest, GenerateRequest
+from quire.server.apis.openai.tokenize import (
     AppliedTemplate,
     ApplyTemplateRequest,
     Detokenized,
@@ -52,9 +34,27 @@ from quire.server.openai.tokenize import (
     Tokenized,
     TokenizeRequest,
 )
-from quire.server.responses import objects as responses
-from quire.server.responses.protocol import CreateRequest, PromptFields
-from quire.server.sse import json_response
+from quire.server.apis.responses import items as responses
+from quire.server.apis.responses.protocol import CreateRequest, PromptFields
+from quire.server.apis.scoring.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    PoolingList,
+    PoolingRequest,
+)
+from quire.server.apis.scoring.scores import (
+    RERANK_PATHS,
+    SCORE_PATHS,
+    RerankAnswer,
+    RerankRequest,
+    ScoreList,
+    ScoreRequest,
+)
+from quire.server.errors import ErrorBody
+from quire.server.http.anthropic_errors import AnthropicErrorBody
+from quire.server.http.auth import PUBLIC_PATHS
+from quire.server.http.error_handler import is_anthropic
+from quire.server.http.sse import json_response
 from quire.server.state import state_of
 
 _REFERENCE = "#/components/schemas/"

@@ -23,18 +23,18 @@ from quire.engine.processes import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
 from quire.features.lora.registry import folder_of, names_in
 from quire.server.args import ServerArgs
-from quire.server.body_budget import BodyBudget
+from quire.server.context.api_keys import ApiKeys
+from quire.server.context.body_budget import BodyBudget
+from quire.server.context.rate_limits import RateLimiter
 from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
-from quire.server.generation.chat_format import ChatFormat
-from quire.server.middleware.api_keys import ApiKeys
-from quire.server.middleware.rate_limits import RateLimiter
+from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.tracing import Tracing
 from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.process.client import EngineClient
-    from quire.server.middleware.request_context import RequestContext
+    from quire.server.context.request_context import RequestContext
     from quire.text.tokenizer import Tokenizer
 
 T = TypeVar("T")

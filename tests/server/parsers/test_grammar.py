@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 import quire
 from quire.grammar.grammar import compilable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.server.chat.dialogue import Dialogue, ToolChoice
+from quire.server.chat.tools import constrained, parameters_of
 from quire.server.errors import ApiError
-from quire.server.generation.chat_format import ChatFormat
-from quire.server.generation.dialogue import Dialogue, ToolChoice
-from quire.server.generation.tools import constrained, parameters_of
+from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
 from tests.server.parsers.harness import TOOLS, read
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.server.parsers.hermes import HermesParser
+from quire.server.parsers.json_formats import HermesParser
 from tests.server.parsers.harness import Expected, cuts, read
 
 OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.server.parsers.llama3_json import Llama3JsonParser
+from quire.server.parsers.json_formats import Llama3JsonParser
 from tests.server.parsers.harness import Expected, cuts, read
 
 OSLO = '{"name": "weather", "parameters": {"city": "Oslo"}}'

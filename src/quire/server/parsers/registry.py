@@ -7,15 +7,15 @@ from typing import Any
 
 from quire.server.parsers.gemma import FunctionGemmaParser, GemmaParser
 from quire.server.parsers.harmony import HarmonyParser
-from quire.server.parsers.hermes import HermesParser
-from quire.server.parsers.json_lists import (
+from quire.server.parsers.json_formats import (
     ApertusParser,
     CommandParser,
     GraniteParser,
+    HermesParser,
+    Llama3JsonParser,
+    MistralParser,
     Phi4Parser,
 )
-from quire.server.parsers.llama3_json import Llama3JsonParser
-from quire.server.parsers.mistral import MistralParser
 from quire.server.parsers.named_json import (
     DeepSeekV3Parser,
     DeepSeekV31Parser,

@@ -18,7 +18,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-from quire.server.middleware.hosts import is_loopback
+from quire.server.http.hosts import is_loopback
 
 logger = logging.getLogger("quire.server")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from quire.config import EngineArgs
 from quire.errors import ConfigError
+from quire.server.apis.batch.service import open_store
+from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.batch.service import open_store
-from quire.server.batch.store import BatchStore
 from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
 from quire.server.process.uvicorn_server import serve
 

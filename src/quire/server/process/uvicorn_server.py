@@ -1,4 +1,4 @@
-"""The serving of an application on a bound socket by uvicorn."""
+"""HTTP connections: uvicorn's, with bounds on all that comes besides bodies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,167 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import httptools
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.args import ServerArgs
-from quire.server.process.http_protocol import BoundedHttpProtocol
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+HEAD_BYTES = 64 * 1024
+HEAD_SECONDS = 30.0
+LINGER_BYTES = 64 * 1024 * 1024
+LINGER_SECONDS = 10.0
+
+FRAMING_PER_BYTE = 16
+"""Bytes of chunk sizes and extensions that may come with each byte of a body."""
+_CLOSE_SECONDS = 0.5
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Ends a connection whose request has a slow or large head, trailer or chunk extension.
+
+    A head must come within `HEAD_SECONDS`. Heads, trailers and the framing of chunks have at most
+    `HEAD_BYTES` each (in whole packets). Trailers are dropped: a request's headers are those that
+    were authenticated. Bodies are bounded where they are read. What is left of a body whose request
+    is answered already is read for `LINGER_SECONDS`, so that the client can read the answer.
+
+    `Upgrade` is ignored (RFC 9110, 7.8): there is no other protocol to change to. CONNECT is
+    refused.
+    """
+
+    _in_message = False
+    _in_head = True
+    _framing_bytes = 0
+    _unread_bytes = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._end_after(HEAD_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        self._framing_bytes += len(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
+        if self.transport.is_closing():
+            return
+        if self._framing_bytes > HEAD_BYTES:
+            what = "head" if self._in_head else "trailer or framing"
+            self._refuse(f"The {what} of the request is too large.")
+        elif self._answered:
+            # uvicorn takes any data for the begin of a request and forgets its own time limit.
+            self._end_after(HEAD_SECONDS)
+
+    def _feed(self, data: bytes) -> None:
+        """Parses data.
+
+        The parser takes a head that asks for another protocol for a whole message, and what follows
+        for that protocol's, in a later packet even for the next request. Such a head is parsed
+        again without its `Upgrade`, so that its body is as long as it says.
+        """
+        try:
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    return
+                except httptools.HttpParserUpgrade as upgrade:
+                    if self.parser.get_method() == b"CONNECT":
+                        self._refuse("CONNECT is not available.")
+                        return
+                    data = self._head_without_upgrade() + data[upgrade.args[0] :]
+                    self.parser = httptools.HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
+
+    @property
+    def _answered(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _refuse(self, message: str) -> None:
+        """Answers 400, unless that would be within or after another answer."""
+        if self._in_head and self._answered:
+            self.send_400_response(message)
+        elif self.cycle.response_started:
+            self.transport.abort()
+        else:
+            self.send_400_response(message)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_message = self._in_head = True
+        self._unread_bytes = 0
+        self._end_after(HEAD_SECONDS)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():  # see _feed
+            return
+        super().on_headers_complete()
+        self._in_head = False
+        self._framing_bytes = 0
+        self._stop_timer()
+
+    def on_body(self, body: bytes) -> None:
+        self._framing_bytes = max(0, self._framing_bytes - (1 + FRAMING_PER_BYTE) * len(body))
+        if self._answered:
+            self._unread_bytes += len(body)
+            if self._unread_bytes > LINGER_BYTES:
+                self.transport.abort()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
+        super().on_message_complete()
+        self._in_message, self._in_head = False, True
+        self._framing_bytes = 0
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._in_message and not self._in_head and self._answered:
+            self._end_after(LINGER_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        """Closes an idle connection.
+
+        Over TLS an idle client need not answer the close notification, and would hold up a stopping
+        server for half a minute, so it gets a moment only.
+        """
+        super().shutdown()
+        if self.transport.is_closing():
+            self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)
+
+    def _end_after(self, seconds: float) -> None:
+        """Ends the connection after `seconds`, unless an earlier moment is set."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(seconds, self.transport.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+# The serving of an application on a bound socket by uvicorn.
 
 _SWITCH_SECONDS = 0.0005
 """Time for which a thread keeps the interpreter's lock while another waits for it."""

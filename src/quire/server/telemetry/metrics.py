@@ -13,8 +13,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
+from quire.server.context.request_trace import PromptPhases
 from quire.server.errors import ApiError
-from quire.server.telemetry.request_trace import PromptPhases
 from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:

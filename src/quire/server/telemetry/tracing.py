@@ -12,8 +12,8 @@ from starlette.types import Scope
 
 from quire import __version__
 from quire.server.args import check_endpoint
-from quire.server.middleware.request_context import RequestContext
-from quire.server.telemetry.request_trace import Handover, PromptPhases, RequestTrace
+from quire.server.context.request_context import RequestContext
+from quire.server.context.request_trace import Handover, PromptPhases, RequestTrace
 
 _OPERATIONS = {
     "/v1/chat/completions": "chat",

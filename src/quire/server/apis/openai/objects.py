@@ -1,0 +1,175 @@
+"""Answers of OpenAI's APIs, as msgspec structs with fields in OpenAI's order."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.server.chat.text import CompletionUsage
+
+Choice = TypeVar("Choice")
+
+PromptLogprobs = list[msgspec.Raw | None]
+
+
+class CompletionLogprobs(msgspec.Struct):
+    """Log-probabilities as parallel lists, one entry per token.
+
+    The first token of an echoed prompt has no log-probability. top_logprobs: of each token a map
+    from texts to numbers.
+    """
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[msgspec.Raw | None] | None = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ChatTopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """content: of each token a `ChatTokenLogprob`."""
+
+    content: list[msgspec.Raw]
+    refusal: None = None
+
+
+class ChatFunctionCall(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(msgspec.Struct):
+    id: str
+    function: ChatFunctionCall
+    type: str = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """An answer's message.
+
+    `reasoning` and `reasoning_content` are two names that clients know one text by. `content` is
+    null where there are only calls, or only reasoning. `function_call` is there where
+    the request has `functions`.
+    """
+
+    content: str | None
+    role: str = "assistant"
+    refusal: None = None
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    function_call: ChatFunctionCall | UnsetType = UNSET
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCallChunk(msgspec.Struct):
+    """A part of a tool call. `id`, `type` and the function's name come with a call's first chunk
+    only."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallChunk] | UnsetType = UNSET
+    function_call: FunctionDelta | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class CompletionObject(msgspec.Struct, Generic[Choice]):
+    """A whole answer, or one chunk of a stream.
+
+    service_tier, metadata: echoed where the request gave them. prompt_token_ids: of chats, which
+    have one prompt; text completions have them in their choices.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: CompletionUsage | UnsetType | None = UNSET
+    service_tier: str | UnsetType = UNSET
+    system_fingerprint: str | UnsetType = UNSET
+    metadata: dict[str, str] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class GenerateAnswer(msgspec.Struct):
+    text: str
+    finish_reason: str | None
+    usage: CompletionUsage
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct):
+    """The served model, or an adapter of it. sampling_defaults: parameters that a request without
+    them gets, where they are not the API's own. root: the model's own name or an adapter's. parent:
+    the model of an adapter."""
+
+    id: str
+    created: int
+    max_model_len: int
+    sampling_defaults: dict[str, float]
+    root: str
+    parent: str | None = None
+    object: str = "model"
+    owned_by: str = "quire"
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: str = "list"

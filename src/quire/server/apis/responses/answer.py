@@ -1,0 +1,190 @@
+"""Responses from chat generations: at once, as a stream, or in the background."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from typing import TYPE_CHECKING
+
+from quire.outputs import Logprob
+from quire.server.apis.openai.logprobs import chat_logprobs
+from quire.server.apis.responses.events import ResponseEvent
+from quire.server.apis.responses.items import (
+    InputTokensDetails,
+    OutputTokenLogprob,
+    OutputTokensDetails,
+    OutputTopLogprob,
+    ResponseUsage,
+)
+from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.chat.dialogue import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+)
+from quire.server.chat.generation import ChatGeneration
+from quire.server.chat.thinking import reasoning_tokens
+from quire.server.errors import ApiError, as_api_error
+from quire.server.telemetry.metrics import ServerMetrics
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+
+class ResponseAnswer:
+    """Feeds a generation's events to a response's writer.
+
+    Args:
+        stored: holds the response.
+        store: takes in the response when it is done; None keeps none.
+        top_logprobs: None gives no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        reply: ChatGeneration,
+        stored: StoredResponse,
+        store: ResponseStore | None,
+        *,
+        tokenizer: Tokenizer,
+        top_logprobs: int | None,
+    ) -> None:
+        self.reply = reply
+        self.stored = stored
+        self.store = store
+        self.tokenizer = tokenizer
+        self.top_logprobs = top_logprobs
+        self.writer = stored.writer
+        self.begun = False
+        self.cut = False
+
+    async def whole(self) -> None:
+        """Runs the generation to its end."""
+        self.reply.start()
+        try:
+            async for events in self.reply.batches():
+                self._feed(events)
+        finally:
+            await self.reply.close()
+        self._end()
+
+    def start_in_background(self, metrics: ServerMetrics) -> None:
+        """Stores the response, and lets it run whether a client waits or not."""
+        self.writer.begin()
+        if self.store is not None:
+            self.store.add(self.stored)
+        self._tell()
+        self.stored.task = asyncio.create_task(self._in_background(metrics))
+
+    async def _in_background(self, metrics: ServerMetrics) -> None:
+        """Runs the generation to any end, passing events to those who watch."""
+        stored, writer = self.stored, self.writer
+        try:
+            self.reply.start()
+            async for events in self.reply.batches():
+                self._feed(events)
+                self._tell()
+            self._finish()
+        except asyncio.CancelledError:
+            writer.cancel()
+            raise
+        except Exception as error:
+            api_error = as_api_error(error)
+            metrics.count_error(api_error)
+            writer.fail(api_error)
+        finally:
+            stored.task = None
+            self._tell()
+            await self.reply.close()
+
+    def write(self, events: list[Event]) -> list[ResponseEvent]:
+        if not self.begun:
+            self.writer.begin()
+        self._feed(events)
+        return self.writer.take()
+
+    def finish(self) -> list[ResponseEvent]:
+        self._end()
+        return self.writer.take()
+
+    def fail(self, error: ApiError) -> list[ResponseEvent]:
+        self.writer.fail(error)
+        return self.writer.take()
+
+    def _tell(self) -> None:
+        if self.store is not None:
+            self.store.grow(self.stored, self.writer.take())
+
+    def _feed(self, events: Iterable[Event]) -> None:
+        writer = self.writer
+        if not self.begun:
+            self.begun = True
+            writer.progress()
+        for event in events:
+            match event:
+                case TextDelta():
+                    writer.text(event.text, self._logprobs(event.token_ids, event.logprobs))
+                case ReasoningDelta():
+                    writer.reasoning(event.text)
+                case ToolCallBegin():
+                    writer.call(event.id, event.name)
+                case ToolCallDelta():
+                    writer.arguments(event.arguments)
+                case Finished():
+                    self.cut = event.finish_reason == "length"
+
+    def _end(self) -> None:
+        self._finish()
+        if self.store is not None:
+            self.store.add(self.stored)
+
+    def _finish(self) -> None:
+        usage = self.reply.usage
+        self.writer.finish(
+            ResponseUsage(
+                usage.prompt_tokens,
+                InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+                usage.completion_tokens,
+                OutputTokensDetails(reasoning_tokens(usage)),
+                usage.total_tokens,
+            ),
+            cut=self.cut,
+        )
+
+    def _logprobs(
+        self, token_ids: list[int], entries: list[dict[int, Logprob]]
+    ) -> list[OutputTokenLogprob]:
+        if self.top_logprobs is None:
+            return []
+        return [
+            OutputTokenLogprob(
+                entry.token,
+                entry.logprob,
+                entry.bytes or [],
+                [OutputTopLogprob(t.token, t.logprob, t.bytes or []) for t in entry.top_logprobs],
+            )
+            for entry in chat_logprobs(self.tokenizer, token_ids, entries, self.top_logprobs)
+        ]
+
+
+class BackgroundEvents:
+    """Events of a background response after one of them, as a source of `EventStream`."""
+
+    def __init__(self, stored: StoredResponse, after: int) -> None:
+        self.stored = stored
+        self.after = after
+
+    def start(self) -> None:
+        """Does nothing: the response runs by itself."""
+
+    async def ready(self) -> None:
+        """Returns at once: the events are there or come."""
+
+    async def close(self) -> None:
+        """Does nothing: the response goes on without those who watch."""
+
+    def batches(self) -> AsyncIterator[list[ResponseEvent]]:
+        return self.stored.watch(self.after)

@@ -1,0 +1,288 @@
+"""Conversion of Responses API requests to dialogues."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.server.apis.openai.convert import check_logprobs, usual_room
+from quire.server.apis.responses.items import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    Item,
+    ItemReference,
+    MessageItem,
+    ReasoningItem,
+    Response,
+)
+from quire.server.apis.responses.protocol import (
+    LOGPROBS,
+    AllowedTools,
+    CreateRequest,
+    FunctionTool,
+    NamedTool,
+    NamespaceTool,
+    PromptFields,
+    TextConfig,
+    flat_name,
+)
+from quire.server.apis.responses.store import ResponseStore
+from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
+from quire.server.chat.thinking import effort_variables, template_variables
+from quire.server.context.hints import decline, refuses_hints
+from quire.server.errors import ApiError, unsupported
+from quire.server.state import ServerState, new_id
+
+_ID_PREFIX = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+}
+_SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop_token_ids",
+    "ignore_eos",
+    "min_tokens",
+    "speculative",
+)
+
+
+NAMES = {
+    "messages": "input",
+    "structured_outputs": "text.format.schema",
+    ".function": "",
+}
+"""Maps field names of chat completions, which errors use, to names of this API."""
+
+
+def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[Item, ...]:
+    """Returns all items that the response answers, each with an id: earlier turns, then the input.
+
+    Raises:
+        ApiError: 404 where a response or an item is not in the store.
+    """
+    before: tuple[Item, ...] = ()
+    if body.previous_response_id is not None:
+        stored = store.get(body.previous_response_id, "previous_response_id", owner)
+        if stored.running:
+            raise ApiError(
+                400,
+                f"'previous_response_id': the response '{stored.response.id}' is still running.",
+                param="previous_response_id",
+            )
+        before = stored.history
+    return (
+        *before,
+        *(_resolved(item, place, store, owner) for place, item in enumerate(body.input)),
+    )
+
+
+def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
+    if isinstance(item, ItemReference):
+        found = store.item(item.id, owner)
+        if found is None:
+            raise ApiError(404, f"Item with id '{item.id}' not found.", param=f"input[{place}].id")
+        return found
+    if item.id is None:
+        return item.model_copy(update={"id": new_id(_ID_PREFIX[item.type], "_")})
+    return item
+
+
+def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """Returns the conversation as chat templates take it. The last of `items` are the body's
+    own."""
+    turns = ConversationBuilder("input")
+    if body.instructions is not None:
+        turns.system(body.instructions)
+    earlier = len(items) - len(body.input)
+    for place, item in enumerate(items, -earlier):
+        where = f"input[{place}].call_id" if place >= 0 else "previous_response_id"
+        if isinstance(item, FunctionCallItem):
+            turns.call(item.call_id, flat_name(item.namespace, item.name), item.arguments, where)
+        elif isinstance(item, FunctionCallOutputItem):
+            turns.result(item.call_id, item.text, where)
+        elif isinstance(item, ReasoningItem):
+            turns.reasoning(item.text)
+        elif item.role == "assistant":
+            turns.assistant(item.text)
+        elif item.role == "user":
+            turns.user(item.text)
+        else:
+            turns.system(item.text)
+    return turns.finish()
+
+
+def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -> Dialogue:
+    variables = dict(body.chat_template_kwargs or {})
+    known = template_variables(state, "input", with_tools=bool(body.tools))
+    variables |= effort_variables(state, body.effort, known, "reasoning.effort")
+    verbosity = body.text.verbosity if body.text is not None else None
+    if verbosity is not None and "verbosity" in known:
+        variables["verbosity"] = verbosity
+    elif verbosity not in (None, "medium"):
+        if refuses_hints():
+            raise unsupported("text.verbosity", "has no place in the model's chat template")
+        decline("text.verbosity")
+    logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
+    params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
+    most = state.client.config.scheduler.max_model_len
+    check_logprobs(params, 1, most, "top_logprobs", ("max_output_tokens",))
+    dialogue = Dialogue(
+        messages=messages_of(body, items),
+        params=params,
+        usual_max_tokens=usual_room(params, most),
+        tools=[_tool(tool, namespace) for namespace, tool in functions_of(body.tools)],
+        tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        template_kwargs=variables,
+        with_tokens=logprobs,
+        request_id=new_id("resp", "_"),
+    )
+    if isinstance(body, CreateRequest):
+        dialogue.priority = body.priority or 0
+        dialogue.cache_salt = body.cache_salt or ""
+    return dialogue
+
+
+def _params(state: ServerState, body: CreateRequest) -> SamplingParams:
+    given = {name: getattr(body, name) for name in _SAMPLING}
+    fields = {name: value for name, value in given.items() if value is not None}
+    return SamplingParams(
+        **{**state.defaults, **fields},
+        max_tokens=body.max_output_tokens,
+        stop=tuple(body.stop or ()),
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,
+        logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        structured_outputs=_structured(body.text),
+    )
+
+
+def _structured(text: TextConfig | None) -> StructuredOutputsParams | None:
+    format = text.format if text is not None else None
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    return StructuredOutputsParams(json=msgspec.json.encode(format.json_schema).decode())
+
+
+def functions_of(
+    tools: Sequence[FunctionTool | NamespaceTool] | None,
+) -> Iterator[tuple[str | None, FunctionTool]]:
+    """Yields the functions, each with its namespace if it is in one."""
+    for tool in tools or ():
+        if isinstance(tool, NamespaceTool):
+            yield from ((tool.name, function) for function in tool.tools)
+        else:
+            yield None, tool
+
+
+def _tool(tool: FunctionTool, namespace: str | None) -> dict[str, Any]:
+    function: dict[str, Any] = {"name": flat_name(namespace, tool.name)}
+    for name in ("description", "parameters", "strict"):
+        if getattr(tool, name) is not None:
+            function[name] = getattr(tool, name)
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> ToolChoice:
+    if choice is None:
+        return ToolChoice()
+    if isinstance(choice, NamedTool):
+        return ToolChoice.named(flat_name(choice.namespace, choice.name))
+    if isinstance(choice, AllowedTools):
+        return ToolChoice(
+            choice.mode, tuple(flat_name(tool.namespace, tool.name) for tool in choice.tools)
+        )
+    return ToolChoice(choice)  # type: ignore[arg-type]
+
+
+def without_oldest(items: Sequence[Item], count: int) -> tuple[Item, ...]:
+    """Returns the items without the oldest `count` turns.
+
+    A turn begins with a user's message. System messages stay; results of removed calls do not.
+    """
+    if count == 0:
+        return tuple(items)
+    kept: list[Item] = []
+    calls: set[str] = set()
+    turn = 0
+    for item in items:
+        if isinstance(item, MessageItem) and item.role == "user":
+            turn += 1
+        if isinstance(item, MessageItem) and item.role in ("system", "developer"):
+            kept.append(item)
+        elif turn > count and not _orphan(item, calls):
+            kept.append(item)
+            if isinstance(item, FunctionCallItem):
+                calls.add(item.call_id)
+    return tuple(kept)
+
+
+def _orphan(item: Item, calls: set[str]) -> bool:
+    return isinstance(item, FunctionCallOutputItem) and item.call_id not in calls
+
+
+def turns_in(items: Sequence[Item]) -> int:
+    return sum(isinstance(item, MessageItem) and item.role == "user" for item in items)
+
+
+def response_of(
+    state: ServerState, body: CreateRequest, dialogue: Dialogue, adapter: str
+) -> Response:
+    """Returns the response before it has output, echoing its request."""
+    text: dict[str, Any] = {"format": {"type": "text"}}
+    if body.text is not None:
+        text |= body.text.model_dump(exclude_none=True, by_alias=True)
+    choice = body.tool_choice or "auto"
+    tools = [_shown_tool(tool) for tool in body.tools or ()]
+    return Response(
+        id=dialogue.request_id,
+        created_at=int(time.time()),
+        status="queued" if body.background else "in_progress",
+        background=bool(body.background),
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        model=adapter or state.model_name,
+        output=[],
+        parallel_tool_calls=dialogue.parallel_tool_calls,
+        previous_response_id=body.previous_response_id,
+        prompt_cache_key=UNSET if body.prompt_cache_key is None else body.prompt_cache_key,
+        reasoning={"effort": body.effort, "summary": None},
+        safety_identifier=UNSET if body.safety_identifier is None else body.safety_identifier,
+        store=stores(state, body),
+        temperature=dialogue.params.temperature,
+        text=text,
+        tool_choice=choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
+        tools=tools,
+        top_logprobs=body.top_logprobs or 0,
+        top_p=dialogue.params.top_p,
+        truncation=body.truncation or "disabled",
+        user=UNSET if body.user is None else body.user,
+    )
+
+
+def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        own = tool.model_dump(exclude_none=True, exclude={"tools"})
+        return own | {"tools": [_shown_tool(each) for each in tool.tools]}
+    shown = {"description": None, "parameters": None, "strict": False}
+    return shown | tool.model_dump(exclude_none=True)
+
+
+def stores(state: ServerState, body: CreateRequest) -> bool:
+    return body.store is not False and state.args.response_store_size > 0

@@ -1,0 +1,346 @@
+"""Items of the Responses API: a request's `input`, and a conversation's history.
+
+Items that the server sends as `output` are valid input too: clients send them back, and the store
+keeps them as the beginning of the next turn.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
+
+from quire.errors import RequestError
+from quire.server.http.strict_model import Name, StrictModel, drop_unused
+
+MAX_ITEMS = 4096
+MAX_PARTS = 1024
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+_TEXT_PARTS = ("input_text", "output_text", "refusal")
+_UNUSED_IN_PART: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "prompt_cache_breakpoint": (),
+}
+_UNUSED_IN_ITEM: dict[str, tuple[Any, ...]] = {
+    "async": (False,),
+    "caller": ({"type": "direct"},),
+    "created_by": (),
+    "encrypted_content": (),
+    "phase": (),
+}
+
+
+class ItemText(StrictModel):
+    """A part of an item: `input_text`, `output_text` or `refusal`.
+
+    Log-probabilities may come back as they were sent; they are not used.
+    """
+
+    type: Literal["input_text", "output_text", "refusal"]
+    text: str
+    logprobs: Any = Field(None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_text(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type")
+        if isinstance(kind, str) and kind not in _TEXT_PARTS:
+            raise RequestError(
+                f"parts of type {kind[:40]!r} are not supported; known are "
+                f"{', '.join(_TEXT_PARTS)}.",
+                code="unsupported_parameter",
+            )
+        if kind == "refusal" and "text" not in data and "refusal" in data:
+            data = {**data, "text": data["refusal"]}
+            del data["refusal"]
+        return drop_unused(data, _UNUSED_IN_PART)
+
+    def shown(self) -> dict[str, Any]:
+        if self.type == "output_text":
+            return {"type": self.type, "text": self.text, "annotations": []}
+        if self.type == "refusal":
+            return {"type": self.type, "refusal": self.text}
+        return {"type": self.type, "text": self.text}
+
+
+class _Item(StrictModel):
+    id: Name | None = None
+    status: Status | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        return drop_unused(data, _UNUSED_IN_ITEM, ("phase",), "input.")
+
+
+Parts = Annotated[list[ItemText], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
+def _parts(content: Any, kind: str) -> Any:
+    return [{"type": kind, "text": content}] if isinstance(content, str) else content
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_as_parts(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or "content" not in data:
+            return data
+        kind = "output_text" if data.get("role") == "assistant" else "input_text"
+        return {**data, "content": _parts(data["content"], kind)}
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content)
+
+
+class FunctionCallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    namespace: Name | None = None
+    arguments: str
+
+    @property
+    def text(self) -> str:
+        return self.arguments
+
+
+class FunctionCallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Parts
+    name: Name | None = None
+    namespace: Name | None = None
+
+    @field_validator("output", mode="before", json_schema_input_type=str | Parts)
+    @classmethod
+    def _one_part(cls, output: Any) -> Any:
+        return _parts(output, "input_text")
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.output)
+
+
+class ItemReasoningText(StrictModel):
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)]
+    content: (
+        Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None
+    ) = None
+
+    @property
+    def text(self) -> str:
+        """The reasoning itself where there is some, else its summary."""
+        return "".join(part.text for part in self.content or self.summary)
+
+
+class ItemReference(StrictModel):
+    type: Literal["item_reference"] | None = None
+    id: Name
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+_KINDS: dict[str, type[BaseModel]] = {
+    "message": MessageItem,
+    "function_call": FunctionCallItem,
+    "function_call_output": FunctionCallOutputItem,
+    "reasoning": ReasoningItem,
+    "item_reference": ItemReference,
+}
+
+
+def parse_item(data: Any) -> Any:
+    """Parses an item of the type that `data` names.
+
+    A message may leave its type out, and a reference may be nothing but an id.
+
+    Raises:
+        RequestError, ValidationError: pydantic puts the place of the item before the field's name.
+    """
+    if isinstance(data, _Item | ItemReference):
+        return data
+    if not isinstance(data, dict):
+        raise RequestError("an item must be an object.")
+    kind = data.get("type")
+    if kind is None:
+        kind = "item_reference" if data.keys() == {"id"} else "message"
+    model = _KINDS.get(kind) if isinstance(kind, str) else None
+    if model is None:
+        raise RequestError(
+            f"items of type {str(kind)[:40]!r} are not supported; known are {', '.join(_KINDS)}.",
+            code="unsupported_parameter",
+        )
+    return model.model_validate(data)
+
+
+InputItem = Annotated[
+    Item | ItemReference, PlainValidator(parse_item, json_schema_input_type=Item | ItemReference)
+]
+
+
+def shown(item: Item) -> dict[str, Any]:
+    """Returns the item as the API lists it; its ids must be set."""
+    out: dict[str, Any] = {"id": item.id, "type": item.type, "status": item.status or "completed"}
+    if isinstance(item, MessageItem):
+        out |= {"role": item.role, "content": [part.shown() for part in item.content]}
+    elif isinstance(item, FunctionCallItem):
+        out |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+        if item.namespace is not None:
+            out["namespace"] = item.namespace
+    elif isinstance(item, FunctionCallOutputItem):
+        out |= {"call_id": item.call_id, "output": [part.shown() for part in item.output]}
+    else:
+        content = [part.model_dump() for part in item.content or ()]
+        out |= {"summary": [part.model_dump() for part in item.summary], "content": content}
+    return out
+
+
+# Answers of the Responses API, as msgspec structs with fields in OpenAI's order.
+
+
+class OutputTopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class OutputTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[OutputTopLogprob]
+
+
+class OutputText(msgspec.Struct, tag="output_text", kw_only=True):
+    """logprobs: of each token an `OutputTokenLogprob`."""
+
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[msgspec.Raw] = []
+
+
+class OutputReasoningText(msgspec.Struct, tag="reasoning_text"):
+    text: str = ""
+
+
+class OutputMessage(msgspec.Struct, tag="message"):
+    id: str
+    status: str
+    content: list[OutputText]
+    role: str = "assistant"
+
+
+class OutputFunctionCall(msgspec.Struct, tag="function_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+class OutputReasoning(msgspec.Struct, tag="reasoning"):
+    id: str
+    status: str
+    content: list[OutputReasoningText]
+    summary: list[Any] = []
+
+
+OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
+
+
+class InputTokensDetails(msgspec.Struct):
+    """Counts of the prompt's tokens. Nothing is written to the prefix cache on demand."""
+
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class ResponseUsage(msgspec.Struct):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class ErrorDetails(msgspec.Struct):
+    code: str
+    message: str
+
+
+class IncompleteDetails(msgspec.Struct):
+    reason: str
+
+
+class Response(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "response"
+    created_at: int
+    status: str
+    background: bool
+    completed_at: int | None = None
+    error: ErrorDetails | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | UnsetType = UNSET
+    reasoning: dict[str, Any]
+    safety_identifier: str | UnsetType = UNSET
+    service_tier: str = "default"
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    usage: ResponseUsage | None = None
+    user: str | UnsetType = UNSET
+
+
+class DeletedResponse(msgspec.Struct):
+    id: str
+    object: str = "response"
+    deleted: bool = True
+
+
+class ItemList(msgspec.Struct):
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+    object: str = "list"
+
+
+class InputTokens(msgspec.Struct):
+    input_tokens: int
+    object: str = "response.input_tokens"

@@ -1,0 +1,210 @@
+"""`/v1/responses` and what is below it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer
+from quire.server.apis.responses.convert import (
+    NAMES,
+    dialogue_of,
+    functions_of,
+    items_of,
+    response_of,
+    stores,
+    turns_in,
+    without_oldest,
+)
+from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
+from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
+from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
+from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.chat.dialogue import Dialogue
+from quire.server.chat.generation import count, prepare
+from quire.server.context.request_context import context_of, owner_of
+from quire.server.errors import ApiError, rename_fields
+from quire.server.http.bodies import read_body
+from quire.server.http.query import Query
+from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
+from quire.server.state import ServerState, state_of
+
+
+async def create_response(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, CreateRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model, context_of(request))
+    if body.background and not stores(state, body):
+        raise ApiError(
+            400,
+            "'background' is not available: this server keeps no responses "
+            "(--response-store-size is 0).",
+            param="background",
+        )
+    items = items_of(body, store_of(request), owner_of(request))
+    with rename_fields(NAMES):
+        return await _answer(request, body, items)
+
+
+async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]) -> Response:
+    state = state_of(request)
+    dialogue = await _fitted(state, body, items)
+    reply = await prepare(state, dialogue, context_of(request))
+    stored = StoredResponse(
+        ResponseWriter(
+            response_of(state, body, dialogue, context_of(request).adapter),
+            {
+                flat_name(namespace, tool.name): (namespace, tool.name)
+                for namespace, tool in functions_of(body.tools)
+                if namespace is not None
+            },
+        ),
+        items,
+        owner_of(request),
+    )
+    answer = ResponseAnswer(
+        reply,
+        stored,
+        store_of(request) if stores(state, body) else None,
+        tokenizer=state.tokenizer("input"),
+        top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+    )
+    obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
+    if body.background:
+        answer.start_in_background(state.metrics)
+        if body.stream:
+            return _stream(state, stored, -1, obfuscate)
+        return json_response(stored.response)
+    if not body.stream:
+        stored.writer.streams = False
+        await unless_disconnected(request.receive, answer.whole())
+        return json_response(stored.response)
+    await start_stream(request, reply)
+    return EventStream(
+        reply,
+        lambda buffer, events: _write(buffer, answer.write(events), obfuscate),
+        lambda buffer: _write(buffer, answer.finish(), obfuscate),
+        fail=lambda buffer, error: _write(buffer, answer.fail(error), obfuscate),
+        metrics=state.metrics,
+    )
+
+
+async def count_input_tokens(request: Request) -> Response:
+    state = state_of(request)
+    body = await read_body(request, PromptFields, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model, context_of(request))
+    items = items_of(body, store_of(request), owner_of(request))
+    with rename_fields(NAMES):
+        ids = await count(state, await _fitted(state, body, items))
+    return json_response(InputTokens(len(ids)))
+
+
+async def get_response(request: Request) -> Response:
+    """Answers with a stored response; with `stream`, with the events of one made in the
+    background."""
+    query = Query(request, "stream", "starting_after", "include_obfuscation")
+    stored = _stored(request)
+    if not query.flag("stream"):
+        for name in ("starting_after", "include_obfuscation"):
+            if query.text(name) is not None:
+                raise ApiError(400, f"'{name}' is only allowed with stream=true.", param=name)
+        stored.writer.flush()
+        return json_response(stored.response)
+    if not stored.response.background:
+        raise ApiError(
+            400,
+            "'stream': only responses created with background=true can be streamed again.",
+            param="stream",
+        )
+    after = query.integer("starting_after", -1, -1)
+    return _stream(state_of(request), stored, after, query.flag("include_obfuscation"))
+
+
+async def cancel_response(request: Request) -> Response:
+    stored = _stored(request)
+    if not stored.response.background:
+        raise ApiError(
+            400,
+            f"The response '{stored.response.id}' was not created with background=true: cancel it "
+            "by closing its connection.",
+            param="response_id",
+        )
+    if stored.task is not None:
+        stored.task.cancel()
+        await asyncio.gather(stored.task, return_exceptions=True)
+    return json_response(stored.response)
+
+
+async def delete_response(request: Request) -> Response:
+    stored = _stored(request)
+    store_of(request).remove(stored)
+    return json_response(DeletedResponse(stored.response.id))
+
+
+async def list_input_items(request: Request) -> Response:
+    """Lists all items that the response answered, earlier turns included."""
+    query = Query(request, "after", "limit", "order")
+    items = list(_stored(request).input)
+    if query.choice("order", ("desc", "asc")) == "desc":
+        items.reverse()
+    after = query.text("after")
+    if after is not None:
+        ids = [item.id for item in items]
+        if after not in ids:
+            raise ApiError(400, f"'after': there is no item '{after[:200]}'.", param="after")
+        items = items[ids.index(after) + 1 :]
+    limit = query.integer("limit", 20, 1, 100)
+    data = [shown(item) for item in items[:limit]]
+    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+    return json_response(ItemList(data, first, last, has_more=len(items) > limit))
+
+
+def store_of(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.response_store
+    return store
+
+
+def _stored(request: Request) -> StoredResponse:
+    return store_of(request).get(
+        request.path_params["response_id"], "response_id", owner_of(request)
+    )
+
+
+async def _fitted(state: ServerState, body: PromptFields, items: tuple[Item, ...]) -> Dialogue:
+    """Returns the dialogue, with truncation "auto" without its oldest turns where it is too long.
+
+    As few turns as possible are left out to leave room for the answer, which gets at most half of
+    the context. The last turn stays.
+    """
+    dialogue = await asyncio.to_thread(dialogue_of, state, body, items)
+    if body.truncation != "auto":
+        return dialogue
+    context = state.client.config.scheduler.max_model_len
+    room = context - min(getattr(body, "max_output_tokens", None) or 1, context // 2)
+    low, high = 0, max(turns_in(items) - 1, 0)
+    while low < high:
+        middle = (low + high) // 2
+        dialogue = await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, middle))
+        if len(await count(state, dialogue)) <= room:
+            high = middle
+        else:
+            low = middle + 1
+    return await asyncio.to_thread(dialogue_of, state, body, without_oldest(items, low))
+
+
+def _stream(state: ServerState, stored: StoredResponse, after: int, obfuscate: bool) -> Response:
+    return EventStream(
+        BackgroundEvents(stored, after),
+        lambda buffer, events: _write(buffer, events, obfuscate),
+        lambda buffer: None,
+        metrics=state.metrics,
+    )
+
+
+def _write(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
+    for event in events:
+        event.write(buffer, obfuscate)

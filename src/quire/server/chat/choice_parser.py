@@ -1,0 +1,180 @@
+"""Parsing of one choice's text into events."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from quire.outputs import Logprob
+from quire.server.chat.dialogue import (
+    Event,
+    Finished,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+)
+from quire.server.chat.text import TextPiece
+from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Part, Text, ToolParser
+from quire.server.parsers.think import ThinkParser
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+_MOST_CALLS = 8
+"""Marks of calls inside a block of reasoning that are looked at."""
+
+Tokens = tuple[list[int], list[dict[int, Logprob]]]
+
+
+def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
+    """Returns the events of a piece that needs no parsing."""
+    events: list[Event] = []
+    text = piece.text
+    if text or (with_tokens and piece.token_ids):
+        events.append(TextDelta(piece.choice, text, piece.token_ids, piece.logprobs))
+    if piece.finish_reason is not None:
+        events.append(Finished(piece.choice, piece.finish_reason, piece.stop_reason))
+    return events
+
+
+class ChoiceParser:
+    """Parses one choice: reasoning first, then text and tool calls.
+
+    Tokens go with the first event made of text that came with or after them. Where reasoning ends
+    within a piece, its tokens are told apart by the closing mark, or if that is no single token by
+    the length of their bytes.
+
+    Attributes:
+        reasoning_tokens: tokens of the reasoning block, its marks included.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        think: ThinkParser | None,
+        tools: ToolParser | None,
+        *,
+        one_call: bool,
+        show_reasoning: bool,
+        with_tokens: bool,
+    ) -> None:
+        self.reasoning_tokens = 0
+        self._tokenizer = tokenizer
+        self._think = think
+        self._tools = tools
+        self._one_call = one_call
+        self._show_reasoning = show_reasoning
+        self._with_tokens = with_tokens
+        self._close = None if think is None else tokenizer.added_tokens.get(think.close)
+        self._token_ids: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] = []
+        self._calls = 0
+        self._complete = 0
+
+    def read(self, piece: TextPiece) -> list[Event]:
+        events: list[Event] = []
+        text, last = piece.text, piece.finish_reason is not None
+        held = len(self._token_ids)
+        self._token_ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        if self._think is not None:
+            text = self._read_reasoning(self._think, piece, held, events)
+        if self._tools is not None:
+            parts = self._tools.feed(text)
+            if last:
+                parts += self._tools.finish(stopped=piece.finish_reason == "stop")
+            for part in parts:
+                self._add(piece.choice, part, events)
+        elif text:
+            events.append(TextDelta(piece.choice, text, *self._spend()))
+        if piece.finish_reason is not None:
+            if self._with_tokens and self._token_ids:
+                events.append(TextDelta(piece.choice, "", *self._spend()))
+            called = self._complete and piece.finish_reason == "stop"
+            reason = "tool_calls" if called else piece.finish_reason
+            events.append(Finished(piece.choice, reason, piece.stop_reason))
+        return events
+
+    def _spend(self, count: int | None = None) -> Tokens:
+        """Takes the first `count` waiting tokens, or all."""
+        spent = self._token_ids[:count], self._logprobs[:count]
+        self._token_ids = [] if count is None else self._token_ids[count:]
+        self._logprobs = [] if count is None else self._logprobs[count:]
+        return spent
+
+    def _read_reasoning(
+        self, think: ThinkParser, piece: TextPiece, held: int, events: list[Event]
+    ) -> str:
+        """Adds the reasoning's event; returns the text that belongs to the answer.
+
+        Args:
+            held: waiting tokens of earlier pieces.
+        """
+        if think.answering:
+            return piece.text
+        reasoning, answer, block = think.feed(piece.text)
+        undecided = think.undecided
+        if piece.finish_reason is not None:
+            rest = think.finish()
+            inside = not undecided and not think.answering
+            if inside and self._tools is not None and piece.finish_reason == "stop":
+                rest = _before_calls(self._tools, rest[0])
+            reasoning, answer = reasoning + rest[0], answer + rest[1]
+        elif undecided:
+            return ""
+        count = 0
+        if block:
+            whole = block == len(piece.text)
+            count = held + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
+        elif not think.answering and not undecided:
+            count = len(self._token_ids)
+        self.reasoning_tokens += count
+        tokens = self._spend(count) if count else ([], [])
+        if self._show_reasoning and (reasoning or (self._with_tokens and count)):
+            events.append(ReasoningDelta(piece.choice, reasoning, *tokens))
+        return answer
+
+    def _tokens_in(self, piece: TextPiece, characters: int) -> int:
+        """Returns the number of the piece's tokens that make up its first characters.
+
+        Those characters end with the block's closing mark.
+        """
+        if self._close in piece.token_ids:
+            return piece.token_ids.index(self._close) + 1
+        left = len(piece.text[:characters].encode())
+        for count, token in enumerate(piece.token_ids):
+            if left <= 0:
+                return count
+            left -= len(self._tokenizer.token_bytes(token))
+        return len(piece.token_ids)
+
+    def _add(self, choice: int, part: Part, events: list[Event]) -> None:
+        if isinstance(part, CallBegin):
+            self._calls += 1
+        wanted = self._calls == 1 or not self._one_call
+        index = self._calls - 1
+        match part:
+            case Text(text):
+                events.append(TextDelta(choice, text, *self._spend()))
+            case CallBegin(id, name) if wanted:
+                events.append(ToolCallBegin(choice, index, id, name, *self._spend()))
+            case CallArguments(text) if wanted:
+                events.append(ToolCallDelta(choice, index, text, *self._spend()))
+            case CallEnd():
+                self._complete += 1
+
+
+def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:
+    """Splits the end of a block of reasoning that was never closed into (reasoning, calls that end
+    it)."""
+    marks = "|".join(map(re.escape, tools.starts))
+    places = [found.start() for found in re.finditer(marks, text)] if marks else []
+    end = len(text)
+    for place in reversed(places[-_MOST_CALLS:]):
+        reader = type(tools)(tools.tools)
+        parts = reader.feed(text[place:]) + reader.finish()
+        whole = any(isinstance(part, CallEnd) for part in parts)
+        if whole and not any(isinstance(part, Text) and part.text.strip() for part in parts):
+            end = place
+    return text[:end].rstrip(), text[end:]

@@ -1,0 +1,196 @@
+"""Generation of answers to dialogues, as batches of events or as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
+from quire.server.chat.beams import BeamGeneration
+from quire.server.chat.choice_parser import ChoiceParser, plain_events
+from quire.server.chat.dialogue import ChatAnswer, Dialogue, Event
+from quire.server.chat.prompt import RenderedPrompt, render_prompt
+from quire.server.chat.text import (
+    CompletionTokensDetails,
+    CompletionUsage,
+    TextGeneration,
+    TextPiece,
+    check_structured,
+    collect,
+)
+from quire.server.chat.tools import callable_tools, check_tools, constrained, one_call
+from quire.server.context.request_context import RequestContext
+from quire.server.errors import ApiError
+from quire.server.parsers.think import ThinkParser
+from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+_LONG_TEXT = 20_000
+"""Characters of a whole answer above which it is parsed off the event loop."""
+
+
+async def prepare(
+    state: ServerState, dialogue: Dialogue, context: RequestContext
+) -> ChatGeneration:
+    """Returns a generation that is ready to start, its tokens taken from the key's limit.
+
+    Raises:
+        ApiError, RequestError: naming the field.
+    """
+    tokenizer = state.tokenizer("messages")
+    check_tools(dialogue, state.chat_format)
+
+    def prepared() -> ChatGeneration:
+        most = state.client.config.scheduler.max_model_len
+        prompt = render_prompt(tokenizer, dialogue, most)
+        if state.args.log_prompts:
+            context.prompts.append(prompt.text)
+        return ChatGeneration(state, tokenizer, dialogue, prompt, context)
+
+    reply = await asyncio.to_thread(prepared)
+    asked = dialogue.params.structured_outputs is not None
+    await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
+    params = reply.params
+    # Each step of a search makes a token for every beam.
+    completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
+    context.take_tokens(len(reply.prompt_token_ids), dialogue.params.max_tokens, completions)
+    return reply
+
+
+async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
+    """Returns the prompt's token ids without running it. Raises as `prepare`."""
+    tokenizer = state.tokenizer("messages")
+    check_tools(dialogue, state.chat_format)
+    return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
+
+
+class ChatGeneration:
+    """A running answer to a dialogue.
+
+    `start`, `ready` and `close` are those of `TextGeneration`.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        tokenizer: Tokenizer,
+        dialogue: Dialogue,
+        prompt: RenderedPrompt,
+        context: RequestContext,
+    ) -> None:
+        self.dialogue = dialogue
+        self.context = context
+        self.request_id = dialogue.request_id
+        self.prompt_token_ids = prompt.token_ids
+        self._tokenizer = tokenizer
+        self._format = format = state.chat_format
+        self._tools = callable_tools(dialogue)
+        self._readers: dict[int, ChoiceParser] = {}
+        self._begins_open: bool | None = None
+        if format.reasoning is not None:
+            self._begins_open = format.reasoning.begins_open(prompt.text, prompt.continued)
+        self._parser = format.tool_parser
+        if self._parser is not None and not (self._tools or self._parser.marks_text):
+            self._parser = None
+        read = self._parser is not None or format.reasoning is not None
+        self.params = self._params()
+        beams = dialogue.beams
+        if beams is not None and self.params.structured_outputs is not None:
+            raise ApiError(
+                400,
+                "'use_beam_search' is not available where calls must be made or checked.",
+                param="use_beam_search",
+                code="invalid_value",
+            )
+        kind = TextGeneration if beams is None else functools.partial(BeamGeneration, beams)
+        self._generation = kind(
+            state,
+            context,
+            [prompt.token_ids],
+            self.params,
+            request_id=dialogue.request_id,
+            priority=dialogue.priority,
+            cache_salt=dialogue.cache_salt,
+            keep_special=format.keep_special if read else frozenset(),
+        )
+        self._read = self._read_format if read else self._read_plain
+        self.start = self._generation.start
+        self.ready = self._generation.ready
+        self.close = self._generation.close
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        """Yields the events of all updates since the last batch; never an empty one."""
+        async for pieces in self._generation.batches():
+            events: list[Event] = []
+            for piece in pieces:
+                events += self._read(piece)
+            if events:
+                yield events
+
+    async def whole(self) -> list[ChatAnswer]:
+        """Runs to the end; returns one answer per choice, in order. Closes the generation."""
+        answers = []
+        for piece in await collect(self._generation):
+            if sum(map(len, piece.texts)) > _LONG_TEXT:
+                events = await asyncio.to_thread(self._read, piece)
+            else:
+                events = self._read(piece)
+            answer = ChatAnswer(piece.choice)
+            for event in events:
+                answer.add(event)
+            answers.append(answer)
+        return answers
+
+    @property
+    def usage(self) -> CompletionUsage:
+        usage = self._generation.usage
+        if self._format.reasoning is not None:
+            count = sum(reader.reasoning_tokens for reader in self._readers.values())
+            usage.completion_tokens_details = CompletionTokensDetails(count)
+        return usage
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        return self._generation.prompts[0].logprobs
+
+    def _params(self) -> SamplingParams:
+        added = self._tokenizer.added_tokens if self._needs_grammar() else {}
+        params = constrained(self.dialogue, self._format, added, self._begins_open)
+        self._enforced = params is not self.dialogue.params
+        usual = self.dialogue.usual_max_tokens
+        return params if usual is None else replace(params, max_tokens=usual)
+
+    def _needs_grammar(self) -> bool:
+        return bool(self._tools) or self.dialogue.params.structured_outputs is not None
+
+    def _read_plain(self, piece: TextPiece) -> list[Event]:
+        return plain_events(piece, self.dialogue.with_tokens)
+
+    def _read_format(self, piece: TextPiece) -> list[Event]:
+        reader = self._readers.get(piece.choice)
+        if reader is None:
+            reader = self._readers[piece.choice] = self._reader()
+        return reader.read(piece)
+
+    def _reader(self) -> ChoiceParser:
+        format, dialogue = self._format, self.dialogue
+        tools = None if self._parser is None else self._parser(self._tools, self._enforced)
+        calls = () if tools is None or tools.marks_text else tools.starts
+        think = None
+        if format.reasoning is not None:
+            think = ThinkParser(format.reasoning, self._begins_open, calls)
+        return ChoiceParser(
+            self._tokenizer,
+            think,
+            tools,
+            one_call=one_call(dialogue),
+            show_reasoning=dialogue.include_reasoning,
+            with_tokens=dialogue.with_tokens,
+        )

@@ -1,0 +1,245 @@
+"""Rendering of a dialogue's messages to the text and tokens of a prompt."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from quire.server.chat.dialogue import Dialogue
+from quire.server.context.hints import decline, refuses_hints
+from quire.server.errors import ApiError
+from quire.server.http.strict_model import cut_prompt
+from quire.text.chat_template import ChatTemplate
+from quire.text.template_traits import named_id
+
+if TYPE_CHECKING:
+    from quire.text.chat_template import TemplateTraits
+    from quire.text.tokenizer import Tokenizer
+
+_FIELDS = ("documents", "reasoning_effort", "verbosity")
+"""Variables of templates that are fields of requests."""
+_FOLDED = "folded"
+"""Key of users' messages that have a system message, while messages are folded."""
+_MARK = "~end-of-what-is-to-be-continued~"
+
+
+@dataclass(slots=True)
+class RenderedPrompt:
+    """A rendered prompt. `continued`: the final message's text, where that is to be continued."""
+
+    text: str
+    token_ids: list[int]
+    continued: str | None = None
+
+
+def render_prompt(
+    tokenizer: Tokenizer, dialogue: Dialogue, most: int | None = None
+) -> RenderedPrompt:
+    """Applies the chat template and tokenizes its text. Runs in a thread.
+
+    The template writes its special tokens itself, so the tokenizer does not add them again. To
+    continue the final message, the text that the template puts after that message is cut off.
+
+    Args:
+        most: tokens above which the text is refused before it is tokenized.
+
+    Raises:
+        ApiError, RequestError: the template does not take what the dialogue asks for.
+    """
+    template = _templates(tokenizer, dialogue)
+    tools = _shown_tools(tokenizer, dialogue, template)
+    variables = _variables(dialogue, template, bool(tools))
+    messages = _messages(tokenizer, dialogue, template, bool(tools))
+    if tools:
+        variables["tools"] = tools
+    add = dialogue.add_generation_prompt and not dialogue.continue_final_message
+    if dialogue.continue_final_message:
+        messages = _marked(messages)
+    if dialogue.chat_template is None:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
+    else:
+        variables = tokenizer.special_tokens | variables
+        text = template(bool(tools)).render(messages, add_generation_prompt=add, **variables)
+    continued = None
+    if dialogue.continue_final_message:
+        text = _up_to_mark(text)
+        continued = dialogue.messages[-1]["content"]
+    keep = dialogue.most_prompt_tokens
+    limit = most if keep is None else None
+    ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
+    return RenderedPrompt(text, cut_prompt(ids, keep, dialogue.truncation_side), continued)
+
+
+Templates = Callable[[bool], ChatTemplate]
+"""Returns the chat template for a conversation with tools, or without."""
+
+
+def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
+    """Returns the model's templates, or the request's own. Raises RequestError for a wrong one."""
+    if dialogue.chat_template is None:
+        return tokenizer.template
+    # Not kept: templates of requests would push the model's out.
+    own = ChatTemplate(dialogue.chat_template)
+    return lambda with_tools: own
+
+
+def _shown_tools(
+    tokenizer: Tokenizer, dialogue: Dialogue, template: Templates
+) -> list[dict[str, Any]]:
+    """Returns the tools that the template is shown.
+
+    With a free choice these are the tools that may be called. A tool without parameters gets an
+    empty schema. `strict` is left out, as no model was trained on it.
+    """
+    choice = dialogue.tool_choice
+    if choice.mode == "none" or not dialogue.tools:
+        return []
+    traits = tokenizer.traits(template(True))
+    if not traits.shows_tools:
+        raise _not_shown("tools", "tools", traits)
+    shown = []
+    for tool in dialogue.tools:
+        function = {name: value for name, value in tool["function"].items() if name != "strict"}
+        function.setdefault("parameters", {"type": "object", "properties": {}})
+        if traits.needs_description:
+            function.setdefault("description", "")
+        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+            shown.append({"type": "function", "function": function})
+    return shown
+
+
+def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
+    """Returns the template's further variables.
+
+    One that the template does not use is a hint, but for documents, which the answer depends on.
+    """
+    variables = dict(dialogue.template_kwargs)
+    if not variables:
+        return variables
+    known = template(with_tools).variables
+    for name in [name for name in variables if name not in known]:
+        param = name if name in _FIELDS else "chat_template_kwargs"
+        if name == "documents" or refuses_hints():
+            raise ApiError(
+                400,
+                f"'{param}': the model's chat template does not use '{name[:100]}'.",
+                param=param,
+                code="unsupported_parameter",
+            )
+        decline(param, param if param == name else f"{param}.{name[:100]}")
+        del variables[name]
+    return variables
+
+
+def _messages(
+    tokenizer: Tokenizer, dialogue: Dialogue, template: Templates, with_tools: bool
+) -> list[dict[str, Any]]:
+    """Returns the messages, with tool calls in the shape that the template takes."""
+    messages = dialogue.messages
+    called = any(message.get("tool_calls") for message in messages)
+    late = any(
+        message["role"] == "system" and before["role"] != "system"
+        for before, message in itertools.pairwise(messages)
+    )
+    if not called and not late:
+        return messages
+    traits = tokenizer.traits(template(with_tools))
+    if late and not traits.late_system:
+        messages = _without_late_system(messages)
+    if not called:
+        return messages
+    if not traits.shows_calls:
+        raise _not_shown("tool calls", "messages", traits)
+    if traits.ids_name_tools:
+        messages = _with_named_ids(messages)
+    return [
+        _with_calls(message, traits) if message.get("tool_calls") else message
+        for message in messages
+    ]
+
+
+def _without_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose system messages behind others are parts of users' turns."""
+    out: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] == "system" and any(each["role"] != "system" for each in out):
+            message = {"role": "user", "content": message.get("content") or ""}
+        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED):
+            out.append(message)
+            continue
+        if out[-1]["role"] == "user":
+            text = f"{out[-1].get('content') or ''}\n\n{message.get('content') or ''}"
+            out[-1] = {**out[-1], "content": text, _FOLDED: True}
+        else:
+            out.append({**message, _FOLDED: True})
+    return [{name: each[name] for name in each if name != _FOLDED} for each in out]
+
+
+def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose calls, and the results of these, have ids that name the tools."""
+    ids: dict[str, str] = {}
+    out, number = [], 0
+    for message in messages:
+        calls = []
+        for call in message.get("tool_calls") or ():
+            ids[call["id"]] = named_id(call["function"]["name"], number)
+            calls.append({**call, "id": ids[call["id"]]})
+            number += 1
+        if calls:
+            message = {**message, "tool_calls": calls}
+        elif message.get("tool_call_id") in ids:
+            message = {**message, "tool_call_id": ids[message["tool_call_id"]]}
+        out.append(message)
+    return out
+
+
+def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
+    why = "" if traits.error is None else f" ({traits.error})"
+    return ApiError(
+        400,
+        f"The model's chat template does not show {what} to the model{why}. Start the server with "
+        "a --chat-template that does.",
+        param=param,
+        code="unsupported_parameter",
+    )
+
+
+def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if not traits.arguments_as_text:
+            function["arguments"] = json.loads(function["arguments"])
+        calls.append({**call, "function": function})
+    content = message.get("content") or traits.empty_content
+    return {**message, "content": content, "tool_calls": calls}
+
+
+def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with a mark behind the final message's text."""
+    final = messages[-1]
+    if not (final.get("content") or "").strip():
+        raise ApiError(
+            400,
+            "'continue_final_message': the final message has no content to be continued.",
+            param="continue_final_message",
+        )
+    return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK} "}]
+
+
+def _up_to_mark(text: str) -> str:
+    """Returns the text before the mark.
+
+    A space follows the mark, unless the template trims messages; then the text is trimmed too.
+    """
+    before, mark, behind = text.rpartition(_MARK)
+    if not mark:
+        raise ApiError(
+            400,
+            "'continue_final_message': the chat template leaves the final message out.",
+            param="continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()

@@ -1,0 +1,313 @@
+"""Runs of a request's prompts, whose updates are handed on in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.errors import OverloadedError, RequestError
+from quire.features.kv_events.prompt_report import encode_report
+from quire.outputs import Logprob
+from quire.sampling_params import SamplingParams
+from quire.server.context.request_context import RequestContext, timed_out
+from quire.server.errors import ApiError
+from quire.server.state import ServerState
+from quire.server.telemetry.metrics import RequestTimer
+
+if TYPE_CHECKING:
+    from quire.engine.loop.output import StreamUpdate
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
+class CompletionUsage(msgspec.Struct):
+    """Token counts. `completion_tokens_details` is there where a reasoning parser runs."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+
+# Runs of a request's prompts, whose updates are handed on in batches.
+
+Prompt = str | list[int]
+"""Text or token ids."""
+
+
+@dataclass(slots=True)
+class TextPiece:
+    """New text and tokens of one completion, from one update or from several merged.
+
+    choice: its index in the answer, which is prompt index times n plus the completion's own.
+    """
+
+    choice: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, update: StreamUpdate) -> None:
+        self.texts.append(update.text)
+        self.token_ids += update.token_ids
+        if update.logprobs is not None:
+            self.logprobs += update.logprobs
+        if update.finish_reason is not None:
+            self.finish_reason = str(update.finish_reason)
+            self.stop_reason = update.stop_reason
+
+
+@dataclass(slots=True)
+class PromptInfo:
+    """A prompt's data from its first update."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+class TextGeneration:
+    """The prompts of one HTTP request, running.
+
+    One task per prompt reads the engine's updates. The reader of `batches` takes all updates since
+    its last look, so a slow socket gets fewer, larger pieces, and the engine never waits for a
+    client.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        context: RequestContext,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        cache_salt: str = "",
+        keep_special: frozenset[int] = frozenset(),
+    ) -> None:
+        self.state = state
+        self.context = context
+        self.metrics = state.metrics
+        self.params = params
+        self.request_id = request_id
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.keep_special = keep_special
+        self.prompts = [PromptInfo() for _ in prompts]
+        self.completion_tokens = 0
+        self._inputs = prompts
+        self._tasks: list[asyncio.Task[None]] = []
+        self._pieces: dict[int, TextPiece] = {}
+        self._error: BaseException | None = None
+        self._changed = asyncio.Event()
+        self._running = len(prompts)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self.context.hold()
+        self.state.generations.add(self)
+        self._tasks = [
+            asyncio.create_task(self._run(i, prompt)) for i, prompt in enumerate(self._inputs)
+        ]
+        if self.context.remaining is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(self.context.remaining, self._time_out)
+
+    def _time_out(self) -> None:
+        if self._running:
+            self.context.end = "timeout"
+            self.fail(timed_out())
+
+    def fail(self, error: ApiError) -> None:
+        """Aborts what still runs, and raises `error` after the text that came before it."""
+        if self._running:
+            self._error = self._error or error
+            for task in self._tasks:
+                task.cancel()
+            self._changed.set()
+
+    async def close(self) -> None:
+        """Aborts what still runs. Idempotent."""
+        tasks, self._tasks = self._tasks, []
+        if not tasks:
+            return
+        self.state.generations.discard(self)
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._running and self._error is None:
+            self.context.end = "abort"
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.context.release()
+
+    async def ready(self) -> None:
+        """Waits for the first update, so that an invalid request still gets an error status.
+
+        Raises the engine's error.
+        """
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def batches(self) -> AsyncIterator[list[TextPiece]]:
+        """Yields new pieces, one per completion, until all prompts have ended.
+
+        Raises the engine's error once the pieces that came before it are out.
+        """
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            pieces, self._pieces = self._pieces, {}
+            if pieces:
+                yield list(pieces.values())
+            if self._error is not None:
+                raise self._error
+            if not self._running and not self._pieces:
+                return
+
+    @property
+    def usage(self) -> CompletionUsage:
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        cached = sum(prompt.num_cached_tokens for prompt in self.prompts)
+        return CompletionUsage(
+            prompt_tokens,
+            self.completion_tokens,
+            prompt_tokens + self.completion_tokens,
+            PromptTokensDetails(cached),
+        )
+
+    async def _run(self, index: int, prompt: Prompt) -> None:
+        clock, reason = RequestTimer(self.metrics, self.params.n), "abort"
+        updates = self._updates(index, prompt)
+        self.metrics.open.inc()
+        try:
+            async with contextlib.aclosing(updates):
+                async for update in updates:
+                    clock.observe(update)
+                    self.context.observe(update)
+                    self._take(index, update)
+        except Exception as error:  # handed to whoever reads `batches`
+            if isinstance(error, OverloadedError):
+                self.state.note_full(self.context.tenant)
+            self.context.end = reason = "error"
+            self._error = self._error or error
+        except asyncio.CancelledError:
+            if self.context.end == "timeout":
+                reason = "timeout"
+            raise
+        finally:
+            clock.end(reason)
+            if self.context.trace is not None:
+                self.context.trace.prompts.append(clock.phases())
+            self.metrics.open.dec()
+            self._running -= 1
+            self._changed.set()
+
+    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[StreamUpdate, None]:
+        """Returns the updates of a prompt's completions."""
+        return self._ask(prompt, self.params, f"{self.request_id}-{index}")
+
+    def _ask(
+        self, prompt: Prompt, params: SamplingParams, request_id: str
+    ) -> AsyncGenerator[StreamUpdate, None]:
+        return cast(
+            "AsyncGenerator[StreamUpdate, None]",
+            self.state.client.generate(
+                prompt,
+                params,
+                request_id=request_id,
+                priority=self.priority,
+                cache_salt=self.cache_salt,
+                keep_special=self.keep_special,
+                tenant=self.context.tenant,
+                share=self.context.share,
+                adapter=self.context.adapter,
+                prefill=self.context.prefill,
+                traceparent=self.context.traceparent,
+            ),
+        )
+
+    def _take(self, index: int, update: StreamUpdate) -> None:
+        if update.prompt_token_ids is not None:
+            info = self.prompts[index]
+            info.token_ids = update.prompt_token_ids
+            info.logprobs = update.prompt_logprobs
+            info.num_cached_tokens = update.num_cached_tokens
+            # Adapters' blocks have names that only the engine knows.
+            if self.context.reports and index == 0 and not self.context.adapter:
+                self.context.report = encode_report(
+                    info.token_ids, self.cache_salt, self.state.client.config.block_size
+                )
+        self.completion_tokens += len(update.token_ids)
+        choice = index * self.params.n + update.index
+        piece = self._pieces.get(choice)
+        if piece is None:
+            piece = self._pieces[choice] = TextPiece(choice)
+        piece.add(update)
+        self._changed.set()
+
+
+async def collect(generation: TextGeneration) -> list[TextPiece]:
+    """The whole answer, one piece per completion, in order. Closes the generation."""
+    generation.start()
+    whole: dict[int, TextPiece] = {}
+    try:
+        async for pieces in generation.batches():
+            for piece in pieces:
+                first = whole.setdefault(piece.choice, piece)
+                if first is not piece:
+                    _extend(first, piece)
+    finally:
+        await generation.close()
+    return [whole[choice] for choice in sorted(whole)]
+
+
+def _extend(piece: TextPiece, more: TextPiece) -> None:
+    piece.texts += more.texts
+    piece.token_ids += more.token_ids
+    piece.logprobs += more.logprobs
+    piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
+
+
+# Checks of structured outputs before a request runs.
+
+
+async def check_structured(
+    state: ServerState, params: SamplingParams, field: str = "structured_outputs"
+) -> None:
+    """Compiles the grammar that `params` ask for, off the event loop.
+
+    A grammar that cannot be enforced is refused so before anything is generated.
+
+    Raises:
+        ApiError: 400, naming `field`.
+    """
+    if params.structured_outputs is None:
+        return
+    try:
+        await state.client.check_grammar(params.structured_outputs)
+    except RequestError as error:
+        raise ApiError(
+            400, f"Invalid value for '{field}': {error}", param=field, code=error.code
+        ) from None

@@ -1,0 +1,190 @@
+"""Switches and budgets of a model's thinking."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from msgspec import UnsetType
+from msgspec.structs import replace as replace_params
+
+from quire.server.chat.dialogue import Event, Finished, ReasoningDelta
+from quire.server.chat.generation import ChatGeneration
+from quire.server.chat.prompt import RenderedPrompt
+from quire.server.chat.text import CompletionTokensDetails, CompletionUsage
+from quire.server.context.hints import decline, refuses_hints
+from quire.server.errors import unsupported
+from quire.server.state import ServerState
+
+if TYPE_CHECKING:
+    from quire.text.tokenizer import Tokenizer
+
+_SWITCHES = ("enable_thinking", "thinking")
+"""Names that chat templates use for the variable that turns thinking on and off."""
+
+
+def template_variables(state: ServerState, param: str, *, with_tools: bool) -> frozenset[str]:
+    """Returns the variables that the chat template uses. Raises `ApiError` naming `param`."""
+    return state.tokenizer(param).template(with_tools).variables
+
+
+def effort_variables(
+    state: ServerState, effort: str | None, known: frozenset[str], param: str
+) -> dict[str, Any]:
+    """Returns the variables by which a chat template gets an effort of reasoning.
+
+    A template without efforts may have a switch that turns thinking off, which is "none". A model
+    that does not reason makes no effort anyway.
+
+    Args:
+        known: the variables that the template uses.
+
+    Other templates have no place for an effort, which is ignored then.
+
+    Raises:
+        ApiError: it would be ignored, but the server refuses hints.
+    """
+    if effort is None:
+        return {}
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    ignored = state.args.ignore_reasoning_effort
+    if effort == "none" and not (ignored and known.isdisjoint(_SWITCHES)):
+        return thinking_switch(state, known, on=False, param=param)
+    if ignored:
+        return {}
+    if not refuses_hints():
+        decline(param)
+        return {}
+    raise unsupported(
+        param,
+        f"{effort[:40]!r} has no place in the model's chat template, which does not use "
+        "'reasoning_effort'; --ignore-reasoning-effort ignores it",
+    )
+
+
+def thinking_switch(
+    state: ServerState, known: frozenset[str], *, on: bool, param: str
+) -> dict[str, Any]:
+    """Returns the template's variables that turn thinking on or off.
+
+    A wish to think is a hint, which a model that cannot think ignores.
+
+    Raises:
+        ApiError: the model cannot be kept from thinking, or cannot think and the server refuses
+            hints.
+    """
+    thinks = state.chat_format.reasoning is not None
+    for name in _SWITCHES:
+        if name in known and thinks:
+            return {name: on}
+    if on and not thinks:
+        if not refuses_hints():
+            decline(param)
+            return {}
+        raise unsupported(param, "asks for thinking, but this model is not known to think")
+    if not on and thinks:
+        raise unsupported(
+            param, "asks for no thinking, but the model's chat template has no switch for it"
+        )
+    return {}
+
+
+def reasoning_tokens(usage: CompletionUsage) -> int:
+    details = usage.completion_tokens_details
+    return 0 if isinstance(details, UnsetType) else details.reasoning_tokens
+
+
+class BudgetedChatGeneration:
+    """A chat generation of one choice whose thinking ends after about `budget` tokens.
+
+    A model that still thinks then is stopped, its block of thinking is closed for it, and it
+    continues from there; the prefix cache holds what was computed so far. It may think a few tokens
+    more, as tokens arrive several at a time. The dialogue must be one `with_tokens`.
+    """
+
+    def __init__(self, state: ServerState, reply: ChatGeneration, budget: int) -> None:
+        self.request_id = reply.request_id
+        self.start = reply.start
+        self.ready = reply.ready
+        self._state = state
+        self._budget = budget
+        self._thought = reply
+        self._answer: ChatGeneration | None = None
+        self._closing: list[int] = []
+
+    async def close(self) -> None:
+        await self._thought.close()
+        if self._answer is not None:
+            await self._answer.close()
+
+    async def batches(self) -> AsyncIterator[list[Event]]:
+        said: list[int] = []
+        batches = cast("AsyncGenerator[list[Event], None]", self._thought.batches())
+        async with contextlib.aclosing(batches):
+            async for events in batches:
+                yield events
+                said += [id for event in events for id in _token_ids(event)]
+                if self._is_over(events, said):
+                    break
+            else:
+                return
+        await self._thought.close()
+        self._answer = answer = self._go_on(said)
+        if answer is None:
+            yield [Finished(0, "length")]
+            return
+        answer.start()
+        async for events in answer.batches():
+            yield events
+
+    @property
+    def usage(self) -> CompletionUsage:
+        """Token counts; the tokens that close the block count as thinking."""
+        usage, extra = self._thought.usage, len(self._closing)
+        thought = usage.completion_tokens + extra
+        if self._answer is not None:
+            usage.completion_tokens = thought + self._answer.usage.completion_tokens
+            usage.total_tokens = usage.prompt_tokens + usage.completion_tokens
+            usage.completion_tokens_details = CompletionTokensDetails(thought)
+        return usage
+
+    def _is_over(self, events: list[Event], said: list[int]) -> bool:
+        if len(said) < self._budget or not isinstance(events[-1], ReasoningDelta):
+            return False
+        format = self._state.chat_format.reasoning
+        text = self._tokenizer.decode(said, skip_special_tokens=False)
+        return format is not None and format.close not in text
+
+    def _go_on(self, said: list[int]) -> ChatGeneration | None:
+        """Returns the generation that continues after the thinking; None where there is no room for
+        one."""
+        format = self._state.chat_format.reasoning
+        closing = format.closing if format is not None else ""
+        self._closing = self._tokenizer.encode(closing, add_special_tokens=False).tolist()
+        prompt = [*self._thought.prompt_token_ids, *said, *self._closing]
+        dialogue = self._thought.dialogue
+        limit = dialogue.params.max_tokens
+        left = None if limit is None else limit - len(said) - len(self._closing)
+        full = len(prompt) >= self._state.client.config.scheduler.max_model_len
+        if full or (left is not None and left < 1):
+            return None
+        dialogue = replace(
+            dialogue,
+            params=replace_params(dialogue.params, max_tokens=left),
+            request_id=f"{dialogue.request_id}-answer",
+        )
+        rendered, context = RenderedPrompt(closing, prompt), self._thought.context
+        context.continues = True
+        context.completion_tokens += len(self._closing)
+        return ChatGeneration(self._state, self._tokenizer, dialogue, rendered, context)
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        return self._state.tokenizer("thinking")
+
+
+def _token_ids(event: Event) -> list[int]:
+    return [] if isinstance(event, Finished) else event.token_ids

@@ -1,0 +1,232 @@
+"""Context of one HTTP request: its key, its deadline and its counts."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.types import Scope
+
+from quire.server.context.api_keys import ApiKey
+from quire.server.context.hints import Hints
+from quire.server.context.rate_limits import LimitStatus, RateLimiter, RateLimits
+from quire.server.context.request_trace import RequestTrace
+from quire.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from quire.engine.loop.output import StreamUpdate
+
+SCOPE_KEY = "quire.request_context"
+BATCH_KEY = "quire.batch_key"
+"""Scope entry of a batch's requests, which this process makes itself: their `ApiKey`."""
+
+_BATCH_SHARE = 0.01
+"""Weight of a key's batches in the engine's fair scheduling, beside that of its requests."""
+
+_GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """Context of one HTTP request.
+
+    Attributes:
+        deadline: moment of `time.monotonic` at which the request must have been answered.
+        began: moment of `time.perf_counter`.
+        end: reason why its last completion ended.
+        first_token: seconds until the first token.
+        searched_tokens: tokens that beam searches made; answers have the best of them.
+        continues: further prompts go on where an answer was cut, and are counted already.
+        prompts: texts for the log, where prompts are logged.
+        hints: the request's fields that its answer ignores.
+        on_end: called once, when the request is over.
+        adapter: the LoRA adapter that the request chose as its model, "" for none.
+        batch: the request is a batch's, so others go first.
+        prefill: the peer that a router chose to compute the prompt, "" for none of them.
+        traceparent: of the trace that the request belongs to, where a peer may compute the prompt.
+        tag: of a router's request, see `answer_tag`.
+        reports: a router wants to know the prompt's blocks. report: these, once they are known.
+        reports_usage: a router wants to know the tokens, see `usage_report`. streams: its answer is
+            a stream of events.
+    """
+
+    id: str
+    key: ApiKey
+    rate_limiter: RateLimiter
+    deadline: float | None = None
+    began: float = field(default_factory=time.perf_counter)
+    levels: RateLimits = RateLimits(None, None)  # noqa: RUF009 (it is frozen)
+    status: int = 0
+    end: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    searched_tokens: int = 0
+    continues: bool = False
+    first_token: float | None = None
+    prompts: list[str] = field(default_factory=list)
+    adapter: str = ""
+    batch: bool = False
+    prefill: str | None = None
+    traceparent: str = ""
+    tag: bytes = b""
+    reports: bool = False
+    report: bytes = b""
+    reports_usage: bool = False
+    streams: bool = False
+    trace: RequestTrace | None = None
+    hints: Hints | None = None
+    on_end: Callable[[RequestContext], None] | None = None
+    _taken: int = 0
+    _holders: int = 1
+
+    @property
+    def tenant(self) -> str:
+        """The name under which the engine schedules the request; a key's name has no slash."""
+        return f"{self.key.name}/batch" if self.batch else self.key.name
+
+    @property
+    def share(self) -> float:
+        return self.key.share * _BATCH_SHARE if self.batch else self.key.share
+
+    # -- limits --------------------------------------------------------------------------------
+
+    def take_request(self) -> None:
+        """Takes one request from the key's limit. Raises ApiError, 429."""
+        if self.key.requests_per_minute is None and self.key.tokens_per_minute is None:
+            return
+        taken, self.levels = self.rate_limiter.take_request(self.key)
+        if not taken:
+            if self.levels.tokens is not None and self.levels.tokens.remaining < 1:
+                raise limit_exceeded("tokens", self.levels.tokens, 1)
+            if self.levels.requests is not None:
+                raise limit_exceeded("requests", self.levels.requests, 1)
+
+    def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
+        """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
+        end.
+
+        Args:
+            answer: most tokens of a completion. None charges the answer when it is known.
+
+        Raises:
+            ApiError: 429.
+        """
+        if self.key.tokens_per_minute is None:
+            return
+        tokens = prompt + (answer or 0) * completions
+        taken, self.levels = self.rate_limiter.take_tokens(self.key, tokens)
+        if not taken and self.levels.tokens is not None:
+            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+        self._taken += tokens
+
+    def read_limits(self) -> None:
+        """Reads the limits for the answer's headers, without taking anything."""
+        if self.key.requests_per_minute is not None or self.key.tokens_per_minute is not None:
+            _, self.levels = self.rate_limiter.take_tokens(self.key, 0)
+
+    def hold(self) -> None:
+        """Keeps the request open until a matching `release`."""
+        self._holders += 1
+
+    def release(self) -> None:
+        """Ends the request with the last release: tokens that were taken and not used are given
+        back."""
+        self._holders -= 1
+        if self._holders > 0:
+            return
+        if self.on_end is not None:
+            self.on_end(self)
+        if self.key.tokens_per_minute is not None:
+            self.rate_limiter.give_back(self.key, self._taken - self.used_tokens)
+
+    # -- what comes of it ----------------------------------------------------------------------
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds until the request must have been answered."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that count for the key's limit."""
+        return self.prompt_tokens + max(self.completion_tokens, self.searched_tokens)
+
+    def observe(self, update: StreamUpdate) -> None:
+        if update.prompt_token_ids is not None and not self.continues:
+            self.count_prompt(len(update.prompt_token_ids), update.num_cached_tokens)
+        if update.token_ids:
+            self.completion_tokens += len(update.token_ids)
+            if self.first_token is None:
+                self.first_token = time.perf_counter() - self.began
+        if update.finish_reason is not None:
+            self.end = str(update.finish_reason)
+
+    def count_prompt(self, tokens: int, cached: int) -> None:
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached
+
+
+def context_of(request: Request) -> RequestContext:
+    return context_in(request.scope)
+
+
+def owner_of(request: Request) -> bytes:
+    """Returns the digest of the request's API key, which is the same for all without keys."""
+    return context_of(request).key.digest
+
+
+def context_in(scope: Scope) -> RequestContext:
+    context: RequestContext = scope[SCOPE_KEY]
+    return context
+
+
+def is_id(text: str) -> bool:
+    """Tells whether a client's request id may go into headers and logs."""
+    return _GIVEN_ID.fullmatch(text) is not None
+
+
+def timed_out() -> ApiError:
+    return ApiError(504, "The request took longer than --request-timeout allows.", code="timeout")
+
+
+def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
+    """Returns the refusal of a request that needs more of a limit than is left. what: requests or
+    tokens."""
+    if need > left.limit:
+        return ApiError(
+            429,
+            f"The request may need {need} tokens, but this key's limit is {left.limit} a minute: "
+            "lower max_tokens or the prompt.",
+            code="rate_limit_exceeded",
+            kind=what,
+            retry=False,
+        )
+    wait = left.until(need)
+    have = max(0, math.floor(left.remaining))
+    return ApiError(
+        429,
+        f"This key's limit of {left.limit} {what} a minute is reached: {have} are left and {need} "
+        f"needed. Try again in {duration(wait)}.",
+        code="rate_limit_exceeded",
+        kind=what,
+        retry_after=wait,
+    )
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration as OpenAI's headers do: 20ms, 1.5s, 6m0s, 1h0m0s."""
+    ms = math.ceil(seconds * 1000)
+    if ms < 1000:
+        return f"{ms}ms"
+    minutes, ms = divmod(ms, 60_000)
+    rest = f"{ms / 1000:.3f}".rstrip("0").rstrip(".") + "s"
+    if minutes == 0:
+        return rest
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes}m{rest}" if hours else f"{minutes}m{rest}"

@@ -1,0 +1,163 @@
+"""Counts of what a JSON text holds, found without decoding it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+from collections.abc import AsyncIterator
+from typing import TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+
+from quire.server.context.body_budget import HeldBody, too_late
+from quire.server.context.request_context import context_of
+from quire.server.errors import ApiError, from_validation
+from quire.server.state import state_of
+
+MAX_MEMBERS = 50_000
+MAX_STRINGS = 250_000
+MAX_VALUES = 1_000_000
+
+_SLICE = 64 * 1024
+
+
+def check_json_size(data: bytes | bytearray) -> None:
+    """Refuses a JSON text whose decoding would hold the interpreter's lock for long.
+
+    A decoder and a validator run to their end before another thread may go on, for as long as there
+    are values. The text is read in slices, between which other threads may. What comes behind
+    invalid JSON may be counted wrong: no decoder gets there.
+
+    Raises:
+        ApiError: 413; it has more than `MAX_MEMBERS` lists, objects and members of objects,
+            `MAX_STRINGS` strings, or `MAX_VALUES` values.
+    """
+    members = quotes = values = 0
+    in_string, escape = False, b""
+    for start in range(0, len(data), _SLICE):
+        part = escape + data[start : start + _SLICE]
+        escape = b"\\" if (len(part) - len(part.rstrip(b"\\"))) % 2 else b""
+        part = part[: len(part) - len(escape)]
+        pieces = part.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        outside = b"".join(pieces[in_string::2])
+        in_string ^= len(pieces) % 2 == 0
+        members += sum(map(outside.count, (b"[", b"{", b":")))
+        quotes += len(pieces) - 1
+        values += outside.count(b",")
+        for count, most, what in (
+            (members, MAX_MEMBERS, "lists, objects and members"),
+            ((quotes + 1) // 2, MAX_STRINGS, "strings"),
+            (values, MAX_VALUES, "values"),
+        ):
+            if count > most:
+                raise ApiError(413, f"The body has more than {most} {what}.", code="body_too_large")
+
+
+# Request bodies: their size, content type, JSON and fields are checked in this order.
+
+BODY_SECONDS = 30.0
+BODY_BYTES_PER_SECOND = 10_000
+"""A body must come within `BODY_SECONDS`, and a second more for as many bytes."""
+
+_OFF_LOOP_BYTES = 64 * 1024
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[Model], limit: int) -> Model:
+    """Returns the validated body. Large ones are parsed one at a time in a thread.
+
+    Raises:
+        ApiError: 408, 413, 415, 503, or 400 with the field's name.
+    """
+    # Other content types are refused rather than guessed: browsers may send forms and plain text
+    # across sites without asking first, JSON they may not.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise ApiError(
+            415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
+        )
+    state = state_of(request)
+    with state.bodies.hold() as held:
+        async with body_time(request, held) as timeout:
+            async for chunk in body_chunks(request, limit, timeout):
+                held.take(chunk)
+        data = held.whole()
+        if len(data) <= _OFF_LOOP_BYTES:
+            return parse(data, model)
+        loop, thread = asyncio.get_running_loop(), state.parse_thread
+        run = contextvars.copy_context().run  # which knows the request's hints
+        return await loop.run_in_executor(thread, run, _parse_large, data, model)
+
+
+@contextlib.asynccontextmanager
+async def body_time(
+    request: Request, held: HeldBody | None = None
+) -> AsyncIterator[asyncio.Timeout]:
+    """Bounds the time in which a body must come; `body_chunks` moves its end.
+
+    Raises ApiError when it is over: 408, or 503 where the body gave way to others.
+    """
+    remaining = context_of(request).remaining
+    try:
+        async with asyncio.timeout(remaining), asyncio.timeout(BODY_SECONDS) as timeout:
+            if held is not None:
+                held.timeout = timeout
+            yield timeout
+    except TimeoutError:
+        raise (too_late() if held is None else held.late()) from None
+
+
+async def body_chunks(
+    request: Request, limit: int, timeout: asyncio.Timeout
+) -> AsyncIterator[bytes]:
+    """Yields a body as it comes. Every byte moves the end of the time that it has.
+
+    Raises:
+        ApiError: 413, it has more than `limit` bytes; 400, the client has left.
+    """
+    too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length[:18]) > limit:
+        raise too_large
+    size, began = 0, asyncio.get_running_loop().time()
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise too_large
+            timeout.reschedule(began + BODY_SECONDS + size / BODY_BYTES_PER_SECOND)
+            yield chunk
+    except ClientDisconnect:
+        raise ApiError(400, "The client left before its request was read.") from None
+
+
+def _parse_large(data: bytearray, model: type[Model]) -> Model:
+    check_json_size(data)
+    # Parsers make many objects and no garbage. The collector would look through all of them again
+    # and again, which doubles the time for which the interpreter's lock is held.
+    gc.disable()
+    try:
+        return parse(data, model)
+    finally:
+        gc.enable()
+
+
+def parse(data: bytes | bytearray, model: type[Model]) -> Model:
+    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone
+    surrogates."""
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"The body is not valid JSON: {reason}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "The body must be a JSON object.", code="invalid_json")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise from_validation(error) from None

@@ -1,0 +1,92 @@
+"""Query parameters, read as strictly as bodies."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from quire.server.errors import ApiError
+from quire.server.http.strict_model import INT32_MAX
+
+T = TypeVar("T")
+
+PAGING = ("after", "limit", "order")
+"""The parameters that `page_of` reads."""
+
+
+class Query:
+    """A request's query parameters.
+
+    Raises ApiError, 400, for a parameter that is not in `names`, is given twice, or is of the wrong
+    kind.
+    """
+
+    def __init__(self, request: Request, *names: str) -> None:
+        self._given: dict[str, str] = {}
+        for name, value in request.query_params.multi_items():
+            if name not in names:
+                raise ApiError(
+                    400,
+                    f"Unknown parameter: '{name[:100]}'.",
+                    param=name[:100],
+                    code="unknown_parameter",
+                )
+            if name in self._given:
+                raise _invalid(name, "it is given twice")
+            self._given[name] = value
+
+    def text(self, name: str) -> str | None:
+        return self._given.get(name)
+
+    def flag(self, name: str) -> bool:
+        return self.choice(name, ("false", "true")) == "true"
+
+    def choice(self, name: str, allowed: tuple[str, ...]) -> str:
+        """Returns one of `allowed`, whose first is the default."""
+        value = self._given.get(name, allowed[0])
+        if value not in allowed:
+            raise _invalid(name, f"it must be one of {', '.join(allowed)}")
+        return value
+
+    def integer(self, name: str, default: int, low: int, high: int = INT32_MAX) -> int:
+        value = self._given.get(name)
+        if value is None:
+            return default
+        digits = value.removeprefix("-")
+        if not (digits.isascii() and digits.isdecimal() and len(digits) <= 10):
+            raise _invalid(name, "it must be an integer")
+        if not low <= int(value) <= high:
+            raise _invalid(name, f"it must be in [{low}, {high}]")
+        return int(value)
+
+
+def page_of(
+    query: Query,
+    items: list[T],
+    ids: list[str],
+    *,
+    order: tuple[str, str] = ("asc", "desc"),
+    limit: int = 20,
+    most: int = 100,
+) -> tuple[list[T], bool]:
+    """Returns the items that `after`, `limit` and `order` ask for, and whether there are more.
+
+    Args:
+        items: oldest first.
+        order: the two orders, the default first.
+        limit: default of `limit`, which may be up to `most`.
+    """
+    if query.choice("order", order) == "desc":
+        items, ids = items[::-1], ids[::-1]
+    after = query.text("after")
+    if after is not None:
+        if after not in ids:
+            raise ApiError(400, f"'after': there is no '{after[:200]}'.", param="after")
+        items = items[ids.index(after) + 1 :]
+    count = query.integer("limit", limit, 1, most)
+    return items[:count], len(items) > count
+
+
+def _invalid(name: str, reason: str) -> ApiError:
+    return ApiError(400, f"Invalid value for '{name}': {reason}.", param=name, code="invalid_value")

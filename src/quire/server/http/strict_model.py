@@ -1,0 +1,227 @@
+"""Base model and field types of request bodies: exact types; unknown fields are refused by name,
+unless they are null."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
+
+from quire.checks import MAX_BIAS_ENTRIES
+from quire.errors import RequestError
+from quire.server.context.hints import decline, refuses_hints
+
+INT32_MAX = 2**31 - 1
+
+_MANY_FIELDS = 256
+"""More fields than any model has."""
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Name = Annotated[str, Field(max_length=512)]
+RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}\z")]
+"""A client's own name of a request."""
+
+
+def _token_ids(bias: Any) -> Any:
+    """Checks a map of token ids to numbers up to the first error."""
+    if not isinstance(bias, dict):
+        return bias
+    if len(bias) > MAX_BIAS_ENTRIES:
+        raise RequestError(f"it has {len(bias)} entries, at most {MAX_BIAS_ENTRIES} are allowed.")
+    for token, value in bias.items():
+        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+            raise RequestError(
+                f"it maps token ids to numbers, and {token[:40]!r} is not a token id."
+            )
+        if type(value) not in (int, float):
+            raise RequestError(f"the bias of token {token} must be a number.")
+    return bias
+
+
+# What the server or the tokenizer passes to the chat template itself.
+_RESERVED_KWARGS = frozenset(
+    {
+        "self",
+        "messages",
+        "add_generation_prompt",
+        "chat_template",
+        "tools",
+        "documents",
+        "bos_token",
+        "eos_token",
+        "unk_token",
+        "sep_token",
+        "pad_token",
+    }
+)
+
+
+def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+    for name in kwargs:
+        if name in _RESERVED_KWARGS or not name.isidentifier():
+            raise RequestError(f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.")
+    return kwargs
+
+
+LogitBias = Annotated[dict[str, float], BeforeValidator(_token_ids)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
+"""Further variables of the chat template."""
+
+
+def _short(metadata: dict[str, str]) -> dict[str, str]:
+    for key, value in metadata.items():
+        if len(key) > 64 or len(value) > 512:
+            raise RequestError("keys have at most 64 characters and values at most 512.")
+    return metadata
+
+
+Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+
+
+def _texts_or_ids(value: Any) -> Any:
+    """Checks the shape of prompts up to the first error."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _fits(value)):
+        return value
+    raise RequestError(
+        f"it must be a string, a list of token ids (integers from 0 to {INT32_MAX}), or a "
+        "non-empty list of either."
+    )
+
+
+def _fits(value: list[Any]) -> bool:
+    if type(value[0]) is int:
+        return _is_ids(value)
+    return all(
+        isinstance(item, str) or (isinstance(item, list) and _is_ids(item)) for item in value
+    )
+
+
+def _is_ids(items: list[Any]) -> bool:
+    # Prompts have thousands, and other answers wait: no turn of the interpreter for each.
+    return set(map(type, items)) == {int} and 0 <= min(items) <= max(items) <= INT32_MAX
+
+
+_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
+TextsOrIds = Annotated[
+    Any,
+    AfterValidator(_texts_or_ids),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {**_IDS, "minItems": 1},
+                {"type": "array", "minItems": 1, "items": {"anyOf": [{"type": "string"}, _IDS]}},
+            ]
+        }
+    ),
+]
+"""A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
+
+
+def _known_tier(tier: str) -> str:
+    if tier in ("auto", "default"):
+        return tier
+    if refuses_hints():
+        raise RequestError(
+            f"{tier[:40]!r} is not supported; known are auto and default.",
+            code="unsupported_parameter",
+        )
+    decline("service_tier")
+    return "default"
+
+
+ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_known_tier)]
+"""There is one tier, the default. Another one is a hint."""
+
+TruncationSide = Literal["left", "right"]
+"""The side of a prompt on which `truncate_prompt_tokens` drops tokens."""
+
+
+def check_side(side: TruncationSide | None, truncate: int | None) -> None:
+    """Refuses a side where nothing is dropped."""
+    if side is not None and truncate is None:
+        raise RequestError(
+            "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side"
+        )
+
+
+def cut_prompt(ids: list[int], most: int | None, side: TruncationSide | None) -> list[int]:
+    """Returns the tokens of a prompt that are kept.
+
+    Args:
+        most: None keeps all.
+        side: where tokens are dropped; None is left.
+    """
+    if most is None:
+        return ids
+    return ids[:most] if side == "right" else ids[-most:]
+
+
+class StrictModel(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, data: Any) -> Any:
+        """Drops unknown fields that are null, which ask for nothing."""
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        aliases = {field.alias for field in cls.model_fields.values()}
+        return {
+            name: value
+            for name, value in data.items()
+            if value is not None or name in cls.model_fields or name in aliases
+        }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_many_unknown(cls, data: Any) -> Any:
+        """Refuses the first unknown field of very many, of which pydantic would name each."""
+        if isinstance(data, dict) and len(data) > _MANY_FIELDS:
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in data if name not in known), None)
+            if unknown is not None:
+                raise RequestError(
+                    f"Unknown parameter: '{unknown[:100]}'.",
+                    param=unknown[:100],
+                    code="unknown_parameter",
+                )
+        return data
+
+
+def drop_unused(
+    data: Any, unsupported: Mapping[str, tuple[Any, ...]], hints: Collection[str] = (), at: str = ""
+) -> Any:
+    """Returns `data` without the fields of an API that are not implemented.
+
+    Args:
+        unsupported: maps each such field to the values that mean "not used". Clients send these
+            unasked, so they are let through. Any other value is an error, as an answer that ignored
+            it would be wrong silently.
+        hints: fields among them that are declined aloud instead, see `hints`.
+        at: the path of the object that has the fields, ending in a dot.
+    """
+    if not isinstance(data, dict):
+        return data
+    for name in unsupported.keys() & data.keys():
+        if data[name] is not None and data[name] not in unsupported[name]:
+            if name in hints and not refuses_hints():
+                decline(at + name)
+                continue
+            raise RequestError(
+                f"'{name}' is not supported by this server.",
+                param=name,
+                code="unsupported_parameter",
+            )
+    return {name: value for name, value in data.items() if name not in unsupported}
