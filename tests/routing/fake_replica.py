@@ -15,7 +15,7 @@ import uvicorn
 
 from quire.features.kv_events.messages import KVEventLine
 from quire.features.kv_events.prompt_report import PROMPT_HEADER
-from quire.routing.proxy import with_headers
+from quire.router.proxy import with_headers
 from quire.server.context.api_keys import digest_of
 from quire.server.http.replica_proofs import (
     CHALLENGE_HEADER,

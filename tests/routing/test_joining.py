@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from quire.errors import ConfigError
-from quire.routing.client_keys import ClientKeys
-from quire.routing.replica_hosts import ReplicaHosts, ReplicaNotAllowedError
+from quire.router.client_keys import ClientKeys
+from quire.router.replica_hosts import ReplicaHosts, ReplicaNotAllowedError
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import digest_of

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.routing.prompts import read_prompt
+from quire.router.prompts import read_prompt
 
 
 def prompt(**body: Any) -> tuple[bytes, ...]:

@@ -13,10 +13,10 @@ from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.peer_list import Peer, PeerError, _reason
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
 from quire.features.kv_events.prompt_report import decode_report, encode_report
-from quire.routing.choice import Chooser
-from quire.routing.prefixes import PrefixMap
-from quire.routing.prompts import Prompt, read_prompt
-from quire.routing.replica_state import ReplicaState, Role
+from quire.router.choice import Chooser
+from quire.router.prefixes import PrefixMap
+from quire.router.prompts import Prompt, read_prompt
+from quire.router.replica import ReplicaState, Role
 from quire.server.telemetry.tracing import Exporter
 from tests.routing.fake_replica import FakeReplica, serving
 from tests.routing.test_routing import ADMIN, routed, run

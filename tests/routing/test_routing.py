@@ -17,12 +17,11 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app as command
 from quire.errors import ConfigError
-from quire.routing.app import RouterApp
-from quire.routing.client_keys import ClientKeys
-from quire.routing.fleet import Fleet, FleetSettings
-from quire.routing.replica import RoutedReplica
-from quire.routing.replica_state import Role
-from quire.routing.server import build_router
+from quire.router.app import RouterApp
+from quire.router.client_keys import ClientKeys
+from quire.router.fleet import Fleet, FleetSettings
+from quire.router.replica import Role, RoutedReplica
+from quire.router.server import build_router
 from quire.server.args import ServerArgs
 from quire.server.http import bodies
 from quire.server.http.hosts import HostCheck

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from quire.cli.main import app
 from quire.errors import ConfigError
-from quire.routing.choice import RoutePolicy
+from quire.router.choice import RoutePolicy
 from quire.simulate.calibrate import PromptSample, StepSample, encode, fit
 from quire.simulate.engine_model import EngineModel, read_engine
 from quire.simulate.fleet import SimulatedFleet

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from quire.routing.replica import RoutedReplica
-from quire.routing.upstream import ReplicaLostError, UnreachableError, Upstream
+from quire.router.replica import RoutedReplica
+from quire.router.upstream import ReplicaLostError, UnreachableError, Upstream
 from tests.routing.fake_replica import FakeReplica, serving
 from tests.routing.test_routing import run
 

@@ -17,9 +17,9 @@ from typing import Any
 import openai
 import pytest
 
-from quire.routing.fleet import Fleet, FleetSettings
-from quire.routing.prompts import read_prompt
-from quire.routing.server import build_router
+from quire.router.fleet import Fleet, FleetSettings
+from quire.router.prompts import read_prompt
+from quire.router.server import build_router
 from tests.routing.fake_replica import serving
 from tests.server.chaos import Plan, run_chaos
 from tests.server.server_process import MODEL, WAIT, Server, start_server

@@ -10,12 +10,12 @@ import typer
 
 from quire.cli.route_options import RouteOptions
 from quire.errors import ConfigError
-from quire.routing.choice import route_policy
-from quire.routing.client_keys import ClientKeys
-from quire.routing.fleet import FleetSettings
-from quire.routing.replica_hosts import ReplicaHosts
-from quire.routing.replica_state import Role
-from quire.routing.server import RouterArgs, run_router
+from quire.router.choice import route_policy
+from quire.router.client_keys import ClientKeys
+from quire.router.fleet import FleetSettings
+from quire.router.replica import Role
+from quire.router.replica_hosts import ReplicaHosts
+from quire.router.server import RouterArgs, run_router
 from quire.server.args import ServerArgs, check_body_memory, check_endpoint, check_secret
 from quire.server.http.hosts import HostCheck
 from quire.server.process.listen import reachable_urls

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from quire.bench.outputs import OutputFiles
 from quire.errors import ConfigError
-from quire.routing.choice import route_policy
+from quire.router.choice import route_policy
 from quire.simulate.calibrate import calibrate, encode
 from quire.simulate.engine_model import EngineModel, read_engine
 from quire.simulate.fleet import SimulatedFleet

@@ -14,9 +14,9 @@ from typing import Literal
 from quire.features.kv_events.feature import PrefillRate
 from quire.features.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEventLine, KVEvents
 from quire.features.kv_events.prompt_report import spread
-from quire.routing.choice import Chooser, RouteChoice, RoutePolicy
-from quire.routing.prompts import PIECE_BYTES, Prompt
-from quire.routing.replica_state import ReplicaState, Role
+from quire.router.choice import Chooser, RouteChoice, RoutePolicy
+from quire.router.prompts import PIECE_BYTES, Prompt
+from quire.router.replica import ReplicaState, Role
 from quire.simulate.engine_model import EngineModel
 from quire.simulate.node import Blocks, SimulatedNode, SimulatedRequest
 from quire.simulate.trace import TraceRequest, WorkloadTrace

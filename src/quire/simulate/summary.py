@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.routing.choice import RoutePolicy
+from quire.router.choice import RoutePolicy
 from quire.simulate.fleet import FleetRun
 
 

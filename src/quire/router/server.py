@@ -12,12 +12,12 @@ from types import FrameType
 
 import uvicorn
 
-from quire.routing.app import RouterApp
-from quire.routing.client_keys import ClientKeys
-from quire.routing.fleet import Fleet, FleetSettings
-from quire.routing.metrics import RouterMetrics
-from quire.routing.proxy import Proxy
-from quire.routing.replica_state import Role
+from quire.router.app import RouterApp
+from quire.router.client_keys import ClientKeys
+from quire.router.fleet import Fleet, FleetSettings
+from quire.router.proxy import Proxy
+from quire.router.replica import Role
+from quire.router.telemetry import RouterMetrics
 from quire.server.args import ServerArgs
 from quire.server.http.hosts import HostCheck
 from quire.server.process.listen import bind, url_of

@@ -1,4 +1,4 @@
-"""The router's metrics, in Prometheus' format."""
+"""The router's metrics and spans."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.types import Scope
 
-from quire.routing.fleet import Fleet
+from quire.router.choice import RouteChoice
+from quire.router.fleet import Fleet
+from quire.router.replica import RoutedReplica
+from quire.router.upstream import Headers
+from quire.server.telemetry.tracing import Exporter
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -68,3 +73,40 @@ class _FleetCollector:
         yield requests
         yield ready
         yield running
+
+
+# The router's spans: one for a request, as the parent of the replica's.
+
+
+class RequestSpan:
+    """A request's span. `headers` name it to the replica."""
+
+    def __init__(self, exporter: Exporter, scope: Scope) -> None:
+        from opentelemetry.trace import SpanKind, set_span_in_context
+
+        self._span = exporter.tracer.start_span(
+            f"route {scope['method']}",
+            context=exporter.parent(scope),
+            kind=SpanKind.SERVER,
+            attributes={"http.request.method": scope["method"], "url.path": scope["path"]},
+        )
+        carrier: dict[str, str] = {}
+        exporter.propagator.inject(carrier, set_span_in_context(self._span))
+        self.headers: Headers = [(name.encode(), value.encode()) for name, value in carrier.items()]
+
+    def chosen(self, replica: RoutedReplica, choice: RouteChoice, attempt: int) -> None:
+        """Takes note of where the request is sent. attempt: counts from 1."""
+        self._span.set_attribute("quire.replica", replica.name)
+        self._span.set_attribute("quire.attempts", attempt)
+        if choice.prefill is not None:
+            self._span.set_attribute("quire.prefill", choice.prefill or "local")
+
+    def end(self, status: int) -> None:
+        """Ends it. status: of the answer, 0 if there was none."""
+        from opentelemetry.trace import Status, StatusCode
+
+        if status:
+            self._span.set_attribute("http.response.status_code", status)
+        if not status or status >= 500:
+            self._span.set_status(Status(StatusCode.ERROR))
+        self._span.end()

@@ -12,15 +12,14 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from quire.errors import ConfigError
-from quire.routing.bodies import read_body
-from quire.routing.client_keys import ClientKeys
-from quire.routing.fleet import Fleet, OtherModelError, UnknownReplicaError
-from quire.routing.metrics import RouterMetrics
-from quire.routing.proxy import Proxy, Receive, Scope, Send, with_headers
-from quire.routing.replica import RoutedReplica
-from quire.routing.replica_hosts import ReplicaNotAllowedError
-from quire.routing.replica_state import Role
-from quire.routing.upstream import ReplicaLostError
+from quire.router.client_keys import ClientKeys
+from quire.router.fleet import Fleet, OtherModelError, UnknownReplicaError
+from quire.router.prompts import read_body
+from quire.router.proxy import Proxy, Receive, Scope, Send, with_headers
+from quire.router.replica import Role, RoutedReplica
+from quire.router.replica_hosts import ReplicaNotAllowedError
+from quire.router.telemetry import RouterMetrics
+from quire.router.upstream import ReplicaLostError
 from quire.server.errors import ApiError
 from quire.server.http.anthropic_errors import error_body
 from quire.server.http.error_handler import is_anthropic

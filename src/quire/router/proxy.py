@@ -17,15 +17,13 @@ from quire.features.kv_events.prompt_report import (
     REPORT_HEADER,
     decode_report,
 )
-from quire.routing.bodies import read_body
-from quire.routing.choice import RouteChoice
-from quire.routing.client_keys import Allowance
-from quire.routing.fleet import Fleet
-from quire.routing.metrics import RouterMetrics
-from quire.routing.prompts import Prompt, read_prompt
-from quire.routing.replica import RoutedReplica
-from quire.routing.tracing import RequestSpan
-from quire.routing.upstream import (
+from quire.router.choice import RouteChoice
+from quire.router.client_keys import Allowance
+from quire.router.fleet import Fleet
+from quire.router.prompts import Prompt, read_body, read_prompt
+from quire.router.replica import RoutedReplica
+from quire.router.telemetry import RequestSpan, RouterMetrics
+from quire.router.upstream import (
     BadAnswerError,
     Headers,
     ReplicaAnswer,

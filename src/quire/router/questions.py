@@ -10,13 +10,13 @@ from typing import TypeVar
 import msgspec
 
 from quire.features.kv_events.messages import KVEventLine
-from quire.routing.replica import ModelEntry, RoutedReplica
-from quire.routing.upstream import Headers, ReplicaAnswer, ReplicaLostError
+from quire.router.replica import ModelEntry, RoutedReplica
+from quire.router.upstream import Headers, ReplicaAnswer, ReplicaLostError
 from quire.server.args import check_secret
 from quire.server.context.api_keys import digest_of
 from quire.server.http.replica_proofs import CHALLENGE_HEADER, PROOF_HEADER, Challenge
 
-logger = logging.getLogger("quire.routing")
+logger = logging.getLogger("quire.router")
 
 _MOST_ANSWER_BYTES = 1 << 22
 """Most bytes of an answer; a list of thousands of adapters has fewer."""

@@ -14,9 +14,9 @@ from typing import Literal, cast, get_args
 
 from quire.engine.process.placement import RUNNING_TOKENS, Placement
 from quire.errors import ConfigError
-from quire.routing.prefixes import KnownPrompt, PrefixMap
-from quire.routing.prompts import Prompt
-from quire.routing.replica_state import ReplicaState
+from quire.router.prefixes import KnownPrompt, PrefixMap
+from quire.router.prompts import Prompt
+from quire.router.replica import ReplicaState
 
 RoutePolicy = Literal["prefix", "least-loaded", "round-robin"]
 

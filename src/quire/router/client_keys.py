@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from starlette.types import Scope
 
-from quire.routing.prompts import BYTES_PER_TOKEN, Prompt
+from quire.router.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.rate_limits import RateLimiter, RateLimits

@@ -11,16 +11,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.errors import QuireError
-from quire.routing.choice import Chooser, RouteChoice, RoutePolicy
-from quire.routing.prefixes import Block
-from quire.routing.prompts import Prompt
-from quire.routing.questions import LateError, NotReadyError, QuestionRefusedError, Questions
-from quire.routing.replica import Model, RoutedReplica, model_names
-from quire.routing.replica_hosts import ReplicaHosts
-from quire.routing.replica_state import ReplicaState, Role
-from quire.routing.upstream import ReplicaLostError, UnreachableError, Upstream
+from quire.router.choice import Chooser, RouteChoice, RoutePolicy
+from quire.router.prefixes import Block
+from quire.router.prompts import Prompt
+from quire.router.questions import LateError, NotReadyError, QuestionRefusedError, Questions
+from quire.router.replica import Model, ReplicaState, Role, RoutedReplica, model_names
+from quire.router.replica_hosts import ReplicaHosts
+from quire.router.upstream import ReplicaLostError, UnreachableError, Upstream
 
-logger = logging.getLogger("quire.routing")
+logger = logging.getLogger("quire.router")
 
 _REFUSED_SECONDS = 30.0
 """Seconds until a replica that has no events for this router is asked again."""

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quire.routing.prompts import PIECE_BYTES, Prompt
+from quire.router.prompts import PIECE_BYTES, Prompt
 
 _MOST_KEYS = 1 << 17
 _FIRST_BYTES_PER_TOKEN = 4.0
