@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from quire import LLM, SamplingParams
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 SMOLLM2_135M = {
     "hidden_size": 576,

@@ -25,7 +25,7 @@ import torch
 
 from cpu_vs_transformers import seconds
 from quire import LLM, SamplingParams
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 WIDTHS = {
     "Qwen3-0.6B": {

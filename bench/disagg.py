@@ -51,11 +51,11 @@ import numpy as np
 
 from disagg_trace import causes
 from gpu_table import card_name, slug
-from quire.bench.online.client import Answer
-from quire.bench.online.drive import drive, processes_for
-from quire.bench.online.load import Ask, Lengths, body, random_asks
-from quire.bench.online.stats import failures, summary
-from quire.bench.record import (
+from quire.tools.bench.online.client import Answer
+from quire.tools.bench.online.drive import drive, processes_for
+from quire.tools.bench.online.load import Ask, Lengths, body, random_asks
+from quire.tools.bench.online.sweep import failures, summary
+from quire.tools.bench.record import (
     BenchRecord,
     append_jsonl,
     format_table,

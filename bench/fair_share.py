@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 VOCAB = 6000
 READY = re.compile(r"Serving \S+ at http://([^:]+):(\d+)\.")

@@ -96,7 +96,7 @@ def run(part: Part, results: Path, card: str) -> bool:
 
 def card_name() -> str:
     """The GPU's name, asked in a process of its own, as to ask takes some of its memory."""
-    code = "from quire.bench.record import card_name; print(card_name('cuda'))"
+    code = "from quire.tools.bench.record import card_name; print(card_name('cuda'))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:
         last = asked.stderr.strip().splitlines()[-1:] or ["it cannot be asked for"]

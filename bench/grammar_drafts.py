@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.record import append_jsonl, format_table, make_record
 from quire.features.speculation.verifier import Verifier
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 ASKED = (
     "Tell me a story about a little fox.",

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.arrays import int32
-from quire.bench.record import append_jsonl, format_table, make_record
 from quire.config import SchedulerConfig
 from quire.features.kv_offload.costs import CostModel, Rates
 from quire.features.kv_offload.feature import OffloadFeature
@@ -30,6 +29,7 @@ from quire.plan import KVGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 from tests.fakes import FakeExecutor
 
 FULL = KVGroup(layers=(0,), tokens_per_block=16)

@@ -34,7 +34,6 @@ import msgspec
 import torch
 
 from quire.arrays import int32
-from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.models import (
@@ -45,6 +44,7 @@ from quire.models import (
     spec_from_config,
 )
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
 
 sys.path.insert(0, str(Path(__file__).parent / "baselines"))
 from batching import Clock, Job, cached, continuous, naive, static

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from quire.bench.record import BenchRecord, number, read_jsonl
+from quire.tools.bench.record import BenchRecord, number, read_jsonl
 from tables import RESULTS, table
 
 _PREFIX = "ladder:"

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quire.bench.record import append_jsonl, format_table, make_record
 from quire.ops import kv_format
 from quire.ops.reference import kv8
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 HEADS, RANK, KEY, TOKENS, QUERIES = 16, 512, 64, 2048, 8
 NAMES = ("fp8_e4m3", "fp8_dynamic", "int8")

@@ -15,10 +15,10 @@ import argparse
 import time
 from pathlib import Path
 
-from quire.bench.online.drive import Server, launched
-from quire.bench.online.load import Lengths, random_asks
-from quire.bench.online.sweep import Plan, levels
-from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
+from quire.tools.bench.online.drive import Server, launched
+from quire.tools.bench.online.load import Lengths, random_asks
+from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
 
 # By streams: (tokens/s, TTFT p50 ms, ITL p95 ms) to reach.
 TARGETS = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 from online import TARGETS
-from quire.bench.record import BenchRecord, read_jsonl
+from quire.tools.bench.record import BenchRecord, read_jsonl
 from tables import RESULTS, table
 
 FLAGS = "--api-workers 4 --max-num-batched-tokens 4096"

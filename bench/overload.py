@@ -17,10 +17,10 @@ import dataclasses
 import statistics
 from pathlib import Path
 
-from quire.bench.online.drive import Server, launched
-from quire.bench.online.load import Lengths
-from quire.bench.online.sweep import Plan, levels
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.online.drive import Server, launched
+from quire.tools.bench.online.load import Lengths
+from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 
 def _round(

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from quire.bench import startup
-from quire.bench.cases import NAMED, Workload, check_lengths, parse_case
-from quire.bench.gpu_meter import GpuMeter, Metrics
-from quire.bench.record import append_jsonl, format_table, make_record
-from quire.bench.throughput import measure
 from quire.errors import ConfigError, QuireError
+from quire.tools.bench import startup
+from quire.tools.bench.cases import NAMED, Workload, check_lengths, parse_case
+from quire.tools.bench.gpu_meter import GpuMeter, Metrics
+from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.throughput import measure
 
 _STARTED = time.monotonic()
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.cases import NAMED
-from quire.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.cases import NAMED
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 PREFIX, OWN = 2083, 64
 USERS, TURNS, SYSTEM, QUESTION, ANSWER = 64, 8, 1500, 50, 60

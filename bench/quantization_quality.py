@@ -15,14 +15,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from quire.bench import plots
-from quire.bench.record import append_jsonl, format_table, make_record, read_jsonl
-from quire.compression import Options, Recipe, quantize
-from quire.compression.recipe import Grid
 from quire.config import EngineArgs
-from quire.evaluate import Perplexity, measure_perplexity
 from quire.models import resolve_model_path
 from quire.models.config import is_hub_id
+from quire.tools.bench import plots
+from quire.tools.bench.record import append_jsonl, format_table, make_record, read_jsonl
+from quire.tools.evaluate import Perplexity, measure_perplexity
+from quire.tools.quantize import Options, Recipe, quantize
+from quire.tools.quantize.recipe import Grid
 
 
 def cases(group: int) -> dict[str, Recipe | str]:

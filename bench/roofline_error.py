@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from quire.bench.cases import TTFT, parse_case
-from quire.bench.record import BenchRecord, read_jsonl
-from quire.bench.roofline import Roofline
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
+from quire.tools.bench.cases import TTFT, parse_case
+from quire.tools.bench.record import BenchRecord, read_jsonl
+from quire.tools.roofline.roofline import Roofline
 
 HERE = Path(__file__).parent
 RECORDS = (

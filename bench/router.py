@@ -25,10 +25,10 @@ from collections import OrderedDict
 from pathlib import Path
 
 from quire.arrays import int32
-from quire.bench.record import append_jsonl, format_table, make_record
 from quire.cache.block_hash import next_hash, root_hash
 from quire.engine.process.placement import Placement, Replica, cheapest, keys_of
 from quire.server.http.replica_proofs import TAG_HEADER
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 OPEN = 32

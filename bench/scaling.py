@@ -171,10 +171,10 @@ def measure(
 def predictions(run: Run, card: str) -> dict[str, float]:
     """Returns the predicted value of each metric of a run, by "case metric". Pipelines have
     none."""
-    from quire.bench.cases import TTFT, parse_case
-    from quire.bench.roofline import CARDS, Roofline
     from quire.config import EngineArgs
     from quire.engine.builder import resolve
+    from quire.tools.bench.cases import TTFT, parse_case
+    from quire.tools.roofline.roofline import CARDS, Roofline
 
     short = next((name for name, known in CARDS.items() if known.name == card), None)
     if short is None or not run.model or run.start or run.pipeline > 1:

@@ -28,14 +28,14 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.bench.online.drive import drive, launched
-from quire.bench.online.load import Ask, body
-from quire.bench.record import append_jsonl, format_table, make_record
-from quire.simulate.calibrate import calibrate, encode
-from quire.simulate.engine_model import EngineModel
-from quire.simulate.fleet import SimulatedFleet
-from quire.simulate.summary import summarize
-from quire.simulate.trace import QWEN_BLOCK, WorkloadTrace, read_trace
+from quire.tools.bench.online.drive import drive, launched
+from quire.tools.bench.online.load import Ask, body
+from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.simulate.calibrate import calibrate, encode
+from quire.tools.simulate.engine_model import EngineModel
+from quire.tools.simulate.fleet import SimulatedFleet
+from quire.tools.simulate.summary import summarize
+from quire.tools.simulate.trace import QWEN_BLOCK, WorkloadTrace, read_trace
 
 FLAGS = "--device cpu --kv-cache-gb 0.25 --max-num-batched-tokens 256 --served-model-name tiny"
 TOP = 2000

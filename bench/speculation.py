@@ -31,8 +31,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
 from quire.features.speculation.stats import SpeculationStats
+from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "src" / "quire" / "embedded"

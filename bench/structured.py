@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
-from quire.bench.record import append_jsonl, format_table, make_record
 from quire.outputs import RequestOutput
 from quire.sampling_params import StructuredOutputsParams
+from quire.tools.bench.record import append_jsonl, format_table, make_record
 
 SHAPE = Path(__file__).parent / "configs" / "qwen3-0.6b" / "config.json"
 EMBEDDED = Path(__file__).parents[1] / "src" / "quire" / "embedded" / "quire-tiny"

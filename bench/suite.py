@@ -36,18 +36,6 @@ import suite_report
 from gpu_table import card_name as gpu_name
 from gpu_table import slug
 from quire.arrays import int32
-from quire.bench.ceilings import Ceilings, ceilings, measured_on_cpu
-from quire.bench.gpu_meter import GpuMeter, Metrics
-from quire.bench.model_work import model_work
-from quire.bench.online.drive import Server, launched
-from quire.bench.online.load import Lengths
-from quire.bench.online.sweep import Plan, levels
-from quire.bench.outputs import OutputFiles
-from quire.bench.record import BenchRecord, append_jsonl, card_name, make_record, read_jsonl
-from quire.bench.residual import last_first_token
-from quire.bench.throughput import QuireEngine
-from quire.bench.trace import SeenStep, sum_up
-from quire.bench.work import percent_of
 from quire.cli.bench_serve import meter_of
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
@@ -55,6 +43,23 @@ from quire.llm import LLM
 from quire.models import load_config, resolve_model_path, spec_from_config
 from quire.plan import RowFlag
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.gpu_meter import GpuMeter, Metrics
+from quire.tools.bench.model_work import model_work
+from quire.tools.bench.online.drive import Server, launched
+from quire.tools.bench.online.load import Lengths
+from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.record import (
+    BenchRecord,
+    OutputFiles,
+    append_jsonl,
+    card_name,
+    make_record,
+    read_jsonl,
+)
+from quire.tools.bench.throughput import QuireEngine
+from quire.tools.bench.trace import SeenStep, sum_up
+from quire.tools.bench.work import Ceilings, ceilings, measured_on_cpu, percent_of
+from quire.tools.roofline.residual import last_first_token
 
 HERE = Path(__file__).resolve().parent
 MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")

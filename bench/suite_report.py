@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from quire.bench.record import BenchRecord, number
+from quire.tools.bench.record import BenchRecord, number
 from tables import table
 
 GRID = {

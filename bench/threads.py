@@ -18,8 +18,8 @@ import sys
 import time
 from pathlib import Path
 
-from quire.bench.record import append_jsonl, make_record
 from quire.engine.processes import thread_variables
+from quire.tools.bench.record import append_jsonl, make_record
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 ROWS, PROMPT = 4, 32

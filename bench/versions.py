@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "8b-int4": ("qwen3-8b", {"quantization": "int4"}, ("b64",)),
     "0.6b": ("qwen3-0.6b", {}, ("ttft", "nano", "b64", "b1")),
 }
-"""By name: the folder under bench/configs, settings, and cases, see `quire.bench.cases`."""
+"""By name: the folder under bench/configs, settings, and cases, see `quire.tools.bench.cases`."""
 
 
 def check() -> int:
@@ -47,9 +47,9 @@ def measure(part: str, output: Path) -> None:
     import triton
 
     from quire import LLM
-    from quire.bench.cases import parse_case
-    from quire.bench.throughput import QuireEngine
-    from quire.bench.throughput import measure as run_case
+    from quire.tools.bench.cases import parse_case
+    from quire.tools.bench.throughput import QuireEngine
+    from quire.tools.bench.throughput import measure as run_case
 
     known = json.loads(output.read_text()) if output.exists() else {"figures": {}}
     pair = f"torch {torch.__version__}, Triton {triton.__version__}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import peer
-from quire.bench.cases import Workload
-from quire.bench.gpu_meter import Metrics
+from quire.tools.bench.cases import Workload
+from quire.tools.bench.gpu_meter import Metrics
 
 
 class VllmEngine:

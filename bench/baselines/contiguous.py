@@ -27,10 +27,10 @@ from crossover import beside, crossover
 from torch import Tensor
 
 from quire.arrays import int32
-from quire.bench.record import BenchRecord, append_jsonl, format_table, make_record
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt2"
 LAYERS, HEADS, HIDDEN, VOCAB, LONGEST = 12, 12, 768, 50257, 1024

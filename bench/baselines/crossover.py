@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quire.bench.record import BenchRecord
+from quire.tools.bench.record import BenchRecord
 
 WINS = {"memory_gb": operator.lt, "tok_s": operator.gt}
 """The comparison of a figure of blocks with the other cache's that holds where blocks win."""

@@ -27,10 +27,10 @@ from session import Session, only
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B, Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 
-from quire.bench.record import BenchRecord, append_jsonl, make_record
 from quire.ops import KVFormat
 from quire.ops.triton.attention.attention import AttentionTuning, Tiles
 from quire.ops.triton.launch import compiling
+from quire.tools.bench.record import BenchRecord, append_jsonl, make_record
 
 BF16 = KVFormat(torch.bfloat16)
 DECODE = (

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from lessons import plots
 from lessons.common import Loaded, check, load, parser, table
 from quire import LLM, SamplingParams
-from quire.bench.trace import watch
+from quire.tools.bench.trace import watch
 
 lesson_01 = importlib.import_module("lessons.01_generation.lesson")
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from lessons.common import Loaded, check, load, parser, table
 from quire import LLM, SamplingParams
-from quire.compression.forward import Sequences
 from quire.models import Decoder, build_model
 from quire.parallel import SingleGroup
+from quire.tools.quantize.layer import Sequences
 
 PROMPTS = ("Once upon a time", "The little dog", "One day, a girl", "Tom and his friend")
 LAYER = "model.layers.0.mlp"

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lessons.common import Loaded, check, load, parser, table
-from quire.compression.forward import Sequences
 from quire.config import EngineArgs
-from quire.evaluate import measure_perplexity
 from quire.layers.linear import Linear
 from quire.models import build_model, model_quantization
+from quire.tools.evaluate import measure_perplexity
+from quire.tools.quantize.layer import Sequences
 
 STORY = Path(__file__).with_name("story.txt")
 WINDOW, WINDOWS = 96, 4

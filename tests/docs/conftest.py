@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from quire.models import resolve_model_path
-from quire.simulate.engine_model import EngineModel
+from quire.tools.simulate.engine_model import EngineModel
 from tests.docs.pages import ROOT
 from tests.server.server_process import Server, start_server
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.compression import Options, Recipe, quantize
 from quire.config import EngineArgs
-from quire.evaluate import measure_perplexity
 from quire.models import resolve_model_path
+from quire.tools.evaluate import measure_perplexity
+from quire.tools.quantize import Options, Recipe, quantize
 
 OPTIONS = Options(samples=8, length=128, device="cuda", force=True)
 RECIPES = {

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from quire.compression.original import OriginalModel
 from quire.errors import ModelError
 from quire.models import load_config, resolve_model_path
+from quire.tools.quantize.original import OriginalModel
 from tests.models.checkpoints import CASES, DEEPSEEK_YARN, make
 from tests.models.test_quantized_checkpoints import loaded, logits
 

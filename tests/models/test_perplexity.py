@@ -18,10 +18,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quire.compression import Options, Recipe, quantize
 from quire.config import EngineArgs
 from quire.errors import ConfigError
-from quire.evaluate import measure_perplexity, read_text, windows_of
+from quire.tools.evaluate import measure_perplexity, read_text, windows_of
+from quire.tools.quantize import Options, Recipe, quantize
 from tests.models.checkpoints import make
 from tests.models.small_tokenizer import CHARACTERS, save_tokenizer
 

@@ -21,22 +21,21 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from quire.cli.quantize import quantize as command
-from quire.compression import GateError, Options, Recipe, Report, quantize
-from quire.compression.forward import Sequences
-from quire.compression.gptq import gptq
-from quire.compression.layout import stored_tensors
-from quire.compression.original import OriginalModel
-from quire.compression.recipe import Grid
-from quire.compression.rounding import find_scales, output_power, round_to
-from quire.compression.scaling import move_scales
-from quire.compression.statistics import watch_inputs
-from quire.compression.work_folder import WorkFolder
 from quire.errors import ConfigError, ModelError
 from quire.models.quantization import read_quantization
 from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 from quire.quantization import ProjectionShare
 from quire.quantization.fields import TensorInfo
+from quire.tools.quantize import GateError, Options, Recipe, Report, quantize
+from quire.tools.quantize.calibration import watch_inputs
+from quire.tools.quantize.gptq import gptq
+from quire.tools.quantize.layer import Sequences
+from quire.tools.quantize.original import OriginalModel
+from quire.tools.quantize.recipe import Grid
+from quire.tools.quantize.rounding import find_scales, output_power, round_to, stored_tensors
+from quire.tools.quantize.scaling import move_scales
+from quire.tools.quantize.work_folder import WorkFolder
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.small_tokenizer import save_tokenizer
@@ -286,8 +285,8 @@ def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from quire.compression import Options, Recipe, quantize
-from quire.compression.work_folder import WorkFolder
+from quire.tools.quantize import Options, Recipe, quantize
+from quire.tools.quantize.work_folder import WorkFolder
 
 def on_block(done, total):
     if done == 2:

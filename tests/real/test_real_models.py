@@ -13,7 +13,7 @@ import torch
 
 from quire import LLM, LoRARequest, SamplingParams
 from quire.config import EngineArgs
-from quire.evaluate import measure_perplexity
+from quire.tools.evaluate import measure_perplexity
 from tests.real.prepare import GEMMA, MODELS, PROMPTS, SMOLLM2, TEXT, TOKENS, RealModel
 from tests.slow import slow
 

@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.router.choice import RoutePolicy
-from quire.simulate.calibrate import PromptSample, StepSample, encode, fit
-from quire.simulate.engine_model import EngineModel, read_engine
-from quire.simulate.fleet import SimulatedFleet
-from quire.simulate.node import SimulatedNode, SimulatedRequest
-from quire.simulate.summary import Summary, summarize
-from quire.simulate.trace import TraceRequest, WorkloadTrace, read_trace
+from quire.tools.simulate.calibrate import PromptSample, StepSample, encode, fit
+from quire.tools.simulate.engine_model import EngineModel, read_engine
+from quire.tools.simulate.fleet import SimulatedFleet
+from quire.tools.simulate.node import SimulatedNode, SimulatedRequest
+from quire.tools.simulate.summary import Summary, summarize
+from quire.tools.simulate.trace import TraceRequest, WorkloadTrace, read_trace
 
 MODEL = EngineModel(
     step_seconds=((1, 0.011), (4, 0.014)), prompt_token_seconds=1e-4, context_token_seconds=0.0,

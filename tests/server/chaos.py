@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from quire.bench.record import append_jsonl, make_record
+from quire.tools.bench.record import append_jsonl, make_record
 from tests.server import apart
 from tests.server.apart import APART
 from tests.server.server_process import MODEL, start_server

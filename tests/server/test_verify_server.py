@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.http_client import HttpClient
-from quire.verify.run import verify
+from quire.tools.verify.run import verify
 from tests.server.server_process import WAIT, Server
 
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from quire.bench.cases import NAMED, check_lengths, check_scale, parse_case, parse_numbers
 from quire.errors import ConfigError
+from quire.tools.bench.cases import NAMED, check_lengths, check_scale, parse_case, parse_numbers
 
 
 def test_nano_is_the_community_benchmark() -> None:

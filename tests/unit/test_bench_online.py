@@ -13,12 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from quire.bench.online import load
-from quire.bench.online.client import Answer
-from quire.bench.online.drive import Server, drive, processes_for
-from quire.bench.online.stats import failures, parse_goodput, summary
-from quire.bench.online.sweep import Plan
 from quire.errors import ConfigError
+from quire.tools.bench.online import load
+from quire.tools.bench.online.client import Answer
+from quire.tools.bench.online.drive import Server, drive, processes_for
+from quire.tools.bench.online.sweep import Plan, failures, parse_goodput, summary
 
 
 def answer(sent: float, times: list[float], *, tokens: int, error: str = "") -> Answer:

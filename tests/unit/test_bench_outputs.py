@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench import ablation, outputs, plots, startup
-from quire.bench.outputs import OutputFiles
-from quire.bench.record import BenchRecord, read_jsonl
 from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError, QuireError
+from quire.tools.bench import ablation, plots, startup
+from quire.tools.bench import record as outputs
+from quire.tools.bench.record import BenchRecord, OutputFiles, read_jsonl
 
 
 def record(case: str, settings: dict[str, object] | None = None, **metrics: float) -> BenchRecord:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.record import append_jsonl, format_table, make_record, read_jsonl
 from quire.errors import ConfigError
+from quire.tools.bench.record import append_jsonl, format_table, make_record, read_jsonl
 
 
 def test_records_survive_a_file(tmp_path: Path) -> None:

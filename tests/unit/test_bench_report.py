@@ -12,9 +12,9 @@ import gpu_table
 import online_report
 import report
 import tables
-from quire.bench.cases import parse_case
-from quire.bench.record import BenchRecord
 from quire.models import load_config, spec_from_config
+from quire.tools.bench.cases import parse_case
+from quire.tools.bench.record import BenchRecord
 from report import Book, Peer, make_book
 from targets import CARD, TARGETS, Target, reach
 

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 
 from quire.arrays import int32
-from quire.bench.ceilings import Ceilings, ceilings
-from quire.bench.latency import Timeline, summary, timeline
-from quire.bench.model_work import model_work
-from quire.bench.throughput import step_metrics
-from quire.bench.trace import SeenStep, StepTotals, sum_up
-from quire.bench.work import AttentionWork, ModelWork, attended
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.models import load_config
 from quire.plan import Admit, KVGroup, RowFlag, StepPlan
 from quire.sampling_params import SamplingParams
+from quire.tools.bench.latency import Timeline, summary, timeline
+from quire.tools.bench.model_work import model_work
+from quire.tools.bench.throughput import step_metrics
+from quire.tools.bench.trace import SeenStep, StepTotals, sum_up
+from quire.tools.bench.work import AttentionWork, Ceilings, ModelWork, attended, ceilings
 
 LAST_CHUNK = RowFlag.PROMPT | RowFlag.SAMPLE
 WORK = ModelWork(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench.cache import CASES, CacheCase, run, table
-from quire.bench.record import read_jsonl
 from quire.cli.main import app
+from quire.tools.bench.cache import CASES, CacheCase, run, table
+from quire.tools.bench.record import read_jsonl
 
 
 def test_records_and_table() -> None:
@@ -35,7 +35,7 @@ def test_few_blocks_lose_no_prefix() -> None:
 
 def test_the_command_writes_records(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
-        "quire.bench.cache.run",
+        "quire.tools.bench.cache.run",
         lambda num_blocks: run(CASES[:1], num_blocks=num_blocks, requests=20),
     )
     file = tmp_path / "cache.jsonl"

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quire.compression.calibration import built_in_text, calibration
 from quire.errors import ConfigError
 from quire.models import resolve_model_path
 from quire.text.tokenizer import Tokenizer
+from quire.tools.quantize.calibration import built_in_text, calibration
 from tests.unit.test_checks import tool
 
 SCRIPT = tool("make_calibration_text")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from quire.bench import gpu_meter
-from quire.bench.gpu_meter import GpuMeter
 from quire.cli.bench_serve import meter_of
 from quire.cli.main import app
 from quire.server.telemetry.gpu_metrics import visible_gpus
+from quire.tools.bench import gpu_meter
+from quire.tools.bench.gpu_meter import GpuMeter
 
 
 class NvmlError(Exception):

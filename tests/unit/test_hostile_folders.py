@@ -15,20 +15,20 @@ from typing import Any
 import pytest
 
 from quire import LLM
-from quire.bench.online.load import file_asks
 from quire.cli.settings import read_file
-from quire.compression import Options, Recipe, quantize
-from quire.compression.work_folder import fingerprint
 from quire.errors import ModelError, QuireError, RequestError
-from quire.evaluate import text as evaluated_text
 from quire.models import resolve_model_path
 from quire.server.apis.batch.lines import read_lines
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKeys
-from quire.simulate.engine_model import read_engine
-from quire.simulate.trace import read_trace
 from quire.text import tokenizer_files
 from quire.text.tokenizer import Tokenizer
+from quire.tools.bench.online.load import file_asks
+from quire.tools.evaluate import text as evaluated_text
+from quire.tools.quantize import Options, Recipe, quantize
+from quire.tools.quantize.work_folder import fingerprint
+from quire.tools.simulate.engine_model import read_engine
+from quire.tools.simulate.trace import read_trace
 
 _EMBEDDED = resolve_model_path(None)
 _ROOM = 1 << 40
@@ -151,7 +151,7 @@ def test_files_of_a_command(tmp_path: Path, reader: str, kind: str) -> None:
 def test_files_of_a_command_without_an_end(
     tmp_path: Path, reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quire.bench.online.load.MOST_DATA", 1 << 20)
+    monkeypatch.setattr("quire.tools.bench.online.load.MOST_DATA", 1 << 20)
     monkeypatch.setattr(evaluated_text, "MOST_DATA", 1 << 20)
     file = tmp_path / "file"
     _sparse(file)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.record import make_record, read_jsonl
+from quire.tools.bench.record import make_record, read_jsonl
 from tests.unit.tiny_engine import model_folder
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from quire.bench.profile import Profile, Profiler, charged, innermost
-from quire.bench.record import read_jsonl
 from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.llm import LLM
+from quire.tools.bench.record import read_jsonl
+from quire.tools.profile.profile import Profile, Profiler, charged, innermost
 from tests.unit.tiny_engine import TINY, model_folder
 
 
@@ -55,7 +55,7 @@ def test_innermost_calls_cover_every_moment_once(tree: list[object]) -> None:
 
 
 def test_share_of_the_ceilings() -> None:
-    from quire.bench.ceilings import Ceilings
+    from quire.tools.bench.work import Ceilings
 
     limits = Ceilings(1e12, 100e12, "measured")
     metrics = Profile("x", 2, [("a", 0, 1_000_000)], 8, 10e9, 0.2e9, limits).metrics()
@@ -108,7 +108,7 @@ def test_the_first_of_two_ranks(folder: Path, split: str) -> None:
 
 
 def test_case_and_refusals(folder: Path) -> None:
-    from quire.bench.cases import TTFT, parse_case
+    from quire.tools.bench.cases import TTFT, parse_case
 
     llm = LLM(str(folder), device="cpu", load_format="dummy", skip_tokenizer_init=True)
     profiler = Profiler(llm, None)

@@ -15,14 +15,14 @@ from typer.testing import CliRunner
 
 import roofline_error
 from quire.arrays import int32
-from quire.bench import roofline as module
-from quire.bench.cases import Case, parse_case
-from quire.bench.kernel_kinds import kind_of
-from quire.bench.roofline import Roofline, schedule
 from quire.cli.main import app
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
+from quire.tools.bench.cases import Case, parse_case
+from quire.tools.profile.kernel_kinds import kind_of
+from quire.tools.roofline import roofline as module
+from quire.tools.roofline.roofline import Roofline, schedule
 
 CONFIGS = Path(__file__).parents[2] / "bench" / "configs"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.bench.scheduler import TARGETS_AT_256, run, table
+from quire.tools.bench.scheduler import TARGETS_AT_256, run, table
 
 
 def test_records_and_table() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import suite
 import suite_report
-from quire.bench.record import BenchRecord, append_jsonl, read_jsonl
+from quire.tools.bench.record import BenchRecord, append_jsonl, read_jsonl
 
 SMALL = ["--small", "--device", "cpu", "--seconds", "60"]
 

@@ -12,9 +12,9 @@ import pytest
 
 import peer
 import vs_sglang
-from quire.bench import record
-from quire.bench.cases import NAMED
-from quire.bench.record import read_jsonl
+from quire.tools.bench import record
+from quire.tools.bench.cases import NAMED
+from quire.tools.bench.record import read_jsonl
 
 
 class FakeEngine:

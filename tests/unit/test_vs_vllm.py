@@ -13,9 +13,9 @@ import pytest
 
 import peer
 import vs_vllm
-from quire.bench import record, startup
-from quire.bench.cases import NAMED
-from quire.bench.record import read_jsonl
+from quire.tools.bench import record, startup
+from quire.tools.bench.cases import NAMED
+from quire.tools.bench.record import read_jsonl
 
 
 class FakeParams:

@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 from quire.cli.main import app
 from quire.errors import ConfigError
 from quire.http_client import HttpClient
-from quire.verify.checks import CHECKS
-from quire.verify.run import ScoreCard, verify
+from quire.tools.verify.checks import CHECKS
+from quire.tools.verify.run import ScoreCard, verify
 from tests.verify.fake_server import KEY, serve
 
 NAMES = [check.name for check in CHECKS]

@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.bench import ablation as switches
-from quire.bench import plots, startup
-from quire.bench.cases import Case, check_lengths, check_scale, parse_case
-from quire.bench.ceilings import ceilings
-from quire.bench.gpu_meter import GpuMeter
-from quire.bench.outputs import OutputFiles
-from quire.bench.record import BenchRecord, card_name, format_table, make_record
 from quire.cli.progress import TimeLeft
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.tools.bench import ablation as switches
+from quire.tools.bench import plots, startup
+from quire.tools.bench.cases import Case, check_lengths, check_scale, parse_case
+from quire.tools.bench.gpu_meter import GpuMeter
+from quire.tools.bench.record import BenchRecord, OutputFiles, card_name, format_table, make_record
+from quire.tools.bench.work import ceilings
 
 if TYPE_CHECKING:
-    from quire.bench.throughput import QuireEngine
+    from quire.tools.bench.throughput import QuireEngine
 
 SIMULATED = "simulate_acceptance"
 """The key of `EngineArgs.speculative` by which drafts are accepted, whatever the model says."""
@@ -79,7 +78,7 @@ def throughput(
     outputs: OutputFiles,
 ) -> None:
     """Runs the cases, then the sweeps, on one engine."""
-    from quire.bench.throughput import measure
+    from quire.tools.bench.throughput import measure
 
     check_scale(scale)
     work: list[tuple[Case, dict[str, Any]]] = [(parse_case(name), {}) for name in cases]
@@ -111,7 +110,7 @@ def latency(
     outputs: OutputFiles,
 ) -> None:
     """Every length of prompt with every length of output."""
-    from quire.bench import latency as bench
+    from quire.tools.bench import latency as bench
 
     config = _resolve(_given(engine))
     bench.check_lengths(input_lens, output_lens, config.scheduler.max_model_len)
@@ -163,7 +162,7 @@ def ablation(
 ) -> None:
     """The cases with everything on, then on one engine for each switch that is off, by default
     for all that it has."""
-    from quire.bench.throughput import measure
+    from quire.tools.bench.throughput import measure
 
     check_scale(scale)
     work = [parse_case(name) for name in cases]
@@ -193,7 +192,7 @@ def ablation(
 
 def scheduler(*, outputs: OutputFiles) -> None:
     """Prints the table, and appends one record per number of running requests."""
-    from quire.bench.scheduler import run, table
+    from quire.tools.bench.scheduler import run, table
 
     outputs.check()
     measured = run()
@@ -204,7 +203,7 @@ def scheduler(*, outputs: OutputFiles) -> None:
 
 def cache(*, blocks: int, outputs: OutputFiles) -> None:
     """Prints the table, and appends one record per case."""
-    from quire.bench.cache import run, table
+    from quire.tools.bench.cache import run, table
 
     outputs.check()
     measured = []
@@ -217,8 +216,8 @@ def cache(*, blocks: int, outputs: OutputFiles) -> None:
 @contextlib.contextmanager
 def _started(fields: dict[str, Any]) -> Iterator[QuireEngine]:
     """An engine without a prefix cache, which repeated runs would hit."""
-    from quire.bench.throughput import QuireEngine
     from quire.llm import LLM
+    from quire.tools.bench.throughput import QuireEngine
 
     llm = LLM(**{**fields, "enable_prefix_caching": False})
     try:

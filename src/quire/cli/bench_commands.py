@@ -15,7 +15,7 @@ from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.outputs import OutputFiles
+    from quire.tools.bench.record import OutputFiles
 
 app = typer.Typer(cls=CommandGroup, help="Measure Quire.", no_args_is_help=True)
 
@@ -45,7 +45,7 @@ class OutputOptions:
 
     def files(self) -> OutputFiles:
         # Other commands need not import benchmarks.
-        from quire.bench.outputs import OutputFiles
+        from quire.tools.bench.record import OutputFiles
 
         return OutputFiles(self.output, self.csv, self.markdown, self.png)
 
@@ -102,8 +102,8 @@ def throughput(
     outputs: OutputOptions,
 ) -> None:
     """Measure the engine through `LLM.generate`, all requests at once."""
-    from quire.bench.cases import parse_numbers
     from quire.cli import bench
+    from quire.tools.bench.cases import parse_numbers
 
     sizes = (sweep_rows, sweep_input_len, sweep_output_len)
     sweeps = []
@@ -136,8 +136,8 @@ def latency(
     outputs: OutputOptions,
 ) -> None:
     """Measure one request at a time: first token, between tokens, whole answer."""
-    from quire.bench.cases import parse_numbers
     from quire.cli import bench
+    from quire.tools.bench.cases import parse_numbers
 
     bench.latency(
         bench.with_simulated(engine, simulate_acceptance),
@@ -209,8 +209,8 @@ def ablation(
 @app.command("scheduler", cls=SettingsCommand)
 def scheduler(output: Output = None) -> None:
     """Measure what a step costs the scheduler."""
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
+    from quire.tools.bench.record import OutputFiles
 
     bench.scheduler(outputs=OutputFiles(output))
 
@@ -223,8 +223,8 @@ def cache(
     output: Output = None,
 ) -> None:
     """Measure what a request costs the prefix cache."""
-    from quire.bench.outputs import OutputFiles
     from quire.cli import bench
+    from quire.tools.bench.record import OutputFiles
 
     bench.cache(blocks=blocks, outputs=OutputFiles(output))
 
@@ -296,11 +296,10 @@ def serve(
     outputs: OutputOptions,
 ) -> None:
     """Load a server, and measure what its users see."""
-    from quire.bench.cases import parse_numbers
-    from quire.bench.online.load import Lengths
-    from quire.bench.online.stats import parse_goodput
-    from quire.bench.online.sweep import Plan
     from quire.cli import bench_serve
+    from quire.tools.bench.cases import parse_numbers
+    from quire.tools.bench.online.load import Lengths
+    from quire.tools.bench.online.sweep import Plan, parse_goodput
 
     sampling: dict[str, Any] = {"temperature": temperature}
     if ignore_eos:

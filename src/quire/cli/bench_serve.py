@@ -9,13 +9,12 @@ from collections.abc import Iterator, Sequence
 
 import typer
 
-from quire.bench import plots
-from quire.bench.gpu_meter import GpuMeter
-from quire.bench.online.drive import Server, launched
-from quire.bench.online.sweep import Plan, levels
-from quire.bench.outputs import OutputFiles
-from quire.bench.record import BenchRecord, format_table, make_record
 from quire.errors import ConfigError
+from quire.tools.bench import plots
+from quire.tools.bench.gpu_meter import GpuMeter
+from quire.tools.bench.online.drive import Server, launched
+from quire.tools.bench.online.sweep import Plan, levels
+from quire.tools.bench.record import BenchRecord, OutputFiles, format_table, make_record
 
 _ON_SCREEN = (
     "failed", "output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "tpot_p50_ms", "itl_p50_ms",

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.bench.record import card_name, versions
 from quire.cli.choices import choices_section
 from quire.cli.progress import counted
 from quire.cli.ranks import ranks_section
 from quire.config import EngineArgs
+from quire.tools.bench.record import card_name, versions
 
 if TYPE_CHECKING:
     from quire.config import EngineConfig

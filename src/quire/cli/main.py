@@ -215,7 +215,7 @@ def quantize(
 ) -> None:
     """Make a quantized checkpoint, and say what it lost. Run it again to go on after a kill."""
     from quire.cli.quantize import quantize as run
-    from quire.compression import Options, Recipe
+    from quire.tools.quantize import Options, Recipe
 
     recipe = Recipe.of(
         method, bits=bits, group_size=group_size, symmetric=symmetric, weight_only=weight_only

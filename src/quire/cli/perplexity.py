@@ -10,7 +10,7 @@ from rich.console import Console
 
 from quire.cli.progress import amount_bar, progress_bar
 from quire.config import EngineArgs
-from quire.evaluate import Perplexity, measure_perplexity
+from quire.tools.evaluate import Perplexity, measure_perplexity
 
 
 def perplexity(

@@ -12,12 +12,12 @@ from typing import Any
 
 import typer
 
-from quire.bench.cases import parse_case
-from quire.bench.ceilings import ceilings
-from quire.bench.record import BenchRecord, append_jsonl, card_name, make_record
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.llm import LLM
+from quire.tools.bench.cases import parse_case
+from quire.tools.bench.record import BenchRecord, append_jsonl, card_name, make_record
+from quire.tools.bench.work import ceilings
 
 _LISTED = 12
 
@@ -40,7 +40,7 @@ def profile(
         ConfigError: see `Profiler`; or there is one trace file for several profiles, or it cannot
             be written.
     """
-    from quire.bench.profile import Profiler
+    from quire.tools.profile.profile import Profiler
 
     if trace is not None and len(rows) + len(cases) > 1:
         raise ConfigError("a trace holds one profile: give one --rows, or one --case", "trace")

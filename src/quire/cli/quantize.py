@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 
 from quire.cli.progress import amount_bar, counted
-from quire.compression import Options, Recipe
-from quire.compression import quantize as make
 from quire.errors import ConfigError
 from quire.models import resolve_model_path
+from quire.tools.quantize import Options, Recipe
+from quire.tools.quantize import quantize as make
 
 
 def quantize(

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quire.bench.cases import Case, parse_case
-from quire.bench.record import card_name, number
 from quire.cli.info import config_alone
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.tools.bench.cases import Case, parse_case
+from quire.tools.bench.record import card_name, number
 from quire.weight_files import stored_weights
 
 if TYPE_CHECKING:
-    from quire.bench.residual import MeasuredCase
-    from quire.bench.roofline import Prediction, Roofline
-    from quire.bench.throughput import QuireEngine
+    from quire.tools.bench.throughput import QuireEngine
+    from quire.tools.roofline.residual import MeasuredCase
+    from quire.tools.roofline.roofline import Prediction, Roofline
 
 _DEFAULT_CASES = ("b1", "b64", "ttft")
 _FIGURES = {
@@ -55,7 +55,7 @@ def roofline(
     Raises:
         ConfigError: see `Roofline` and its `case`; or the cases are to be run, and cannot be.
     """
-    from quire.bench.roofline import CPU, Roofline
+    from quire.tools.roofline.roofline import CPU, Roofline
 
     cases = [parse_case(name) for name in names or _DEFAULT_CASES]
     config = config_alone(engine)
@@ -119,8 +119,8 @@ def _run(
     kernels: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs the cases. Yields (name, what its description says from now on) of each prediction."""
-    from quire.bench.gpu_meter import GpuMeter
-    from quire.bench.residual import run_case
+    from quire.tools.bench.gpu_meter import GpuMeter
+    from quire.tools.roofline.residual import run_case
 
     if not cases:
         return
@@ -132,7 +132,7 @@ def _run(
                 own = predicted[measured.case]
                 yield own.case, compared(own, measured)
                 if kernels:
-                    from quire.bench import kernel_kinds
+                    from quire.tools.profile import kernel_kinds
 
                     times = kernel_kinds.measured_kinds(engine, own.case)
                     kinds = kernel_kinds.compared(kernel_kinds.predicted_kinds(own), times)
@@ -148,9 +148,9 @@ def _engine(config: EngineConfig, device: str) -> Iterator[QuireEngine]:
     """
     import torch
 
-    from quire.bench.roofline import MAX_REQUESTS, MAX_TOKENS
-    from quire.bench.throughput import QuireEngine
     from quire.llm import LLM
+    from quire.tools.bench.throughput import QuireEngine
+    from quire.tools.roofline.roofline import MAX_REQUESTS, MAX_TOKENS
 
     folder = Path(config.model_path)
     stored = bool(stored_weights(folder))
@@ -193,7 +193,7 @@ def described(found: Prediction, line: Roofline) -> dict[str, Any]:
 
 def compared(predicted: Prediction, found: MeasuredCase) -> dict[str, Any]:
     """Returns what the description of a case says once it was run."""
-    from quire.bench.residual import residuals
+    from quire.tools.roofline.residual import residuals
 
     off = residuals(predicted, found)
     return {

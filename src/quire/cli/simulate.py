@@ -9,14 +9,14 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from quire.bench.outputs import OutputFiles
 from quire.errors import ConfigError
 from quire.router.choice import route_policy
-from quire.simulate.calibrate import calibrate, encode
-from quire.simulate.engine_model import EngineModel, read_engine
-from quire.simulate.fleet import SimulatedFleet
-from quire.simulate.summary import Summary, summarize, write_csv
-from quire.simulate.trace import read_trace
+from quire.tools.bench.record import OutputFiles
+from quire.tools.simulate.calibrate import calibrate, encode
+from quire.tools.simulate.engine_model import EngineModel, read_engine
+from quire.tools.simulate.fleet import SimulatedFleet
+from quire.tools.simulate.summary import Summary, summarize, write_csv
+from quire.tools.simulate.trace import read_trace
 
 _TIMES = ("ttft_p50_s", "ttft_p99_s", "latency_p50_s", "latency_p99_s", "itl_p50_s", "itl_p99_s")
 """Figures of the table in seconds."""

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 import torch
 import typer
 
-from quire.bench.ceilings import ceilings
 from quire.cli.info import config_alone
 from quire.cli.progress import counted
 from quire.config import EngineArgs
 from quire.engine.ranks.ranks import model_of_rank
 from quire.errors import ConfigError, QuireError
 from quire.models import load_config, model_quantization, spec_from_config
+from quire.tools.bench.work import ceilings
 
 if TYPE_CHECKING:
     from quire.ops.triton.products.plan import Shape

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from quire.http_client import HttpClient
-from quire.verify.run import OnOutcome, ScoreCard
-from quire.verify.run import verify as run_checks
+from quire.tools.verify.run import OnOutcome, ScoreCard
+from quire.tools.verify.run import verify as run_checks
 
 _STYLES = {"passed": "green", "failed": "bold red", "not offered": "dim"}
 

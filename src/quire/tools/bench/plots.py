@@ -1,0 +1,196 @@
+"""Pictures of records. matplotlib comes with the `plots` extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.config import OPTIMIZATIONS
+from quire.tools.bench import ablation, startup
+from quire.tools.bench.record import BenchRecord
+
+_RATE = "output tokens/s"
+_TIMES = {"ttft": "first token", "itl": "between tokens", "e2e": "whole answer"}
+
+
+def throughput(records: Sequence[BenchRecord], path: Path) -> None:
+    """Sweeps as lines over what they vary; other cases as bars, tokens/s and TTFT apart."""
+    swept = [record for record in records if "sweep" in record.settings]
+    plain = [record for record in records if "sweep" not in record.settings]
+    axes = list(dict.fromkeys(record.settings["sweep"] for record in swept))
+    rates = [(r.case, r.metrics["output_tok_s"]) for r in plain if "output_tok_s" in r.metrics]
+    waits = [
+        (name.removesuffix("_ms").replace("ttft_", "TTFT "), value)
+        for r in plain
+        for name, value in r.metrics.items()
+        if name.startswith("ttft_")
+    ]
+    bars = [(rates, _RATE)] * bool(rates) + [(waits, "ms")] * bool(waits)
+    figure, panels = _panels(len(axes) + len(bars), _title(records))
+    for axis, panel in zip(axes, panels, strict=False):
+        points = sorted(
+            (r.settings[axis], r.metrics["output_tok_s"])
+            for r in swept
+            if r.settings["sweep"] == axis
+        )
+        panel.plot(*zip(*points, strict=True), marker="o")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks([x for x, _ in points], [str(x) for x, _ in points])
+        panel.set_xlabel({"rows": "requests at once", "input_len": "prompt tokens"}[axis])
+        panel.set_ylabel(_RATE)
+        _from_zero(panel)
+    for (values, unit), panel in zip(bars, panels[len(axes) :], strict=True):
+        _bars(panel, [name for name, _ in values], [value for _, value in values], unit)
+    _save(figure, path)
+
+
+def online(records: Sequence[BenchRecord], path: Path) -> None:
+    """Throughput, and the times that users see, over the number of streams."""
+    figure, panels = _panels(3, _title(records))
+    cases = [record.case.removeprefix("serve-") for record in records]
+    rates = [record.metrics.get("output_tok_s", float("nan")) for record in records]
+    panels[0].plot(cases, rates, marker="o")
+    panels[0].set_ylabel(_RATE)
+    for panel, kind in zip(panels[1:], ("ttft", "itl"), strict=True):
+        names = dict.fromkeys(m for r in records for m in r.metrics if m.startswith(f"{kind}_p"))
+        for name in names:
+            values = [record.metrics.get(name, float("nan")) for record in records]
+            panel.plot(cases, values, marker="o", label=name.split("_")[1])
+        panel.set_title(_TIMES[kind])
+        panel.set_ylabel("ms")
+        panel.legend()
+    for panel in panels:
+        panel.set_xlabel("streams")
+        _from_zero(panel)
+    _save(figure, path)
+
+
+def beside(
+    rows: Sequence[tuple[str, Mapping[str, float], Mapping[str, float]]],
+    names: tuple[str, str],
+    path: Path,
+) -> None:
+    """Two engines under the same loads: throughput, and median time to the first token.
+
+    Args:
+        rows: of each load its label, the one engine's metrics and the other's.
+        names: of the engines.
+    """
+    figure, panels = _panels(2, "One NVIDIA H200, prompts of 512 tokens, 256 out, streamed")
+    kinds = (("output_tok_s", _RATE), ("ttft_p50_ms", "median ms to the first token"))
+    for panel, (metric, unit) in zip(panels, kinds, strict=True):
+        for index, (name, color) in enumerate(zip(names, ("#9aa5b1", "#2563eb"), strict=True)):
+            heights = [engines[index][metric] for _, *engines in rows]
+            at = [place + 0.4 * (index - 0.5) for place in range(len(rows))]
+            bars = panel.bar(at, heights, width=0.4, label=name, color=color)
+            panel.bar_label(bars, labels=[f"{height:,.0f}" for height in heights], fontsize=7)
+        panel.set_xticks(range(len(rows)), [label for label, *_ in rows], fontsize=7)
+        panel.set_ylabel(unit)
+        panel.legend()
+    _save(figure, path)
+
+
+def latency(records: Sequence[BenchRecord], path: Path) -> None:
+    """Time to the first token, between tokens, and to the last, each with its percentiles."""
+    figure, panels = _panels(3, _title(records))
+    cases = [record.case.removeprefix("latency-") for record in records]
+    for panel, (kind, title) in zip(panels, _TIMES.items(), strict=True):
+        names = dict.fromkeys(m for r in records for m in r.metrics if m.startswith(f"{kind}_p"))
+        for name in names:
+            values = [record.metrics.get(name, float("nan")) for record in records]
+            panel.plot(cases, values, marker="o", linestyle="", label=name.split("_")[1])
+        panel.set_title(title)
+        panel.set_xlabel("prompt x output tokens")
+        panel.set_ylabel("ms")
+        _from_zero(panel)
+        panel.tick_params(axis="x", rotation=30)
+        if names:
+            panel.legend()
+    _save(figure, path)
+
+
+def phases(records: Sequence[BenchRecord], path: Path) -> None:
+    """One bar per start, made of its phases."""
+    figure, (panel,) = _panels(1, _title(records))
+    names = [f"{record.model}\n{record.case}" for record in records]
+    left = [0.0] * len(records)
+    for phase in startup.PHASES:
+        widths = [record.metrics.get(phase, 0.0) for record in records]
+        panel.barh(names, widths, left=left, label=phase.removesuffix("_s"))
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    panel.set_xlabel("seconds to the first token")
+    figure.legend(loc="outside lower center", ncols=len(startup.PHASES))
+    _save(figure, path)
+
+
+def switches(records: Sequence[BenchRecord], path: Path) -> None:
+    """Speed without each optimization, beside everything on, as one group of bars per case."""
+    table = ablation.lines(records)
+    figure, (panel,) = _panels(1, _title(records), width=9.0)
+    shown = [name for name in OPTIMIZATIONS if any(name in line.off for line in table)]
+    width = 0.8 / max(1, len(shown))
+    for place, switch in enumerate(shown):
+        at = [i + place * width for i in range(len(table))]
+        speeds = [
+            100 * line.speed(switch) if switch in line.off else float("nan") for line in table
+        ]
+        panel.bar(at, speeds, width, label=f"without {switch}")
+    panel.axhline(100, color="black", linewidth=0.8)
+    middle = (len(shown) - 1) * width / 2
+    panel.set_xticks([i + middle for i in range(len(table))], [line.label for line in table])
+    panel.set_ylabel("% of the speed with everything on")
+    panel.legend(fontsize="small")
+    _save(figure, path)
+
+
+def quality(records: Sequence[BenchRecord], path: Path) -> None:
+    """Shows how far each format's model is from the original, by the divergence, and its change of
+    perplexity beside; red: more than 5 %. Each text has a panel."""
+    texts = list(dict.fromkeys(record.settings["text"] for record in records))
+    figure, panels = _panels(len(texts), _title(records), width=7.0)
+    for panel, text in zip(panels, texts, strict=True):
+        shown = [record for record in records if record.settings["text"] == text][::-1]
+        changes = [record.metrics["change_percent"] for record in shown]
+        heights = [record.metrics["kl"] for record in shown]
+        colors = ["#2563eb" if change <= 5 else "#dc2626" for change in changes]
+        bars = panel.barh([record.case for record in shown], heights, color=colors)
+        labels = [f" perplexity {change:+.2f} %" for change in changes]
+        panel.bar_label(bars, labels=labels, fontsize=7)
+        panel.set_xscale("log")
+        panel.set_xlim(min(heights) / 3, 20 * max(heights))
+        panel.set_title(text, fontsize="small")
+        panel.set_xlabel("KL divergence from the original, nats per token")
+        panel.tick_params(axis="y", labelsize=7)
+    _save(figure, path)
+
+
+def _panels(count: int, title: str, width: float = 6.0) -> tuple[Any, list[Any]]:
+    # A figure by itself, without pyplot: no display is looked for, and nothing stays in memory.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width * max(1, count), 4.5), layout="constrained")
+    figure.suptitle(title)
+    return figure, list(figure.subplots(1, max(1, count), squeeze=False)[0])
+
+
+def _bars(panel: Any, names: list[str], values: list[float], unit: str) -> None:
+    places = range(len(names))
+    panel.bar_label(panel.bar(places, values), fmt="{:,.4g}")
+    panel.set_xticks(places, names, rotation=20)
+    panel.set_ylabel(unit)
+
+
+def _from_zero(panel: Any) -> None:
+    if panel.lines:
+        panel.set_ylim(0, 1.08 * panel.dataLim.ymax)
+
+
+def _title(records: Sequence[BenchRecord]) -> str:
+    models = ", ".join(dict.fromkeys(record.model for record in records))
+    cards = ", ".join(dict.fromkeys(record.card for record in records))
+    return f"{models} on {cards}"
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, format="png", dpi=120)

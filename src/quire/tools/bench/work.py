@@ -1,0 +1,206 @@
+"""Ceilings of devices: the denominators of bandwidth utilization and MFU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.arrays import Int32
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Ceilings of one device.
+
+    Attributes:
+        memory: bytes/s.
+        matmul: FLOP/s of dense 16-bit products summed in fp32.
+        origin: measured, or the maker's data sheet, which no kernel reaches.
+    """
+
+    memory: float
+    matmul: float
+    origin: str
+
+    def described(self) -> dict[str, float | str]:
+        return {
+            "memory_tb_s": self.memory / 1e12,
+            "matmul_tflop_s": self.matmul / 1e12,
+            "origin": self.origin,
+        }
+
+
+def _sheet(terabytes: float, teraflops: float) -> Ceilings:
+    return Ceilings(terabytes * 1e12, teraflops * 1e12, "data sheet")
+
+
+_CEILINGS = {
+    "NVIDIA H200": Ceilings(4.25e12, 700e12, "measured"),
+    "NVIDIA B200": _sheet(8.0, 2250),
+    "NVIDIA H100 80GB HBM3": _sheet(3.35, 989),
+    "NVIDIA H100 PCIe": _sheet(2.0, 756),
+    "NVIDIA H100 NVL": _sheet(3.9, 835),
+    "NVIDIA A100-SXM4-80GB": _sheet(2.039, 312),
+    "NVIDIA A100-SXM4-40GB": _sheet(1.555, 312),
+    "NVIDIA A100 80GB PCIe": _sheet(1.935, 312),
+    "NVIDIA L40S": _sheet(0.864, 362),
+    "NVIDIA L4": _sheet(0.300, 121),
+    "NVIDIA A10G": _sheet(0.600, 70),
+    "NVIDIA A10": _sheet(0.600, 125),
+    "NVIDIA GeForce RTX 4090": _sheet(1.008, 165),
+    "NVIDIA GeForce RTX 3090": _sheet(0.936, 71),
+    "Tesla T4": _sheet(0.320, 65),
+}
+
+
+def ceilings(card: str, dtype: str) -> Ceilings | None:
+    """Returns the ceilings of the card that torch calls `card`.
+
+    None where they are not known, and for 32-bit models, which use other units.
+    """
+    return None if dtype == "float32" else _CEILINGS.get(card)
+
+
+_READ_BYTES = 256 << 20
+_SIDE = 1024
+"""Rows and columns of the matrices that a CPU multiplies to show its rate."""
+_TRIES = 5
+
+
+def measured_on_cpu(dtype: str) -> Ceilings:
+    """Measures this CPU's ceilings, which takes less than a second: a sum over more than its caches
+    hold, and a product of matrices."""
+    import torch
+
+    many = torch.ones(_READ_BYTES // 4)
+    a, b = torch.rand(2, _SIDE, _SIDE).to(getattr(torch, dtype))
+
+    def fastest(work: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_TRIES):
+            began = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - began)
+        return min(seconds)
+
+    return Ceilings(
+        _READ_BYTES / fastest(many.sum), 2 * _SIDE**3 / fastest(lambda: a @ b), "measured now"
+    )
+
+
+# Bytes and FLOPs that a step cannot do without, from the model's shapes.
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Least work of one attention layer. window: in tokens, or None. kv_bytes: of one token.
+    pair_flops: of one query attending to one key, over all heads."""
+
+    window: int | None
+    kv_bytes: int
+    pair_flops: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWork:
+    """Least work of the experts of all layers. bytes: all experts' weights. share: of the experts
+    that one token takes. flops: per token."""
+
+    layers: int = 0
+    bytes: int = 0
+    share: float = 0.0
+    flops: float = 0.0
+
+    def touched(self, tokens: int) -> float:
+        """Returns the bytes of the experts that some token takes, if all are as likely."""
+        return self.bytes * float(1.0 - (1.0 - self.share) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """Least traffic and arithmetic. Weights are read once a step; activations stay in caches.
+
+    body_bytes, head_bytes: weights of all layers but their experts, and of the head. body_flops: of
+    the `linear_layers`, per token. head_flops: per row of logits. embedding_bytes: read per token.
+    tied: the head's weights are the embeddings. attention: each kind of layer, and how many there
+    are. state_bytes: recurrent states of one
+    request, over all `state_layers`; state_flops: per token.
+    """
+
+    body_bytes: int
+    head_bytes: int
+    body_flops: int
+    head_flops: int
+    embedding_bytes: int
+    linear_layers: int
+    attention: tuple[tuple[AttentionWork, int], ...]
+    experts: ExpertsWork = ExpertsWork()
+    state_layers: int = 0
+    state_bytes: int = 0
+    state_flops: int = 0
+    tied: bool = False
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(layers for _, layers in self.attention)
+
+    def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
+        """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
+        parts = self.parts_of_step(first, count, logit_rows).values()
+        return float(sum(part[0] for part in parts)), float(sum(part[1] for part in parts))
+
+    def parts_of_step(
+        self, first: Int32, count: Int32, logit_rows: int
+    ) -> dict[str, tuple[float, float]]:
+        """Returns (bytes, FLOPs) of a step by kind of kernel; only kinds that the model has."""
+        tokens = int(count.sum())
+        bytes_ = flops = 0.0
+        for work, layers in self.attention:
+            seen, pairs = attended(first, count, work.window)
+            bytes_ += layers * (seen + tokens) * work.kv_bytes
+            flops += layers * pairs * work.pair_flops
+        parts = {
+            "projections": (self.body_bytes, tokens * self.body_flops),
+            "attention": (bytes_, flops),
+            "experts": (self.experts.touched(tokens), tokens * self.experts.flops),
+            # A state is read and written once a step.
+            "states": (2 * len(count) * self.state_bytes, tokens * self.state_flops),
+            "embedding": (tokens * self.embedding_bytes, 0.0),
+            "head": (self.head_bytes if logit_rows else 0, logit_rows * self.head_flops),
+        }
+        present = {
+            "attention": self.attention_layers,
+            "experts": self.experts.layers,
+            "states": self.state_layers,
+        }
+        return {name: part for name, part in parts.items() if present.get(name, 1)}
+
+    def held_bytes(self, tokens: int, requests: int) -> int:
+        """Returns the bytes of KV and states of requests that hold so many tokens, without what
+        windows let go."""
+        kept = sum(layers * work.kv_bytes for work, layers in self.attention)
+        return tokens * kept + requests * self.state_bytes
+
+
+def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:
+    """(positions that the rows' queries read, each once a row; pairs of query and key), for queries
+    at `first` to `first + count - 1` that see themselves and what is before, `window` at most."""
+    start, n = first.astype(np.int64), count.astype(np.int64)
+    if window is None:
+        return int((start + n).sum()), int((n * start + n * (n + 1) // 2).sum())
+    # The first `short` queries see all that is before them, the others just the window.
+    short = np.clip(window - start, 0, n)
+    pairs = short * start + short * (short + 1) // 2 + (n - short) * window
+    return int(np.minimum(start + n, window + n - 1).sum()), int(pairs.sum())
+
+
+def percent_of(amount: float, seconds: float, ceiling: float) -> float:
+    return 100.0 * amount / (seconds * ceiling)
+
+
+def percentiles(values: Sequence[float], *wanted: int) -> list[float]:
+    """Linear interpolation between the nearest values."""
+    return [float(value) for value in np.percentile(values, wanted)]

@@ -1,0 +1,1 @@
+"""Profiles of a workload by torch's profiler."""

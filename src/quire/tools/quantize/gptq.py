@@ -1,0 +1,77 @@
+"""GPTQ (Frantar et al. 2022): inputs are rounded one after the other, and what an input's rounding
+changes is made good by the weights of those still to come."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quire.errors import ModelError
+from quire.tools.quantize.rounding import Rounded, Scales, limits
+
+_DAMPING = 0.01
+"""The share of the mean square of inputs that is added to each one's, so that inputs that barely
+differ do not make good for one another without bound."""
+_BLOCK = 128
+"""Inputs whose changes are carried on together."""
+
+
+def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
+    """Returns weights float32 [N, K] rounded with the given scales, such that the outputs change
+    little. products: float32 [K, K], the sums of products of inputs.
+
+    Inputs are taken in the order of their mean squares, the largest first ("act order"). Groups
+    stay where they stand, so that no reader needs the order.
+
+    Raises:
+        ModelError: the inputs are not finite.
+    """
+    count = weight.shape[1]
+    power = products.diagonal()
+    order = torch.argsort(power, descending=True, stable=True)
+    silent = (power == 0)[order]
+    weight = weight[:, order].clone()
+    weight[:, silent] = 0
+    factor = _factor(products[order][:, order], silent)
+    group = scales.grid.group or count
+    places = torch.div(order, group, rounding_mode="floor").tolist()
+    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    least, top = limits(scales.grid)
+    for start in range(0, count, _BLOCK):
+        end = min(start + _BLOCK, count)
+        block, lost = weight[:, start:end], torch.empty_like(weight[:, start:end])
+        inner = factor[start:end, start:end]
+        for index in range(end - start):
+            column = block[:, index]
+            scale, zero = scales.column(places[start + index])
+            steps = column / scale
+            if zero is not None:
+                steps = steps + zero
+            value = steps.round().clamp(least, top)
+            values[:, start + index] = value.to(torch.int8)
+            back = (value if zero is None else value - zero) * scale
+            error = (column - back) / inner[index, index]
+            block[:, index:] -= torch.outer(error, inner[index, index:])
+            lost[:, index] = error
+        weight[:, end:] -= lost @ factor[start:end, end:]
+    return Rounded(values[:, torch.argsort(order)].contiguous(), scales)
+
+
+def _factor(products: Tensor, silent: Tensor) -> Tensor:
+    """Returns the upper Cholesky factor of the inverse of the damped products."""
+    products = products.clone()
+    diagonal = products.diagonal()
+    diagonal[silent] = 1
+    mean = diagonal.mean().item()
+    damping = _DAMPING
+    while damping <= 1:
+        diagonal += damping * mean
+        lower, failed = torch.linalg.cholesky_ex(products)
+        if not failed.item():
+            inverse = torch.cholesky_inverse(lower)
+            upper: Tensor
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed.item():
+                return upper
+        damping *= 10
+    raise ModelError("the inputs of a layer are not finite, or too large to be quantized")

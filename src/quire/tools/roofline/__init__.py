@@ -1,0 +1,1 @@
+"""Predicted times, and how far measurements are from them."""
