@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quire.cli.help import CommandGroup, SettingsCommand
-from quire.cli.options import with_options
+from quire.cli.help import CommandGroup, SettingsCommand, with_options
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs
 from quire.errors import ConfigError

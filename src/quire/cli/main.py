@@ -11,8 +11,7 @@ import typer
 from quire import __version__
 from quire.cli.bench_commands import app as bench
 from quire.cli.eval_commands import app as evaluate
-from quire.cli.help import CommandGroup, SettingsCommand
-from quire.cli.options import with_options
+from quire.cli.help import CommandGroup, SettingsCommand, with_options
 from quire.cli.route_options import RouteOptions
 from quire.cli.settings import SamplingArgs, with_settings
 from quire.config import EngineArgs
@@ -116,7 +115,7 @@ def generate(
     ] = False,
 ) -> None:
     """Complete one prompt, and print the answer as it comes."""
-    from quire.cli.generate import generate as run
+    from quire.cli.chat import generate as run
 
     run(prompt, engine, sampling, as_chat=as_chat)
 
@@ -446,7 +445,7 @@ def trace(
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
 ) -> None:
     """Run a small workload and write a trace of every step (a server does it with --trace-dir)."""
-    from quire.cli.trace import trace as run
+    from quire.cli.profile import trace as run
 
     run(output, engine, requests, prompt_tokens, output_tokens)
 

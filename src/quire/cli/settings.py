@@ -19,9 +19,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 
 import typer
 
-from quire.cli.help import show_all, type_name
+from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
-from quire.cli.options import set_parameters
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
