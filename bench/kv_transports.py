@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from quire.arrays import int32
-from quire.extras import require_nixl
+from quire.errors import require_nixl
 from quire.features.disaggregation.messages import MemoryHandle, PeerChannel
 from quire.features.disaggregation.pulls import map_memory
 from quire.parallel import SingleGroup

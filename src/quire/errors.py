@@ -1,6 +1,9 @@
-"""Typed errors. Each carries what an API needs to answer a user: a message, a code, a parameter."""
+"""Typed errors, and checks of values that raise them."""
 
 from __future__ import annotations
+
+import importlib.util
+import math
 
 
 class QuireError(Exception):
@@ -98,3 +101,63 @@ class PeerMismatchError(QuireError):
 
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""
+
+
+# Limits, and checks of values that users give: each raises RequestError naming the field.
+
+MAX_STOP_TOKENS = 256
+MAX_BIAS_ENTRIES = 1024
+
+
+def wrong_type(name: str, wanted: str, value: object) -> RequestError:
+    return RequestError(f"{name} must be {wanted}, got {value!r}", param=name)
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise wrong_type(name, "true or false", value)
+
+
+def between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # An int is finite, however large; asking a very large one would overflow a float.
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
+        raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
+    if not (low < value <= high if open_low else low <= value <= high):
+        bracket = "(" if open_low else "["
+        raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+
+
+def integer(name: str, value: int, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name} must be an integer, got {value!r}", param=name)
+    between(name, value, low, high)
+
+
+# Advice on the packages that not everyone needs.
+
+NIXL = ("nixl_cu12", "nixl_cu13")
+"""Modules of NIXL, by the CUDA that they are for. On a CPU either will do."""
+
+
+def installing(extra: str) -> str:
+    """Returns how to install an extra. The name on PyPI is another project's."""
+    return (
+        f"install the extra '{extra}': pip install '.[{extra}]' in a checkout of Quire, or the "
+        f"wheel of a release with [{extra}] behind its name"
+    )
+
+
+def require_nixl() -> str:
+    """Returns the name of NIXL's module.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name in NIXL:
+        if importlib.util.find_spec(name) is not None:
+            return name
+    raise ConfigError(
+        f"transport=nixl needs the package nixl-cu12, or nixl-cu13: {installing('nixl')}",
+        "transport",
+    )

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
-from quire.checks import integer
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.loop.prompts import Prompt, as_list, max_total, one_each, prompt_ids, read_prompt
 from quire.engine.loop.terminal import interrupts_held
-from quire.errors import RequestError
+from quire.errors import RequestError, integer
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.request import Request

@@ -74,4 +74,4 @@ def test_every_process_of_python_is_started_in_one_way() -> None:
         for path in SOURCE.rglob("*.py")
         if "sys.executable" in path.read_text()
     }
-    assert starts == {"child_process.py"}
+    assert starts == {"system.py"}

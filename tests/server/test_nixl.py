@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.extras import NIXL
+from quire.errors import NIXL
 from tests.server.server_process import Server, start_server
 from tests.server.test_disagg import FACTS, KEY, LEASE, STORY, ask, fetches, metric, post
 from tests.server.test_disagg import start_reader as start

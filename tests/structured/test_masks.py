@@ -11,9 +11,8 @@ from llguidance import LLMatcher, LLParserLimits
 from quire.arrays import Int32
 from quire.features.structured_output.compiler import Compiler
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
-from quire.sampling_params import StructuredOutputsParams
+from quire.sampling_params import StructuredOutputsParams, TokenRules
 from quire.text.tokenizer import Tokenizer
-from quire.token_rules import TokenRules
 
 _SCHEMA = json.dumps({"type": "object", "properties": {"a": {"type": "integer"}}})
 

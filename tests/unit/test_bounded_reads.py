@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.weight_files import open_regular, read_bounded
+from quire.system import open_regular, read_bounded
 
 
 def test_a_regular_file_is_read(tmp_path: Path) -> None:

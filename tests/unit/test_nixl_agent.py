@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from quire.arrays import int32
-from quire.errors import ConfigError
-from quire.extras import NIXL
+from quire.errors import NIXL, ConfigError
 from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
 from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quire.extras import NIXL
+from quire.errors import NIXL
 from tests.unit.test_disagg_engines import alone, check, folders, make
 
 __all__ = ["folders", "make"]

@@ -16,9 +16,8 @@ from quire import LLM, SamplingParams
 from quire.arrays import Int32
 from quire.errors import RequestError
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
-from quire.sampling_params import StructuredOutputsParams
+from quire.sampling_params import StructuredOutputsParams, TokenRules
 from quire.text.tokenizer import Tokenizer
-from quire.token_rules import TokenRules
 from tests.models.small_tokenizer import save_tokenizer
 from tests.unit.tiny_engine import TINY, model_folder
 

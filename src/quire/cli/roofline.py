@@ -14,9 +14,9 @@ import typer
 from quire.cli.info import config_alone
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.system import stored_weights
 from quire.tools.bench.cases import Case, parse_case
 from quire.tools.bench.record import card_name, number
-from quire.weight_files import stored_weights
 
 if TYPE_CHECKING:
     from quire.tools.bench.throughput import QuireEngine

@@ -24,7 +24,7 @@ from quire.cli.mistakes import not_one_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 
 def _setting(help: str, default: Any = None) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 
-from quire.weight_files import open_regular
+from quire.system import open_regular
 
 PREFIX = "quire-"
 """Beginning of the folders' names."""

@@ -15,7 +15,7 @@ from quire.errors import ModelError
 from quire.models.families import settings, unsupported
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 _FAMILIES = "quire.models.families"
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
-from quire.weight_files import MOST_TABLE, open_regular, read_bounded
+from quire.system import MOST_TABLE, open_regular, read_bounded
 
 _SHOWN = 8
 DTYPES = {

@@ -16,7 +16,7 @@ from quire.quantization import Quantization, quantization_of
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors, settings_of
 from quire.quantization.rounding import FLOAT, RoundedHead, split_name
-from quire.weight_files import stored_weights
+from quire.system import stored_weights
 
 
 def checkpoint_quantization(

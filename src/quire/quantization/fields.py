@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quire.errors import ModelError
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 Settings = Mapping[str, Any]
 

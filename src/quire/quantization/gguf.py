@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.errors import ConfigError
-from quire.extras import installing
+from quire.errors import ConfigError, installing
 from quire.ops import Weight, WeightFormat
 from quire.quantization.fields import Settings, Tensors, refused
 from quire.quantization.packed import put

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from quire.errors import ConfigError
-from quire.extras import installing, require_nixl
+from quire.errors import ConfigError, installing, require_nixl
 from quire.http_client import HttpClient, split_url
 
 

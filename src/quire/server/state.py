@@ -30,7 +30,7 @@ from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopp
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.tracing import Tracing
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 if TYPE_CHECKING:
     from quire.engine.process.client import EngineClient

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from quire.errors import RequestError
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers
 
 from quire.errors import ModelError
-from quire.weight_files import MOST_TABLE, read_bounded
+from quire.system import MOST_TABLE, read_bounded
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
 """Types of pieces: text; what stands for unknown text; those that text never becomes; those that

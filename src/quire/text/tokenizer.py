@@ -14,10 +14,10 @@ from tokenizers import Tokenizer as HubTokenizer
 
 from quire.arrays import Int32
 from quire.errors import ModelError, RequestError
+from quire.system import read_bounded
 from quire.text import tokenizer_files
 from quire.text.chat_template import load_templates
 from quire.text.tokenizer_files import BYTE_OF
-from quire.weight_files import read_bounded
 
 if TYPE_CHECKING:
     from quire.text.chat_template import ChatTemplate, TemplateTraits

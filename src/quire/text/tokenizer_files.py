@@ -11,8 +11,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from quire.errors import ModelError
+from quire.system import MOST_TABLE, read_bounded
 from quire.text.sentencepiece import CONTROL, USER, pair_tokenizer, read_pieces
-from quire.weight_files import MOST_TABLE, read_bounded
 
 
 def _byte_of() -> dict[str, int]:

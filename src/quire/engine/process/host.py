@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from quire.child_process import python_command
 from quire.engine.processes import PREFIX, remove_stale, take_ownership, thread_variables
 from quire.errors import ConfigError
+from quire.system import python_command
 
 logger = logging.getLogger("quire.engine")
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 from quire.arrays import int32
-from quire.child_process import end_with
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.load import load_of
@@ -64,6 +63,7 @@ from quire.features.disaggregation.messages import Grant
 from quire.features.kv_events.feature import KVEventFeature
 from quire.features.tuning.settings import served
 from quire.sampling_params import SamplingParams
+from quire.system import end_with
 
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""

@@ -10,9 +10,8 @@ from dataclasses import replace
 import torch
 
 from quire.config import EngineArgs, EngineConfig
-from quire.errors import ConfigError
+from quire.errors import ConfigError, installing
 from quire.executor import OnProgress
-from quire.extras import installing
 from quire.models import Decoder, ModelSpec, build_model
 from quire.models.stages import stage_layers
 from quire.parallel import SingleGroup

@@ -11,13 +11,13 @@ from multiprocessing.connection import Connection, Pipe
 import msgspec
 
 from quire.arrays import decode_array, encode_array
-from quire.child_process import python_command
 from quire.config import EngineConfig
 from quire.engine.loop.messages import Failure
 from quire.engine.processes import thread_variables
 from quire.errors import EngineDeadError
 from quire.executor import Measurement
 from quire.plan import StepPlan
+from quire.system import python_command
 
 
 class Setup(msgspec.Struct, tag=True):

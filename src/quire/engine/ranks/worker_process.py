@@ -16,7 +16,6 @@ import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 
-from quire.child_process import end_with
 from quire.engine.loop.features import features_at_start, hooks_of
 from quire.engine.loop.messages import Failure
 from quire.engine.ranks.ranks import draws_tokens, open_worker, ranks_of_node
@@ -37,6 +36,7 @@ from quire.engine.ranks.shared_memory import FlightRecorder, share
 from quire.errors import QuireError
 from quire.parallel.torch_group import leave_group
 from quire.runner import Hook
+from quire.system import end_with
 
 
 def serve(pipe: Connection) -> None:

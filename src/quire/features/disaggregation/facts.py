@@ -11,8 +11,8 @@ import msgspec
 
 from quire.config import EngineConfig
 from quire.plan import KVGroup
+from quire.system import open_regular, stored_weights
 from quire.version import __version__
-from quire.weight_files import open_regular, stored_weights
 
 PROTOCOL = 6
 """The version of the messages between engines."""

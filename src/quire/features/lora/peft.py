@@ -25,7 +25,7 @@ from quire.features.lora.projections import Adapter, AdapterLayout, LowRank, Tar
 from quire.features.lora.registry import CONFIG
 from quire.models.config import is_hub_id
 from quire.quantization import FLOATS
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 Result = TypeVar("Result")
 

@@ -26,9 +26,8 @@ from quire.features.structured_output.compiler import Compiler, build_compiler
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.plan import HeadInputs, RowFlag
 from quire.request import Request
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
 from quire.scheduler import Feature, PlanBuilder
-from quire.token_rules import TokenRules
 
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:

@@ -19,7 +19,7 @@ from llguidance.numpy import (
 from quire.arrays import Int32
 from quire.errors import GrammarError
 from quire.features.structured_output.string_walk import StringWalk
-from quire.token_rules import TokenRules
+from quire.sampling_params import TokenRules
 
 _MOST_THREADS = 16
 _FIRST = 16

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from quire.child_process import python_command
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import LoopFeature
@@ -22,6 +21,7 @@ from quire.features.tuning.table_order import TableOrder, packed
 from quire.ops.triton.products.plan import Shape
 from quire.ops.triton.products.table import chosen
 from quire.scheduler import Feature
+from quire.system import python_command
 
 logger = logging.getLogger("quire.tables")
 

@@ -19,7 +19,7 @@ from quire.models.gguf.arrays import QuickArrays
 from quire.models.gguf.layouts import IGNORED, NAMES, OUTER, Config, Layout, Rows
 from quire.models.gguf.report import describe
 from quire.quantization.gguf import BLOCKS, dequantize_rows, library, of_all_experts
-from quire.weight_files import open_regular
+from quire.system import open_regular
 
 logger = logging.getLogger(__name__)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")

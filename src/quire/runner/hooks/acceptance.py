@@ -9,7 +9,7 @@ import torch
 
 from quire import ops
 from quire.arrays import int32
-from quire.checks import MAX_STOP_TOKENS
+from quire.errors import MAX_STOP_TOKENS
 from quire.plan import NO_CLAIM, StepPlan, claim_width
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.hooks.penalties import Penalties

@@ -9,7 +9,7 @@ import torch
 
 from quire import ops
 from quire.arrays import Int32, int32
-from quire.checks import MAX_BIAS_ENTRIES
+from quire.errors import MAX_BIAS_ENTRIES
 from quire.plan import Admit, StepPlan
 from quire.runner.hooks.hook import HeadContext, Hook, Level
 from quire.runner.readback import Array, Upload

@@ -34,7 +34,7 @@ import numpy as np
 from quire.arrays import Int32
 from quire.errors import ConfigError
 from quire.runner.transfer.threads import DaemonThreads
-from quire.weight_files import read_bounded, stored_weights
+from quire.system import read_bounded, stored_weights
 
 _log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.errors import ConfigError, QuireError
-from quire.extras import require_nixl
+from quire.errors import ConfigError, QuireError, require_nixl
 from quire.runner.transfer.engine_memory import MemoryKind, MemoryPieces
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 

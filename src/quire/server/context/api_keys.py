@@ -17,7 +17,7 @@ from typing import Any
 
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs, check_secret
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 logger = logging.getLogger("quire.server")
 

@@ -16,8 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from quire.checks import MAX_BIAS_ENTRIES
-from quire.errors import RequestError
+from quire.errors import MAX_BIAS_ENTRIES, RequestError
 from quire.server.context.hints import decline, refuses_hints
 
 INT32_MAX = 2**31 - 1

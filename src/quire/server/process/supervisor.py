@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 from prometheus_client import multiprocess
 
-from quire.child_process import python_command
 from quire.engine.process.client import EngineClient
 from quire.errors import QuireError
 from quire.server.args import ServerArgs
 from quire.server.process.worker import READY_LINE, WorkerConfig
 from quire.server.telemetry.metrics import MULTIPROCESS
+from quire.system import python_command
 
 logger = logging.getLogger("quire.server")
 

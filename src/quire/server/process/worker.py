@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from quire.child_process import end_with
 from quire.server.args import ServerArgs
+from quire.system import end_with
 
 _LIFE_SECONDS = 1.0
 READY_LINE = b"ready\n"

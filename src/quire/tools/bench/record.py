@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from quire.errors import ConfigError
-from quire.extras import installing
+from quire.errors import ConfigError, installing
 
 
 class BenchRecord(msgspec.Struct, kw_only=True):

@@ -11,8 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from quire.child_process import python_command
 from quire.errors import ConfigError, QuireError
+from quire.system import python_command
 
 PHASES = ("python_s", "import_s", "weights_s", "capture_s", "rest_s", "generate_s")
 """Starting the interpreter; imports; weights; graph capture; the rest of building the engine; one

@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.arrays import Int32
 from quire.errors import ConfigError
-from quire.weight_files import MOST_DATA, open_regular
+from quire.system import MOST_DATA, open_regular
 
 _OPENERS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 

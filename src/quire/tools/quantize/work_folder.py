@@ -20,7 +20,7 @@ from torch import Tensor
 
 from quire.errors import ConfigError
 from quire.models.files import DTYPES
-from quire.weight_files import open_regular
+from quire.system import open_regular
 
 _JOB, _STATES = "job.json", "states.safetensors"
 

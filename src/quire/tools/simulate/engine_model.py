@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from quire.errors import ConfigError
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

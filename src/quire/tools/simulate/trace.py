@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from quire.errors import ConfigError
-from quire.weight_files import open_regular
+from quire.system import open_regular
 
 MOONCAKE_BLOCK = 512
 QWEN_BLOCK = 16

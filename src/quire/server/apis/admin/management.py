@@ -21,7 +21,7 @@ from quire.server.errors import ApiError
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
 from quire.server.state import ServerState, state_of
-from quire.weight_files import open_regular, stored_weights
+from quire.system import open_regular, stored_weights
 
 _TIMEOUT = 5.0
 """Seconds that the engine gets to answer."""

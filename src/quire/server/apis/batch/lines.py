@@ -14,7 +14,7 @@ import msgspec
 
 from quire.errors import ConfigError
 from quire.server.state import new_id
-from quire.weight_files import open_regular
+from quire.system import open_regular
 
 ROUTES = (
     "/v1/chat/completions",

@@ -16,7 +16,7 @@ from quire.server.apis.openai.structured import structured_outputs
 from quire.server.apis.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
 from quire.server.chat.text import Prompt
 from quire.server.errors import ApiError
-from quire.weight_files import read_bounded
+from quire.system import read_bounded
 
 if TYPE_CHECKING:
     from quire.server.state import ServerState

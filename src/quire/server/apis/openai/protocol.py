@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.sampling_params import MAX_ALLOWED, MAX_BAD
 from quire.server.apis.openai.beams import BeamFields
 from quire.server.apis.openai.messages import (
     ChatMessageParam,
@@ -33,7 +34,6 @@ from quire.server.http.strict_model import (
     check_side,
     drop_unused,
 )
-from quire.token_rules import MAX_ALLOWED, MAX_BAD
 
 MAX_STOP = 64
 MAX_MESSAGES = 4096

@@ -6,11 +6,10 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from quire.errors import RequestError
-from quire.sampling_params import MAX_LOGPROBS
+from quire.sampling_params import MAX_BAD_LENGTH, MAX_LOGPROBS
 from quire.server.chat.text import Prompt
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import TruncationSide, cut_prompt
-from quire.token_rules import MAX_BAD_LENGTH
 
 if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer

@@ -17,9 +17,9 @@ from typing import IO, Any, TypeVar
 
 import msgspec
 
-from quire.child_process import python_command
 from quire.errors import ConfigError, QuireError
 from quire.http_client import HttpClient
+from quire.system import python_command
 from quire.tools.bench.online.client import Answer, Answers, ClientLoad
 
 T = TypeVar("T", str, bytes)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from quire.errors import ConfigError
-from quire.weight_files import MOST_DATA, read_bounded
+from quire.system import MOST_DATA, read_bounded
 
 Endpoint = Literal["completions", "chat"]
 
