@@ -16,7 +16,7 @@ VENV ?= .venv
 PORT ?= 8000
 TRITON ?= 3.7.1
 # Tests of several processes that compute together.
-RANK_TESTS := tests/models/test_parallel.py tests/unit/test_workers.py tests/unit/test_ranks.py \
+RANK_TESTS := tests/models/test_parallel.py tests/engine/test_workers.py tests/engine/test_ranks.py \
 	tests/server/test_lost_ranks.py
 MODELS ?= $(addprefix bench/configs/,qwen3-0.6b qwen2.5-1.5b qwen3-8b llama-2-7b)
 BIN := $(VENV)/bin

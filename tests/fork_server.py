@@ -39,7 +39,7 @@ _HIGH = 512
 """The least number of descriptors on their way to their own."""
 _PR_SET_CHILD_SUBREAPER = 36
 _RANKS_IMPORT = [
-    "torch.distributed", "quire.models", "quire.parallel.torch_group", "tests.adapters.test_logits",
+    "torch.distributed", "quire.models", "quire.parallel.torch_group", "tests.features.lora.test_logits",
     "tests.models.test_experts_parallel",
 ]  # fmt: skip
 _COMMAND = [sys.executable, "-m", "tests.fork_server"]

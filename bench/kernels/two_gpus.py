@@ -86,7 +86,7 @@ def completions(
 
 def checks() -> bool:
     """Prints how many completions are equal on one and two GPUs; returns whether enough are."""
-    from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
+    from tests.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
 
     tensor, whole = {"tensor_parallel_size": 2}, {"enable_expert_parallel": True}
     stages = {"pipeline_parallel_size": 2}
@@ -127,7 +127,7 @@ def checks() -> bool:
 def check_halves() -> bool:
     """Prints how many completions are equal with long steps whole and in halves, on two GPUs;
     returns whether enough are, and all of those that must be."""
-    from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
+    from tests.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW, model_folder
 
     long = {"max_position_embeddings": 4096}
     options = {"tensor_parallel_size": 2, "max_num_batched_tokens": 4096, "num_kv_blocks": 3000}

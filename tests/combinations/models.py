@@ -89,7 +89,7 @@ class Checkpoints:
         else:
             model = checkpoints.make(folder / "model", case)
             if family in ADAPTED:
-                from tests.adapters.peft_adapters import make_adapter
+                from tests.features.lora.peft_adapters import make_adapter
 
                 for seed, name in enumerate(ADAPTERS):
                     make_adapter(model, folder / name, seed, r=2 + seed)

@@ -28,7 +28,7 @@ from quire.text.tokenizer import Tokenizer
 from tests.brain import check_scheduler, nodes_of
 from tests.combinations.draw import Asked, Setting
 from tests.combinations.models import ADAPTERS, LENGTH, Checkpoints, eagle_head
-from tests.unit.local_stages import LocalStages
+from tests.local_stages import LocalStages
 
 Alternatives = dict[int, tuple[float, int | None]]
 """By token, its log-probability and rank."""

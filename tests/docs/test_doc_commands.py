@@ -31,7 +31,7 @@ OTHER_PROGRAMS = {
     "kubectl": "no cluster here",
     "sudo": "changes the machine; deploy.yml verifies the unit",
     "journalctl": "needs the installed unit",
-    "ray": "starts a cluster of machines; tests/unit/test_ray.py has a stand-in for Ray",
+    "ray": "starts a cluster of machines; tests/engine/test_ray.py has a stand-in for Ray",
     "nsys": "NVIDIA's profiler; the command behind it is run without it",
     "pip": "installs; package.yml installs the wheel in an environment of its own",
     "unzip": "takes a model out of a package of the index; tests/real does so",
@@ -40,7 +40,7 @@ OTHER_PROGRAMS = {
 """Programs of commands that are not run, and why."""
 
 NOT_RUN = {
-    "--nnodes": "several machines; tests/unit/test_nodes.py runs two on one",
+    "--nnodes": "several machines; tests/engine/test_nodes.py runs two on one",
     "bench/configs": "weights of real size; a GPU's work",
     "--tensor-parallel-size 2 --enable-expert-parallel": "the embedded model has no experts; "
     "tests/models/test_experts_parallel.py",

@@ -21,7 +21,7 @@ from quire.ops.triton.collectives.segments import segment_sum
 from quire.ops.triton.linear import linear
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_quantized import drawn
-from tests.unit.tiny_engine import TINY, TINY_WINDOW, VOCAB
+from tests.tiny_engine import TINY, TINY_WINDOW, VOCAB
 
 BIG = {**TINY, "hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "vocab_size": 2000}
 MINE = [

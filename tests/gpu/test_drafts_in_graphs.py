@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_drafts import DRAFTS, Script, Verifier, jobs
-from tests.unit.tiny_engine import TINY, TinyEngine, model_folder
+from tests.features.speculation.test_drafts import DRAFTS, Script, Verifier, jobs
+from tests.tiny_engine import TINY, TinyEngine, model_folder
 
 
 def run(folder: Path, script: Script | None = None, **settings: int) -> list[list[int]]:

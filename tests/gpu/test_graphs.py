@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.unit.tiny_engine import TINY, TINY_WINDOW, VOCAB
+from tests.tiny_engine import TINY, TINY_WINDOW, VOCAB
 
 PLAIN = {"max_tokens": 40, "ignore_eos": True}
 PARAMS = [

@@ -10,7 +10,7 @@ import pytest
 import tests.gpu.test_accuracy as accuracy
 from quire import LLM, SamplingParams
 from quire.ops.triton import launch
-from tests.unit.tiny_engine import TINY, model_folder, random_prompts
+from tests.tiny_engine import TINY, model_folder, random_prompts
 
 kinds = pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, PoolingParams
-from tests.unit.tiny_engine import TINY, TINY_WINDOW, VOCAB
+from tests.tiny_engine import TINY, TINY_WINDOW, VOCAB
 
 
 def run(folder: Path, **settings: object) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from tests.unit.tiny_engine import TINY
+from tests.tiny_engine import TINY
 
 PROMPTS = [[7, 8, 9] * 6, [10, 11] * 5, [12] * 9]
 

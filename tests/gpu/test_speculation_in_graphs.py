@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from tests.unit.test_speculation import free_of_charge
+from tests.features.speculation.test_speculation import free_of_charge
 
 ASKED = [
     "Tell me a story about a fox and a river.",

@@ -16,9 +16,9 @@ from quire import LLM, SamplingParams
 from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import EngineDeadError
 from quire.features.expert_balance import feature
+from tests.features.speculation.test_speculation import generated
 from tests.gpu.test_graphs import COSTLY, PARAMS, run
-from tests.unit.test_speculation import generated
-from tests.unit.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW
+from tests.tiny_engine import TINY, TINY_EXPERTS, TINY_WINDOW
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 

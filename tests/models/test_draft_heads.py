@@ -19,8 +19,8 @@ from quire import LLM, SamplingParams
 from quire.arrays import int32
 from quire.errors import ConfigError, ModelError
 from quire.models.families import deepseek_v3, glm4_moe, qwen3_5, qwen3_next
+from tests.features.speculation.test_speculation import free_of_charge
 from tests.models import checkpoints
-from tests.unit.test_speculation import free_of_charge
 
 Twin = Callable[[list[int], int], list[int]]
 """Gives the drafts behind a text."""

@@ -25,8 +25,8 @@ from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.models.quantized_checkpoints import make_quantized
-from tests.models.test_quantization import Share
 from tests.models.test_quantized_checkpoints import PROMPT, loaded, logits
+from tests.quantization.test_quantization import Share
 
 STEP = {"int8": 1 / 254, "fp8": 1 / 16}
 """The largest error of a weight: of its output's largest, or of its own size."""

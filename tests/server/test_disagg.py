@@ -20,7 +20,7 @@ import pytest
 from quire.router.fleet import Fleet, FleetSettings
 from quire.router.prompts import read_prompt
 from quire.router.server import build_router
-from tests.routing.fake_replica import serving
+from tests.router.fake_replica import serving
 from tests.server.chaos import Plan, run_chaos
 from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.server.test_faults import child

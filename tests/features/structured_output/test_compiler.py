@@ -1,0 +1,131 @@
+"""The compiler's queue: grammars are shared, given up with those who wait, and blamed justly."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+
+from quire.errors import CompilerBusyError, GrammarError
+from quire.features.structured_output import Compiler
+from quire.features.structured_output.compiler import CompilerConfig
+from quire.sampling_params import StructuredOutputsParams
+from quire.server.errors import as_api_error
+from quire.text.tokenizer import Tokenizer
+from tests.features.structured_output.conftest import EOS, Accepts
+
+
+def choice(word: str) -> StructuredOutputsParams:
+    return StructuredOutputsParams(choice=[word])
+
+
+@pytest.fixture
+def gate() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def compiled() -> list[str]:
+    """The grammars that were compiled, in order."""
+    return []
+
+
+@pytest.fixture
+def gated(
+    tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
+) -> Iterator[Compiler]:
+    """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
+    config = CompilerConfig(timeout=0.05, cached=2, threads=1)
+    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
+    compile = made._compiled_now
+
+    def compiling(key: bytes, params: StructuredOutputsParams) -> Any:
+        (word,) = params.choice or ("",)
+        compiled.append(word)
+        if word == "slow":
+            gate.wait(20)
+        return compile(key, params)
+
+    made.warm_up()
+    assert made.tokenizer_vocab
+    monkeypatch.setattr(made, "_compiled_now", compiling)
+    yield made
+    gate.set()
+    made.shutdown()
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        [f"label number {i}" for i in range(10_000)],
+        ["a", "ab", "abc", 'quote "', "back\\slash", "new\nline", "/re(g)+ex|/", "é 日本 😀"],
+        ["", "yes", "no"],
+        [""],
+        ["same", "same"],
+    ],
+    ids=["many", "special", "empty", "only empty", "twice"],
+)
+def test_choices(accepts: Accepts, choices: list[str]) -> None:
+    params = StructuredOutputsParams(choice=choices)
+    for choice in {choices[0], choices[-1], *choices[:8]}:
+        assert accepts(params, choice)
+    for other in ("other", choices[0] + "x", choices[0] + choices[-1], choices[-1][:-1] + "~"):
+        assert other in choices or not accepts(params, other)
+
+
+def test_what_nobody_waits_for_is_not_compiled(
+    gated: Compiler, gate: threading.Event, compiled: list[str]
+) -> None:
+    slow = gated.compile(choice("slow"))
+    left = [gated.checked(choice(f"left {i}")) for i in range(20)]
+    wanted = gated.compile(choice("wanted"))
+    for i in range(20):
+        gated.forget(choice(f"left {i}"))
+    assert all(verdict.cancelled() for verdict in left)
+    gate.set()
+    wait((slow, wanted), 20)
+    assert compiled == ["slow", "wanted"]
+    gated.check(choice("left 3"))  # nothing bad was noted of it
+    assert compiled == ["slow", "wanted", "left 3"]
+
+
+def test_grammars_are_shared_while_they_wait_and_while_they_run(
+    gated: Compiler, gate: threading.Event, compiled: list[str]
+) -> None:
+    """More of them than are kept, and one of two who wait for it leaves."""
+    slow = [gated.compile(choice("slow")) for _ in range(3)]
+    asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
+    for i in range(5):
+        gated.forget(choice(str(i)))
+    gated.forget(choice("slow"))
+    assert len(set(slow)) == 1
+    gate.set()
+    for first, second in asked:
+        assert first is second
+        first.result(20)
+    assert compiled == ["slow", *"01234"]
+
+
+def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
+    gated.compile(choice("slow"))
+    with pytest.raises(CompilerBusyError) as caught:
+        gated.check(choice("quick"))
+    answer = as_api_error(caught.value)
+    assert (answer.status, answer.body.error.code) == (503, "grammars_busy")
+    assert "Retry-After" in answer.headers
+    with pytest.raises(GrammarError, match="took longer than"):
+        gated.check(choice("slow"))
+    gate.set()
+
+
+def test_one_that_is_late_keeps_no_others_waiting(
+    gated: Compiler, gate: threading.Event, compiled: list[str]
+) -> None:
+    with pytest.raises(GrammarError, match="took longer than"):
+        gated.check(choice("slow"))
+    gated.compile(choice("quick")).result(20)  # on the only thread but one
+    assert compiled == ["slow", "quick"]
+    gate.set()

@@ -1,0 +1,276 @@
+"""Masks put together from tables are llguidance's, bit for bit, anywhere in random documents."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance.numpy import fill_next_token_bitmask
+
+from quire.arrays import Int32
+from quire.features.structured_output.compiler import Compiler, CompilerConfig
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.features.structured_output.string_walk import StringWalk, string_places
+from quire.sampling_params import StructuredOutputsParams
+from quire.text.tokenizer import Tokenizer
+from tests.features.structured_output.conftest import EOS
+
+_WORDS = ("a", 'a"b', "é", "name", "\\", "日本")
+
+
+@pytest.fixture(scope="module")
+def walking(tokenizer: Tokenizer) -> Iterator[Compiler]:
+    config = CompilerConfig(threads=1, walks=True)
+    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
+    made.warm_up()
+    assert made._tables is not None
+    assert made._tables.result().usable
+    yield made
+    made.shutdown()
+
+
+class Walk:
+    """A request that samples any token that its masks allow, which are llguidance's."""
+
+    def __init__(self, compiler: Compiler, schema: Any, seed: int) -> None:
+        self._compiler = compiler
+        self._random = random.Random(seed)
+        asked = StructuredOutputsParams(json=json.dumps(schema))
+        grammar = compiler.compile(asked).result()
+        self.state = GrammarState(position=0)
+        self.state.begin(grammar, compiler.walk(asked))
+        self.copy = grammar.deep_copy()
+        self._builder = MaskBuilder(compiler.vocab_size)
+        self._words = -(-compiler.vocab_size // 32)
+        self.put_together = 0
+
+    def run(self, tokens: int) -> int:
+        """Returns how many masks were put together from tables."""
+        for _ in range(tokens):
+            mask = self._mask()
+            allowed = _tokens_of(mask)
+            rest = [token for token in allowed if token not in EOS]
+            if not rest:
+                break
+            # Single bytes and short texts lead through more places than words do.
+            token = self._random.choice(rest if self._random.random() < 0.5 else rest[:200])
+            self.state.advance([token])
+            self.copy.consume_token(token)
+        return self.put_together
+
+    def _mask(self) -> Int32:
+        strings = self.state.strings
+        wanted = np.zeros((1, self._words), dtype=np.int32)
+        fill_next_token_bitmask(self.copy, wanted)
+        lines = 1
+        drafts: list[int] = []
+        if self._random.random() < 0.1:  # a row that verifies a draft
+            lines, drafts = 2, [self._random.choice(_tokens_of(wanted[0]))]
+        row = MaskRow(self.state, lines, drafts)
+        masks = np.full((lines, self._words), 7, dtype=np.int32)
+        self._builder.build([row], masks, self._compiler.tokenizer_vocab)
+        if strings is not None and strings.short and not drafts:
+            self.put_together += strings.base is not None
+        self._builder.settle([row])
+        assert self.state.error is None
+        assert (masks[0] == wanted[0]).all()
+        return masks[0]
+
+
+def _tokens_of(mask: Int32) -> list[int]:
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return [int(token) for token in np.flatnonzero(bits)]
+
+
+strings = st.one_of(
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 80)),
+    st.builds(
+        lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more},
+        st.integers(0, 5),
+        st.integers(0, 9),
+    ),
+    st.sampled_from(
+        [
+            {"type": "string"},
+            {"type": "string", "pattern": "^[ab]{2,5}$", "maxLength": 4},
+            {"type": "string", "format": "email"},
+            {"type": ["string", "null"], "maxLength": 3},
+            {"enum": ["a", "ab", 'x"y', 5, None]},
+            {"const": "é"},
+        ]
+    ),
+)
+leaves = strings | st.sampled_from(
+    [{"type": "integer"}, {"type": "boolean"}, {"$ref": "#/$defs/short"}, {"$ref": "#"}, True]
+)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.builds(
+        lambda properties, needed: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:needed],
+        },
+        st.dictionaries(st.sampled_from(_WORDS), inner, min_size=1, max_size=3),
+        st.integers(0, 3),
+    )
+    return st.one_of(
+        objects,
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 3}, inner),
+        st.builds(
+            lambda first, rest: {"type": "array", "prefixItems": [first], "items": rest},
+            inner,
+            inner,
+        ),
+        st.builds(lambda one, other: {"anyOf": [one, other]}, inner, inner),
+        st.builds(lambda more: {"type": "object", "additionalProperties": more}, inner),
+    )
+
+
+schemas = st.builds(
+    lambda schema, short: {
+        "$defs": {"short": short},
+        "type": "object",
+        "properties": {"first": schema, "second": {"type": "string", "maxLength": 9}},
+        "required": ["first", "second"],
+    },
+    st.recursive(leaves, _containers, max_leaves=5),
+    strings,
+)
+
+
+@settings(max_examples=25)
+@given(schema=schemas, seed=st.integers(0, 2**20))
+def test_masks_at_every_place_are_those_of_llguidance(
+    walking: Compiler, schema: Any, seed: int
+) -> None:
+    Walk(walking, schema, seed).run(60)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(schema=schemas, seed=st.integers(0, 2**20))
+def test_masks_of_many_documents_are_those_of_llguidance(
+    walking: Compiler, schema: Any, seed: int
+) -> None:
+    Walk(walking, schema, seed).run(150)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "string", "maxLength": 12},
+        {"type": "string", "minLength": 3, "maxLength": 12},
+        {"type": ["null", "string"], "maxLength": 12},
+        {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/text"}]},
+    ],
+)
+def test_strings_bounded_by_length_are_put_together(walking: Compiler, item: Any) -> None:
+    schema = {
+        "$defs": {"text": {"type": "string", "maxLength": 12}},
+        "type": "array",
+        "items": item,
+        "minItems": 50,
+    }
+    assert Walk(walking, schema, seed=1).run(100) > 20
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "string"},
+        {"type": "string", "maxLength": 12, "pattern": "^[a-z]*$"},
+        {"anyOf": [{"type": "string", "maxLength": 12}, {"type": "string", "maxLength": 13}]},
+        {"anyOf": [{"type": "string", "maxLength": 12}, {"enum": ["abc"]}]},
+    ],
+)
+def test_other_strings_are_left_to_llguidance(walking: Compiler, item: Any) -> None:
+    other = {"type": "string", "maxLength": 5}
+    schema = {"type": "array", "items": item, "minItems": 50, "prefixItems": [other]}
+    places = string_places(schema)
+    assert places is not None
+    assert places.length(places.item(places.root, 0)) == (0, 5)
+    assert places.length(places.item(places.root, 1)) is None
+    Walk(walking, schema, seed=1).run(100)
+
+
+def walk_of(compiler: Compiler, schema: Any) -> StringWalk:
+    asked = StructuredOutputsParams(json=json.dumps(schema))
+    compiler.compile(asked).result()
+    walk = compiler.walk(asked)
+    assert walk is not None
+    return walk
+
+
+def test_characters_are_counted_across_tokens(walking: Compiler, tokenizer: Tokenizer) -> None:
+    """Characters of several bytes and escapes may end in the next token."""
+    walk = walk_of(walking, {"type": "string", "maxLength": 30})
+    text = '"ab\\n\\"é日本😀\\\\'.encode()
+    by_byte = {walk.tables.text(token): token for token in range(tokenizer.vocab_size)}
+    left = []
+    for i in range(len(text)):
+        walk.take([by_byte[text[i : i + 1]]])
+        left.append(walk.left)
+    whole = [30, 29, 28, -1, 27, -1, 26, -1, 25, -1, -1, 24, -1, -1, 23, -1, -1, -1, 22, -1, 21]
+    assert left == whole
+    walk.take([by_byte[b'"']])
+    assert walk.left == -1
+
+
+def test_names_may_be_written_with_escapes(walking: Compiler, tokenizer: Tokenizer) -> None:
+    walk = walk_of(
+        walking,
+        {
+            "type": "object",
+            "properties": {'a"{': {"type": "string", "maxLength": 7}, "b": {"type": "string"}},
+        },
+    )
+    ids = tokenizer.encode('{"a\\"{": "x', add_special_tokens=False).tolist()
+    walk.take(ids)
+    walk.settle()
+    assert walk.left == 6
+    walk.take(tokenizer.encode('", "b": "x', add_special_tokens=False).tolist())
+    walk.settle()
+    assert walk.left == -1
+
+
+def test_schemas_without_bounded_strings_are_not_followed(walking: Compiler) -> None:
+    for asked in (
+        StructuredOutputsParams(json='{"type": "array", "items": {"type": "integer"}}'),
+        StructuredOutputsParams(json_object=True),
+        StructuredOutputsParams(regex="[a-z]{3}"),
+    ):
+        walking.compile(asked).result()
+        assert walking.walk(asked) is None
+
+
+def test_places_of_odd_schemas_are_understood_or_left_out() -> None:
+    """Values and names that look like keywords, references without a target, recursion."""
+    bounded = {"type": "string", "maxLength": 3}
+    schema = {
+        "type": "object",
+        "properties": {
+            "properties": True,
+            "prefixItems": bounded,
+            "anchor": {"$ref": "#there"},
+            "loop": {"$ref": "#/properties/loop"},
+            "const": {"const": {"properties": 5}},
+            "one": {"allOf": [bounded]},
+        },
+    }
+    places = string_places(schema)
+    assert places is not None
+    found = {
+        name: places.length(places.value(places.root, name))
+        for name in (*schema["properties"], "unknown")  # type: ignore[misc]
+    }
+    assert found.pop("prefixItems") == (0, 3)
+    assert found.pop("one") == (0, 3)
+    assert set(found.values()) == {None}
