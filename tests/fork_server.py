@@ -39,8 +39,8 @@ _HIGH = 512
 """The least number of descriptors on their way to their own."""
 _PR_SET_CHILD_SUBREAPER = 36
 _RANKS_IMPORT = [
-    "torch.distributed", "quire.models", "quire.parallel.torch_group", "tests.features.lora.test_logits",
-    "tests.models.test_experts_parallel",
+    "torch.distributed", "quire.models", "quire.parallel.torch_group",
+    "tests.features.lora.test_logits", "tests.models.test_experts_parallel",
 ]  # fmt: skip
 _COMMAND = [sys.executable, "-m", "tests.fork_server"]
 _COMMAND_BYTES = 4096

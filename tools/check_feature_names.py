@@ -1,8 +1,8 @@
 """Fails where the core names a feature.
 
 Features reach the scheduler, the engine's loop and the model runner through small interfaces only
-(`scheduler/feature.py`, `features/loop_feature.py`, `runner/hooks/hook.py`). A feature's name in their code
-would be the first step to a branch for it. So identifiers, imports and string literals are
+(`scheduler/feature.py`, `features/loop_feature.py`, `runner/hooks/hook.py`). A feature's name in
+their code would be the first step to a branch for it. So identifiers, imports and string literals are
 searched; comments and docstrings may explain the interfaces.
 
 The banned names are those of the features' packages and their modules, and words of features that
@@ -19,10 +19,8 @@ from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "quire"
 
-PACKAGES = (
-    "structured", "offload", "pooling", "adapters", "speculation", "disagg", "samplers",
-    "kv_events", "balance", "tuning",
-)  # fmt: skip
+FEATURES = SOURCE / "features"
+PACKAGES = tuple(sorted(path.name for path in FEATURES.iterdir() if path.is_dir()))
 WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",
@@ -31,13 +29,13 @@ COMMON = ("feature", "hook", "loop", "costs", "jobs")
 """Module names of features that say nothing."""
 
 CHECKED = (
-    "scheduler", "engine/loop/core.py", "runner/model_runner.py", "runner/graphs.py", "runner/program.py"
+    "scheduler", "engine/loop/core.py", "runner/model_runner.py", "runner/graphs.py",
+    "runner/program.py",
 )  # fmt: skip
 INTERFACE = ("gate", "transfer")
 """Words of `scheduler/feature.py`: a head can wait, and blocks can move, for any feature."""
 RUNNER = ("gate", "mask", "transfer", "disk", "adapter")
 ALLOWED: dict[str, tuple[str, ...]] = {
-    "scheduler/feature.py": INTERFACE,
     "scheduler/feature.py": INTERFACE,
     "scheduler/scheduler.py": INTERFACE,
     "scheduler/fair_share": ("tenant", "mask"),
@@ -68,7 +66,7 @@ def feature_names() -> set[str]:
     """Returns the names of features' packages and of their modules."""
     names = set(PACKAGES)
     for package in PACKAGES:
-        names |= {file.stem for file in (SOURCE / package).rglob("*.py")}
+        names |= {file.stem for file in (FEATURES / package).rglob("*.py")}
     return {name.strip("_") for name in names} - set(COMMON) - {"init"}
 
 

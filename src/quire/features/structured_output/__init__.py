@@ -1,9 +1,9 @@
 """Structured output: a grammar that a completion must match, as a mask over the vocabulary at every
 token.
 
-`grammar/grammar.py` turns a request's `StructuredOutputsParams` into a grammar of llguidance's and refuses
-what could not be enforced; `compiler.py` compiles it; `feature.py` follows the running requests and
-builds their masks beside the device's work.
+`quire.grammar.grammar` turns a request's `StructuredOutputsParams` into a grammar of llguidance's,
+and refuses what it could not enforce. `compiler.py` compiles the grammar. `feature.py` follows the
+running requests and builds their masks beside the device's work.
 """
 
 from quire.features.structured_output.compiler import Compiler, CompilerConfig, build_compiler
