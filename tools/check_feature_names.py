@@ -2,8 +2,8 @@
 
 Features reach the scheduler, the engine's loop and the model runner through small interfaces only
 (`scheduler/feature.py`, `features/loop_feature.py`, `runner/hooks/hook.py`). A feature's name in
-their code would be the first step to a branch for it. So identifiers, imports and string literals are
-searched; comments and docstrings may explain the interfaces.
+their code would be the first step to a branch for it. So identifiers, imports and string literals
+are searched; comments and docstrings may explain the interfaces.
 
 The banned names are those of the features' packages and their modules, and words of features that
 are not packages. Each checked file may be exempt from some words (`ALLOWED`).
@@ -25,7 +25,7 @@ WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",
 )  # fmt: skip
-COMMON = ("feature", "hook", "loop", "costs", "jobs")
+COMMON = ("feature", "hook", "loop", "costs", "stats")
 """Module names of features that say nothing."""
 
 CHECKED = (

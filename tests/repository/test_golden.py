@@ -1,4 +1,4 @@
-"""What users hold is what it was; see `golden.py` for how a change is written down."""
+"""Compares everything that users hold with files; `golden.py` writes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each process of an engine needs: its folder and its threads."""
+"""The folder, the threads and the patience that each process of an engine has."""
 
 from __future__ import annotations
 

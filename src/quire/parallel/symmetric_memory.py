@@ -50,7 +50,8 @@ class SymmetricGroup(TorchGroup):
     width: elements of the rows that may be normed as they are summed; vocab: of the rows of which
         each rank has a part, that may be gathered in one place; dtype: of both.
     limits: the most words (see `quire.ops.triton.collectives.all_reduce`) that one shot and two
-        shots are used for; normed_rows: the most rows that are summed and normed at once. `choose` measures them.
+        shots are used for; normed_rows: the most rows that are summed and normed at once. `choose`
+        measures them.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Who asks, what they may, and how long: one HTTP request's context."""
+"""The context of one HTTP request: its key, its limits, its deadline."""

@@ -1,4 +1,4 @@
-"""What a server shows a router: that it has the key, and whose answer it is."""
+"""Proofs for a router: a server has the key, and an answer belongs to its request."""
 
 from __future__ import annotations
 
