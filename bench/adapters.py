@@ -90,7 +90,7 @@ class Bench:
             False: BodyShape(rows, rows, 1, altered=False),
             True: BodyShape(rows, rows, 1, altered=True),
         }
-        program = self.runner.program
+        program = self.runner.sized.program
         with torch.inference_mode():
             self.graphs.capture(
                 {
@@ -130,7 +130,7 @@ class Bench:
         self.runner.state.position.fill_(CONTEXT)
         self.graphs.replay(self.shapes[altered])
         torch.cuda.synchronize()
-        return self.runner.program.hidden[: self.rows].clone()
+        return self.runner.sized.program.hidden[: self.rows].clone()
 
     def microseconds(self, altered: bool, repeats: int = 20) -> float:
         """Returns the median time of a step."""

@@ -197,7 +197,7 @@ def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
     assert stats is not None
     assert stats.sources["mtp"].accepted > 5
     # The head is the target's over again.
-    assert llm._core._executor._models[1].head is None
+    assert llm._core._executor.loaded.models[1].head is None
     llm.shutdown()
 
 

@@ -158,7 +158,7 @@ class Replays(Graphs):
         if isinstance(key, HeadShape) and self.runner is not None:
             place, low, high = self.runner.state.gate.tolist()
             step = (low & 0xFFFFFFFF) + (high << 32)
-            ring = next(hook.ring for hook in self.runner.hooks if isinstance(hook, Mask))
+            ring = next(hook.ring for hook in self.runner.sized.hooks if isinstance(hook, Mask))
             if place >= 0 and ring is not None and ring.flags[place] < step:
                 return False
         return key in self._works
@@ -181,10 +181,10 @@ class Replays(Graphs):
 
 
 def with_graphs(engine: GatedEngine, monkeypatch: pytest.MonkeyPatch) -> Replays:
-    monkeypatch.setattr("quire.runner.graphs.Graphs", Replays)
+    monkeypatch.setattr("quire.runner.model_runner.Graphs", Replays)
     runner = engine.runner
-    runner._capture()
-    graphs = runner._graphs
+    graphs, _ = runner._captured(runner.sized)
+    runner.running.graphs = graphs
     assert isinstance(graphs, Replays)
     graphs.runner = runner
     return graphs

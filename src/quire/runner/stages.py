@@ -31,13 +31,17 @@ from quire.ops.reference.step import BROKEN, ENDED, FIRST_TOKEN
 from quire.parallel import ProcessGroup
 from quire.parallel.pipeline import Pipeline
 from quire.plan import KVGroup, RowFlag, StepPlan
+from quire.runner.graphs import Graphs
 from quire.runner.hooks import Hook
 from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.penalties import Penalties
+from quire.runner.loaded_model import LoadedModel
 from quire.runner.model_runner import ModelRunner
-from quire.runner.program import ModelLanes, StepProgram
+from quire.runner.program import CapturedPrograms
 from quire.runner.readback import PinnedRing, Step, Upload, logit_starts
-from quire.runner.state import BatchState
+from quire.runner.sized_model import SizedModel
+from quire.runner.state import BatchState, Limits
+from quire.runner.step_runner import StepRunner
 
 
 class StageRunner(ModelRunner):
@@ -58,34 +62,12 @@ class StageRunner(ModelRunner):
         pipeline, embeds = self._pipeline, any(hook.embeds for hook in self._features)
         return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, embeds=embeds, **how)
 
-    @property
-    def _claims(self) -> list[Tensor]:
-        """The columns of claims, where rows may have drafts."""
-        columns = self.state.columns
-        return [columns[name] for name in ("draft_start", "draft_ids") if self.limits.drafts]
-
 
 class LastStage(StageRunner):
     """Draws tokens."""
 
-    def _launch_head(self, step: Step, *, wait: bool) -> None:
-        super()._launch_head(step, wait=wait)
-        if step.logit_start[-1] and not step.waits:
-            # The next step overwrites them.
-            rows = step.plan.num_rows
-            lanes = self.state.rows.lanes[:rows]
-            claims = [column[lanes].view(rows, -1) for column in self._claims]
-            self._pipeline.send_results(torch.cat([self.state.results[:rows], *claims], dim=1))
-
-
-@dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A step whose tokens have not been taken in. Arrays are int32 [rows]."""
-
-    step_id: int
-    lanes: Int32
-    epochs: Int32
-    flags: Int32
+    def _run(self, sized: SizedModel, graphs: Graphs | None) -> StepRunner:
+        return LastStageSteps(sized, graphs, self._pipeline)
 
 
 class EarlierStage(StageRunner):
@@ -99,32 +81,80 @@ class EarlierStage(StageRunner):
         hooks: Sequence[Hook] = (),
     ) -> None:
         super().__init__(config, pipeline, group, hooks=hooks)
-        lanes = config.scheduler.max_num_seqs
-        self._sampled: deque[_Sampled] = deque()
-        self._epochs = np.zeros(lanes, dtype=np.int32)
-        # The last step in which each lane's request was given a token.
-        self._last_step = np.full(lanes, -1, dtype=np.int64)
-        self._taken = PinnedRing(self.device, config.scheduler.steps_in_flight + 1)
 
-    def allocate(self, num_blocks: tuple[int, ...]) -> None:
+    def _size(self, loaded: LoadedModel, num_blocks: tuple[int, ...]) -> SizedModel:
         # Groups behind the model's are those of what drafts, in the last stage.
-        super().allocate(num_blocks[: len(self._groups)])
+        return EarlierStageMemory(loaded, num_blocks[: len(loaded.groups)], self._features)
 
-    def submit(self, plan: StepPlan) -> None:
-        super().submit(msgspec.structs.replace(plan, copies=plan.copies[: len(self._groups)]))
+    def _run(self, sized: SizedModel, graphs: Graphs | None) -> StepRunner:
+        return EarlierStageSteps(sized, graphs, self._pipeline)
+
+
+def claim_columns(state: BatchState, limits: Limits) -> list[Tensor]:
+    """Returns the columns of claims, where rows may have drafts."""
+    return [state.columns[name] for name in ("draft_start", "draft_ids") if limits.drafts]
+
+
+class LastStageSteps(StepRunner):
+    """Sends each step's results to the earlier stages."""
+
+    def __init__(
+        self, sized: SizedModel, graphs: CapturedPrograms | None, pipeline: Pipeline
+    ) -> None:
+        super().__init__(sized, graphs)
+        self._pipeline = pipeline
+
+    def _launch_head(self, step: Step, *, wait: bool) -> None:
+        super()._launch_head(step, wait=wait)
+        if step.logit_start[-1] and not step.waits:
+            # The next step overwrites them.
+            rows = step.plan.num_rows
+            lanes = self.state.rows.lanes[:rows]
+            columns = claim_columns(self.state, self.limits)
+            claims = [column[lanes].view(rows, -1) for column in columns]
+            self._pipeline.send_results(torch.cat([self.state.results[:rows], *claims], dim=1))
+
+
+class EarlierStageMemory(SizedModel):
+    """The memory of a stage before the last, whose program has no head."""
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
-        self._late = []
+        self.rare = []
         # Of what others accept, the claims are needed here.
-        acceptance = Acceptance((), Penalties(self.config.vocab_size))
-        self.hooks = *self._features, acceptance
-        columns = [column for hook in self.hooks for column in hook.columns(self.limits)]
-        self.state = state = BatchState(self.limits, groups, self.device, columns)
-        for hook in self.hooks:
-            hook.bind(state)
-        own = range(len(groups))
-        lanes = ModelLanes(self.model, state, self.cache.layers, own, state.position)
-        self.program = StepProgram(lanes, self.hooks, acceptance.claims)
+        acceptance = Acceptance((), Penalties(self.loaded.config.vocab_size))
+        self._take_hooks((*self.features, acceptance), groups)
+        self._make_program(len(groups), acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A step whose tokens have not been taken in. Arrays are int32 [rows]."""
+
+    step_id: int
+    lanes: Int32
+    epochs: Int32
+    flags: Int32
+
+
+class EarlierStageSteps(StepRunner):
+    """Runs bodies only, and takes in the results that the last stage sends."""
+
+    def __init__(
+        self, sized: SizedModel, graphs: CapturedPrograms | None, pipeline: Pipeline
+    ) -> None:
+        super().__init__(sized, graphs)
+        self._pipeline = pipeline
+        scheduler = sized.loaded.config.scheduler
+        self._depth = scheduler.steps_in_flight
+        self._groups = len(sized.loaded.groups)
+        self._sampled: deque[_Sampled] = deque()
+        self._epochs = np.zeros(scheduler.max_num_seqs, dtype=np.int32)
+        # The last step in which each lane's request was given a token.
+        self._last_step = np.full(scheduler.max_num_seqs, -1, dtype=np.int64)
+        self._taken = PinnedRing(self.device, self._depth + 1)
+
+    def submit(self, plan: StepPlan) -> None:
+        super().submit(msgspec.structs.replace(plan, copies=plan.copies[: self._groups]))
 
     def _check(self, plan: StepPlan) -> None:
         """The last stage refuses what must be."""
@@ -148,13 +178,13 @@ class EarlierStage(StageRunner):
         have surely been read: nothing waits for a step that is still to come."""
         generating = (plan.flags & RowFlag.PROMPT) == 0
         needed = int(self._last_step[plan.lanes[generating]].max(initial=-1))
-        needed = max(needed, plan.step_id - self.config.scheduler.steps_in_flight)
+        needed = max(needed, plan.step_id - self._depth)
         while self._sampled and self._sampled[0].step_id <= needed:
             self._take(self._sampled.popleft())
 
     def _take(self, step: _Sampled) -> None:
         width = self.state.results.shape[1]
-        each = [column[:1].numel() for column in self._claims]
+        each = [column[:1].numel() for column in claim_columns(self.state, self.limits)]
         shape = len(step.lanes), width + sum(each)
         received = torch.empty(shape, dtype=torch.int32, device=self.device)
         self._pipeline.receive_results(received)
@@ -169,7 +199,7 @@ class EarlierStage(StageRunner):
         row, lane, known = upload[which].view(3, -1).long()
         results, *claims = torch.split(received[row], [width, *each], dim=1)
         accept_results(results, lane, known, self.state.position, self.state.tokens)
-        for column, values in zip(self._claims, claims, strict=True):
+        for column, values in zip(claim_columns(self.state, self.limits), claims, strict=True):
             column[lane] = values.view(-1, *column.shape[1:])
 
 

@@ -95,7 +95,8 @@ def test_a_draft_model_that_is_the_model_is_always_right(base: Path, depth: int)
         folder, stages=2, depth=depth, make_executor=LocalStages,
         speculative={"method": "draft", "model": str(folder), "num_speculative_tokens": 3},
     )  # fmt: skip
-    (drafter,) = (hook for hook in found.executor.last._features if isinstance(hook, DraftModel))
+    hooks = found.executor.last.sized.features
+    (drafter,) = (hook for hook in hooks if isinstance(hook, DraftModel))
     drafter._model.load_state_dict(TinyEngine(folder).runner.model.state_dict())
     jobs = [Job(prompt, PARAMS[0]) for prompt in random_prompts(4, 30, seed=2)]
     found.run(jobs)

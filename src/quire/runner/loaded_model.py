@@ -1,0 +1,134 @@
+"""The first life of a worker: models with their weights, and no memory for requests yet."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire import models, ops
+from quire.config import EngineConfig
+from quire.executor import Measurement, OnProgress
+from quire.models.kv_scales import all_head_scales
+from quire.models.memory_errors import too_large
+from quire.models.prepack import prepack_weights
+from quire.parallel import ProcessGroup
+from quire.plan import KVGroup
+from quire.runner.hooks import Hook
+from quire.runner.memory import blocks_per_group, cache_budget, cpu_budget
+from quire.runner.state import Limits
+
+logger = logging.getLogger("quire.engine")
+
+_CACHED_WEIGHTS = 1 << 24
+"""Weights that a CPU's caches may hold."""
+
+Build = Callable[..., models.Decoder]
+"""Makes a decoder of a spec, as `build_model` does."""
+
+
+class LoadedModel:
+    """The model that gives the tokens, and the further ones that hooks bring.
+
+    Attributes:
+        model: gives the tokens.
+        models: all of them. The KV groups of each stand behind those of the one before.
+        groups: the KV groups of all models.
+        kv_format: how keys and values are stored.
+        seconds: how long loading took.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        limits: Limits,
+        hooks: Sequence[Hook],
+        group: ProcessGroup,
+        progress: OnProgress | None = None,
+        build: Build = models.build_model,
+    ) -> None:
+        began = time.perf_counter()
+        self.config = config
+        self.limits = limits
+        self.group = group
+        self.device = torch.device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.policy = ops.Policy(
+            deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
+        )
+        self._log_missing_kernels()
+        try:
+            self.model = self._load(build, progress)
+        except RuntimeError as error:
+            raise too_large(error) from error
+        for hook in hooks:
+            hook.attach(self.model)
+        self.models = self.model, *(model for hook in hooks for model in hook.models())
+        self._prepack()
+        head_dims = [size for model in self.models for size in model.spec.head_dims]
+        self.kv_format = ops.kv_format(config.kv_cache_dtype, self.dtype, *head_dims)
+        groups, first = list[KVGroup](), 0
+        for model in self.models:
+            groups += model.kv_groups(config.block_size, self.kv_format, first)
+            first += len(model.layers)
+        self.groups = tuple(groups)
+        self.seconds = time.perf_counter() - began
+
+    def measure(self) -> Measurement:
+        """Returns how many blocks of each KV group there is room for."""
+        budget = self._cache_budget()
+        blocks = blocks_per_group(self.config, self.groups, budget, self.limits.drafts)
+        return Measurement(self.groups, blocks)
+
+    def head_scales(self) -> Sequence[torch.Tensor] | None:
+        """Returns the scales of 8-bit keys and values that come with a checkpoint."""
+        if self.kv_format.scales != "head":
+            return None
+        path, load_format = Path(self.config.model_path), self.config.args.load_format
+        return all_head_scales(self.models, path, load_format)
+
+    def _log_missing_kernels(self) -> None:
+        """Says which kernels of this card the installed Triton does not run."""
+        if self.device.type != "cuda" or self.group.rank != 0:
+            return
+        # A CPU has no Triton.
+        from quire.ops.triton.launch import gluon_missing, traits
+
+        missing = gluon_missing()
+        if traits(self.device).capability == (9, 0) and missing is not None:
+            logger.warning("%s", missing)
+
+    def _load(self, build: Build, progress: OnProgress | None) -> models.Decoder:
+        args, path = self.config.args, Path(self.config.model_path)
+        config = models.load_config(path)
+        spec = models.spec_from_config(config)
+        options: dict[str, Any] = {
+            "device": self.device,
+            "dtype": self.dtype,
+            "group": self.group,
+            "quantization": models.model_quantization(path, config, spec, args.quantization),
+            "expert_parallel": args.enable_expert_parallel,
+            "drafts": self.limits.drafts,
+        }
+        model = build(spec, **options)
+        told = None if progress is None else functools.partial(progress, "weights")
+        models.load_weights(model, path, args.load_format, args.seed, told)
+        return model
+
+    def _prepack(self) -> None:
+        if self.device.type != "cpu" or self.policy.deterministic:
+            return
+        for model in self.models:
+            # Smaller models stay in a CPU's caches, where nothing is gained.
+            if sum(parameter.numel() for parameter in model.parameters()) >= _CACHED_WEIGHTS:
+                prepack_weights(model)
+
+    def _cache_budget(self) -> int | None:
+        if self.device.type != "cuda":
+            return cpu_budget(self.config)
+        return cache_budget(self.config, self.model, self.groups, self.device)

@@ -1,0 +1,242 @@
+"""The third life of a worker: it runs plans, with one upload, the body, the head, one late read.
+
+Nothing here waits for the device but `collect`. On a CPU the same programs run as they are called.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire import ops
+from quire.arrays import Int32, int32
+from quire.errors import QuireError
+from quire.plan import Admit, HeadInputs, RowFlag, StepPlan, StepResult
+from quire.runner.hooks import Hook, Level
+from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
+from quire.runner.readback import PinnedRing, Step, Upload, ragged
+from quire.runner.sized_model import SizedModel
+
+
+class StepRunner:
+    """Launches steps in the order of their plans, and reads their results.
+
+    graphs: the captured programs, or None where programs run op by op.
+    """
+
+    def __init__(self, sized: SizedModel, graphs: CapturedPrograms | None = None) -> None:
+        loaded = sized.loaded
+        self.sized = sized
+        self.state, self.cache, self.program = sized.state, sized.cache, sized.program
+        self.limits, self.device = loaded.limits, loaded.device
+        self.graphs = graphs
+        self._policy = loaded.policy
+        self._transfer = sized.transfer
+        self._pinned = PinnedRing(self.device, loaded.config.scheduler.steps_in_flight + 1)
+        self._steps: deque[Step] = deque()
+        """Launched steps; of the last one, the head may wait for the host."""
+        self._later: deque[StepPlan] = deque()
+        """Plans behind a step that waits for the host."""
+        self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
+        """What the head must do for each lane's request, a `Level`."""
+
+    @torch.inference_mode()
+    def submit(self, plan: StepPlan) -> None:
+        """Launches a step. The head of one with GATED rows runs when its masks come."""
+        self._check(plan)
+        asked = [
+            name
+            for name in self.sized.rare
+            if any(getattr(admit.params, name) is not None for admit in plan.admits)
+        ]
+        self.sized.add_rare(asked)
+        self._later.append(plan)
+        self._advance()
+
+    def _check(self, plan: StepPlan) -> None:
+        """Refuses what this runner would get wrong."""
+        drafted = (plan.flags & RowFlag.PROMPT) == 0
+        most = int(plan.q_len[drafted].max(initial=1))
+        if most > 1 + self.limits.drafts:
+            raise QuireError(
+                f"a row has {most - 1} draft tokens, but this runner verifies {self.limits.drafts}"
+            )
+        for name in plan.writes.keys() - self.state.columns.keys():
+            if not any(name in hook.entries for hook in self.sized.features):
+                raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
+        if plan.gated and not self._gate.gates:
+            raise QuireError("the plan has GATED rows, but no hook lets a head wait")
+
+    def _advance(self, *, wait: bool = False) -> None:
+        """Launches what can be. A head that the host must bring masks for holds up all behind it;
+        with `wait`, the first such head is waited for."""
+        with ops.use_policy(self._policy):
+            while True:
+                if self._steps and self._steps[-1].waits:
+                    self._launch_head(self._steps[-1], wait=wait)
+                    if self._steps[-1].waits:
+                        return
+                    wait = False
+                if not self._later:
+                    return
+                step = self._launch_body(self._later.popleft())
+                self._steps.append(step)
+                self._launch_head(step, wait=False)
+
+    def _launch_body(self, plan: StepPlan) -> Step:
+        """Applies the plan and computes its tokens."""
+        step = Step.of(plan, self.device)
+        self._apply(step)
+        for hook in self.sized.features:
+            hook.begin(step)
+        tokens, longest = plan.num_tokens, int(plan.q_len.max(initial=1))
+        if not tokens:
+            return step
+        altered = any(hook.altered(plan) for hook in self.sized.features)
+        shape = BodyShape(tokens, plan.num_rows, longest, altered)
+        captured = None if self.graphs is None else self.graphs.body(shape)
+        if self.graphs is not None and captured is not None:
+            self.graphs.replay(captured)
+        else:
+            self.program.body(shape)
+        for hook in self.sized.hooks:
+            hook.hidden(step, self.program.hidden[:tokens])
+        return step
+
+    def _apply(self, step: Step) -> None:
+        """Brings the device's state up to date."""
+        plan = step.plan
+        upload = Upload(self._pinned, self.state.memory)
+        self._stage(plan, upload)
+        copies = [
+            (group, upload.add(each.src), upload.add(each.dst))
+            for group, each in enumerate(plan.copies)
+            if len(each.src)
+        ]
+        inputs = self._packed(step)
+        upload.put(self.state.inputs, [0], [len(inputs)], inputs)
+        upload.send()
+        # What goes out goes before anything is written, what comes in after everything.
+        if self._transfer is not None:
+            self._transfer.start(plan.transfers, "out")
+        elif plan.transfers:
+            raise QuireError("this runner has no other place to move blocks to")
+        for group, src, dst in copies:
+            self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
+        if self._transfer is not None:
+            self._transfer.start(plan.transfers, "in")
+
+    def _stage(self, plan: StepPlan, upload: Upload) -> None:
+        """Adds the plan's changes of lanes, tables and hooks' columns to the upload."""
+        state = self.state
+        if plan.admits:
+            self._stage_admits(plan.admits, upload)
+        for table, appends in zip(state.tables, plan.block_appends, strict=False):
+            if len(appends.ids):
+                starts = ragged(appends.lanes, appends.starts, table.shape[1])
+                upload.put(table, starts, appends.counts, appends.ids)
+        for name, (lanes, values) in plan.writes.items():
+            if name not in state.columns:
+                continue
+            column = state.columns[name]
+            kind = np.float32 if column.dtype == torch.float32 else np.int32
+            upload.put_lines(column, lanes, values.astype(kind))
+        for hook in self.sized.hooks:
+            hook.stage(plan, upload)
+        for admit in plan.admits:
+            self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.sized.hooks)
+
+    def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
+        state = self.state
+        lanes = int32([admit.lane for admit in admits])
+        lengths = int32([len(admit.tokens) for admit in admits])
+        least = int32([min(a.prompt_len + a.params.min_tokens, a.max_total) for a in admits])
+        upload.put_lines(state.position, lanes, int32([admit.computed for admit in admits]))
+        upload.put_lines(state.min_total, lanes, least)
+        upload.put_lines(state.max_total, lanes, int32([admit.max_total for admit in admits]))
+        starts = ragged(lanes, np.zeros_like(lanes), state.tokens.shape[1])
+        upload.put(state.tokens, starts, lengths, np.concatenate([a.tokens for a in admits]))
+
+    def _packed(self, step: Step) -> Int32:
+        """Returns a step's `BatchState.inputs`."""
+        state, plan, rows = self.state, step.plan, step.plan.num_rows
+        packed = state.idle_inputs()
+        lanes, query_start, logit_start, flags, *_ = state.split_inputs(packed)
+        lanes[:rows] = plan.lanes
+        np.cumsum(plan.q_len, out=query_start[1 : rows + 1])
+        query_start[rows + 1 :] = query_start[rows]
+        logit_start[: rows + 1] = step.logit_start
+        logit_start[rows + 1 :] = step.logit_start[-1]
+        flags[:rows] = plan.flags
+        for hook in self.sized.features:
+            hook.pack(plan, packed)
+        return packed
+
+    def _launch_head(self, step: Step, *, wait: bool) -> None:
+        """Launches the step's head, unless masks are missing that the device cannot wait for."""
+        plan, logit_rows = step.plan, int(step.logit_start[-1])
+        if logit_rows:
+            asked = Level(int(self._levels[plan.lanes].max()))
+            level = max(asked, *(hook.level(plan) for hook in self.sized.hooks))
+            captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
+            # A kernel's first launch waits for the device, which would wait for the masks.
+            step.waits = captured is None and self._gate.lacks(plan, wait=wait)
+            if step.waits:
+                return
+            if self.graphs is not None and captured is not None:
+                self.graphs.replay(captured)
+            else:
+                self.program.head(HeadShape(logit_rows, level))
+            step.send("results", self.state.results[: plan.num_rows])
+        for hook in self.sized.hooks:
+            hook.launched(step)
+        step.launched()
+        for hook in self.sized.features:
+            hook.end(step)
+
+    @torch.inference_mode()
+    def collect(self) -> StepResult:
+        """Returns the oldest step's result; waits for the device, and for the step's masks."""
+        if not self._steps:
+            raise QuireError("there is no step to collect")
+        if self._steps[0].waits:
+            self._advance(wait=True)
+        step = self._steps.popleft()
+        step.wait()
+        for hook in self.sized.hooks:
+            hook.read(step)
+        if self._transfer is not None:
+            ended = self._transfer.ended(patient=not step.plan.num_rows)
+            step.result.finished_transfers, step.result.failed_transfers = ended
+        return step.result
+
+    # -- what the host brings, and the rest -----------------------------------------------------
+
+    @property
+    def _gate(self) -> Hook:
+        """The hook that can make heads wait for the host, or one that does nothing."""
+        return next((hook for hook in self.sized.features if hook.gates), Hook())
+
+    def mask_room(self, step_id: int, rows: int) -> Int32:
+        room = self._gate.room(step_id, rows)
+        if room is None:
+            raise QuireError("no hook of this runner takes masks")
+        return room
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        return self._gate.claimed(step_id, wait=wait)
+
+    def submit_head(self, inputs: HeadInputs) -> None:
+        self._gate.bring(inputs)
+
+    def control(self, message: dict[str, Any]) -> Any:
+        """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
+        for part in (self._transfer, *self.sized.hooks):
+            answer = None if part is None else part.on_control(message)
+            if answer is not None:
+                return answer
+        raise QuireError(f"unknown control message {message.get('op')!r}")
