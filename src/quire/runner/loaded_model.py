@@ -15,7 +15,7 @@ from quire import models, ops
 from quire.config import EngineConfig
 from quire.executor import Measurement, OnProgress
 from quire.models.kv_scales import all_head_scales
-from quire.models.memory_errors import too_large
+from quire.models.memory_errors import must_fit_memory
 from quire.models.prepack import prepack_weights
 from quire.parallel import ProcessGroup
 from quire.plan import KVGroup
@@ -62,10 +62,8 @@ class LoadedModel:
             deterministic=config.args.deterministic, disabled=frozenset(config.args.disable)
         )
         self._log_missing_kernels()
-        try:
+        with must_fit_memory():
             self.model = self._load(build, progress)
-        except RuntimeError as error:
-            raise too_large(error) from error
         for hook in hooks:
             hook.attach(self.model)
         self.models = self.model, *(model for hook in hooks for model in hook.models())
