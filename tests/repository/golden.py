@@ -1,4 +1,4 @@
-"""Everything that users hold, as text: commands, settings, the API, signatures, error codes and metrics.
+"""Everything that users hold, as text: commands, the API, signatures, error codes, metrics.
 
 `python -m tests.repository.golden` writes the files in `tests/repository/golden/`, and the test
 beside this file compares them. A change to one of them is a change for users, so CHANGELOG.md
