@@ -30,9 +30,10 @@ READING_ORDER = (
     "quire.llm", "quire.engine.loop.core", "quire.engine", "quire.features.loop_feature",
     "quire.request", "quire.sampling_params", "quire.pooling_params", "quire.outputs",
     "quire.config", "quire.errors", "quire.scheduler.scheduler", "quire.scheduler",
-    "quire.cache.block_manager", "quire.cache", "quire.plan", "quire.arrays", "quire.executor", "quire.runner.model_runner",
-    "quire.runner", "quire.models.decoder", "quire.models", "quire.layers", "quire.quantization",
-    "quire.parallel", "quire.parallel.sharding", "quire.ops", "quire.ops.reference", "quire",
+    "quire.cache.block_manager", "quire.cache", "quire.plan", "quire.arrays", "quire.executor",
+    "quire.runner.model_runner", "quire.runner", "quire.models.decoder", "quire.models",
+    "quire.layers", "quire.quantization", "quire.parallel", "quire.parallel.sharding",
+    "quire.ops", "quire.ops.reference", "quire",
 )  # fmt: skip
 """A file stands with the longest of these prefixes that its module has."""
 NO_CODE = frozenset(

@@ -6,14 +6,24 @@ import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from quire import models
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.features import FEATURES, FeatureEntry, features_at_start, hooks_of
+from quire.engine.ranks.deterministic import check_deterministic
+from quire.engine.ranks.ranks import check_ranks, defaults_of_stages
+from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
 from quire.features.loop_feature import LoopFeature, OnDemand
+from quire.models.config import load_config
+from quire.models.embedding_settings import embedding_settings
+from quire.models.families.settings import several
+from quire.ops import kv_format
 from quire.runner import ModelRunner
 from quire.scheduler import Order
+from quire.scheduler.fair_share import FairShare
+from quire.text.tokenizer import eos_token_ids
 
 if TYPE_CHECKING:
     from quire.models import ModelSpec
@@ -30,8 +40,6 @@ def resolve(args: EngineArgs) -> EngineConfig:
         ModelError: there is no such model, or its architecture is unknown.
         ConfigError: a setting contradicts the model or the machine.
     """
-    from quire import models
-
     path = models.resolve_model_path(args.model, args.revision)
     hf_config = models.load_config(path)
     spec = models.spec_from_config(hf_config)
@@ -64,25 +72,19 @@ def _check_uncommon(
 ) -> None:
     """Refuses settings of few engines that the model or the machine cannot have."""
     if args.speculates:
+        # Engines without drafts load nothing of them.
         from quire.features.speculation.settings import check_settings
 
         check_settings(args, spec)
     if args.parallel:
-        from quire.engine.ranks.ranks import check_ranks
-
         check_ranks(args, device, spec, quantization)
     if args.deterministic:
-        from quire.engine.ranks.deterministic import check_deterministic
-
         check_deterministic(args, device, spec, quantization)
 
 
 def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> SchedulerConfig:
     defaults = dict(_CPU_DEFAULTS if device == "cpu" else _GPU_DEFAULTS)
     if args.parallel:
-        # Few engines have stages.
-        from quire.engine.ranks.ranks import defaults_of_stages
-
         defaults |= defaults_of_stages(args.pipeline_parallel_size, defaults)
     picked = defaults | {n: v for n in defaults if (v := getattr(args, n)) is not None}
     if "overlap" in args.disable:
@@ -105,9 +107,6 @@ def _embedding_settings(pooling: str, path: Path, hf_config: dict[str, Any]) -> 
     marks = map(hf_config.get, ("is_matryoshka", "matryoshka_dimensions"))
     if pooling == "auto" and not (path / "1_Pooling").exists() and not any(marks):
         return {}
-    # Few models say how they embed.
-    from quire.engine.loop.embedding import embedding_settings
-
     return embedding_settings(pooling, path, hf_config)
 
 
@@ -129,9 +128,6 @@ def build_core(
     loop_features = [entry.open(config) for entry in entries]
     order = _order(config.scheduler, tenants)
     if ranks > 1:
-        # One rank is its own executor.
-        from quire.engine.ranks.workers import WorkerExecutor
-
         executor = WorkerExecutor(config, progress, hooks, ranks)
         return EngineCore(config, executor, loop_features=loop_features, order=order)
     runner = ModelRunner(config, progress, hooks)
@@ -157,8 +153,6 @@ def build_core(
 def _order(config: SchedulerConfig, tenants: bool) -> Order:
     if not tenants:
         return Order(config)
-    from quire.scheduler.fair_share import FairShare
-
     return FairShare(config)
 
 
@@ -193,8 +187,6 @@ def _dtype(wanted: str, device: str, checkpoint: str) -> str:
 def _kv_cache_dtype(wanted: str, dtype: str, head_dims: tuple[int, ...]) -> str:
     import torch
 
-    from quire.ops import kv_format
-
     if wanted == "auto":
         return dtype
     wanted = {"fp8": "fp8_e4m3"}.get(wanted, wanted)
@@ -228,16 +220,11 @@ def _eos_ids(
 ) -> tuple[int, ...]:
     """The end-of-sequence ids of generation_config.json, else config.json; the tokenizer's too, as
     chat models end their turns with it."""
-    from quire.models.config import load_config
-    from quire.models.families.settings import several
-
     file = "generation_config.json"
     generation = load_config(path, file) if (path / file).exists() else {}
     ids = several(generation if "eos_token_id" in generation else hf_config, "eos_token_id")
     if any(type(id) is not int for id in ids):
         raise ModelError(f"{path}: eos_token_id must be token ids, got {ids!r}")
     if tokenizer_path is not None:
-        from quire.text.tokenizer import eos_token_ids
-
         ids = [*ids, *eos_token_ids(Path(tokenizer_path))]
     return tuple(dict.fromkeys(id for id in ids if 0 <= id < vocab_size))

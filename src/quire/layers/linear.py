@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.build import Build
+from quire.layers.cut_groups import rounded
+from quire.layers.fixed_sums import row_parallel
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import Residual
+from quire.layers.residual import LaterSum, Residual
 from quire.parallel.sharding import REPLICATED, ShardSpec
 from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 
@@ -165,9 +167,6 @@ class Linear(nn.Module):
             if (adapted := self.adapter(x, residual, norm, act)) is not None:
                 return adapted
         elif self.split == "inputs" and ops.current_policy().deterministic:
-            # Few engines are. Those with adapters sum alike in steps with them and without.
-            from quire.layers.fixed_sums import row_parallel
-
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
         if self.split == "inputs" and self.group.world > 1:
             return self.group.all_reduce(self.part(x), residual, self.name)
@@ -182,9 +181,6 @@ class Linear(nn.Module):
         """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
         plain = self.split == "inputs" and self.adapter is None and not residual.apart
         if plain and self.group.sum_normed is not None:
-            # Few groups norm what they sum.
-            from quire.layers.residual import LaterSum
-
             return LaterSum(residual.total(), sum=(self.part(x), self.group, self.name))
         return Residual(self(x, residual=None if residual.apart else residual.total()))
 
@@ -192,9 +188,6 @@ class Linear(nn.Module):
         """Returns what this rank adds to the sum over ranks, where these split the inputs."""
         weight = self.weight
         if weight.format.inputs == "group" and weight.inputs % weight.format.group:
-            # Few shares cut groups.
-            from quire.layers.cut_groups import rounded
-
             x, weight = rounded(x, weight, self.group)
         # What every rank holds whole may enter the sum over ranks only once.
         return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)

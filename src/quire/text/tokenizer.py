@@ -16,7 +16,9 @@ from quire.arrays import Int32
 from quire.errors import ModelError, RequestError
 from quire.system import read_bounded
 from quire.text import tokenizer_files
-from quire.text.chat_template import load_templates
+from quire.text.chat_template import ChatTemplate, load_templates
+from quire.text.ends import set_ends
+from quire.text.template_traits import probe
 from quire.text.tokenizer_files import BYTE_OF
 
 if TYPE_CHECKING:
@@ -84,9 +86,6 @@ class Tokenizer:
             text, config = tokenizer_files(folder)
             hub = HubTokenizer.from_str(text)
             if any(map(config.get, ("add_bos_token", "add_eos_token"))):
-                # Not every model has a token at an end.
-                from quire.text.ends import set_ends
-
                 set_ends(hub, config)
             tokenizer = cls(hub, config, load_templates(folder, config))
             # A regular expression may be compiled, and fail on any text.
@@ -198,9 +197,6 @@ class Tokenizer:
 
     def traits(self, template: ChatTemplate) -> TemplateTraits:
         """Returns how one of the model's templates takes tools and calls."""
-        # Only servers show tools to models.
-        from quire.text.template_traits import probe
-
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
         return self._traits[template]
@@ -231,8 +227,6 @@ class Tokenizer:
         if template is None:
             if len(self._compiled) >= _MAX_COMPILED:
                 self._compiled.clear()
-            from quire.text.chat_template import ChatTemplate
-
             template = self._compiled[source] = ChatTemplate(source)
         return template
 

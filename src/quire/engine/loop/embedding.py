@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
@@ -14,34 +12,10 @@ from quire.config import EngineConfig
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.prompts import Prompt, one_each, prompt_ids, read_prompt
 from quire.errors import BrokenLogitsError, RequestError
-from quire.models import load_config
 from quire.outputs import EmbeddingOutput, EmbeddingRequestOutput
 from quire.pooling_params import Pooling, PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
-
-
-def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns `EngineConfig.pooling` and `EngineConfig.matryoshka`. wanted: what is set."""
-    pooling = _pooling(folder) if wanted == "auto" else wanted
-    return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
-
-
-def _pooling(folder: Path) -> Literal["last", "mean"]:
-    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
-    if not (folder / "1_Pooling" / "config.json").exists():
-        return "last"
-    return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"
-
-
-def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
-    sizes = hf_config.get("matryoshka_dimensions")
-    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
-        return tuple(sorted(sizes))
-    return () if hf_config.get("is_matryoshka") is True else None
-
-
-# Embeddings: from a pooled hidden state to the user's vector.
 
 NO_TOKENS = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
 """Sampling parameters of requests that only read their prompt."""

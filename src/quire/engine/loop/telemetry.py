@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from quire.config import EngineConfig
+from quire.engine.loop.trace import StepTrace, TraceFiles
 from quire.outputs import RequestTimes
 from quire.plan import StepPlan, StopReason
 from quire.request import Request
@@ -63,9 +64,6 @@ def open_trace(config: EngineConfig, scheduler: Scheduler) -> Trace | None:
     """
     if config.args.trace_dir is None:
         return None
-    # Few engines write one.
-    from quire.engine.loop.trace import StepTrace, TraceFiles
-
     return StepTrace(TraceFiles(Path(config.args.trace_dir)), scheduler)
 
 

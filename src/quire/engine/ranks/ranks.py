@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.ranks.async_tp import check_async_tp, halves_group
 from quire.errors import ConfigError, installing
 from quire.executor import OnProgress
 from quire.models import Decoder, ModelSpec, build_model
@@ -19,6 +20,7 @@ from quire.parallel.pipeline import Pipeline, stage_of
 from quire.parallel.torch_group import TorchGroup, join_group
 from quire.quantization import Quantization
 from quire.runner import Hook, ModelRunner
+from quire.runner.stages import EarlierStage, LastStage
 
 _SIZES = (2, 3, 4, 5, 6, 8, 16)
 _PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
@@ -78,15 +80,9 @@ def open_worker(
         vocab = 0 if config.args.speculates else config.vocab_size
         group = symmetric_group(device, dtype, group.handle, config.hidden_size, vocab)
     if config.args.async_tp != "off" and group.world > 1:
-        # Few engines compute in halves.
-        from quire.engine.ranks.async_tp import halves_group
-
         group = halves_group(config, group)
     if pipeline is None:
         return group, ModelRunner(config, progress, hooks, group)
-    # Few engines are pipelines.
-    from quire.runner.stages import EarlierStage, LastStage
-
     if pipeline.stage < stages - 1:
         return group, EarlierStage(config, pipeline, group, earlier_hooks(config))
     return group, LastStage(config, pipeline, group, progress, hooks)
@@ -102,6 +98,7 @@ def earlier_hooks(config: EngineConfig) -> list[Hook]:
     """Returns the hooks of a worker in a stage before the last."""
     if not config.args.speculates:
         return []
+    # Engines without drafts load nothing of them.
     from quire.features.speculation.hook import open_earlier_hook
 
     return [open_earlier_hook(config)]
@@ -120,9 +117,6 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
         raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
     _check_copies(args, spec)
     if args.async_tp == "on":
-        # Few engines compute in halves.
-        from quire.engine.ranks.async_tp import check_async_tp
-
         check_async_tp(args, spec)
     if device != "cpu":
         _check_devices(device, args)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.engine.processes import MEMORY, PREFIX, remove_stale, take_ownership
+from quire.engine.ranks.nodes import accept_workers, rendezvous_of
 from quire.engine.ranks.rank_watch import RankWatch
 from quire.engine.ranks.ranks import config_of_rank, open_worker, ranks_of_node
 from quire.engine.ranks.remote_worker import (
@@ -121,9 +122,6 @@ class WorkerExecutor:
             own = config_of_rank(config, 0, devices)
             rendezvous = f"file://{folder}/ranks"
             if config.args.nnodes > 1:
-                # Few engines run on several machines.
-                from quire.engine.ranks.nodes import accept_workers, rendezvous_of
-
                 rendezvous = rendezvous_of(config.args)
                 self.workers += accept_workers(config, world, timeout, self._check_placement)
             for rank in range(1, each):

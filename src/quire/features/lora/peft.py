@@ -24,6 +24,7 @@ from quire.features.lora.patterns import ModulePatterns
 from quire.features.lora.projections import Adapter, AdapterLayout, LowRank, Target
 from quire.features.lora.registry import CONFIG
 from quire.models.config import is_hub_id
+from quire.models.files import download_adapter
 from quire.quantization import FLOATS
 from quire.system import read_bounded
 
@@ -249,9 +250,6 @@ def on_the_hub(path: str) -> bool:
 
 def fetch_now(hub_id: str) -> str:
     """Returns the folder of an adapter of the hub. Raises RequestError if it cannot be had."""
-    # The hub's client is slow to import.
-    from quire.models.files import download_adapter
-
     try:
         return str(download_adapter(hub_id))
     except ModelError as error:

@@ -24,6 +24,8 @@ from quire.features.speculation.settings import SpeculationSettings
 from quire.layers.build import Build
 from quire.models import Decoder
 from quire.models.draft_heads import DraftHead
+from quire.models.draft_heads.eagle3 import load_eagle3
+from quire.models.draft_heads.mtp import load_mtp
 from quire.models.stages import StageDecoder
 from quire.ops.rows import PROMPT, Drafts, StepRows
 from quire.plan import StepPlan
@@ -78,13 +80,9 @@ class HeadDrafter(Drafter):
         args, settings = self._config.args, self._settings
         load_format, seed = args.load_format, args.seed + 1
         if settings.source == "eagle3" and settings.model is not None:
-            from quire.models.draft_heads.eagle3 import load_eagle3
-
             return load_eagle3(
                 settings.model, self._target, build, load_format=load_format, seed=seed
             )
-        from quire.models.draft_heads.mtp import load_mtp
-
         folder, wanted = Path(self._config.model_path), args.quantization
         return load_mtp(
             folder, self._target, build, wanted=wanted, load_format=load_format, seed=seed

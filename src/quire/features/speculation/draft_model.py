@@ -36,6 +36,7 @@ from quire.models import (
 )
 from quire.ops.rows import PROMPT, StepRows
 from quire.plan import StepPlan
+from quire.runner.graphs import SHORT_ROW
 from quire.runner.kv_cache import KVCache
 from quire.runner.program import BodyShape, ModelLanes
 from quire.runner.readback import Step, Upload
@@ -118,8 +119,6 @@ class DraftModel(Drafter):
         return self._model.logits(hidden)
 
     def first_shapes(self, shapes: Sequence[BodyShape]) -> Sequence[BodyShape]:
-        from quire.runner.graphs import SHORT_ROW
-
         return [shape for shape in shapes if shape.longest == SHORT_ROW]
 
     def _chunk(self, shape: BodyShape) -> None:
@@ -129,8 +128,6 @@ class DraftModel(Drafter):
         ops.collect_rows(hidden, rows, self._no_logits, self._position, self._last, hidden)
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
-        from quire.runner.graphs import SHORT_ROW
-
         found = dict(super().programs())
         for shape in self._buckets.bodies():
             if shape.longest not in (1, SHORT_ROW):

@@ -25,6 +25,7 @@ from quire.features.speculation.verifier import Verifier
 from quire.ops.reference import drafts as reference
 from quire.ops.rows import Drafts, LogitRows, StepRows
 from quire.plan import StepPlan
+from quire.runner.graphs import Buckets
 from quire.runner.program import BodyShape
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
@@ -142,9 +143,6 @@ class Drafter(Verifier):
         )  # fmt: skip
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
-        # There are graphs only where there is a GPU.
-        from quire.runner.graphs import Buckets
-
         self._buckets = Buckets(self._state.limits)
         shapes = self._buckets.bodies()
         passes = [shape for shape in shapes if shape.longest == 1]

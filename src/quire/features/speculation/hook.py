@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from quire.config import EngineConfig
+from quire.features.speculation.draft_head import HeadDrafter
+from quire.features.speculation.draft_model import DraftModel
 from quire.features.speculation.settings import read_settings
+from quire.features.speculation.verifier import EarlierVerifier, Verifier
 from quire.runner import Hook
 
 
@@ -11,21 +14,13 @@ def open_hook(config: EngineConfig) -> Hook:
     """Returns the hook of a worker."""
     settings = read_settings(config.args)
     if settings.source is None or not settings.most:
-        from quire.features.speculation.verifier import Verifier
-
         return Verifier(settings)
     if settings.source == "draft":
-        from quire.features.speculation.draft_model import DraftModel
-
         return DraftModel(config, settings)
-    from quire.features.speculation.draft_head import HeadDrafter
-
     return HeadDrafter(config, settings)
 
 
 def open_earlier_hook(config: EngineConfig) -> Hook:
     """Returns the hook of a worker in a stage before the last of a pipeline, where nothing is
     drafted."""
-    from quire.features.speculation.verifier import EarlierVerifier
-
     return EarlierVerifier(read_settings(config.args))

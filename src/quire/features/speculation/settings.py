@@ -15,6 +15,8 @@ from quire.errors import ConfigError, ModelError
 from quire.features.speculation.draft_count import Flags
 from quire.layers.gated_delta import GatedDeltaSpec
 from quire.models import ModelSpec, load_config, resolve_model_path, spec_from_config
+from quire.models.draft_heads.eagle3 import eagle3_spec, is_eagle3
+from quire.models.draft_heads.mtp import check_mtp, mtp_layers
 
 NONE, DEVICE, MASKED, TREE, LOOKUP = range(5)
 """NONE: no drafts. DEVICE: the source's on the device. MASKED: the same for rows under a grammar,
@@ -140,12 +142,8 @@ def check_settings(args: EngineArgs, target: ModelSpec) -> None:
         return
     longest = args.max_model_len or target.max_positions
     if settings.source == "mtp":
-        from quire.models.draft_heads.mtp import check_mtp
-
         check_mtp(resolve_model_path(args.model, args.revision), target, args.load_format)
     elif settings.source == "eagle3" and settings.model is not None:
-        from quire.models.draft_heads.eagle3 import eagle3_spec
-
         eagle3_spec(load_config(settings.model), target)
     elif settings.source == "draft" and settings.model is not None:
         _check_draft(spec_from_config(load_config(settings.model)), target, longest)
@@ -190,15 +188,11 @@ def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | N
 
 
 def _is_eagle3(folder: Path) -> bool:
-    from quire.models.draft_heads.eagle3 import is_eagle3
-
     return is_eagle3(load_config(folder))
 
 
 def _has_mtp(args: EngineArgs) -> bool:
     """Whether the target brings a layer along that drafts."""
-    from quire.models.draft_heads.mtp import check_mtp, mtp_layers
-
     folder = resolve_model_path(args.model, args.revision)
     config = load_config(folder)
     target = spec_from_config(config)

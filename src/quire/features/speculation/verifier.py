@@ -10,6 +10,8 @@ from quire.executor import StepSeconds
 from quire.features.speculation.draft_count import measure_steps
 from quire.features.speculation.settings import SpeculationSettings
 from quire.models import Decoder, load_config
+from quire.models.draft_heads.eagle3 import eagle3_spec
+from quire.models.stages import StageDecoder
 from quire.runner import Hook
 from quire.runner.hooks.hook import HeadContext
 from quire.runner.program import CapturedPrograms, StepProgram
@@ -71,8 +73,5 @@ class EarlierVerifier(Verifier):
         folder = self._settings.model
         if self._settings.source != "eagle3" or folder is None or not self.drafts:
             return
-        from quire.models.draft_heads.eagle3 import eagle3_spec
-        from quire.models.stages import StageDecoder
-
         if isinstance(model, StageDecoder):
             model.tap(eagle3_spec(load_config(folder), model.spec).taps, lambda *stream: None)

@@ -15,6 +15,9 @@ from pathlib import Path
 import msgspec
 
 from quire.server.args import ServerArgs
+from quire.server.process.listen import bind, tls_context
+from quire.server.process.uvicorn_server import serve
+from quire.server.telemetry import logs
 from quire.system import end_with
 
 _LIFE_SECONDS = 1.0
@@ -41,8 +44,6 @@ class WorkerConfig(msgspec.Struct):
 def main() -> None:
     import uvloop
 
-    from quire.server.telemetry import logs
-
     share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     end_with(share.owner)
     logs.configure(share.args)
@@ -53,8 +54,6 @@ def main() -> None:
 async def _work(share: WorkerConfig) -> None:
     from quire.engine.process.client import EngineClient
     from quire.server.app import build_app
-    from quire.server.process.listen import bind, tls_context
-    from quire.server.process.uvicorn_server import serve
 
     living = asyncio.create_task(_show_life())
     client = await EngineClient.attach(*share.engines)

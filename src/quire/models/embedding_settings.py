@@ -1,0 +1,28 @@
+"""A model's own settings of embeddings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from quire.models.config import load_config
+
+
+def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns `EngineConfig.pooling` and `EngineConfig.matryoshka`. wanted: what is set."""
+    pooling = _pooling(folder) if wanted == "auto" else wanted
+    return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
+
+
+def _pooling(folder: Path) -> Literal["last", "mean"]:
+    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
+    if not (folder / "1_Pooling" / "config.json").exists():
+        return "last"
+    return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"
+
+
+def _matryoshka(hf_config: dict[str, Any]) -> tuple[int, ...] | None:
+    sizes = hf_config.get("matryoshka_dimensions")
+    if isinstance(sizes, list) and sizes and all(isinstance(size, int) for size in sizes):
+        return tuple(sorted(sizes))
+    return () if hf_config.get("is_matryoshka") is True else None
