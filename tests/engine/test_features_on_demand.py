@@ -65,7 +65,8 @@ def test_a_plain_run_imports_no_feature() -> None:
     outside = ("engine.process.", "runner.mask_ring", "ops.triton", "router", "server", "tools")
     assert [n for n in names if n.removeprefix("quire.").startswith(outside)] == []
     features = [n for n in names if n.startswith("quire.features.") and n.count(".") > 2]
-    assert [n for n in features if not n.endswith(".stats")] == []
+    data = (".stats", ".messages", ".facts")
+    assert [n for n in features if not n.endswith(data)] == []
 
 
 def test_a_request_turns_its_feature_on_while_others_run() -> None:
