@@ -16,7 +16,9 @@ FOLDERS = ("src", "tests", "tools", "bench", "deploy", "docs", "examples", "less
 """Folders of the repository in which named files may lie."""
 SPAN = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w/.{<-])(?:[\w-]+/)*[\w-]+\.(?:py|html)(?![\w.])")
-FOLDER = re.compile(r"(?<![\w/.{<-])(?:src|tests|tools|bench|deploy|lessons|docs)/[\w/-]+(?![\w.*{<-])")
+FOLDER = re.compile(
+    r"(?<![\w/.{<-])(?:src|tests|tools|bench|deploy|lessons|docs)/[\w/-]+(?![\w.*{<-])"
+)
 MODULE = re.compile(r"\bquire(?:\.[a-z_]\w*)+\b(?!\.)")
 NOT_HERE = {
     "src/quire/models/families/starcoder2.py": "the page writes it",
