@@ -1,4 +1,4 @@
-"""Numbers and flags of the README are those of the code."""
+"""Numbers and flags in the README equal those of the code."""
 
 from __future__ import annotations
 
