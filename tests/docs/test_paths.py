@@ -81,12 +81,12 @@ def test_named_modules_exist(page: Path) -> None:
             assert module_is_there(name), name
 
 
-def test_the_house_has_these_rooms() -> None:
-    """The table of rooms names every package, and no other."""
+def test_every_package_has_a_row() -> None:
+    """The table of packages names every package, and no other."""
     section = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("## The house")[2]
     section = section.partition("\n## ")[0]
-    rooms = set(re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE))
-    assert rooms == {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    rows = set(re.findall(r"^\| `(\w+)/` \|", section, re.MULTILINE))
+    assert rows == {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
 
 
 def test_every_feature_has_a_row() -> None:
