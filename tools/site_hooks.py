@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+INTERNALS = ("rooms", "scheduling", "cache", "step", "models", "kernels", "server")
+"""Pages of docs/internals, in reading order."""
 PROJECT = ("WRITEUP.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 USE = (
     "deploy", "operations", "api", "models", "adapters", "quantization", "speculation", "kv-cache",
@@ -24,8 +26,6 @@ USE = (
 )  # fmt: skip
 """Documents that come first among those for users, in this order."""
 INSIDE = ("adding-a-model", "design-decisions", "roofline")
-INTERNALS = ("rooms", "scheduling", "cache", "step", "models", "kernels", "server")
-"""Pages of docs/internals, in reading order."""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
