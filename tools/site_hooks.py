@@ -17,6 +17,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
+INTERNALS = ("rooms", "scheduling", "cache", "step", "models", "kernels", "server")
+"""Pages of docs/internals, in reading order."""
 PROJECT = ("WRITEUP.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 USE = (
     "deploy", "operations", "api", "models", "adapters", "quantization", "speculation", "kv-cache",
@@ -32,6 +34,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
                  f"lessons/{name}/README.md"} for name in lessons]  # fmt: skip
     docs = sorted(path.stem for path in ROOT.glob("docs/*.md"))
     inside = [name for name in INSIDE if name in docs]
+    internals = [f"internals/{name}" for name in INTERNALS]
     use = [name for name in USE if name in docs]
     use += [name for name in docs if name not in (*use, *inside, "performance")]
     first = (ROOT / "docs" / "performance.md").read_text("utf-8")
@@ -40,7 +43,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Quire": "README.md"},
         {"Lessons": ["lessons/README.md", *numbered]},
         {"Use": [f"docs/{name}.md" for name in use]},
-        {"Inside": [f"docs/{name}.md" for name in inside]},
+        {"Inside": [f"docs/{name}.md" for name in (*internals, *inside)]},
         {"Figures": ["docs/performance.md", *(f"docs/{name}" for name in figures)]},
         {"Project": [name for name in PROJECT if (ROOT / name).exists()]},
     ]

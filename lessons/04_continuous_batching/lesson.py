@@ -65,7 +65,7 @@ def simulate(arrivals: Arrivals, budget: int, chunked: bool) -> list[dict[str, i
         rows = plan(running, budget, chunked)
         for request, count in rows:
             request.computed += count
-            # Whoever has computed all that it knows gets a new token.
+            # A request that has computed all its known tokens gets a new one.
             request.known += request.computed == request.known
         steps.append({request.name: count for request, count in rows})
         running = [request for request in running if request.known < request.total]

@@ -21,7 +21,7 @@ def next_to_evict(
     """Returns the node of a tree that can go first, or None.
 
     No request may use it, and no node may hang on it: a prefix without its beginning is worthless.
-    Of those that can go, the one whose last use lies longest back.
+    Returns the least recently used of these nodes.
     """
     raise NotImplementedError
 

@@ -41,8 +41,8 @@ def ratio_test(target: Tensor, draft: Tensor, rng: torch.Generator) -> tuple[Ten
 
 
 def shared_noise(target: Tensor, draft: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draws both with the same Gumbel noise, and keeps the draft where they agree. What comes out
-    is the target's own draw, so it has the target's distribution whatever the draft is."""
+    """Draws both with the same Gumbel noise, and keeps the draft where they agree. The result is
+    the target's own draw, so it has the target's distribution for any draft."""
     noise = -torch.empty(DRAWS, len(target)).exponential_(generator=rng).log()
     drawn = (target.log() + noise).argmax(-1)
     return drawn, (draft.log() + noise).argmax(-1) == drawn

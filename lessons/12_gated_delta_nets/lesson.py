@@ -38,8 +38,8 @@ SETTINGS: dict[str, Any] = {
 def step(state: Tensor, k: Tensor, v: Tensor, decay: float, strength: float) -> Tensor:
     """Writes one token. state: [keys, values]; k: [keys], of unit length; v: [values].
 
-    What the state has for the key is taken out as far as `strength` says, and v put in its place:
-    a step of gradient descent on |state^T k - v|^2. `decay` lets all of it fade first.
+    First the whole state fades by `decay`. Then the value stored under the key moves towards v by
+    `strength`: a step of gradient descent on |state^T k - v|^2.
     """
     return decay * state + strength * torch.outer(k, v - decay * state.T @ k)
 

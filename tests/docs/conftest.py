@@ -1,4 +1,4 @@
-"""A folder and a server that are what the pages speak of."""
+"""The folder and the server that commands and code of the pages use."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ MODELS = (
     "my/model", "Qwen/Qwen3-8B", "Qwen/Qwen3-8B-AWQ", "Qwen/Qwen3-32B", "Qwen/Qwen3-30B-A3B",
     "google/gemma-3-12b-it", "bigcode/starcoder2-3b",
 )  # fmt: skip
-"""Names of models on the pages: folders with the embedded model, where their commands run."""
+"""Names of models on the pages. In the test folder each is a link to the embedded model."""
 
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns a folder in which the pages' models, texts and examples lie where they say."""
+    """Returns a folder with the models, texts and examples that the pages name."""
     made, embedded = tmp_path_factory.mktemp("pages"), resolve_model_path(None)
     for name in MODELS:
         (made / name).parent.mkdir(exist_ok=True)

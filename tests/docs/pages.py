@@ -21,7 +21,13 @@ _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of a page. variables: what stands before it, as in `PORT=1 command`."""
+    """A command of a page.
+
+    Attributes:
+        page: the page's path in the repository.
+        words: the program and its arguments.
+        variables: (name, value) of each variable set in front, as in `PORT=1 command`.
+    """
 
     page: str
     words: tuple[str, ...]
@@ -53,7 +59,7 @@ def block_commands() -> list[Command]:
 
 
 def span_commands(programs: tuple[str, ...]) -> list[Command]:
-    """Returns the commands of these programs that stand in running text, between backticks."""
+    """Returns the commands of these programs that pages name in running text, in backticks."""
     found = []
     for page in PAGES:
         for span in _SPAN.findall(_BLOCK.sub("", page.read_text("utf-8"))):

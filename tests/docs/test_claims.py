@@ -1,4 +1,4 @@
-"""Numbers in the pages that the code decides."""
+"""Numbers in the pages equal those of the code."""
 
 from __future__ import annotations
 

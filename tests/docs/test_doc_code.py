@@ -1,4 +1,4 @@
-"""Python, JSON, YAML and TOML of the documentation, and the examples, are run and read."""
+"""Runs Python code of the pages and the examples; parses JSON, YAML and TOML of the pages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PYTHON = [
     for language, text in blocks(page)
     if language == "python" and not any(part in text for part in NOT_RUN)
 ]
-"""(page, block), in the order of the pages: a block goes on where the page's last one ended."""
+"""(page, block), in the order of the pages. The blocks of a page share their variables."""
 EXAMPLES = [
     pytest.param(file, id=file.stem, marks=[pytest.mark.slow] if "train" in file.stem else [])
     for file in sorted((ROOT / "examples").glob("*.py"))

@@ -61,7 +61,7 @@ SMALLER = {
     "--rows 64": "--rows 4",
     "--prompt-tokens 512": "--prompt-tokens 64",
 }
-"""Values that are too large for a test, and those in their place."""
+"""Arguments that are too large for a test, and their replacements."""
 
 
 def text_of(command: Command) -> str:
@@ -69,7 +69,7 @@ def text_of(command: Command) -> str:
 
 
 def quire_commands() -> list[Command]:
-    """Returns the commands of `quire`, those behind a profiler too."""
+    """Returns the commands of `quire`, also those that a profiler starts."""
     found = []
     for command in COMMANDS:
         if command.program == "nsys":
@@ -98,7 +98,7 @@ def test_reasons_are_needed() -> None:
 
 @pytest.mark.parametrize("command", quire_commands(), ids=str)
 def test_is_parsed(command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flags and values are those of the command line; a server's settings are checked whole."""
+    """The command line accepts flags and values; `serve` also checks its settings together."""
     monkeypatch.chdir(folder)
     for name, value in command.variables:
         monkeypatch.setenv(name, value)
@@ -116,7 +116,7 @@ def test_is_parsed(command: Command, folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_commands_in_running_text_exist() -> None:
-    """Names of commands and flags; what stands for a value may be a word."""
+    """Checks names of commands and flags. Any word may stand for a value."""
     for command in span_commands(("quire",)):
         group: Any = CLI
         words = [word for word in command.words[1:] if word not in ("...", "…")]
@@ -141,7 +141,7 @@ def test_make_has_the_targets() -> None:
 
 
 def test_scripts_and_tests_have_the_flags() -> None:
-    """Benchmarks measure for long, and lessons are run by tests/lessons: here they must exist."""
+    """Checks only that scripts exist: benchmarks take long, and tests/lessons runs the lessons."""
     spans = span_commands(("python", "pytest"))
     for command in [c for c in [*COMMANDS, *spans] if c.program in ("python", "pytest")]:
         words = list(command.words[1:])
@@ -181,13 +181,13 @@ def test_curl(command: Command, doc_server: Server) -> None:
 
 
 QUICK = ("info", "roofline", "doctor")
-"""Commands that need a moment only."""
+"""Commands that end in a moment."""
 MORE = {
     "bench": ("--case", "b1", "--scale", "0.05"),
     "profile": ("--kv-cache-gb", "0.25"),
     "quantize": ("--group-size", "32", "--samples", "8", "--length", "64"),
 }
-"""Arguments that make a command's work fit a test."""
+"""Further arguments that make a command short enough for a test."""
 RUNS = [c for c in quire_commands() if is_run(c) and c.words[1] not in ("serve", "route")]
 QUANTIZES = [c for c in RUNS if c.words[1] == "quantize"]
 SERVES = [c for c in quire_commands() if is_run(c) and c.words[1] == "serve"]
@@ -195,7 +195,7 @@ ROUTES = [c for c in quire_commands() if is_run(c) and c.words[1] == "route"]
 
 
 def given(command: Command) -> list[str]:
-    """Returns a command's arguments, with what is too large for a test made smaller."""
+    """Returns a command's arguments, with large values replaced as in `SMALLER`."""
     words = list(command.words[1:])
     for large, small in SMALLER.items():
         for place in range(len(words) - 1):
@@ -213,7 +213,7 @@ def test_quick_commands(command: Command, folder: Path, monkeypatch: pytest.Monk
 
 
 def made_by(command: Command) -> str:
-    """Returns the folder that a `quire quantize` makes."""
+    """Returns the output folder of a `quire quantize` command."""
     return command.words[command.words.index("--out") + 1]
 
 
@@ -228,7 +228,7 @@ def run(command: Command, folder: Path, address: str = "") -> None:
 
 
 def make_models(command: Command, folder: Path) -> None:
-    """Makes models that the page has made before the command, unless a test here has."""
+    """Makes the quantized models that a command needs, if no earlier test has made them."""
     for other in QUANTIZES:
         made = made_by(other)
         if other.page == command.page and made in command.words and not (folder / made).exists():
@@ -268,7 +268,7 @@ def test_routes(command: Command, doc_server: Server) -> None:
 
 
 def until_ready(url: str) -> None:
-    """Waits until a router has looked at its servers."""
+    """Waits until a router has probed its servers."""
     deadline = time.monotonic() + 60
     while True:
         with contextlib.suppress(urllib.error.HTTPError):

@@ -1,4 +1,4 @@
-"""Numbers and flags of the README are those of the code."""
+"""Numbers and flags in the README equal those of the code."""
 
 from __future__ import annotations
 
@@ -24,9 +24,3 @@ def test_settings() -> None:
     known = {each.name for schema in (EngineArgs, ServerArgs) for each in settings_of(schema)}
     assert len(flags) > 20
     assert {flag.removeprefix("no-").replace("-", "_") for flag in flags} <= known
-
-
-def test_size_of_the_core() -> None:
-    """The README rounds up to what `make lint` allows."""
-    (limit,) = re.findall(r"core_lines.py --check (\d+)", (ROOT / "Makefile").read_text())
-    assert f"{int(limit):,} lines" in README

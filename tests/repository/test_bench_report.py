@@ -56,7 +56,7 @@ def record(
 
 
 def row(table: str, *start: str) -> list[str]:
-    """The cells of the one row that begins so."""
+    """Returns the cells of the only row that begins so."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     (found,) = [cells for cells in rows if tuple(cells[: len(start)]) == start]
     return found

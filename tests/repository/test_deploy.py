@@ -96,7 +96,7 @@ def test_variables_are_settings(text: str) -> None:
 
 
 def test_flags_are_settings() -> None:
-    """Holds for the commands that files and page run, not for those of other programs."""
+    """Checks the flags of `quire` commands, not those of other programs."""
     known = {name.replace("_", "-") for name in SETTINGS} | {"config"}
     commands = re.findall(r"^.*(?:quire serve| serve ).*$", PAGE, re.MULTILINE)
     commands = [line.partition("serve")[2] for line in commands]
@@ -272,7 +272,7 @@ def test_files_of_the_page() -> None:
 
 
 def test_patterns_of_the_package_match_every_file() -> None:
-    """A data file that no pattern of pyproject.toml matches would not be in the wheel."""
+    """Every data file matches a pattern of pyproject.toml; others would be missing in the wheel."""
     tool = tomllib.loads(read("pyproject.toml"))["tool"]["setuptools"]
     package = ROOT / "src" / "quire"
     matched = [package.glob(pattern) for pattern in tool["package-data"]["quire"]]

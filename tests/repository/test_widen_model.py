@@ -119,7 +119,7 @@ def random_head(folder: Path) -> None:
 
 
 def drafted(target: Path, head: Path) -> list[list[int]]:
-    """Returns texts that consist of drafts, as all are accepted."""
+    """Returns texts made of drafts alone, because every draft is accepted."""
     settings = {"method": "eagle3", "num_speculative_tokens": 3, "simulate_acceptance": 1.0}
     llm = LLM(
         str(target), num_kv_blocks=40, max_model_len=128, dtype="float32",
