@@ -110,8 +110,9 @@ def _read(source: Traversable) -> dict[str, GemmPlan]:
 def table_for(card: str) -> GemmTable:
     """Returns the shipped table of a card, overlaid with the user's own, as they were when first
     asked for; empty if there is neither."""
-    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{slug(card)}.json"
-    return GemmTable(card, entries={**_read(shipped), **_read(cache_path(card))})
+    folder = importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
+    shipped = _read(folder / f"{slug(card)}.json")
+    return GemmTable(card, entries={**shipped, **_read(cache_path(card))})
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -77,16 +78,38 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+TIMED_FOLDERS = ("products", "experts")
+"""Folders of `quire.ops.triton` whose kernels and planners a table's times depend on. The files
+beside them (launch, norm, activation, ...) are shared by their kernels and count as well."""
+
+
+def hash_sources(package: Traversable) -> str:
+    """Returns a hash of the sources that a table's times and plans depend on.
+
+    Args:
+        package: the folder of `quire.ops.triton`.
+    """
+    digest = hashlib.sha256()
+    for name, source in sorted(_timed_sources(package, "")):
+        digest.update(f"{name}\0{len(source)}\0".encode() + source)
+    return digest.hexdigest()[:12]
+
+
+def _timed_sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the path and the bytes of each source below a folder, inside the package."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if prefix or entry.name in TIMED_FOLDERS:
+                yield from _timed_sources(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            yield prefix + entry.name, entry.read_bytes()
+
+
 @functools.cache
 def sources_hash() -> str:
-    """Returns a hash of the sources of all kernels and plans here: what was measured with others
-    may not hold, or not even be a plan any more."""
-    folder = importlib.resources.files("quire.ops.triton")
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:12]
+    """Returns the hash that names this user's tables: other kernels have other times, and another
+    planner may not know a stored plan."""
+    return hash_sources(importlib.resources.files("quire.ops.triton"))
 
 
 @contextlib.contextmanager
