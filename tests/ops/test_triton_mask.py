@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.triton import mask_logits
-from quire.ops.triton.step import host as gate_module
+from quire.ops.triton.step import host
 from quire.ops.triton.step.host import wait_for_flag
 from quire.runner.mask_ring import MaskRing
 
@@ -87,7 +87,7 @@ def test_a_flag_that_comes_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, step_id: int
 ) -> None:
     """The kernel looks again until the host has set it, or has failed to for too long."""
-    monkeypatch.setattr(gate_module, "_TRIES", 3)
+    monkeypatch.setattr(host, "_TRIES", 3)
     ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
     ring.bring(step_id - 2, np.zeros((1, 1), dtype=np.int32))
     before = int(ring.flags[step_id % 2])

@@ -122,7 +122,7 @@ def attend_short(
     if WINDOW:
         begin = first - window + 1
     # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
-    acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    acc, peak, total = tiles.init_accumulators(BM, W_PAD, KIND)
     if SINKS:
         alone = q_len > 0
         if PARTS:
@@ -269,7 +269,7 @@ def attend_long(
         k_scale_ptr += head.to(tl.int64) * scale_stride_h
         v_scale_ptr += head.to(tl.int64) * scale_stride_h
     table_ptr += row.to(tl.int64) * table_stride
-    acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    acc, peak, total = tiles.init_accumulators(BM, W_PAD, KIND)
     if SINKS:
         alone = q_len > 0
         if PARTS:

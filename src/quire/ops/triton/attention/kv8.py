@@ -27,41 +27,41 @@ LIFT = tl.constexpr(128.0)
 """A further factor of attention weights that were multiplied by scales of values. It keeps them
 well within what fp16 holds."""
 
-EVEN_E4M3 = tl.constexpr("""{
+LOW_E4M3 = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 8;
     shl.b32 b, $1, 7;
     lop3.b32 a, a, b, 0x80008000, 0xE4;
     and.b32 $0, a, 0xbf80bf80;
 }""")
-ODD_E4M3 = tl.constexpr("""{
+HIGH_E4M3 = tl.constexpr("""{
     .reg .b32 a;
     shr.u32 a, $1, 1;
     lop3.b32 a, $1, a, 0x80008000, 0xE4;
     and.b32 $0, a, 0xbf80bf80;
 }""")
-EVEN_E4M3_NATIVE = tl.constexpr("""{
+LOW_E4M3_NATIVE = tl.constexpr("""{
     .reg .b32 a;
     .reg .b16 lo, hi;
     prmt.b32 a, $1, 0, 0x4420;
     mov.b32 {lo, hi}, a;
     cvt.rn.f16x2.e4m3x2 $0, lo;
 }""")
-ODD_E4M3_NATIVE = tl.constexpr("""{
+HIGH_E4M3_NATIVE = tl.constexpr("""{
     .reg .b32 a;
     .reg .b16 lo, hi;
     prmt.b32 a, $1, 0, 0x4431;
     mov.b32 {lo, hi}, a;
     cvt.rn.f16x2.e4m3x2 $0, lo;
 }""")
-EVEN_INT8 = tl.constexpr("""{
+LOW_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
     mov.b32 scale, 0x78007800;
     mov.b32 offset, 0xb400b400;
     prmt.b32 a, $1, 0, 0x4240;
     fma.rn.f16x2 $0, a, scale, offset;
 }""")
-ODD_INT8 = tl.constexpr("""{
+HIGH_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
     mov.b32 scale, 0x78007800;
     mov.b32 offset, 0xb400b400;
@@ -90,7 +90,7 @@ def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
 
 @triton.jit
 def unit(KIND: tl.constexpr):
-    """Returns the number that `even` and `odd` divide by."""
+    """Returns the number that `low_bytes` and `high_bytes` divide by."""
     if KIND == E4M3:
         return 256.0
     elif KIND == INT8:
@@ -106,25 +106,25 @@ def fp16(x):
 
 
 @triton.jit
-def even(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
+def low_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
     """The low bytes of int16 `pairs`, over `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
-        return _assembled(pairs, EVEN_E4M3_NATIVE)
+        return _assembled(pairs, LOW_E4M3_NATIVE)
     elif KIND == E4M3:
-        return _assembled(pairs, EVEN_E4M3) if PACKED else _e4m3(pairs << 8)
+        return _assembled(pairs, LOW_E4M3) if PACKED else _e4m3(pairs << 8)
     else:
-        return _assembled(pairs, EVEN_INT8) if PACKED else _int8(pairs)
+        return _assembled(pairs, LOW_INT8) if PACKED else _int8(pairs)
 
 
 @triton.jit
-def odd(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
+def high_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
     """The high bytes, likewise."""
     if KIND == E4M3_NATIVE:
-        return _assembled(pairs, ODD_E4M3_NATIVE)
+        return _assembled(pairs, HIGH_E4M3_NATIVE)
     elif KIND == E4M3:
-        return _assembled(pairs, ODD_E4M3) if PACKED else _e4m3(pairs)
+        return _assembled(pairs, HIGH_E4M3) if PACKED else _e4m3(pairs)
     else:
-        return _assembled(pairs, ODD_INT8) if PACKED else _int8(pairs >> 8)
+        return _assembled(pairs, HIGH_INT8) if PACKED else _int8(pairs >> 8)
 
 
 @triton.jit

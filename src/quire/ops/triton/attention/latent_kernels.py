@@ -126,7 +126,7 @@ def latent_short(
         q_ptr, head, 0, q_start, q_len, first, q_stride_t, q_stride_h,
         GROUP, RANK, R_PAD, KEY, KEY_PAD, BM, UPCAST,
     )  # fmt: skip
-    acc, peak, total = tiles.nothing(BM, R_PAD, 0)
+    acc, peak, total = tiles.init_accumulators(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
         acc, peak, total, q, q_key, limit, start, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
         qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,
@@ -195,7 +195,7 @@ def latent_long(
     if PARTS:
         lo = part * per * BN
         end = tl.minimum(end, lo + per * BN)
-    acc, peak, total = tiles.nothing(BM, R_PAD, 0)
+    acc, peak, total = tiles.init_accumulators(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
         acc, peak, total, q, q_key, limit, lo, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
         qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,

@@ -16,8 +16,8 @@ def stored(positions, begin, end):
 def _scores(q, k, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
     """q kᵀ, over `unit` of the kind."""
     if KIND:
-        scores = tl.dot(q[0], tl.trans(kv8.even(k, KIND, PACKED)))
-        return tl.dot(q[1], tl.trans(kv8.odd(k, KIND, PACKED)), scores)
+        scores = tl.dot(q[0], tl.trans(kv8.low_bytes(k, KIND, PACKED)))
+        return tl.dot(q[1], tl.trans(kv8.high_bytes(k, KIND, PACKED)), scores)
     else:
         if UPCAST:
             k = k.to(tl.float32)
@@ -32,8 +32,8 @@ def _add_values(
     """acc * decay + weights v, the latter over `unit` of the kind."""
     if KIND:
         weights = weights.to(tl.float16)
-        even = tl.dot(weights, kv8.even(v, KIND, PACKED), acc[0] * decay[:, None])
-        odd = tl.dot(weights, kv8.odd(v, KIND, PACKED), acc[1] * decay[:, None])
+        even = tl.dot(weights, kv8.low_bytes(v, KIND, PACKED), acc[0] * decay[:, None])
+        odd = tl.dot(weights, kv8.high_bytes(v, KIND, PACKED), acc[1] * decay[:, None])
         return even, odd
     else:
         if UPCAST:
@@ -152,7 +152,7 @@ def load_queries(
 
 
 @triton.jit
-def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
+def init_accumulators(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
     """Returns the initial state of `attend_range`: acc, peak, total."""
     acc = tl.zeros([BM, D_PAD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)

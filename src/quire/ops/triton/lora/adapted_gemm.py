@@ -49,7 +49,7 @@ from quire.ops.triton.products.common import (
 )
 from quire.ops.triton.products.plan import GemmPlan, shape_of
 from quire.ops.triton.products.quantized_tiles import Operands
-from quire.ops.triton.products.skinny import MAX_SPLIT_TILES, meet, product, store_tile
+from quire.ops.triton.products.skinny import MAX_SPLIT_TILES, product, reduce_split_k, store_tile
 from quire.ops.triton.products.small import LinearArgs, choose, default_workspace
 from quire.ops.triton.products.table import BUCKETS, fixed_plan
 from quire.ops.weight import Weight
@@ -172,7 +172,7 @@ def _adapted_kernel(
         last = True
         if SPLIT and not SHARED:
             tile = pid_m * tiles_n + pid_n
-            acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
+            acc, last = reduce_split_k(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
         if last:
             if HAS_SCALES:
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
@@ -194,7 +194,7 @@ def _adapted_kernel(
                 acc = tl.where((own >= 0)[:, None], acc + added, acc)
         if SHARED:
             tile = pid_m * tiles_n + pid_n
-            acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
+            acc, last = reduce_split_k(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
         if last:
             store_tile(
                 acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn,

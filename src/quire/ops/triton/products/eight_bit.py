@@ -18,7 +18,7 @@ from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.products.common import load_k, tile_rows, wait_for_predecessor
 from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.triton.products.round_inputs import quantize_inputs
-from quire.ops.triton.products.skinny import meet, store_tile
+from quire.ops.triton.products.skinny import reduce_split_k, store_tile
 from quire.ops.triton.products.small import default_workspace
 from quire.ops.weight import Weight
 
@@ -94,7 +94,9 @@ def eight_bit_kernel(
     last = True
     if SPLIT:
         part, parts = tl.program_id(1), tl.num_programs(1)
-        acc, last = meet(acc, parts_ptr, counters_ptr, tl.program_id(0), part, parts, BM, R)
+        acc, last = reduce_split_k(
+            acc, parts_ptr, counters_ptr, tl.program_id(0), part, parts, BM, R
+        )
     if last:
         y = acc.to(tl.float32)
         if GROUP == 0:

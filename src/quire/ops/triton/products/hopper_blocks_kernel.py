@@ -36,7 +36,7 @@ from quire.ops.triton.products.hopper_gemm_kernel import (
     activate,
     begin_of,
     halves,
-    meet,
+    reduce_split_k,
     stored_rows,
 )
 
@@ -276,7 +276,7 @@ def _consume(
             sums = _add(sums, b, own_b, s_tiles, empty, chunk + 1, STAGES)
         if SHARED:
             sums = gl.convert_layout(sums, sums_layout(BN), assert_trivial=True)
-            sums, whole = meet(
+            sums, whole = reduce_split_k(
                 sums, start // chunks, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
             )
             if whole:

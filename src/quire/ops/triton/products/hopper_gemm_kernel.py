@@ -310,7 +310,7 @@ def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
 
 
 @gluon.jit
-def meet(
+def reduce_split_k(
     sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -566,7 +566,7 @@ def _consume(
                 RES, APART, TOGETHER, WHICH,
             )  # fmt: skip
         else:
-            sums, whole = meet(
+            sums, whole = reduce_split_k(
                 acc, tile, steps, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
             )
             if whole:

@@ -159,7 +159,9 @@ def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
 
 
 @triton.jit
-def meet(acc, parts_ptr, counters_ptr, tile, part, parts, BM: tl.constexpr, R: tl.constexpr):
+def reduce_split_k(
+    acc, parts_ptr, counters_ptr, tile, part, parts, BM: tl.constexpr, R: tl.constexpr
+):
     """Returns the sum [BM, R] of the parts of all programs of a tile, and whether this is the last
     one to come: the others' sums are not whole. part: which of `parts` this one has."""
     parts_ptr += tile.to(tl.int64) * parts * BM * R
@@ -217,7 +219,7 @@ def skinny_kernel(
     last = True
     if SPLIT:
         tile = pid_m * tl.num_programs(0) + pid_n
-        acc, last = meet(
+        acc, last = reduce_split_k(
             acc, parts_ptr, counters_ptr, tile, pid_k, tl.num_programs(1), BM, R
         )  # fmt: skip
     if last:

@@ -1,7 +1,7 @@
 """The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
 thumb.
 
-A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune` measures entries;
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `tune` measures entries;
 `keep` adds them to the user's table, which goes before the one shipped for the card.
 """
 
