@@ -34,11 +34,11 @@ def wait_for_predecessor(EAGER: tl.constexpr):
 
 @triton.jit
 def tile_rows(pid, N, BN: tl.constexpr, GLU: tl.constexpr):
-    """Weight rows of output tile `pid`: [BN], or [2 BN] with gate and up rows alternating.
+    """Returns the weight rows of output tile `pid`: [BN], or [2 BN] with gate and up rows
+    alternating.
 
-    Rows behind the last are clamped to it: loading a row twice costs less than a mask, and what is
-    computed from it is not stored.
-    """
+    Rows past the last are clamped to it, because loading a row twice costs less than a mask. Their
+    results are not stored."""
     if GLU:
         r = tl.arange(0, 2 * BN)
         rows = tl.minimum(pid * BN + r // 2, N - 1) + (r % 2) * N

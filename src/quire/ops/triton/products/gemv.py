@@ -1,11 +1,10 @@
-"""One to four rows times a weight matrix: each program streams a few weight rows once.
+"""GEMV of one to four rows: each program streams a few weight rows once.
 
-At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so what counts is
-keeping that read going. With programmatic dependent launch a program loads its first tile into
-registers, and asks for the rest into L2, before waiting for its predecessor; where a tile spans all
-of K, nothing but x is left to fetch after the wait. Longer rows go tile by tile, the next one under
-way in registers (`stages` 1) or several in shared memory.
-"""
+At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so the kernel must
+keep that read going. With programmatic dependent launch a program loads its first tile into
+registers, and prefetches the rest into L2, before it waits for its predecessor. Where a tile spans
+all of K, only x is left to fetch after the wait. Longer rows go tile by tile. The next tile is in
+flight in registers (`stages` 1), or several are in shared memory."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"

@@ -1,17 +1,16 @@
-"""The kernel of `hopper_blocks.py`: inputs and weights in 8-bit floats, with scales for each 128
-inputs, by wgmma.
+"""The kernel of `hopper_blocks.py`: wgmma on 8-bit floats with a scale for each 128 inputs.
 
-A tile is some weight rows, which are the left operand, by BN rows of x. One warp copies both and
-the scales of x by TMA to a ring in shared memory, ahead of two warpgroups that share the weight
-rows. The product of a chunk of 128 inputs goes to registers of its own; times the scales of its
-inputs and weights it is added to the sums in fp32. While one warpgroup scales and adds, the tensor
-cores work for the other. Of a gated layer, a tile's weight rows are 8 gate rows, their 8 up rows,
-and so on, so that a thread has sums of both.
+A tile is some weight rows, the left operand, by BN rows of x. One warp copies both and the scales
+of x by TMA to a ring in shared memory. It runs ahead of two warpgroups that share the weight rows.
+The product of a chunk of 128 inputs goes to its own registers. It is multiplied by the scales of
+its inputs and weights and added to the accumulator in fp32. While one warpgroup scales and adds,
+the tensor cores work for the other. In a gated layer a tile's weight rows are 8 gate rows, their 8
+up rows, and so on, so that a thread has sums of both.
 
-Where tiles are few, programs share all tiles' inputs evenly: each has a run of chunks, which may
-begin and end within a tile, and sums meet as those of `hopper_gemm_kernel.py` do. Else each has
-whole tiles, those at the same time close to each other, so that they find operands in L2.
-"""
+Where tiles are few, programs share all tiles' inputs evenly (stream-K): each has a run of chunks,
+which may begin and end within a tile. `reduce_split_k` of `hopper_gemm_kernel.py` adds their sums.
+Otherwise each program has whole tiles. Tiles that run at the same time are close to each other, so
+that they find operands in L2."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -71,7 +70,7 @@ def _tile(place, SHARED: gl.constexpr):
 
 @gluon.jit
 def _where(tile, m_tiles, n_tiles):
-    """Returns a tile's number among those of outputs and among those of rows of x."""
+    """Returns a tile's index along the outputs and along the rows of x."""
     band = tile // (BAND * n_tiles)
     inside = tile % (BAND * n_tiles)
     height = gl.minimum(m_tiles - band * BAND, BAND)
@@ -94,9 +93,10 @@ def _run(chunks, total, SHARED: gl.constexpr):
 
 @gluon.jit
 def _span(position, end, chunks, m_tiles, n_tiles, SHARED: gl.constexpr):
-    """Returns of a position's tile the number among those of outputs and among those of rows of x,
-    where its chunks begin, and where those up to `end` end. Divisions take as long as a chunk's
-    products."""
+    """Returns the tile of a position as two indices, along outputs and rows of x, and its chunks.
+
+    The chunks are given as a first one and an end, which is at most `end`. Divisions take as long
+    as a chunk's products."""
     place = position // chunks
     nt, mt = _where(_tile(place, SHARED), m_tiles, n_tiles)
     start = place * chunks
@@ -134,7 +134,7 @@ def _produce(
     BN: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
     GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's chunks take, as soon as there is room."""
+    """Copies the operands of the program's chunks as soon as the ring has room."""
     BYTES: gl.constexpr = (BN + CONSUMERS * ROWS) * INPUTS + BN * 4
     begin, end = _run(chunks, total, SHARED)
     # Weights do not depend on the predecessor.
@@ -250,8 +250,6 @@ def _consume(
         rows = stored_rows(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), N, GLU)
         scales = w_scale_ptr + rows * strides[0] - start
         sums = gl.zeros([ROWS, BN], gl.float32, layout)
-        # Two chunks a round, and none is under way between rounds: the assembler would wait for
-        # each single instruction. If they are odd, the first is by itself.
         if (until - position) % 2 == 1:
             own = gl.load(scales + position)
             chunk = position - begin
@@ -298,10 +296,17 @@ def multiply_blocks(
     GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight
-    rows for each of CONSUMERS warpgroups, and BN rows of x. s_desc: scales of x, [K / 128,
-    M]. w_scale_ptr: [outputs, K / 128]. total: chunks of all tiles. SHARED: programs share tiles.
-    w_desc: rows; of a gated layer, [N / 8, gate or up, 8, K]."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
+
+    A tile is ROWS weight rows for each of CONSUMERS warpgroups, by BN rows of x.
+
+    Args:
+        s_desc: scales of x, [K / 128, M].
+        w_desc: weight rows; of a gated layer, [N / 8, gate or up, 8, K].
+        w_scale_ptr: [outputs, K / 128].
+        total: chunks of all tiles.
+        SHARED: programs share tiles.
+    """
     kind: gl.constexpr = x_desc.dtype
     TILE: gl.constexpr = CONSUMERS * ROWS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -331,7 +336,6 @@ def multiply_blocks(
     copying: gl.constexpr = (BN, STAGES, SHARED, GLU, PDL)
     first: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 0)
     second: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 1)
-    # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(
         [
             (_consume, joined(work, first)), (_consume, joined(work, second)),

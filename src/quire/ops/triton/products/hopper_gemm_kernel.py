@@ -1,18 +1,17 @@
-"""The kernel of `hopper_gemm.py`: weights of 4 and 8 bits by wgmma, whose left operand they are.
+"""The kernel of `hopper_gemm.py`: wgmma with weights of 4 or 8 bits as the left operand.
 
 A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
-ring in shared memory, 32 words of a row at a time, ahead of two or three warpgroups that share the
-weight rows. A thread reads from there the words that hold its part of the left operand, and unpacks
-64 inputs into registers where the instruction takes them, while the tensor cores multiply the 64
-before. The right operand are inputs in the order that makes this so, see `order_inputs`. Of a gated
-layer, a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums
-of both.
+ring in shared memory, 32 words of a row at a time. It runs ahead of two or three warpgroups that
+share the weight rows. A thread reads the words of its part of the left operand from there. It
+unpacks 64 inputs into the registers of the instruction while the tensor cores multiply the previous
+64. The right operand is x in the order that makes this possible, see `order_inputs`. In a gated
+layer a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums of
+both.
 
-Where each tile has as many programs, they wait for each other's sums, which go through a workspace;
-each adds those of some rows of x, in order, and stores them. Else programs share all tiles' inputs
-evenly: each has a run of steps, which may begin and end within a tile, and the last to arrive adds
-a tile's sums.
-"""
+Where each tile has equally many programs, they exchange their sums through a workspace. Each adds
+the sums of some rows of x, in order, and stores them. Otherwise programs share all tiles' inputs
+evenly (stream-K): each has a run of steps, which may begin and end within a tile. The last program
+to arrive adds a tile's sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -109,7 +108,7 @@ def _parts(tiles, tile, BITS: gl.constexpr):
 
 @gluon.jit
 def _keep_order():
-    """Does nothing, in what looks like a loop: the assembler moves no arithmetic across loops."""
+    """Does nothing, but looks like a loop: the assembler moves no arithmetic across loops."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred again;
@@ -173,7 +172,7 @@ def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr, BITS: gl.cons
 
 @gluon.jit
 def _owner(position, total, programs):
-    """Returns the program whose run has a position."""
+    """Returns the program whose run contains a position."""
     return (((position + 1).to(gl.int64) * programs - 1) // total).to(gl.int32)
 
 
@@ -257,7 +256,7 @@ def _produce(
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BITS: gl.constexpr,
     GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's steps take, as soon as there is room."""
+    """Copies the operands of the program's steps as soon as the ring has room."""
     BYTES: gl.constexpr = BN * step_inputs(BITS) * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = begin_of(gl.program_id(0), total, programs)
@@ -304,8 +303,9 @@ def _at(ptr, slot, BN: gl.constexpr):
 
 @gluon.jit
 def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
-    """Returns a warpgroup's sums, zeros unless `wanted`. Reads past L1, which does not see what
-    other programs wrote."""
+    """Returns a warpgroup's sums, or zeros unless `wanted`.
+
+    The load bypasses L1, which does not see other programs' writes."""
     return gl.load(_at(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
 
 
@@ -314,8 +314,9 @@ def reduce_split_k(
     sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
-    others' are not whole."""
+    """Returns a tile's sums over its programs, and whether they are complete.
+
+    Only the last program to arrive has the complete sums."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first = _owner(tile * chunks, total, programs)
@@ -471,7 +472,6 @@ def _numbers(
     scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout(BITS)))
     zero = gl.full([ROWS, 4], 1 << BITS - 1, gl.uint8, gl.SliceLayout(2, _part_layout(BITS)))
     if GROUP > 0:
-        # Of a step of 256 inputs, two threads have the first half.
         chunk = 2 * step + threads // 2 if BITS == 4 else step + threads * 0
         group = gl.minimum(chunk // GROUP, groups - 1)
         at = rows[:, None] * stride + group[None, :]
@@ -483,8 +483,8 @@ def _numbers(
 
 @gluon.jit
 def _constants(numbers, dtype: gl.constexpr, FACTOR: gl.constexpr):
-    """Returns what `INSTRUCTIONS` of `hopper_gemm.py` take: factors of places that are even and
-    odd, and zeros. FACTOR: of scales."""
+    """Returns the operands of `INSTRUCTIONS` of `hopper_gemm.py`: factors for even and odd places,
+    and zeros. FACTOR multiplies the scales."""
     scale, zero = numbers
     s0 = (scale.to(gl.float32) * FACTOR).to(dtype)
     if dtype == gl.bfloat16:
@@ -592,11 +592,16 @@ def multiply_steps(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight rows for
-    each of CONSUMERS warpgroups, and BN rows of x. GROUP: a group's inputs / 128; 0: each output
-    has one scale, if SCALED. total: steps of all tiles. TOGETHER: programs of each tile; 1: they
-    share all tiles evenly. w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8,
-    words]."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
+
+    A tile is ROWS weight rows for each of CONSUMERS warpgroups, by BN rows of x.
+
+    Args:
+        w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8, words].
+        total: steps of all tiles.
+        GROUP: a group's inputs / 128; 0: each output has one scale, if SCALED.
+        TOGETHER: programs of each tile; 1: programs share all tiles evenly.
+    """
     x_tiles = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * parts_of(BITS), BN, PART], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -631,7 +636,6 @@ def multiply_steps(
         CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
         TOGETHER, PDL, 2,
     )  # fmt: skip
-    # What the copying warp does not need of the registers goes to the others.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -1,12 +1,11 @@
-"""The kernel of `hopper_narrow.py`: few rows of x times weights of 16 bits by TMA and wgmma, whose
-left operand the weights are.
+"""Products of 17 to 32 rows and weights of 16 bits by TMA and wgmma, on Hopper cards.
 
-A tile is 64 weight rows by BN rows of x. One warp copies weights and inputs by TMA to a ring in
-shared memory, ahead of the warpgroup that multiplies.
+A tile is 64 weight rows, the left operand, by BN rows of x. One warp copies weights and inputs by
+TMA to a ring in shared memory, ahead of the warpgroup that multiplies.
 
-Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
-tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
-"""
+Programs share all tiles' inputs evenly (stream-K): each has a run of chunks, which may begin and
+end within a tile. A workspace collects the sums of a tile's programs. The last to arrive adds them
+in order."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def _begin(program, total, programs):
 
 @gluon.jit
 def _owner(position, total, programs):
-    """Returns the program whose run has a position."""
+    """Returns the program whose run contains a position."""
     return ((position + 1) * programs - 1) // total
 
 
@@ -74,7 +73,7 @@ def _produce(
     x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total,
     BN: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's chunks take, as soon as there is room."""
+    """Copies the operands of the program's chunks as soon as the ring has room."""
     X_BYTES: gl.constexpr = BN * INPUTS * 2
     BYTES: gl.constexpr = X_BYTES + ROWS * INPUTS * 2
     programs = gl.num_programs(0)
@@ -120,7 +119,8 @@ def _square(flat, BN: gl.constexpr):
 
 @gluon.jit
 def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
-    """Returns where a program's sums of a tile go: of its first, or of that behind it."""
+    """Returns the address of a program's sums of a tile: its first tile's, or with `behind` its
+    next one's."""
     slot = 2 * program + behind
     rows = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
@@ -149,8 +149,6 @@ def _meet(
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = (_begin(first, total, programs) // chunks != tile).to(gl.int32)
-            # Reads past L1, which does not see what other programs wrote. As many at a time as
-            # registers hold: a load takes longer than all sums.
             flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
             STEP: gl.constexpr = 2 * SIZE
             last = first + count
@@ -263,7 +261,6 @@ def narrow_kernel(
     copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total)
     multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
     copying: gl.constexpr = (BN, STAGES, PDL)
-    # What the copying warp does not need of the registers goes to the others.
     gl.warp_specialize(
         [(_consume, joined(work, multiplying)), (_produce, joined(copies, copying))], [1], [24]
     )
@@ -287,8 +284,10 @@ FEWEST, MOST = 17, 32
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: 17 to 32 rows, weights of x's 16 bits, in rows that TMA
-    takes, a residual and no norm or activation, and so few outputs that programs share tiles."""
+    """Whether the kernel serves a layer.
+
+    It serves 17 to 32 rows and weights of x's 16 bits, in rows that TMA takes. The layer has a
+    residual and no norm or activation, and so few outputs that programs share tiles."""
     x, values = args.x, args.weight.values
     if not FEWEST <= len(x) <= MOST or args.norm is not None or args.act is not None:
         return False
@@ -317,10 +316,12 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def narrow(args: LinearArgs, out: Tensor, parts: int, counters: Tensor, *, pdl: bool) -> Launch:
-    """`args`, which have a residual, but neither norm nor activation, into `out` [M, N].
+    """Writes the layer `args`, with a residual and without norm and activation, to `out` [M, N].
 
-    parts: programs that share a tile. counters: int32, zero between kernels, one for each
-    program."""
+    Args:
+        parts: programs that share a tile.
+        counters: int32, one for each program, zero between kernels.
+    """
     x, values, res = args.x, args.weight.values, args.residual
     if res is None:
         raise ConfigError("the kernel adds a residual", "residual")

@@ -21,8 +21,13 @@ import triton
 def graph_us(
     calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
 ) -> float:
-    """Returns the µs per call of a graph of `calls`, replayed for about a millisecond, the best of
-    three. us_guess: about what a call takes. stream: where it is captured."""
+    """Returns the µs per call of a CUDA graph of `calls`: best of three replays of about a
+    millisecond.
+
+    Args:
+        us_guess: rough estimate of the µs of a call.
+        stream: stream of the capture.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
@@ -49,17 +54,14 @@ def graph_us(
     return best / len(calls)
 
 
-# Files of what was measured on a card, in the user's cache directory.
-
-
 def slug(card: str) -> str:
     """Returns the name of a card as part of a file's name, e.g. "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 def table_path(kind: str, card: str, *more: str) -> Path:
-    """Returns the path of this user's table of a kind for a card, this Triton, and what else it
-    depends on."""
+    """Returns the path of this user's table of a kind, for a card, this Triton, and the further
+    parts of its key."""
     root = os.environ.get("QUIRE_CACHE_DIR")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     name = "-".join([slug(card), f"triton{triton.__version__}", *more])
@@ -79,8 +81,8 @@ def write_whole(path: Path, text: str) -> None:
 
 
 TIMED_FOLDERS = ("products", "experts")
-"""Folders of `quire.ops.triton` whose kernels and planners a table's times depend on. The files
-beside them (launch, norm, activation, ...) are shared by their kernels and count as well."""
+"""Folders of `quire.ops.triton` whose kernels and planners a table's times depend on. Their kernels
+share the files directly in that package (launch, norm, activation, ...), which count as well."""
 
 
 def hash_sources(package: Traversable) -> str:
