@@ -1,4 +1,4 @@
-"""What measured plans are keyed by, and the tables that ship with the engine. No kernel runs."""
+"""The key of measured plans, and the tables that ship with the engine. No kernel runs."""
 
 from __future__ import annotations
 

@@ -13,24 +13,25 @@ import torch
 from torch import Tensor
 
 HEAD = 2
-"""Words of a table's line before those of its projections."""
+"""Words of a table's line before the words of its projections."""
 WORDS = 4
 """Words of a table's line for each projection."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotWeights:
-    """One linear layer's adapters in every slot.
+    """One linear layer's adapters in every slot. A is [rows, inputs]; B is [outputs, rank rounded
+    up to a multiple of 8].
 
-    memory: [slots, elements], all of a slot's A and B of all layers, in the model's dtype.
-    table: int32 [slots, 2 + 4 * projections], strided. A line says where the layer's A begins in
-        its slot and how many rows it has, the projections' own one after the other (no rows: the
-        slot has nothing for this layer). Then for each projection: where its B begins, its rank,
-        the first of its rows of A, and the bits of its scale, a float32.
-    sizes: outputs of each projection on this rank. inputs: those of the layer on this rank.
-    rank: the largest rank that a slot has room for.
-
-    A is [rows, inputs]; B is [outputs, the rank rounded up to a multiple of 8].
+    Attributes:
+        memory: [slots, elements], A and B of all layers of a slot, in the model's dtype.
+        table: int32 [slots, 2 + 4 * projections], strided. A line begins with the layer's place of
+            A in its slot and its rows of A, 0 if the slot has no adapter for this layer. A has the
+            projections' rows one after the other. Then for each projection: its place of B, its
+            rank, its first row of A, and the bits of its scale, a float32.
+        sizes: outputs of each projection on this rank.
+        inputs: inputs of the layer on this rank.
+        rank: the largest rank that a slot has room for.
     """
 
     memory: Tensor
@@ -46,14 +47,17 @@ class SlotWeights:
 
 
 class AdapterRows(NamedTuple):
-    """The tokens of a step that use adapters.
+    """The tokens of a step that use adapters. The twins read `slots` only, and leave the others
+    empty.
 
-    slots: int32 [T], each token's slot, -1 for none.
-    order: int32 [T], the tokens of slot 0, then those of slot 1, and so on; the rest is undefined.
-    tiles: int32 [most, 4], (slot, first place in `order`, tokens) of runs of at most `tile` tokens
-        of one slot; the last column lists the slots, each once. num_tiles: int32 [2], how many runs
-        and how many slots there are.
-    The twins read `slots` only, and leave the others empty.
+    Attributes:
+        slots: int32 [T], each token's slot, -1 for none.
+        order: int32 [T], the tokens of slot 0, then the tokens of slot 1, and so on; the rest is
+            undefined.
+        tiles: int32 [most, 4], (slot, first place in `order`, tokens) of runs of at most `tile`
+            tokens of one slot. The last column lists the slots, each once.
+        num_tiles: int32 [2], the number of runs and the number of slots.
+        tile: the most tokens of a run.
     """
 
     slots: Tensor

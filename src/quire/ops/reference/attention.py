@@ -19,8 +19,10 @@ def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
     """Returns exp(scores) / (exp(sink) + the sum of exp(scores)) over the last axis (Xiao et al.
     2023; learned, as in gpt-oss).
 
-    scores: [P, Hkv, M, context], M being the query heads of a KV head, each with as many queries.
-    sinks: [Hq].
+    Args:
+        scores: [P, Hkv, M, context]; M counts the query heads of a KV head, each with equally many
+            queries.
+        sinks: [Hq].
     """
     own = sinks.to(scores.dtype).view(1, scores.shape[1], -1)
     own = own.repeat_interleave(scores.shape[2] // own.shape[2], 2)
@@ -31,9 +33,10 @@ def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
 # Attention over the paged cache, by gathering blocks and masking.
 
 _TILE = 256
-"""Most queries of one piece: bounds the mask, and skips most of what causality hides."""
+"""Most queries of one piece. The bound limits the mask, and skips most pairs that causality hides.
+"""
 _BATCHED = 16
-"""Pieces of at most so many queries share a bucket."""
+"""Most queries of pieces that share a bucket."""
 _BUCKET_BYTES = 4 << 20
 """Most bytes of keys that a bucket of several pieces gathers, to stay in the CPU's cache."""
 
@@ -52,9 +55,14 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """pieces: P. tokens: the [P * queries] tokens, as a slice where they lie together. blocks:
-    int64 [P * Hkv * n], rows of `head_rows` of either cache. mask: 0 or -inf, [P, 1, queries, n *
-    BS]."""
+    """Pieces of rows that are computed together.
+
+    Attributes:
+        pieces: P, the number of pieces.
+        tokens: indices [P * queries] of the tokens, or a slice if they are contiguous.
+        blocks: int64 [P * Hkv * n], rows of `head_rows` of either cache.
+        mask: 0 or -inf, [P, 1, queries, n * BS].
+    """
 
     pieces: int
     queries: int
@@ -76,12 +84,16 @@ def attention_schedule(
     max_q_len: int,
     window: int | None = None,
 ) -> Any:
-    """Returns how the work of `paged_attention` on a step's rows is shared out.
+    """Returns a schedule of `paged_attention` for a step's rows.
 
-    The result serves all layers with these shapes and this window, in their `scratch` under
-    "schedule". heads, kv_heads: of this rank. dtype: of the queries. tokens: places for them. The
-    other arguments are those of `paged_attention`. Here it is None: the work is shared out by
-    `q_lens`, on the host, in the first layer.
+    It serves all layers with these shapes and this window, in their `scratch` under "schedule". The
+    twin returns None: its first layer splits the work by `q_lens`, on the host.
+
+    Args:
+        heads, kv_heads: heads of this rank.
+        dtype: dtype of the queries.
+        tokens: places for tokens.
+        query_start, seq_lens, head_dim, kv_format, max_q_len, window: see `paged_attention`.
     """
     return None
 
@@ -104,15 +116,18 @@ def paged_attention(
 ) -> Tensor:
     """Computes causal attention of each row's last tokens over the row's cached context.
 
-    q: [T, Hq, D]; row r's tokens start at query_start[r] and are the last q_lens[r] of its
-        seq_lens[r] positions, whose k and v are in the cache already.
-    kv: what is stored; all values finite, written or not.
-    block_table: int32 [R, max_blocks].
-    q_lens, max_q_len, max_seq_len: host-known lengths of the rows and upper bounds.
-    window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
-    softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
-    sinks: [Hq], a score of each head that joins the softmax and has no value.
     Returns [T, Hq, D]; undefined for padding tokens.
+
+    Args:
+        q: [T, Hq, D]. Row r's tokens start at query_start[r]. They are the last q_lens[r] of its
+            seq_lens[r] positions, and their k and v are in the cache already.
+        kv: stored keys and values; all values are finite, written or not.
+        block_table: int32 [R, max_blocks].
+        q_lens: lengths of the rows, known to the host.
+        max_q_len, max_seq_len: upper bounds.
+        window: a token sees itself and the window - 1 tokens before it (Beltagy et al. 2020).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
+        sinks: [Hq], a score of each head that joins the softmax and has no value.
     """
     scratch = {} if scratch is None else scratch
     key = ("attention", block_table.data_ptr(), kv.k.shape, kv.k.stride(0), window, q.dtype)

@@ -18,7 +18,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns the weights as [outputs, inputs] in `dtype`; without scales, those are 1."""
+    """Returns the weights as [outputs, inputs] in `dtype`; absent scales count as 1."""
     kind = weight.format
     plain = kind.values == torch.int8 and not (kind.group or kind.zeros)
     if plain and weight.scales is not None and dtype is not torch.float64:
@@ -49,8 +49,13 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight, plain: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
-    """Returns x @ weightᵀ, [T, outputs]: x rounded as the format says, the scales applied to the
-    products where outputs have one each. plain: the product with weights as they are."""
+    """Returns x @ weightᵀ, [T, outputs], with x rounded as the format says.
+
+    Scales apply to the products if each output has one.
+
+    Args:
+        plain: computes the product with weights without scales.
+    """
     x = round_inputs(x, weight)
     if weight.prepacked is not None:
         out: Tensor = weight.prepacked.product(x)
@@ -69,8 +74,11 @@ def _each(x: Tensor, groups: Tensor | None) -> Tensor:
 
 
 def row_scales(x: Tensor, values: torch.dtype) -> Tensor:
-    """Returns fp32 [rows, 1]: what makes the largest number of a row that of the dtype `values`.
-    A row of zeros has the scale 1, one that is not finite a scale that is not."""
+    """Returns fp32 [rows, 1], scales that map each row's largest number to the largest of the dtype
+    `values`.
+
+    A row of zeros has the scale 1; a row with a NaN or an infinity has a scale that is not finite.
+    """
     top = x.abs().amax(1, keepdim=True).float()
     return torch.where(top == 0, 1.0, top / LARGEST[values])
 

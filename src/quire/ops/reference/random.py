@@ -1,8 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, sample index, position, draw).
 
-Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), so that the
-same seed gives the same tokens whatever else is in the batch, on any device, after any preemption.
-"""
+The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
+The same seed gives the same tokens in any batch, on any device, after any preemption."""
 
 from __future__ import annotations
 
@@ -45,10 +44,13 @@ def philox(
 def gumbel(
     seed: Tensor, sample_index: Tensor, position: Tensor, vocab_size: int, draw: int = SAMPLE
 ) -> Tensor:
-    """Standard Gumbel noise, float32 [N, vocab_size].
+    """Returns standard Gumbel noise, float32 [N, vocab_size].
 
-    seed: int32 [N, 2], low and high word. sample_index, position: int32 [N]. Entry v of a row comes
-    from word v % 4 of the counter (v // 4, position, sample index, draw).
+    Entry v of a row comes from word v % 4 of the counter (v // 4, position, sample index, draw).
+
+    Args:
+        seed: int32 [N, 2], low and high word.
+        sample_index, position: int32 [N].
     """
     quads = torch.arange(-(-vocab_size // 4), device=seed.device).unsqueeze(0)
     words = _words(seed, sample_index, position, quads, draw)
@@ -74,7 +76,5 @@ def _words(
 
 def _noise(words: Tensor) -> Tensor:
     """Returns the noise of int64 words, which are overwritten."""
-    # 23 bits and a half: strictly between 0 and 1, and exact in float32. With one bit more the
-    # largest word would round to 1, whose noise is infinite.
     uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -37,8 +37,9 @@ def linear(
     norm: RmsScale | None = None,
     act: Activation | None = None,
 ) -> Tensor:
-    """See `ops.linear`. Weights of a format that no kernel loads, and those of many rows, are
-    dequantized as a whole first."""
+    """See `ops.linear`.
+
+    It dequantizes a whole weight first if no kernel loads its format, or if there are many rows."""
     policy = current_policy()
     if weight.format.inputs != "none":
         if not policy.deterministic and takes(weight) and loads(weight):

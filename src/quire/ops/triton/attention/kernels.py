@@ -1,11 +1,10 @@
 """Kernels of `attention.py`: tiles of queries against a paged KV cache.
 
-A tile packs BM (token, query head) pairs that share a KV head, as flat index
-`token * GROUP + head`, so that any group size fills it: grouped decode queries meet in one matrix
-product, and prefill wastes nothing on groups that are no power of two. The online softmax is that
-of FlashAttention-2 (Dao, 2023), split-KV with a combine that of Flash-Decoding (Dao et al., 2023),
-pages are those of PagedAttention (Kwon et al., 2023).
-"""
+A tile packs BM (token, query head) pairs that share a KV head, as flat index `token * GROUP +
+head`, so that any group size fills it. Grouped decode queries share one matrix product, and prefill
+wastes no rows on groups that are not a power of two. The online softmax follows FlashAttention-2
+(Dao, 2023), split-KV with a combine step Flash-Decoding (Dao et al., 2023), and pages
+PagedAttention (Kwon et al., 2023)."""
 
 import triton
 import triton.language as tl
@@ -21,9 +20,10 @@ SCALES = ["k_scale_ptr", "v_scale_ptr"]
 
 @triton.jit
 def row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
-    """The row that owns a tile, and the row's first tile. Row r starts at tile
-    `query_start[r] * GROUP // BM + r`: at least as many tiles apart as the rows need, so the grid's
-    size follows from the token and row buckets alone."""
+    """Returns the row that owns a tile, and the row's first tile.
+
+    Row r starts at tile `query_start[r] * GROUP // BM + r`. Rows are then at least as many tiles
+    apart as they need, so the grid's size follows from the token and row buckets alone."""
     row = -1
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = start + tl.arange(0, ROWS_AT_ONCE)
@@ -80,9 +80,10 @@ def attend_short(
     PACKED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
-    positions, see `attention_schedule`. PARTS: a row may have several; see `combine`."""
-    # What KV is counted in: values, or pairs of them.
+    """Attends for rows whose queries fit one tile.
+
+    Grid: (KV heads, items). An item is a range of a row's KV positions, see `attention_schedule`.
+    PARTS: a row may have several items; see `combine`."""
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -105,7 +106,6 @@ def attend_short(
     table_ptr += row.to(tl.int64) * table_stride
     if PDL:
         if PREFETCH and (row >= 0) & (start < first):
-            # What earlier steps stored does not wait for this one.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
@@ -140,7 +140,6 @@ def attend_short(
     if PARTS:
         lse = peak + tl.log2(total)
         tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, HEAD_DIM, D_PAD, BM)
-        # What has several parts is not written here.
         q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
         out_ptr, result, head, 0, q_start, q_len, out_stride_t, out_stride_h,
@@ -221,7 +220,6 @@ def attend_long(
     """Rows of at least SHORTEST queries. Grid (KV heads, tiles); with PARTS (KV heads, items), an
     item being a part of a tile's KV, see `LongSchedule` and `combine`. ONE_LOOP: every KV tile
     takes the masked road; a query's rounding then does not depend on its neighbours in the tile."""
-    # What KV is counted in: values, or pairs of them.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -275,7 +273,6 @@ def attend_long(
         if PARTS:
             alone = parts == 1
         peak, total = tiles.with_sinks(peak, total, sinks_ptr, head, local, alone, GROUP, BM)
-    # Tiles that every query sees whole, between those that must be masked.
     whole_from = lo
     whole_to = lo
     if not ONE_LOOP:

@@ -51,12 +51,15 @@ def attend_range(
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over KV tiles [start, end). Only MASKED tiles check positions: causality
-    (`limit` is each query's position) and the window; what lies outside [begin, end) belongs to
-    none of the queries, may not be stored (any more), and is not read.
-    `peak` and `total` are the running maximum (in log2 units) and sum. 8-bit KV is read as pairs
-    of values (see `kv8.py`): HEAD_DIM, D_PAD and strides count those, `q` and `acc` are two tensors
-    each, of the even and of the odd dimensions. OWN_SCALES: each token has its own."""
+    """Online softmax over KV tiles [start, end).
+
+    Only MASKED tiles check positions: causality (`limit` is each query's position) and the window.
+    Positions outside [begin, end) are not read: no query sees them, and they may not be stored.
+    `peak` and `total` are the running maximum (in log2 units) and sum.
+
+    8-bit KV is read as pairs of values (see `kv8.py`). HEAD_DIM, D_PAD and strides count pairs. `q`
+    and `acc` are then two tensors each, of the even and of the odd dimensions. OWN_SCALES: each
+    token has its own scale."""
     dims = tl.arange(0, D_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
@@ -65,8 +68,6 @@ def attend_range(
     )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        # From strides of their own, though equal: shared offsets would be kept in registers from
-        # K's loads to V's, and a fourth fewer programs would run at once.
         k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
         v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
         scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
@@ -133,8 +134,10 @@ def load_queries(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
     UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a row's tile [BM, D_PAD], in two where KV is in 8 bits, and their positions
-    [BM], -1 for what is none. The row's first query stands at position `first`."""
+    """Returns the queries of a row's tile [BM, D_PAD], and their positions [BM], -1 past the row's
+    end.
+
+    With 8-bit KV the queries are two tensors. The row's first query stands at position `first`."""
     tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
@@ -167,8 +170,10 @@ def init_accumulators(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr)
 def with_sinks(
     peak, total, sinks_ptr, head, local, alone, GROUP: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """Returns the initial state, peak and total, of queries whose heads have sinks. alone: whether
-    there are no other parts of their KV; the sinks of those that have some are for `combine`."""
+    """Returns the initial peak and total of queries whose heads have sinks.
+
+    Only tiles that are `alone` start from the sinks. If their KV has several parts, `combine` adds
+    the sinks."""
     flat = local * BM + tl.arange(0, BM)
     sinks = sink(sinks_ptr, head * GROUP + flat % GROUP)
     return tl.where(alone, sinks, peak), tl.where(alone, 1.0, total)
@@ -212,9 +217,10 @@ def store_part(
     partial_ptr, lse_ptr, result, lse, limit, parts,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part that `combine` adds up, in grid (KV heads, items): if there are several parts,
-    the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing
-    for some: zeros, and -inf."""
+    """Stores a part that `combine` adds up, in grid (KV heads, items), if there are several parts.
+
+    It stores the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A query that
+    sees no KV of the part gets zeros and -inf."""
     dims = tl.arange(0, D_PAD)
     place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
     at = place + tl.arange(0, BM)

@@ -15,11 +15,11 @@ from quire.ops.triton.products.quantized_tiles import Operands
 from quire.ops.weight import Weight, WeightFormat
 
 _MOST_BYTES = 46 << 10
-"""Bytes of shared memory that a program may have beside what Triton takes."""
+"""Bytes of shared memory that a program may use in addition to Triton's own."""
 
 
 def kind_of(format: WeightFormat) -> str | None:
-    """Returns which instructions multiply weights of a format; None: none do."""
+    """Returns the kind of instructions that multiply weights of a format, or None."""
     if format.scales is None or format.ordered:
         return None
     if format.code == "e2m1":
@@ -54,7 +54,7 @@ def has_instructions(format: WeightFormat, card: DeviceTraits) -> bool:
 
 
 def _shared_bytes(warps: int, total: int) -> int:
-    """Returns the bytes of a program whose warps have `total` pieces each."""
+    """Returns the bytes of shared memory of a program whose warps have `total` pieces each."""
     return warps * (total * 2 * PART_BYTES + 32 + 256)
 
 

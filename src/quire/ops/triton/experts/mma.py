@@ -1,4 +1,4 @@
-"""Launches of experts' products on tensor cores, which multiply what registers unpack."""
+"""Launches of experts' products on tensor cores, with weights unpacked in registers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def aligned(x: Tensor) -> bool:
 
 
 def _known(own: Operands, weight: Weight, x: Tensor) -> dict[str, Any]:
-    """Returns what is known of a weight at compile time."""
+    """Returns the compile-time constants of a weight."""
     format = weight.format
     bits = own.bits or 8
     return {

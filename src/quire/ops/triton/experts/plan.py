@@ -21,8 +21,14 @@ GEMV_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of bm tokens, bn outputs (gated: as many gates, and as many ups) and bk inputs. swap:
-    weights are the left operand, which fills a Hopper warpgroup's 64 rows with them."""
+    """A tile of `grouped_kernel`, or of a GEMV.
+
+    Attributes:
+        bm: tokens.
+        bn: outputs; gated tiles have as many gates and as many ups.
+        bk: inputs.
+        swap: weights are the left operand, and fill the 64 rows of a Hopper warpgroup.
+    """
 
     bm: int
     bn: int
@@ -34,9 +40,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """A tile of `rows` times 16 weight rows (gated: 8 gates and their ups) and `columns` times 8
-    tokens. chunks: of 64 bytes of a row that each of its warps has under way. early: inputs are
-    asked for with the weights that they multiply, not when those have come."""
+    """A tile of `mma_kernels.py`.
+
+    Attributes:
+        rows: times 16 weight rows; a gated 16 are 8 gates and their ups.
+        columns: times 8 tokens.
+        chunks: chunks of 64 bytes of a row that each warp has in flight.
+        early: inputs are requested together with their weights, not after the weights have arrived.
+    """
 
     rows: int
     columns: int
@@ -82,10 +93,14 @@ AnyTile = Tile | MmaTile | IntegerTile | RingTile
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
-    tokens in the order of experts. up, down: the tiles of the two products; a grouped plan has
-    equal `bm` in both, and both or none are `RingTile`. expand: weights become numbers of x's dtype
-    first, all experts'."""
+    """One way to run a layer's experts.
+
+    Attributes:
+        kernel: "gemv" for each token by itself, "grouped" for tokens in the order of experts.
+        up, down: tiles of the two products. A grouped plan has equal `bm` in both, and either both
+            are `RingTile` or neither is.
+        expand: all experts' weights are first widened to x's dtype.
+    """
 
     kernel: Literal["gemv", "grouped"]
     up: AnyTile
@@ -94,12 +109,20 @@ class ExpertsPlan:
 
 
 class ExpertsShape(NamedTuple):
-    """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
-    weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
-    floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
-    they become, on this card. shared: bytes of shared memory that a program may use. format: the
-    key of the weights' format, "" where only rules choose. counts: whether `experts_integer` takes
-    the weights, on this card."""
+    """The shape that the choice of a plan depends on.
+
+    Attributes:
+        experts: experts of all ranks.
+        dtype: dtype of x.
+        bits: bits of a stored weight.
+        mma: `mma` takes the weights on this card.
+        expand: see `expands`.
+        floats: weights are stored as floats.
+        ring: `hopper_experts` takes the weights, or their expansion, on this card.
+        shared: bytes of shared memory that a program may use.
+        format: key of the weights' format; "" if only rules choose.
+        counts: `integer` takes the weights on this card.
+    """
 
     tokens: int
     experts: int
@@ -118,7 +141,7 @@ class ExpertsShape(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Tokens of an expert, if they are spread evenly over those that get any."""
+        """Mean number of tokens of the experts that get any, if routing is even."""
         taken = self.experts * (1 - (1 - 1 / self.experts) ** (self.tokens * self.top_k))
         return self.tokens * self.top_k / max(taken, 1.0)
 
@@ -130,9 +153,9 @@ def bits_of(format: WeightFormat) -> int:
 PIECE = 256
 """Inputs that a warp of an `IntegerTile` asks for at once."""
 _SMALL_GRID = 128
-"""Programs of which a card runs all at once, with 16 warps each."""
+"""Programs that a card runs all at once, with 16 warps each."""
 _WHOLE_CARD = 1024
-"""Programs of which a card runs all at once, with 2 warps each that have 4 chunks under way."""
+"""Programs that a card runs all at once, with 2 warps each that have 4 chunks in flight."""
 _ENOUGH = 6000
 """Programs of one warp that keep a card busy to their end."""
 _SHORT_ROW = 8 * CHUNK_WORDS * 32
@@ -177,7 +200,6 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
     if shape.bits >= 16 or shape.expand:
-        # What goes from L2 to a multiprocessor bounds them: the larger the tile, the less it is.
         bm, stages = (128, 4) if roomy else (64, 3)
         up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
@@ -186,7 +208,7 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 
 
 def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
-    """Tiles of both products, whose warps have all of their pieces under way if registers allow."""
+    """Returns tiles of both products; a warp has all its pieces in flight if registers allow."""
     up = -(-shape.hidden // PIECE)
     most = 3 if shape.bits < 8 else 2
     warps = min(16, 1 << ((up - 1) // most).bit_length())
@@ -256,8 +278,6 @@ def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)
 
 
-# The choice of tiles for experts: what was measured on this card, or the rules of `experts_plan`.
-
 RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 """The most tokens of each range that has plans of its own. Beyond the last, rules choose."""
 Entries = dict[str, ExpertsPlan]
@@ -270,13 +290,14 @@ _measured: Entries = {}
 
 
 def range_of(tokens: int) -> int | None:
-    """Returns the most tokens of the range that holds so many; None: there is none."""
+    """Returns the upper end of the range that contains a number of tokens, or None."""
     return next((most for most in RANGES if tokens <= most), None)
 
 
 def key_of(shape: ExpertsShape) -> str:
-    """E.g. "bfloat16/t64/e128/k8/h2048/w768/uint4-g128"; t is its range's. What a shape says of the
-    kernels that take it goes behind."""
+    """Returns the key of a shape, such as "bfloat16/t64/e128/k8/h2048/w768/uint4-g128".
+
+    t is its range's upper end. The kernels that take the shape follow at the end."""
     dtype = str(shape.dtype).removeprefix("torch.")
     parts = [dtype, f"t{range_of(shape.tokens)}", f"e{shape.experts}", f"k{shape.top_k}"]
     parts += [f"h{shape.hidden}", f"w{shape.width}", shape.format]
@@ -289,13 +310,13 @@ def key_of(shape: ExpertsShape) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def chosen_plan(shape: ExpertsShape) -> ExpertsPlan:
-    """Returns the plan of a shape: what was measured for its range, or the rules'."""
+    """Returns the measured plan of a shape's range, or the rules' plan."""
     found = _measured.get(key_of(shape)) if shape.format else None
     return found or plan_for(shape)
 
 
 def use(entries: Mapping[str, ExpertsPlan]) -> None:
-    """Lets this process choose what was measured, beside what it chooses already."""
+    """Adds measured plans to the choices of this process."""
     _measured.update(entries)
     chosen_plan.cache_clear()
 
@@ -308,8 +329,11 @@ def dumps(entries: Mapping[str, ExpertsPlan]) -> str:
 
 
 def loads(text: str) -> Entries:
-    """Returns plans from JSON. Raises ValueError, KeyError or TypeError on anything but what
-    `dumps` writes."""
+    """Returns plans from JSON that `dumps` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError: the text is something else.
+    """
     return {key: _from_json(plan) for key, plan in dict(json.loads(text)["entries"]).items()}
 
 
@@ -342,7 +366,7 @@ def cache_path(card: str) -> Path:
 
 
 def read(card: str) -> Entries:
-    """Returns what was measured on a card before; nothing where no file says so."""
+    """Returns the stored measurements of a card; an empty dict without a valid file."""
     try:
         return loads(cache_path(card).read_text())
     except (OSError, ValueError, KeyError, TypeError):
@@ -350,7 +374,7 @@ def read(card: str) -> Entries:
 
 
 def store(card: str, entries: Mapping[str, ExpertsPlan]) -> Path:
-    """Keeps measurements beside those of other models.
+    """Adds measurements to the file of a card, and returns its path.
 
     Raises:
         OSError: the cache directory cannot be written to.

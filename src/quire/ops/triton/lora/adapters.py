@@ -83,7 +83,7 @@ def _token_slots(
 def _group_tokens(
     slots_ptr, order_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Writes the tokens of one slot behind those of all slots before it, and their number. Grid
+    """Writes the tokens of one slot after the tokens of all earlier slots, and their number. Grid:
     (slots)."""
     slot = tl.program_id(0)
     if PDL:
@@ -174,10 +174,11 @@ def _adapt(
     WIDTH: tl.constexpr, FIXED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     NORM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds B times `shrink` of x to tiles of `out`: both in one kernel, whose first `workers`
-    programs shrink, or one of them. blocks: int32 [num_blocks, 4], runs of at most BN outputs of
-    one projection: its place, the first output in the projection, the first in the layer, how
-    many. EVEN_N: all are of BN outputs."""
+    """Adds B times `shrink` of x to tiles of `out`, in one kernel or in one for each of the two.
+
+    In one kernel, the first `workers` programs shrink. `blocks_ptr` is int32 [num_blocks, 4], runs
+    of at most BN outputs of one projection: its place, the first output in the projection, the
+    first in the layer, and their number. EVEN_N: all runs have BN outputs."""
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -275,10 +276,11 @@ def counters_of(device: torch.device) -> Counters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """Sizes of tiles of A and B, and buffers, of a layer's kernel.
+    """Tile sizes of A and B, and buffers, of a layer's kernel.
 
-    width: columns of a projection in `inner` [T, projections * width]. br, bk: of a tile of A, rows
-    and inputs.
+    Attributes:
+        width: columns of a projection in `inner` [T, projections * width].
+        br, bk: rows and inputs of a tile of A.
     """
 
     width: int

@@ -13,8 +13,9 @@ WORD = 8
 
 _CHUNK = 4096
 _PROGRAMS = 32
-"""Enough to keep a host link busy, and few enough to leave the device to the model: one megabyte
-is on its way at any time, several times what a link of 55 GB/s and 2 us holds."""
+"""Programs of a copy: enough to keep a host link busy, and few enough to leave the device to the
+model. One megabyte is in flight at any time, several times the capacity of a link of 55 GB/s and 2
+us."""
 
 
 # One compilation for all counts and sizes: a new one in mid-service would hold up a step.

@@ -1,8 +1,8 @@
 """Kernels of `sampling.py`: one scan of the vocabulary in tiles, then one program per row.
 
-The scan leaves each tile's best perturbed logit, and for rows that truncate the maximum of every
-`SUB` entries. The k-th largest of such maxima bounds the k-th largest logit from below, so the
-second step reads only the few stretches that can matter and sorts what it finds there.
+The scan stores each tile's best perturbed logit, and for rows that truncate the maximum of every
+`SUB` entries. The k-th largest of these maxima is a lower bound of the k-th largest logit. So the
+second step reads only the few stretches that can matter, and sorts the entries that it finds there.
 """
 
 import triton
@@ -154,8 +154,10 @@ def _collect(
     logits, vocab, temperature, bound, hit, stretch, found,
     SUBS_PAD: tl.constexpr, CAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Packs a row's entries at or above `bound` into `found`, out of the stretches that were `hit`,
-    and returns how many there are; those beyond CAP are only counted."""
+    """Packs a row's entries at or above `bound` into `found`, out of the stretches `hit`, and
+    returns their number.
+
+    Entries past CAP are only counted."""
     order = tl.cumsum(hit.to(tl.int32), 0) - 1
     num_hits = tl.sum(hit.to(tl.int32), 0)
     tl.store(stretch + order, tl.arange(0, SUBS_PAD), mask=hit)
@@ -198,7 +200,8 @@ def _pick_cut(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A truncating row: collect what is likely enough, sort it, cut it, draw from what is left."""
+    """Draws a truncating row's token: collects the likely entries, sorts them, cuts them, and draws
+    from the rest."""
     subs = tl.arange(0, SUBS_PAD)
     peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
     peak = tl.max(peaks, 0)
@@ -220,7 +223,6 @@ def _pick_cut(
         kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
     mass = tl.where(kept, tl.exp(x - peak), 0.0)
     whole = tl.sum(mass, 0)
-    # What was not collected counts too, unless top-k or min-p drops it anyway.
     settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
     if not settled:
         everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
@@ -294,8 +296,10 @@ def logprob_tiles(
     logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
     logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles). Of rows that ask: the maximum of every `SUB` entries, and of each tile
-    the sum relative to its maximum and how many entries are above the row's token."""
+    """Scans the rows that ask for log-probabilities. Grid: (rows, tiles).
+
+    It stores the maximum of every `SUB` entries. For each tile it stores the sum relative to the
+    tile's maximum, and the number of entries above the row's token."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()

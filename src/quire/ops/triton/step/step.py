@@ -89,8 +89,10 @@ def _expand(
     BLOCK_TOKENS: tl.constexpr, FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + 1, chunks). Each row's chunk of tokens, table entries and logit rows; the last
-    row is the padding behind the others. FIRST: also writes what KV groups share."""
+    """Writes each row's chunk of tokens, table entries and logit rows. Grid: (rows + 1, chunks).
+
+    The last row of the grid is the padding after the others. FIRST: also write the values that KV
+    groups share."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
