@@ -1,8 +1,8 @@
-"""Low-rank adapters as the ops see them: the weights of all slots, and which tokens use which.
+"""Low-rank adapters as the ops see them: the weights of all slots, and the slots of a step's
+tokens.
 
-An adapter (LoRA, Hu et al. 2021) adds scale * B (A x) to a projection's products. Several stand in
-the device's slots at once, each with ranks of its own, and a step's tokens may use any of them.
-"""
+An adapter (LoRA, Hu et al. 2021) adds scale * B (A x) to a projection's products. Several adapters,
+of different ranks, are in the device's slots at once. A step's tokens may use any of them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class AdapterRows(NamedTuple):
 
 
 def padded_rank(rank: int) -> int:
-    """Returns the width of B of an adapter: its rows begin on multiples of 16 bytes."""
+    """Returns the width of B of an adapter; it makes B's rows begin at multiples of 16 bytes."""
     return -(-rank // 8) * 8
 
 

@@ -1,4 +1,4 @@
-"""Work beside other work: branches of a captured step."""
+"""Branches of a captured step, whose kernels overlap the main stream's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PendingTensor:
 
 @functools.cache
 def _side(index: int | None) -> torch.cuda.Stream:
-    # Its kernels are few and small: they go first where a multiprocessor comes free.
+    # Its kernels are few and small. The priority gives them the first free multiprocessors.
     return torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
 

@@ -1,9 +1,8 @@
-"""Ops: typed functions with one signature and a choice of code that computes them.
+"""Ops: typed functions with one signature and several implementations.
 
-The plain PyTorch function (the twin) states an op's signature and meaning and runs on every device.
-A backend is a module that holds functions of the same name for some of the ops. The device of the
-first argument and the policy decide which of them a call runs.
-"""
+The plain PyTorch function (the twin) defines an op's signature and meaning, and runs on every
+device. A backend is a module with functions of the same name for some of the ops. A call runs the
+implementation that the first argument's device and the policy select."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of stored keys and values: as they are, or in 8 bits with scales."""
+"""Formats of stored keys and values: the model's dtype, or 8 bits with scales."""
 
 from __future__ import annotations
 

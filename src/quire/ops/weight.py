@@ -1,4 +1,4 @@
-"""Formats of a linear layer's weights: as they are, or in few bits with scales."""
+"""Formats of a linear layer's weights: the model's dtype, or few bits with scales."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class WeightFormat:
 
     @property
     def zero(self) -> int:
-        """The value that stands for 0 where there are no zeros."""
+        """The stored value of 0 if there are no zeros."""
         return 8 if self.bits == 4 and self.code == "integer" else 0
 
     @property
@@ -103,7 +103,7 @@ class Weight:
 
     @classmethod
     def plain(cls, values: Tensor) -> Weight:
-        """Returns weights that are stored as they are, [outputs, inputs]."""
+        """Returns the weight of values [outputs, inputs] without scales."""
         return cls(WeightFormat(values.dtype), values)
 
     @classmethod

@@ -43,8 +43,14 @@ _BUCKET_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`queries` tokens of a row, from token `start` of the batch; `behind` of the row's tokens come
-    after them. `blocks`: how many cache blocks they see, at most."""
+    """A run of tokens of one row.
+
+    Attributes:
+        start: the first token's index in the batch.
+        queries: number of tokens.
+        behind: tokens of the row after them.
+        blocks: upper bound of the cache blocks that they see.
+    """
 
     row: int
     start: int
@@ -173,7 +179,7 @@ def _pieces(
 
 
 def _group(pieces: list[_Piece], block_bytes: int) -> list[list[_Piece]]:
-    """Pieces that go together: as many queries, contexts within a factor of two."""
+    """Groups pieces with equally many queries and contexts within a factor of two."""
     groups: list[list[_Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.queries, -piece.blocks)):
         if groups:
@@ -213,7 +219,7 @@ def _bucket(
     columns = first.unsqueeze(1) + torch.arange(blocks, device=device)
     table = block_table.index_select(0, rows)
     ids = table.gather(1, columns.clamp(max=table.shape[1] - 1)).long()
-    # Entries past a row's end may hold anything: keep them inside the cache, and mask them.
+    # Entries past a row's end are undefined: clamp them into the cache, and mask them.
     ids = ids.clamp(0, cache.shape[0] - 1)
     _, step = head_rows(cache)
     heads = torch.arange(cache.shape[1], device=device)
@@ -242,7 +248,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q: [P * queries, Hq, D] -> the same shape."""
+    """Returns the attention of a bucket's q [P * queries, Hq, D], in the same shape."""
     count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
@@ -274,10 +280,10 @@ def stored_values(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
+    """Returns rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
     if scale is None:
         return _gather(name, cache, rows, workspace).view(shape).to(dtype)
-    # Most caches hold keys and values as they are.
+    # Most caches hold keys and values in the model's dtype.
     from quire.ops.reference import kv8
 
     def gather(part: str, stored: Tensor) -> Tensor:
@@ -287,8 +293,9 @@ def stored_values(
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:
-    """Rows of `head_rows(cache)`, in memory that the next layer uses again: allocating megabytes
-    costs the CPU more, in page faults, than copying them."""
+    """Returns rows of `head_rows(cache)`, in memory that the next layer reuses.
+
+    Allocating megabytes costs the CPU more page faults than copying them costs time."""
     view, _ = head_rows(cache)
     size = len(rows) * view.shape[1]
     buffer = workspace.get((name, cache.dtype))
@@ -304,7 +311,7 @@ def _products(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider. q: [P, Hkv, M, D]."""
+    """Returns softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider; q is [P, Hkv, M, D]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     dtype = q.dtype

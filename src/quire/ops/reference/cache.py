@@ -62,7 +62,7 @@ def _put(
     if scale is None:
         plan.store(values, cache)
         return
-    # Most caches hold keys and values as they are.
+    # Most caches hold keys and values in the model's dtype.
     from quire.ops.reference import kv8
 
     kv8.store(plan, values, cache, scale, kv_format)
@@ -111,8 +111,8 @@ def token_rows(cache: Tensor) -> tuple[Tensor, int]:
 
 
 def head_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """Returns a view like that of `token_rows`, with one row of BS * D values per block and head:
-    row b * step + h."""
+    """Returns a view as `token_rows` does, with one row of BS * D values per block and head: row b
+    * step + h."""
     return _row_view(cache, cache.shape[2] * cache.shape[3])
 
 

@@ -116,7 +116,7 @@ def linear(
     if weight.format.scales is None and weight.prepacked is None:
         out = product(x, weight.values, bias)
     else:
-        # Most weights are stored as they are.
+        # Most weights are stored without scales.
         from quire.ops.reference import quantized
 
         out = quantized.product(x, weight, product)

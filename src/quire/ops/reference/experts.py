@@ -53,8 +53,8 @@ def choose(
     x: Tensor, scores: Tensor, routing: Routing, live: Tensor, correction: Tensor | None,
     first: int, end: int, copies: ExpertCopies | None,
 ) -> Routed:  # fmt: skip
-    """Returns the experts that follow from scores [T, experts]. end: the experts of this rank. See
-    `route`."""
+    """Returns the experts of scores [T, experts], see `route`. This rank has the experts `first` to
+    `end` - 1."""
     choice = scores if correction is None else scores + correction
     if routing.groups > 1:
         choice = choice.masked_fill(~_allowed(choice, routing), -torch.inf)

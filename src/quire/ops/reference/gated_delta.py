@@ -111,7 +111,8 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
 
 
 def _accepted(state: StateLayer, span: _Span, entry: int) -> int:
-    """Returns how many of the last row's drafts a row goes on from. entry: of `StateLayer.base`."""
+    """Returns how many of the last row's drafts were accepted. `entry` is an index of
+    `StateLayer.base`."""
     if state.base is None or not span.start:
         return 0
     return span.start - int(state.base[span.slot, entry]) // 2
@@ -195,8 +196,8 @@ def _inputs(
 def _resumed(
     state: StateLayer, span: _Span, a_log: Tensor, dt_bias: Tensor, channels: int
 ) -> Tensor:
-    """Returns the state that a row begins with: that of its slot, after the last row's drafts that
-    were accepted."""
+    """Returns the state that a row begins with: its slot's state, after the last row's accepted
+    drafts."""
     matrices = state.recurrent
     if not span.start:
         return torch.zeros_like(matrices[0])
@@ -213,7 +214,7 @@ def _resumed(
 
 
 def _step(inputs: tuple[Tensor, ...], token: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes one token. inputs: of `_inputs`. Returns [H, Dv] and the new state [H, Dk, Dv]."""
+    """Computes one token of `_inputs`; returns [H, Dv] and the new state [H, Dk, Dv]."""
     q, k, v, decay, strength = (x[token : token + 1] for x in inputs)
     out, after = recurrent(q, k, v, decay, strength, state.unsqueeze(0))
     return out[0], after[0]

@@ -1,4 +1,4 @@
-"""8-bit keys and values, as tensors: to bytes and back."""
+"""8-bit keys and values as tensors: encodes and decodes them."""
 
 from __future__ import annotations
 

@@ -102,8 +102,13 @@ def latent_schedule(
     tokens: int,
     max_q_len: int,
 ) -> Any:
-    """Returns how the work of `latent_attention` on a step's rows is shared out, as
-    `ops.attention_schedule` does. rank, width: R and R + P. Here it is None."""
+    """Returns a schedule of `latent_attention` for a step's rows, as `ops.attention_schedule` does;
+    the twin returns None.
+
+    Args:
+        rank: R.
+        width: R + P.
+    """
     return None
 
 

@@ -17,14 +17,14 @@ from quire.ops.reference.quantized import dequantize
 from quire.ops.weight import Weight
 
 _TOP = 15
-"""The power of two that a layer's largest value is brought below: one less than fp16 ends at."""
+"""Exponent of the power of two that bounds a layer's largest value: one less than fp16's."""
 _ULP = 2.0**-24
 """The distance of fp16's smallest numbers."""
 _DIGIT = 63
-"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of products of 8 bits in 16
-bits, which only products with 7 bits never leave."""
+"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of 8-bit products in 16 bits,
+which only products with 7 bits never exceed."""
 _BASE = 2 * _DIGIT + 1
-"""The worth of a digit, in digits of the place behind it."""
+"""The value of a digit, in units of the next lower digit."""
 _LEAST = 1e-30
 """The largest of a row that counts as zeros, lest its unit has no inverse."""
 _CHUNK = 256
@@ -104,6 +104,7 @@ class Integers:
         scaled = x / torch.where(unit == 0, 1.0, unit)
         first = scaled.round()
         digits = torch.cat((first, scaled.sub_(first).mul_(_BASE)))
+        # The product rounds digits as well: it adds the number that makes them positive.
         out: Tensor = _MULTIPLY(digits, 1.0, _DIGIT + 1, self.values)
         return out[: len(x)].add_(out[len(x) :], alpha=1 / _BASE).mul_(unit)
 
@@ -144,7 +145,7 @@ class FourBits:
 
 
 def prepack(weight: Weight) -> Prepacked | None:
-    """Returns the weight as it is multiplied by, None where nothing faster can hold it."""
+    """Returns the weight in a faster order, or None if no order can hold it."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return None
     kind = weight.format

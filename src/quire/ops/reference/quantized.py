@@ -22,7 +22,8 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
     kind = weight.format
     plain = kind.values == torch.int8 and not (kind.group or kind.zeros)
     if plain and weight.scales is not None and dtype is not torch.float64:
-        # In one pass: a large weight's intermediates would take more memory than itself.
+        # One pass, because a large weight's intermediates would take more memory than the
+        # weight.
         out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
         return torch.mul(weight.values, weight.scales.float(), out=out)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -91,8 +92,9 @@ def quantize_rows(x: Tensor, scales: Tensor, values: torch.dtype) -> Tensor:
 
 
 def round_inputs(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x [T, inputs] as it is after quantization to the dtype of the values, as the weight's
-    format says. A rank that holds a share of the inputs takes its own for the whole."""
+    """Returns x [T, inputs] rounded to the dtype of the values and back, by the weight's format.
+
+    A rank with a share of the inputs rounds its share as if it were the whole."""
     kind = weight.format
     values = kind.values
     if kind.inputs == "none":

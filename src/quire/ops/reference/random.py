@@ -23,8 +23,8 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words per counter. All tensors int64 that hold unsigned 32-bit words, broadcastable."""
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
-    # In place from here on: fresh memory for each of a hundred operations would cost more than they
-    # do. A word may have dirt above its 32 bits until it becomes a factor.
+    # In place from here on: fresh memory for each of a hundred operations would cost more than
+    # the operations. A word may have stray bits above its low 32 until it becomes a factor.
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
     k0, k1 = key
     spare = torch.empty_like(c0)
@@ -76,5 +76,7 @@ def _words(
 
 def _noise(words: Tensor) -> Tensor:
     """Returns the noise of int64 words, which are overwritten."""
+    # The 23 bits and a half are strictly between 0 and 1, and exact in float32. With one bit
+    # more the largest word would round to 1, and its noise would be infinite.
     uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

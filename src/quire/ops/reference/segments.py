@@ -34,8 +34,10 @@ def segment_sum(
     x: Tensor, weight: Weight, segments: int, dtype: torch.dtype, bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns x [T, inputs] @ weightᵀ + bias + residual, [T, outputs], by as many segments of the
-    inputs, of equal length; see `add_pairs`. Groups of the weight lie whole in segments."""
+    """Returns x [T, inputs] @ weightᵀ + bias + residual, [T, outputs], summed by `segments`
+    segments of equal length.
+
+    Groups of the weight do not cross segments. See `add_pairs`."""
     return add_pairs(_segments(x, weight, segments), dtype, bias, residual)
 
 

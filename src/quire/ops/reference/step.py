@@ -1,4 +1,4 @@
-"""The parts of a step around the model: rows to tokens, logits to tokens, lanes moved on.
+"""The parts of a step around the model: rows to tokens, logits to tokens, advancing lanes.
 
 A lane is a request's place in the batch state. M is the number of lanes, R of rows, T of token
 places, L of logit rows. Twins may read values of host tensors; kernels of the same names may not.
@@ -41,8 +41,7 @@ def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None
 def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
     """Copies block `src[i]` to `dst[i]`, int64 [n], in order, at most `most` at a time.
 
-    memory: [blocks, ...]. A block may be written once it was read.
-    """
+    `memory` is [blocks, ...]. A copy may overwrite a block that an earlier one has read."""
     for at in range(0, len(src), most):
         part = slice(at, at + most)
         memory.index_copy_(0, dst[part], memory.index_select(0, src[part]))
@@ -73,7 +72,7 @@ def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Draft
     inside = places.clamp(0, tokens.shape[1] - 1)
     before = column < known.unsqueeze(1)
     differs = (before & (tokens[lane.unsqueeze(1), inside] != claimed)).any(dim=1)
-    # The first place behind the text where nothing is claimed ends the drafts.
+    # The first unclaimed place after the text ends the drafts.
     gaps = torch.where(~before & (claimed < 0), column, width)
     used = torch.minimum(gaps.amin(dim=1) - known, room).clamp(min=0)
     used = torch.where((known >= 0) & (known < width) & ~differs, used, 0)
@@ -140,8 +139,9 @@ def expand_rows(
 
 
 def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
-    """Returns how many of each row's tokens are real, int64 [R]. live: int64 [R], how many it has;
-    0 of lanes that have ended."""
+    """Returns how many of each row's tokens are real, int64 [R].
+
+    `live` is int64 [R], the row's tokens, 0 for lanes that have ended."""
     if drafts is None:
         return live
     drafted = ((rows.flags & PROMPT) == 0) & (live > 1)
@@ -456,7 +456,7 @@ def _reason(
     num_stops: Tensor,
     stops: Tensor,
 ) -> Tensor:
-    """Returns why a row that has `total` tokens with this one ends, int32 [n]; 0: it goes on."""
+    """Returns why a row of `total` tokens ends with this token, int32 [n]; 0: it continues."""
     reason = (total >= max_total[lane]).int() * LENGTH
     most = int(num_stops[lane].max())
     if most:

@@ -53,7 +53,8 @@ stable yet. `hopper_common.py` contains the differences between versions."""
 
 
 def gluon_missing(version: str = triton.__version__) -> str | None:
-    """Says why a version of Triton runs no kernels in Gluon, and which do; None: it runs them."""
+    """Returns why a version of Triton runs no Gluon kernels, and which versions do; None: it runs
+    them."""
     own = tuple(int(part) for part in version.split(".")[:2])
     first, last = GLUON_VERSIONS
     if first <= own <= last:

@@ -101,5 +101,5 @@ def layer_norm(
     *,
     pdl: bool | None = None,
 ) -> Tensor:
-    """See `ops.layer_norm`. Mean and variance are fp32. weight: None stands for ones."""
+    """See `ops.layer_norm`. Mean and variance are fp32. A weight of None means ones."""
     return _run(x, weight, bias, None, eps, center=True, pdl=pdl)

@@ -38,8 +38,8 @@ _LOG2E = math.log2(math.e)
 _FILLED = 3
 """Programs per multiprocessor from which on rows fill the card by themselves."""
 _CROWDED = 8
-"""Programs per multiprocessor from which on short rows are not cut into parts: one long row ends
-among waves of others."""
+"""Programs per multiprocessor from which on short rows are not cut into parts, because one long row
+ends among waves of others."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
@@ -102,11 +102,16 @@ def decode_tiles(
     if d_pad > _WIDE:
         return Tiles(m, 32, 4 if m == 16 else 8, 2)
     if kv_format.scales != "none":
+        # Half the bytes take as many instructions. So fewer instructions per byte, and more
+        # programs at once, matter most.
         if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
             # Integers would rather have the registers, unless there are programs for several waves.
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
+    # Many programs run at once, and each has less in flight. This does not hold if they just
+    # exceed one wave and come from many rows, whose lengths will differ: the last to end then
+    # need depth.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
     shallow = programs > _FILLED * card.num_sms and not ragged
@@ -124,7 +129,7 @@ def prefill_tiles(
     """
     d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
-        # No tensor cores for these: the product is done by FMAs, out of registers.
+        # Tensor cores do not take these; FMAs compute the product, out of registers.
         return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
     if d_pad > _WIDE:
         return Tiles(32, 32, 8, 2) if card.shared_memory >= 160 * 1024 else Tiles(16, 16, 4, 2)
@@ -209,6 +214,8 @@ def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> in
         return each * card.num_sms
     if programs > _CROWDED * card.num_sms:
         return 0
+    # Rows that fill the card stay whole, except rows of more than half again the mean length.
+    # Otherwise all would wait for one long context.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
@@ -344,8 +351,10 @@ def _hopper(card: DeviceTraits) -> ModuleType | None:
 
 
 def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k, v, k_scale and v_scale as kernels read them: 8-bit values in pairs; where there are no
-    scales, anything."""
+    """Returns k, v, k_scale and v_scale as kernels read them.
+
+    8-bit values are in pairs. Absent scales are replaced by another tensor, which kernels do not
+    read."""
     if kv.k_scale is None or kv.v_scale is None:
         return kv.k, kv.v, kv.k, kv.v
     return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
@@ -363,8 +372,12 @@ def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, sinks, out. rows:
-    query_start, seq_lens, block_table."""
+    """The arguments that both launches share.
+
+    Attributes:
+        tensors: q, k, v, k_scale, v_scale, sinks, out.
+        rows: query_start, seq_lens, block_table.
+    """
 
     tensors: tuple[Tensor, ...]
     rows: tuple[Tensor, Tensor, Tensor]
@@ -374,8 +387,10 @@ class _Launch:
     pdl: bool
 
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
-        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
-        the preceding kernel began, so that it may be read early."""
+        """Launches the kernel for rows of at most `longest` tokens, which fit a tile.
+
+        With `pdl` the schedule was complete before the preceding kernel began, so that this kernel
+        may read it early."""
         tiles, out = plan.tiles, self.tensors[-1]
         num_items, kv_heads = plan.items.shape[0], self.tensors[1].shape[1]
         partial = lse = out

@@ -67,7 +67,7 @@ def few_tiles(kv: KVLayer, num_sms: int) -> RingTiles:
 
 
 def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
-    """items: tiles of queries, of all KV heads."""
+    """Returns the tiles for `items` tiles of queries, counted over all KV heads."""
     programs = num_sms if items > _ROUNDS * num_sms else 0
     return RingTiles(128, 2 if head_dim == 128 else 3, programs)
 

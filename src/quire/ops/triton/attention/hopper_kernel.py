@@ -39,8 +39,10 @@ def _copy_tile(
     BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for a KV tile as number i of a ring. Pages outside [first_page, last_page] may not be
-    stored: the nearest one stands for them."""
+    """Starts the copy of a KV tile as number i of a ring.
+
+    Pages outside [first_page, last_page] may not be stored, so the nearest page inside replaces
+    them."""
     PAGES: gl.constexpr = BN // PAGE
     WIDTH: gl.constexpr = pages.shape[2]
     PARTS: gl.constexpr = D // WIDTH
@@ -80,7 +82,8 @@ def _produce(
         first_page = begin // BLOCK_TOKENS
         last_page = (length - 1) // BLOCK_TOKENS
         top = low + count - 1 + done
-        # Keys go a tile ahead: values leave their place when the next tile's weights are made.
+        # Keys run one tile ahead, because values leave their stage only when the next
+        # tile's weights are computed.
         for i in range(done, done + count + 1):
             if i < done + count:
                 _copy_tile(
@@ -201,6 +204,7 @@ def attend_pages(
     other: gl.constexpr = (
         GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, KIND > 0, 1,
     )  # fmt: skip
+    # The copying warp gives registers that it does not need to the others.
     if KIND > 0:
         byte_layout: gl.constexpr = gl.NVMMASharedLayout(D, 8, 2)
         WAITING: gl.constexpr = RING_BYTES // (BN * D)

@@ -79,7 +79,7 @@ def item_at(
 ROWS = gl.constexpr(64)
 """(token, head) pairs of a warpgroup."""
 COLUMNS = gl.constexpr(64)
-"""Dimensions that one copy of a page brings: 128 bytes, the width of the swizzle."""
+"""Dimensions of a page that one copy brings: 128 bytes, the width of the swizzle."""
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -215,6 +215,9 @@ def _attend_range(
             scores, peak, total, limit, top - i * BN, numbers,
             MASKED, SOFTCAP, WINDOW, BN, weights.dtype,
         )  # fmt: skip
+        # This statement must stand here, not at its use. The assembler moves arithmetic
+        # across waits for products, but not across loops. It would compute the weights only
+        # after the product had ended.
         mbarrier.wait(full_k.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < end)
         acc, weights, ahead = warpgroup_mma_wait(
             0, deps=[acc, weights, gl.convert_layout(ahead, P_LAYOUT)]

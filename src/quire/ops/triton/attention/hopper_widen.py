@@ -12,7 +12,7 @@ from quire.ops.triton.attention.kv8 import INT8
 from quire.ops.triton.hopper_common import barrier
 
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""The layout of scales: a token a thread."""
+"""Layout of scales: one token per thread."""
 WIDEN_E4M3 = gl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 a, b, unit;
@@ -42,7 +42,7 @@ WIDEN_INT8 = gl.constexpr("""{
 
 @gluon.constexpr_function
 def _lines(tokens: int, columns: int) -> gl.BlockedLayout:
-    """The layout of a tile: eight threads write 128 bytes of a token, and have its scale."""
+    """Returns the layout of a tile: eight threads write 128 bytes of a token and have its scale."""
     threads = columns // 8
     return gl.BlockedLayout([tokens * threads // 128, 8], [32 // threads, threads], [4, 1], [1, 0])
 
@@ -137,9 +137,11 @@ def widen_pages(
             scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
         )
         blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
+        # The name is not `v_scale`. If two names begin as one value and one is assigned the
+        # other, Triton 3.6 keeps the first value.
         v_before = gl.zeros_like(v_scale)
-        # In the order in which bytes come. Scales are asked for a tile ahead, and where they are
-        # two tiles ahead.
+        # The order is that of the arrival of bytes. Scales are loaded a tile ahead, and
+        # their addresses two tiles ahead.
         for i in range(done, done + count + 1):
             ahead = top - (i + 1 - done) * BN
             k_ahead, v_ahead = _ask_scales(

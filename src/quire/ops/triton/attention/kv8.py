@@ -176,6 +176,7 @@ def encode(x, KIND: tl.constexpr):
     bits = bits & 0x7FFFFFFF
     # Twenty of 23 bits of mantissa go; the exponent's bias falls from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    # Below 2^-6 the steps are 2^-9, which is the step of a float32 near 2^14.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(bits < 0x3C800000, small, normal)
     return (byte | sign).to(tl.int8)
@@ -196,7 +197,7 @@ def inverse_scale(top, scale_at, live, KIND: tl.constexpr, OWN_SCALES: tl.conste
 
 @triton.jit
 def store(at, x, inside, inverse_scale, KIND: tl.constexpr):
-    """Stores float x [H, n], as bytes where that is asked for. inverse_scale: [H]."""
+    """Stores float x [H, n], as bytes if KIND is set; inverse_scale is [H]."""
     if KIND:
         tl.store(at, encode(x * inverse_scale[:, None], KIND), mask=inside)
     else:

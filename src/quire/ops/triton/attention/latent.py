@@ -1,5 +1,6 @@
-"""Kernels before and behind attention over latents: their norm, rotation and store, and the
-products of heads with the projection from latents."""
+"""Kernels before and after attention over latents.
+
+They norm, rotate and store latents, and multiply heads by the projection from latents."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def _turn(
     in_ptr, out_ptr, cos_sin_ptr, positions, inside, in_rows, out_rows, cos_sin_stride,
     WIDTH: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates vectors of WIDTH numbers of tokens [n] at `positions`. in_rows, out_rows: where they
-    begin, [n, 1]."""
+    """Rotates vectors of WIDTH numbers of tokens [n] at `positions`. in_rows, out_rows: [n, 1],
+    their offsets."""
     half: tl.constexpr = WIDTH // 2
     pair = tl.arange(0, HALF_PAD)
     at_a = pair
@@ -52,7 +53,7 @@ def _store_latent(
     BLOCK_TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
     OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
+    """Norms, rotates and stores latents. Grid: (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -157,6 +158,8 @@ def _tile(tokens: int, card: DeviceTraits) -> _Tile:
     if current_policy().deterministic:
         tokens = _FIXED
     m = min(128, max(16, triton.next_power_of_2(tokens)))
+    # A step of few tokens waits for the weights alone, and more programs load more of them at
+    # once.
     return _Tile(m, 128 if m > 32 else 64, 64, 8 if m > 64 else 4, 3)
 
 

@@ -29,7 +29,7 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _MOST_HEADS = 64
-"""Heads of a block: as many rows as a matrix product of a warp group has."""
+"""Heads of a block: the rows of a warpgroup's matrix product."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ FIXED = LatentTuning(fixed=True)
 
 
 def head_block(heads: int) -> int:
-    """Returns how many heads a program attends with: the most that divide them evenly."""
+    """Returns the heads of a program: the largest number that divides all heads evenly."""
     return max(size for size in range(1, _MOST_HEADS + 1) if heads % size == 0)
 
 
@@ -229,8 +229,10 @@ class _LatentLaunch:
     pdl: bool
 
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool) -> None:
-        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
-        the preceding kernel began, so that it may be read early."""
+        """Launches the kernel for rows of at most `longest` tokens, which fit a tile.
+
+        With `pdl` the schedule was complete before the preceding kernel began, so that this kernel
+        may read it early."""
         tiles, out = plan.tiles, self.tensors[-1]
         num_items = plan.items.shape[0]
         partial = lse = out

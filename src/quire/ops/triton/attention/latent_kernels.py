@@ -143,6 +143,7 @@ def latent_short(
     if PARTS:
         lse = peak + tl.log2(total)
         tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, RANK, R_PAD, BM)
+        # `combine` writes rows of several parts.
         q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
         out_ptr, result, head, 0, q_start, q_len, out_stride_t, out_stride_h,
@@ -178,7 +179,7 @@ def latent_long(
         parts = tl.load(item + 6)
         local = tl.load(item + 7)
     else:
-        # The last tiles of a causal prompt are the longest: start them first.
+        # The last tiles of a causal prompt are the longest, so they start first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
         row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile

@@ -1,5 +1,7 @@
-"""One kernel between the QKV projection and attention: q/k norm, rotary embedding
-(Su et al., 2021) and the store of K and V into the paged cache."""
+"""One kernel between the QKV projection and attention.
+
+It norms q and k, applies the rotary embedding (Su et al., 2021), and stores K and V in the paged
+cache."""
 
 from __future__ import annotations
 

@@ -236,6 +236,8 @@ def _long_rows(
     queries = tl.where(q_len >= shortest, tl.cdiv(q_len * GROUP, BM), 0)
     kv = tl.cdiv(seq_len, BN)
     if WINDOW:
+        # The KV that a tile's first query sees begins the range, and its last query's
+        # position ends it.
         kv = tl.minimum(kv, tl.cdiv(tl.minimum(window, seq_len) + BM // GROUP + 1, BN) + 1)
     return q_start, q_len, seq_len - q_len, queries, kv
 

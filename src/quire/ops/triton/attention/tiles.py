@@ -1,5 +1,6 @@
-"""Parts of the kernels of `kernels.py`: a tile of queries against tiles of KV, the latter
-in the queries' type or in 8 bits (see `kv8.py`)."""
+"""Parts of the kernels of `kernels.py`: a tile of queries against tiles of KV.
+
+KV is in the queries' dtype or in 8 bits (see `kv8.py`)."""
 
 import triton
 import triton.language as tl
@@ -68,6 +69,9 @@ def attend_range(
     )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
+        # Each tensor computes its offsets from its own strides, though they are equal.
+        # Shared offsets would stay in registers from K's loads to V's, and a fourth fewer
+        # programs would run at once.
         k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
         v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
         scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
@@ -119,8 +123,8 @@ def attend_range(
 def _flat_rows(
     head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
 ):
-    """Returns for a row's tile `local` each query's token within the row and its offset, [BM], and
-    whether there is one."""
+    """Returns, for a row's tile `local`, each query's token within the row, its offset, and whether
+    it exists, [BM] each."""
     flat = local * BM + tl.arange(0, BM)
     tokens = flat // GROUP
     heads = head * GROUP + flat % GROUP

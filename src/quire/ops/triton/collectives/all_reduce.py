@@ -91,7 +91,7 @@ def flag_words(tiles: int, world: int) -> int:
 def give_up(control_ptr, report_ptr, peer, site, epoch, looks):
     """Returns 1 if a wait ends without success."""
     over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
-    # It may change meanwhile, and all threads must see the same.
+    # The value may change in between, and all threads must see the same.
     failed = tl.atomic_add(control_ptr, 0, sem="relaxed")
     if (over > 0) & (failed == 0):
         tl.store(control_ptr, 1)
@@ -280,7 +280,7 @@ def two_shot_kernel(
 
 @triton.jit
 def signal_kernel(flags_ptr, epoch_ptr, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Tells every peer that this rank's part of the next sum is in its memory. flags: see
+    """Signals to every peer that this rank's part of the next sum is in its memory. flags: see
     `Parts.flags`."""
     epoch = tl.load(epoch_ptr) + 1
     for step in tl.static_range(1, WORLD):
@@ -323,7 +323,7 @@ def collect_kernel(
 
 
 def words_of(x: Tensor) -> int | None:
-    """Returns how many words of 32 bits a tensor has; None: kernels here do not take it."""
+    """Returns the number of 32-bit words of a tensor, or None if these kernels do not take it."""
     if x.dtype not in KINDS or not x.is_contiguous():
         return None
     count, rest = divmod(x.numel() * x.dtype.itemsize, 4)
@@ -343,7 +343,7 @@ def one_shot(peers: Peers, x: Tensor, residual: Tensor | None, site: int) -> Ten
 def two_shot(
     peers: Peers, x: Tensor, residual: Tensor | None, site: int, first_epoch: int
 ) -> Tensor:
-    """Returns the same as `one_shot`. first_epoch: where the epochs of `two_shot` begin."""
+    """Returns the same as `one_shot`. The epochs of `two_shot` begin at `first_epoch`."""
     own = (peers.two_shot, peers.flags)
     return _run(two_shot_kernel, peers, x, residual, site, first_epoch, TWO_SHOT_TILE, own, 8)
 
@@ -389,7 +389,7 @@ def collect(
         return
     seen = x.view(-1).view(torch.int32)
     stream = seen if residual is None else residual.view(-1).view(torch.int32)
-    # No dependent launch: it stands behind a wait for another stream.
+    # No dependent launch, because the kernel follows a wait for another stream.
     launch(collect_kernel, (triton.cdiv(words, COLLECT_TILE),))(
         seen, stream, out.view(-1).view(torch.int32), parts.received, parts.own_flags, parts.epoch,
         peers.control, peers.report, words, parts.received.stride(0), site,

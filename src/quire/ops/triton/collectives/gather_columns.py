@@ -95,8 +95,9 @@ def gather_kernel(
 
 
 def takes(columns: RankColumns, x: Tensor) -> bool:
-    """Whether the kernel gathers matrices like x: contiguous, as wide as a rank's part, and of as
-    many rows as there is room for."""
+    """Whether the kernel gathers matrices like x.
+
+    x must be contiguous, as wide as a rank's part, and have no more rows than the matrix."""
     rows, width = columns.own.shape
     parts = columns.matrices.shape[0]
     like = x.dim() == 2 and x.dtype == columns.own.dtype and x.shape[1] * parts == width

@@ -119,6 +119,7 @@ def sum_norm_kernel(
         high += high_value(part, KIND)
     total = packed(low + low_value(stream, KIND), high + high_value(stream, KIND), KIND)
     tl.store(out_ptr + place, total, mask=inside)
+    # With float32, both are the same value.
     low = low_value(total, KIND)
     high = high_value(total, KIND)
     PAIR: tl.constexpr = 32 // KIND.primitive_bitwidth
@@ -135,8 +136,8 @@ def sum_norm_kernel(
 
 
 def takes(rows: RowPlaces, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel is for a sum: of contiguous rows as long as the places, the residual and
-    the weight of the same dtype."""
+    """Whether the kernel computes a sum: rows are contiguous and as long as the places, and the
+    residual and the weight have x's dtype."""
     words = words_of(x)
     if not words or x.dim() != 2 or words != len(x) * rows.words:
         return False

@@ -1,5 +1,4 @@
-"""Products of many tokens and their experts on Hopper cards: the launch of
-`hopper_experts_kernel.py`."""
+"""Launches `hopper_experts_kernel.py`: experts' products of many tokens on Hopper cards."""
 
 from __future__ import annotations
 

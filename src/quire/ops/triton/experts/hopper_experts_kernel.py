@@ -1,10 +1,9 @@
-"""The kernel of `hopper_experts.py` and `hopper_gated.py`: products of tokens in the order of their
-experts, or of all tokens and one weight, by TMA and wgmma.
+"""The kernel of `hopper_experts.py` and `hopper_gated.py`, by TMA and wgmma.
 
-A program walks over tiles of a block of tokens of one expert and 256 of its weight rows. One warp
-copies inputs and weights into a ring in shared memory, ahead of two warpgroups, which have 64
-tokens of the block each. A warpgroup without tokens only keeps up with the ring.
-"""
+It multiplies tokens in the order of their experts, or all tokens by one weight. A program walks
+over tiles of a block of tokens of one expert and 256 of its weight rows. One warp copies inputs and
+weights into a ring in shared memory, ahead of two warpgroups that have 64 tokens of the block each.
+A warpgroup without tokens only keeps up with the ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -251,6 +250,7 @@ def experts_kernel(
     second: gl.constexpr = (GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
     ring: gl.constexpr = (GATED, DENSE, STAGES)
     copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
+    # The copying warp gives registers that it does not need to the others.
     gl.warp_specialize(
         [
             (_consume, joined(own, first)), (_consume, joined(own, second)),

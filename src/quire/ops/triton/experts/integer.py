@@ -34,8 +34,8 @@ def kind_of(format: WeightFormat) -> str | None:
 
 
 def counts(weight: Weight, x: Tensor, experts: int) -> bool:
-    """Whether the kernel here takes a weight and rows like x [T, K], on cards that have its
-    instructions. experts: that a product is summed over."""
+    """Whether the kernel takes a weight and rows like x [T, K], on cards that have its
+    instructions. The product sums over `experts` experts."""
     kind = kind_of(weight.format)
     if kind is None or x.dtype != torch.bfloat16 or weight.first:
         return False

@@ -186,8 +186,8 @@ def _keep_halves(pairs, share, address, about, own):
 
 @triton.jit
 def _chosen(piece, ids_ptr, PIECES: tl.constexpr, CHOICES: tl.constexpr):
-    """Returns which of a program's experts pieces belong to, the expert, its own piece, and whether
-    there is one."""
+    """Returns the index of each piece's expert in the program, the expert, the piece's index in it,
+    and whether it exists."""
     if CHOICES == 1:
         known = tl.zeros(piece.shape, tl.int32)
         expert = tl.load(ids_ptr) + known
@@ -487,6 +487,7 @@ def integer_experts_kernel(
     r0 = 0.0
     r1 = 0.0
     if GATED:
+        # Otherwise loads of weights would alternate with code that waits for inputs.
         tl.debug_barrier()
     elif PDL:
         wait_for_predecessor(False)
@@ -518,6 +519,7 @@ def integer_experts_kernel(
     digits = shared + begin * (2 * _DIGITS) + quarter * 64
     step = zero + _DIGITS
     if KIND != "fp8":
+        # A thread's own inputs are in two of the eight columns.
         mine = eighth // 2 == quarter
         digits = tl.where(mine, digits + eighth % 2 * 32, nothing + turn * 32)
         step = tl.where(mine, _DIGITS, 0)

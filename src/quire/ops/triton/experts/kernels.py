@@ -23,6 +23,7 @@ def swiglu(
     """Returns gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift), both cut first if there
     is a limit."""
     if LIMIT > 0:
+        # Comparisons, unlike minima, propagate NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     slope = ALPHA
@@ -249,7 +250,7 @@ def combine_kernel(
     tl.store(y_ptr + t * stride_ym + cols, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# The gate of the expert that every token takes, with the sum behind it.
+# The gate of the expert that every token takes, and the sum after it.
 
 
 @triton.jit

@@ -163,8 +163,9 @@ def _add_chunk(
     PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr, FP16: tl.constexpr,
     E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums, of R * NT tiles, plus the products of a chunk. APART: the chunk's own sums are
-    multiplied by the scales of its groups and by `share`."""
+    """Returns sums of R * NT tiles plus the products of a chunk.
+
+    With APART, the chunk's own sums are multiplied by the scales of its groups and by `share`."""
     words, scales, zeros = chunk
     new = ()
     for r in tl.static_range(R):
@@ -219,7 +220,7 @@ def _add_chunk(
 
 
 @triton.jit
-def _meet(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
+def _reduce_warps(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
     """Returns the sums over warps of COUNT tiles, 1 or a multiple of 2."""
     met = ()
     if COUNT == 1:
@@ -320,6 +321,8 @@ def mma_rows_kernel(
             _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted, R,
                         GROUP, HAS_ZEROS),
         )  # fmt: skip
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     ends = ()
     for r in tl.static_range(R):
         low, high = _rows(first + r * (8 if GATED else 16), lane // 4, N, 1, GATED)[0]
@@ -359,7 +362,7 @@ def mma_rows_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R * NT):
         sums = sums + ((none, none, none, none),)
-    # Only behind the last whole round may words be missing.
+    # Only the last, partial round may lack words.
     whole = W // STEP * STEP
     loaded = ()
     if EARLY and not SINGLE:
@@ -410,7 +413,7 @@ def mma_rows_kernel(
                 sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
             )  # fmt: skip
-    sums = _meet(sums, R * NT, WARPS)
+    sums = _reduce_warps(sums, R * NT, WARPS)
     for r in tl.static_range(R):
         s0, s1, b0, b1 = ends[r]
         cols = first + r * (8 if GATED else 16) + lane // 4
@@ -540,7 +543,7 @@ def mma_sum_kernel(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,
                 E2M1, GROUP, HAS_ZEROS, True,
             )  # fmt: skip
-    sums = _meet(sums, R, WARPS)
+    sums = _reduce_warps(sums, R, WARPS)
     for r in tl.static_range(R):
         low = sums[r][0]
         high = sums[r][2]

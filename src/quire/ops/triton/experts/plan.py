@@ -63,8 +63,11 @@ class MmaTile:
 
 @dataclass(frozen=True, slots=True)
 class IntegerTile:
-    """A tile of 8 units or 16 outputs of one token, see `experts_integer`. ahead: pieces of 256
-    inputs that each of its warps has under way."""
+    """A tile of 8 units or 16 outputs of one token, see `integer.py`.
+
+    Attributes:
+        ahead: pieces of 256 inputs that each warp has in flight.
+    """
 
     warps: int
     ahead: int
@@ -77,8 +80,11 @@ class IntegerTile:
 
 @dataclass(frozen=True, slots=True)
 class RingTile:
-    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`. stages: of
-    64 inputs that are under way."""
+    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`.
+
+    Attributes:
+        stages: stages of 64 inputs in flight.
+    """
 
     stages: int = 4
 
@@ -151,7 +157,7 @@ def bits_of(format: WeightFormat) -> int:
 
 
 PIECE = 256
-"""Inputs that a warp of an `IntegerTile` asks for at once."""
+"""Inputs that a warp of an `IntegerTile` requests at once."""
 _SMALL_GRID = 128
 """Programs that a card runs all at once, with 16 warps each."""
 _WHOLE_CARD = 1024
@@ -178,7 +184,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
     wide = shape.dtype == torch.float32
     if shape.mean <= 24:
-        # A read of weights: tiles that keep many loads under way, whatever the tokens.
+        # The product is a read of weights: these tiles keep many loads in flight for any
+        # number of tokens.
         if wide or shape.bits < 8:
             bk, stages = (64, 3) if wide else (128, 4)
             up, down = Tile(16, 32, bk, 4, stages), Tile(16, 64, bk, 4, stages)
@@ -200,6 +207,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
     if shape.bits >= 16 or shape.expand:
+        # The traffic from L2 to a multiprocessor bounds them, and a larger tile has less of
+        # it.
         bm, stages = (128, 4) if roomy else (64, 3)
         up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
@@ -212,14 +221,14 @@ def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
     up = -(-shape.hidden // PIECE)
     most = 3 if shape.bits < 8 else 2
     warps = min(16, 1 << ((up - 1) // most).bit_length())
-    # 8-bit floats need more registers beside their pieces.
+    # 8-bit floats need more registers in addition to their pieces.
     ahead = 1 if shape.floats else min(most, -(-up // warps))
     total = -(-shape.top_k * -(-shape.width // PIECE) // 8)
     few = shape.tokens * -(-shape.hidden // 16) <= _SMALL_GRID
     if shape.floats:
         down = IntegerTile(16 if few else 8, 1)
     elif shape.bits < 8 or few:
-        # Unless all can be under way, registers are worth more to other programs.
+        # Unless all pieces can be in flight, other programs use the registers better.
         down = IntegerTile(8, total if total <= 3 else 1)
     else:
         down = IntegerTile(8, min(total, 2))
@@ -236,8 +245,10 @@ def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
 
 
 def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
-    """Tiles of both products of sorted tokens. A warp alone has no others' sums to wait for, and
-    two tiles of rows share the inputs that it loads, but few programs need more warps."""
+    """Returns tiles of both products of sorted tokens.
+
+    A single warp does not wait for other warps' sums, and two tiles of rows share the inputs that
+    it loads. But a grid of few programs needs more warps."""
     blocks = shape.tokens * shape.top_k * (1 / shape.mean + 1 / 16)
     programs = blocks * -(-shape.width // 16)
     alone = MmaTile(2, 1, 1, 1, early=True)
@@ -269,8 +280,8 @@ def _sum_tile(shape: ExpertsShape) -> MmaTile:
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
-    """A tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits are
-    short, so that more of them have to be under way."""
+    """Returns a tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits
+    are short, so more of them have to be in flight."""
     if gated:
         return Tile(1, 4, 512, 4, 3) if shape.bits >= 16 else Tile(1, 16, 256, 4, 3)
     if shape.bits >= 16:
@@ -278,8 +289,10 @@ def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)
 
 
+# Tiles for experts come from this card's measurements, or from the rules above.
+
 RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""The most tokens of each range that has plans of its own. Beyond the last, rules choose."""
+"""The most tokens of each range that has its own plans. Past the last, rules choose."""
 Entries = dict[str, ExpertsPlan]
 """Plans by `key_of` their shapes."""
 

@@ -68,6 +68,7 @@ def _scores(logits, ms, correction_ptr, E, BM: tl.constexpr, EP: tl.constexpr,
     choice = scores
     if CORRECTED:
         choice += tl.load(correction_ptr + es, mask=known, other=0.0)
+    # NaN must not keep the other experts from being found.
     choice = tl.where(choice == choice, choice, -3.0e38)
     choice = tl.where(known, choice, float("-inf"))
     if GROUPS > 1:
@@ -284,7 +285,7 @@ _MOST_COUNTED = 128
 def route_plan(
     tokens: int, hidden: int, experts: int, deterministic: bool, size: int = 2
 ) -> RoutePlan:
-    """Returns the tiles for a number of tokens. size: bytes of an input."""
+    """Returns the tiles for a number of tokens; an input has `size` bytes."""
     whole = triton.next_power_of_2(hidden)
     if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
         tile = 4 if whole <= 4096 else 2
@@ -314,7 +315,7 @@ def route(
     copies: ExpertCopies | None = None,
     plan: RoutePlan | None = None,
 ) -> Routed:
-    """See `reference.experts.route`. plan: None for that of the shape."""
+    """See `reference.experts.route`. By default `plan` follows from the shape."""
     tokens, hidden = x.shape
     experts, top_k = len(weight), routing.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)

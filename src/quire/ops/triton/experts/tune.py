@@ -41,13 +41,14 @@ from quire.ops.triton.products.table_file import graph_us
 logger = logging.getLogger("quire.experts")
 
 GAIN = 0.98
-"""The share of the best time so far that a plan may take to be preferred: less is noise."""
+"""A plan replaces the best one so far only below this share of its time; smaller gains are noise.
+"""
 SECONDS = 8.0
 """The time after which ranges that are left keep their rules. Compiling is not counted."""
 _LAYERS = 8
 """Layers that a timing walks over."""
 _FEW = 8
-"""Tokens up to which a layer takes some 10 µs, and above which some 100."""
+"""The most tokens for which a layer takes about 10 µs; with more it takes about 100."""
 
 _SORTED = (
     MmaTile(2, 1, 1, 1, early=True),
@@ -127,7 +128,8 @@ def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
 
 
 def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> ExpertsPlan:
-    """Returns the fastest plan for a shape. us_of: times one, infinite where it cannot serve."""
+    """Returns the fastest plan for a shape. `us_of` times a plan; a plan that fails takes infinite
+    time."""
     times: dict[ExpertsPlan, float] = {}
 
     def faster(best: ExpertsPlan, plans: Sequence[ExpertsPlan]) -> ExpertsPlan:
@@ -150,7 +152,8 @@ class ExpertsTimer:
     def __init__(self, layers: Sequence[TunedLayer]) -> None:
         self._layers = layers[:: max(1, len(layers) // _LAYERS)][:_LAYERS]
         self._device = layers[0].up.weight.values.device
-        # Equal for all plans of a number of tokens, the last one asked for.
+        # Cached for the number of tokens of the last call, for which all plans have the
+        # same.
         self._tokens = 0
         self._inputs: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -175,7 +178,7 @@ class ExpertsTimer:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             guess = 10.0 if tokens <= _FEW else 100.0
             return graph_us(self.calls(plan, tokens), guess, self._stream)
-        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+        except Exception as error:  # A compiler or driver may raise anything for a bad tile.
             logger.debug("%s for %d tokens: %s: %s", plan, tokens, type(error).__name__, error)
             return math.inf
 
@@ -259,5 +262,6 @@ def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entri
         "experts: %d of %d ranges of tokens measured; compiled for %.1f s, measured for %.1f s",
         len(found), len(wanted), compiled - began, time.perf_counter() - compiled,
     )  # fmt: skip
+    # Memory of the captures is free once their graphs are deleted.
     torch.cuda.empty_cache()
     return found, keys

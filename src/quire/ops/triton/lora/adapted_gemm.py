@@ -105,6 +105,7 @@ def _adapted_kernel(
     count = tl.load(count_ptr)
     # Loaded early, because nothing hides their latency where they are used.
     own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
+    # A tile's programs share its adapters, unless scales would apply to the adapters' sums too.
     SHARED: tl.constexpr = SPLIT and not HAS_SCALES
     part = 0
     parts = 1
@@ -227,6 +228,8 @@ def adapted_gemm(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     tiles = AdapterTiles.of(x, weights, most_inputs=256)
     counters = counters_of(x.device)
+    # The interpreter runs programs one after the other, so the first program does the work that
+    # others wait for.
     most = _WORKERS if x.device.type == "cuda" else 1
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, most)
     values = operands.values

@@ -18,12 +18,12 @@ from quire.ops.adapters import HEAD, WORDS
 HEAD_WORDS: tl.constexpr = tl.constexpr(HEAD)
 PLACE_WORDS: tl.constexpr = tl.constexpr(WORDS)
 READY: tl.constexpr = tl.constexpr(0)
-"""Word of the counters: tiles that are done, of the kernels that clear it themselves."""
+"""Word of the counters: tiles that are done, for kernels that clear it themselves."""
 DONE: tl.constexpr = tl.constexpr(1)
-"""Word of the counters: programs that no longer wait for that."""
+"""Word of the counters: programs that have stopped waiting for READY."""
 TURNS: tl.constexpr = tl.constexpr(2)
-"""First of two words of the counters, which kernels take in turn: tiles that are multiplied by A. A
-kernel clears the other word, and a step begins with clear ones."""
+"""First of two words of the counters that kernels take in turn: tiles that have been multiplied by
+A. A kernel clears the other word, and a step begins with both words clear."""
 ARRIVED: tl.constexpr = tl.constexpr(4)
 """First of the counters of each tile's parts."""
 
@@ -33,8 +33,8 @@ def _store_inner(
     acc, inverse, inner_ptr, line, token, tokens, r, total, inner_stride,
     BM: tl.constexpr, BR: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scaled product with A: each projection's ranks in columns of its own, and zeros
-    up to a multiple of 8."""
+    """Stores the scaled product with A: each projection's ranks in its own columns, and zeros up to
+    a multiple of 8."""
     column = tl.zeros([BR], tl.int32)
     scale = tl.zeros([BR], tl.float32)
     for place in tl.static_range(PLACES):
@@ -236,7 +236,7 @@ def _look(ptr, ASM: tl.constexpr):
 
 @triton.jit
 def await_tiles(ready_ptr, count, ASM: tl.constexpr):
-    """Waits until `count` tiles are done. ASM: on a GPU."""
+    """Waits until `count` tiles are done. ASM: the instruction on a GPU."""
     ready = _look(ready_ptr, ASM)
     while ready < count:
         ready = _look(ready_ptr, ASM)
@@ -267,8 +267,8 @@ def find_b(slot, place, table_ptr, table_stride):
 
 @triton.jit
 def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
-    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where they are not kept. r:
-    [1, 1, ranks]."""
+    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where not `kept`. r is [1, 1,
+    ranks]."""
     begin, width = slot.to(tl.int64) * slot_stride + at, (rank + 7) // 8 * 8
     at = (begin[None, :] + n[:, None] * width[None, :])[:, :, None] + r
     # Widths are multiples of 8.

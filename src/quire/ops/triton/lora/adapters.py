@@ -1,9 +1,8 @@
 """Low-rank adapters on linear layers of any kind: a kernel after the layer's own.
 
 Tokens are grouped by their slot once for all layers, into tiles of one slot. Programs walk over the
-tiles that there are, so padding costs nothing, and a slot's weights are read once for each tile of
-its tokens. `adapted_gemm` has layers that need no kernel of their own for it.
-"""
+existing tiles, so padding costs no time. A slot's weights are read once for each tile of its
+tokens. `adapted_gemm` serves layers that need no separate kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ from quire.ops.triton.products.table import BUCKETS, fixed_plan
 from quire.ops.weight import Weight
 
 _FEW_TOKENS = 256
-"""Up to here tiles are as small as tensor cores take them: most hold few tokens."""
+"""Up to this number of tokens, tiles are as small as tensor cores take them, because most hold few
+tokens."""
 _OUTPUTS = 128
 """Outputs of a tile of `_adapt`."""
 VALUES = 8192
@@ -253,8 +253,11 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of the kernels that a thread launches on a device, zero at first. turn: which of the
-    words from `TURNS` on the next kernel takes."""
+    """Counters of the kernels that a thread launches on a device, zero at first.
+
+    Attributes:
+        turn: index of the word from `TURNS` on that the next kernel takes.
+    """
 
     words: Tensor
     turn: int = 0
@@ -342,7 +345,7 @@ def add_adapters(
     if few:
         start(workers + expanders, shrink=True, expand=True)
     else:
-        # Many tokens: who waited would hold places that others need.
+        # With many tokens, waiting programs would occupy multiprocessors that others need.
         start(workers, shrink=True, expand=False)
         start(expanders, shrink=False, expand=True)
     return out

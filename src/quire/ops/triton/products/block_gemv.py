@@ -56,7 +56,7 @@ _SHAPES = (
     (8, 8), (8, 10), (8, 12), (8, 6), (8, 4), (16, 4), (4, 12), (4, 8), (4, 10), (4, 6), (4, 4),
     (2, 8), (2, 6), (2, 4), (2, 2), (1, 4), (1, 2),
 )  # fmt: skip
-"""Warps of a program, and chunks that each has under way."""
+"""Warps of a program, and chunks that each has in flight."""
 _MOST_PARTS = 6
 """Times that many which a row may have."""
 
@@ -131,6 +131,7 @@ def _keep_inputs(
     largest = tl.maximum(tl.abs(even[0]), tl.abs(odd[0]))
     for each in tl.static_range(1, 8):
         largest = tl.maximum(largest, tl.maximum(tl.abs(even[each]), tl.abs(odd[each])))
+    # Bits of non-negative floats have the same order as their values.
     bits = largest.to(tl.int32, bitcast=True)
     bits = tl.maximum(bits, of_other_lane(bits, 1))
     bits = tl.maximum(bits, of_other_lane(bits, 2))
@@ -327,8 +328,8 @@ class BlockPlan(NamedTuple):
 
 
 def plans_of(args: LinearArgs) -> list[BlockPlan]:
-    """Returns plans in which warps share all chunks evenly, that of a sweep over an 8B model's
-    layers first."""
+    """Returns plans in which warps share all chunks evenly; the winner of a sweep over an 8B
+    model's layers is first."""
     chunks, sms = args.k // (4 * CHUNK_WORDS), traits(args.x.device).num_sms
     tiles, found = _tiles(args), []
     for warps, count in _SHAPES:
@@ -343,8 +344,8 @@ def plans_of(args: LinearArgs) -> list[BlockPlan]:
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: one row in bf16, 8-bit floats with scales for each 128
-    inputs, of x too."""
+    """Whether the kernel serves a layer: one row in bf16, and 8-bit floats with a scale for each
+    128 inputs, for x too."""
     weight, x, norm = args.weight, args.x, args.norm
     form, values, scales = weight.format, weight.values, weight.scales
     if form.values != torch.float8_e4m3fn or form.inputs != "group" or form.group != _GROUP:

@@ -22,7 +22,7 @@ from quire.ops.triton.products.small import default_workspace
 from quire.ops.weight import Weight
 
 _LIBRARY_ROWS = 128
-"""Rows up to which the kernel here, with all that is behind the product, is as fast as cuBLAS."""
+"""Up to this number of rows the kernel here, with its epilogue, is as fast as cuBLAS."""
 _LONG = 8192
 """Inputs from which on two programs of a multiprocessor share them rather than one."""
 _MOST_SPLITS = 4

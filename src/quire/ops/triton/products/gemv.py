@@ -100,7 +100,9 @@ def gemv_kernel(
     APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]), one tile of outputs
-    per program. For w, w_scale_ptr and w_zero_ptr see `Operands`."""
+    per program.
+
+    For w, w_scale_ptr and w_zero_ptr see `Operands`."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)

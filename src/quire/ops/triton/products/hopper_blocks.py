@@ -22,7 +22,7 @@ INPUTS = 128
 _ROWS = 128
 """Weight rows of a tile."""
 _SHARED = 166 << 10
-"""Bytes of shared memory for the ring; the outputs' way through it takes the rest."""
+"""Bytes of shared memory for the ring; the staging of outputs takes the rest."""
 _BUSY = 0.7
 """Tiles of a multiprocessor from which on each program has whole ones."""
 
@@ -45,7 +45,7 @@ class BlockTile(NamedTuple):
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: 8-bit floats with scales for each 128 inputs, of x too,
+    """Whether the kernel serves a layer: 8-bit floats with a scale for each 128 inputs, for x too,
     and rows that TMA takes."""
     weight, values = args.weight, args.weight.values
     form, scales = weight.format, weight.scales
@@ -72,8 +72,10 @@ def tile_for(rows: int, args: LinearArgs) -> BlockTile:
 
 
 def programs_for(tile: BlockTile, args: LinearArgs) -> int:
-    """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
-    alike: a program then has a share of one tile only."""
+    """Returns the number of programs.
+
+    Where two or more programs share each tile, all tiles are cut alike: a program then has a share
+    of one tile only."""
     most, tiles = traits(args.x.device).num_sms, _tiles(len(args.x), tile.bn, args)
     if not tile.shared:
         return min(most, tiles)

@@ -167,8 +167,8 @@ def _produce(
 
 @gluon.jit
 def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr):
-    """Stores y [outputs, rows of x] at outputs from `col` on, through shared memory: neighbouring
-    outputs of a row lie side by side."""
+    """Stores y [outputs, rows of x] at outputs from `col` on, through shared memory. Neighbouring
+    outputs of a row are then adjacent."""
     OUTPUTS: gl.constexpr = y.shape[0]
     BN: gl.constexpr = y.shape[1]
     layout: gl.constexpr = _lines(OUTPUTS)
@@ -178,7 +178,7 @@ def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.const
     mask = (ms < M)[:, None] & (cols < N)[None, :]
     m64 = ms.to(gl.int64)[:, None]
     if RES:
-        # Rounded once: sums meet the residual in fp32.
+        # The sums are rounded once: they are added to the residual in fp32.
         added = gl.load(res_ptr + (m64 * stride_rm + cols[None, :]), mask=mask, other=0.0)
         z = gl.convert_layout(gl.permute(y, (1, 0)), layout)
         z = (z + added.to(gl.float32)).to(kind)
@@ -192,7 +192,7 @@ def _finish(
     sums, row, mt, pointers, sizes, strides, GLU: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, RES: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Ends sums of weight rows from `row` on and stores them: bias, activation and residual."""
+    """Epilogue of weight rows from `row` on: adds bias, activation and residual, and stores."""
     bias_ptr, res_ptr, y_ptr = pointers
     M, N = sizes
     _, stride_rm, stride_ym = strides
@@ -211,7 +211,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(x_tiles, w_tiles, full, chunk, product, STAGES: gl.constexpr, WHICH: gl.constexpr):
-    """Begins the product of a chunk, as soon as it is there."""
+    """Starts the product of a chunk, as soon as the chunk has arrived."""
     stage = chunk % STAGES
     mbarrier.wait(full.index(stage), chunk // STAGES & 1)
     x = x_tiles.index(stage).permute((1, 0))
@@ -250,6 +250,9 @@ def _consume(
         rows = stored_rows(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), N, GLU)
         scales = w_scale_ptr + rows * strides[0] - start
         sums = gl.zeros([ROWS, BN], gl.float32, layout)
+        # A round takes two chunks, and none is in flight between rounds: otherwise the
+        # assembler would wait for each single instruction. If the number of chunks is odd,
+        # the first goes alone.
         if (until - position) % 2 == 1:
             own = gl.load(scales + position)
             chunk = position - begin
@@ -336,6 +339,7 @@ def multiply_blocks(
     copying: gl.constexpr = (BN, STAGES, SHARED, GLU, PDL)
     first: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 0)
     second: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 1)
+    # The copying warp gives registers that it does not need to the others.
     gl.warp_specialize(
         [
             (_consume, joined(work, first)), (_consume, joined(work, second)),

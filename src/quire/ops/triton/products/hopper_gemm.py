@@ -1,5 +1,5 @@
-"""Products of more than a few rows with weights of 4 and 8 bits on Hopper cards: the launch of
-`hopper_gemm_kernel.py`."""
+"""Launches `hopper_gemm_kernel.py`: weights of 4 and 8 bits on Hopper cards, for more than a few
+rows."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HopperTile(NamedTuple):
         return self.groups * _ROWS
 
     def stages(self, bits: int) -> int:
-        """Returns the number of steps under way."""
+        """Returns the number of steps in flight."""
         return min(8, _SHARED // (self.bn * step_inputs(bits) * 2 + self.rows * _WORDS * 4))
 
 
@@ -128,7 +128,7 @@ INSTRUCTIONS = {
     )
     for dtype in TYPES
 }  # fmt: skip
-"""By the dtype of stored values and that of x."""
+"""Instructions by the dtype of stored values and the dtype of x."""
 
 
 def factor_of(values: torch.dtype, dtype: torch.dtype) -> float:

@@ -37,12 +37,14 @@ ROWS = gl.constexpr(64)
 WORDS = gl.constexpr(32)
 """Words of 32 bits of a weight row in a step: 128 bytes, the width of the swizzle."""
 PART = gl.constexpr(64)
-"""Inputs that are unpacked at a time: with more, two parts and the sums would not fit."""
+"""Inputs that are unpacked at a time. With more, two parts and the sums would not fit the
+registers."""
 
 
 @gluon.constexpr_function
 def _lot_layout() -> gl.DistributedLinearLayout:
-    """Each thread has eight neighbouring words of two rows: no two of a load are in one bank."""
+    """Returns a layout in which each thread has eight neighbouring words of two rows, without bank
+    conflicts."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -66,7 +68,8 @@ def parts_of(bits: int) -> int:
 
 @gluon.constexpr_function
 def _part_layout(bits: int) -> gl.DistributedLinearLayout:
-    """Each thread has a part's words, 2 or 4, of two rows, of [rows, threads of four, words]."""
+    """Returns the layout of a part, [rows, threads of four, words]: each thread has 2 or 4 words of
+    two rows."""
     more = [[0, 0, 2]] if bits == 8 else []
     return gl.DistributedLinearLayout(
         [[0, 0, 1], *more, [8, 0, 0]],
@@ -190,7 +193,7 @@ def _first_row(nt, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def stored_rows(rows, N, GLU: gl.constexpr):
-    """Returns where rows of tiles are stored; rows behind the last stand for it."""
+    """Returns the weight rows of tiles; rows past the last are clamped to it."""
     if GLU:
         rows = gl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows // 8 % 2 * N
     else:
@@ -233,8 +236,8 @@ def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.co
 
 @gluon.jit
 def _next(nt, mt, step, m_tiles, steps):
-    """Returns the step behind one, of the next tile where a tile ends. Divisions would take as long
-    as a step's copies."""
+    """Returns the next step, of the next tile where a tile ends. Divisions would take as long as a
+    step's copies."""
     step += 1
     ended = step == steps
     step = gl.where(ended, 0, step)
@@ -290,7 +293,8 @@ def _produce(
 
 @gluon.jit
 def _slot(program, behind, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
-    """Returns where a warpgroup's sums of a tile go: of the program's first, or that behind it."""
+    """Returns the slot of a warpgroup's sums of a tile: its program's first tile's, or with
+    `behind` its next one's."""
     return (2 * program + behind) * CONSUMERS + WHICH
 
 
@@ -325,12 +329,13 @@ def reduce_split_k(
     if count > 1:
         behind = begin_of(program, total, programs) // chunks != tile
         gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
-        barrier()  # all are written before the one atomic that says so
+        barrier()  # All parts are written before the one atomic that signals them.
         counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = begin_of(first, total, programs) // chunks != tile
-            # Where registers suffice, two at a time: a load takes longer than all sums.
+            # Where registers suffice, two loads are in flight, because a load takes
+            # longer than all sums.
             PAIRS: gl.constexpr = CONSUMERS == 2 or BN <= 32
             sums = _load_sums(parts_ptr, _slot(first, behind, CONSUMERS, WHICH), True, BN)
             for other in range(first + 1, first + count, 2 if PAIRS else 1):
@@ -400,7 +405,7 @@ def _finish(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of sums and stores it: scales of outputs, bias, activation and residual."""
+    """Epilogue of a tile: applies scales of outputs, bias, activation and residual, and stores."""
     scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
     _, stride_rm, stride_ym = strides
@@ -434,15 +439,15 @@ def _finish_together(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of TOGETHER programs, which are all under way: there are no more programs than
-    multiprocessors."""
+    """Epilogue of a tile of TOGETHER programs. They all run at once, because there are no more
+    programs than multiprocessors."""
     SLICES: gl.constexpr = min(1 << (TOGETHER.bit_length() - 1), BN // 8)
     COLUMNS: gl.constexpr = BN // SLICES
     _, _, _, _, _, parts_ptr, counters_ptr = pointers
     program = gl.program_id(0)
     own = program % TOGETHER
     gl.store(_at(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
-    barrier()  # all are written before the one atomic that says so
+    barrier()  # All parts are written before the one atomic that signals them.
     counter_ptr = counters_ptr + tile * CONSUMERS + WHICH
     there = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
     while there < TOGETHER:
@@ -472,6 +477,7 @@ def _numbers(
     scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout(BITS)))
     zero = gl.full([ROWS, 4], 1 << BITS - 1, gl.uint8, gl.SliceLayout(2, _part_layout(BITS)))
     if GROUP > 0:
+        # Two threads hold the first half of a step of 256 inputs.
         chunk = 2 * step + threads // 2 if BITS == 4 else step + threads * 0
         group = gl.minimum(chunk // GROUP, groups - 1)
         at = rows[:, None] * stride + group[None, :]
@@ -534,8 +540,8 @@ def _consume(
         a = _unpack(parts[0], constants, ASM, BN, BITS)
         for i in range(position, until):
             next_stage, next_phase = _turn(stage, phase, STAGES)
-            # No product is under way from one round to the next: the assembler would wait for each
-            # single one.
+            # No product is in flight from one round to the next: the assembler would
+            # wait for each single one.
             for part in gl.static_range(PARTS):
                 x = x_tiles.index(stage * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(a, x, acc, is_async=True)
@@ -636,6 +642,7 @@ def multiply_steps(
         CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
         TOGETHER, PDL, 2,
     )  # fmt: skip
+    # The copying warp gives registers that it does not need to the others.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

@@ -124,8 +124,8 @@ def bytes_of(i0, i1, i2, i3):
 
 @triton.jit
 def exponent_of(pairs, WIDE: tl.constexpr):
-    """Returns the exponent of the largest of 32 inputs, at least 14, of a thread, or, WIDE, of four
-    neighbours."""
+    """Returns the exponent of the largest of a thread's 32 inputs, at least 14; with WIDE, of four
+    neighbouring threads'."""
     largest = larger(pairs[0], pairs[1])
     for each in tl.static_range(2, 16):
         largest = larger(largest, pairs[each])
@@ -138,21 +138,23 @@ def exponent_of(pairs, WIDE: tl.constexpr):
 
 @triton.jit
 def factor_of(exponent):
-    """Returns what makes integers of 15 bits of inputs whose largest has an exponent."""
+    """Returns the factor that makes 15-bit integers of inputs whose largest has an exponent."""
     return ((267 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_of(exponent):
-    """Returns the bits of the fp32 number that such an integer's 1 stands for: NaN if an input is
-    no number."""
+    """Returns the bits of the fp32 value of such an integer's 1: NaN if an input is NaN or
+    infinite."""
     return tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
 
 
 @triton.jit
 def digits_of(pairs, exponent, IN_TURNS: tl.constexpr):
-    """Returns 32 inputs as bytes, for each eight two words of low and two of high ones, and the sum
-    of the integers. IN_TURNS: of eight, the even ones come first."""
+    """Returns 32 inputs as bytes, two words of low and two of high bytes for each eight, and the
+    sum of the integers.
+
+    With IN_TURNS the even ones of each eight come first."""
     factor = factor_of(exponent)
     total = tl.full(exponent.shape, -SUM_OF_MAGIC, tl.int32)
     kept = ()
@@ -181,12 +183,14 @@ def _keep_inputs(
     x_ptrs, g_ptrs, wanted, own, address, about, leads,
     ROWS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Puts bytes of 32 inputs of each thread, of one row of x, into shared memory, at `address`;
-    and of each four threads' group the sum of integers, and what one of them stands for, at
-    `about`. Returns the sum of squares of the thread's inputs. own: whether it has a place.
+    """Stores bytes of 32 inputs of each thread, of one row of x, in shared memory at `address`.
 
-    The inputs are those of 16 neighbouring bytes of a weight row of 4 bits, or of 16 in each half
-    of a group of 8 bits."""
+    For each four threads' group it stores the sum of the integers, and the value of one, at
+    `about`. It returns the sum of squares of the thread's inputs. `own` says whether the thread has
+    a place.
+
+    The inputs belong to 16 neighbouring bytes of a weight row of 4 bits, or to 16 bytes in each
+    half of a group of 8 bits."""
     pairs = ()
     squares = tl.zeros(wanted.shape, tl.float32)
     for part in tl.static_range(4):
@@ -383,7 +387,7 @@ def _add_chunk(
 
 @triton.jit
 def rows_of_tile(tile, eighth, N, GLU: tl.constexpr):
-    """Returns each thread's two weight rows of a tile, the last ones behind the end."""
+    """Returns each thread's two weight rows of a tile, clamped to the last."""
     if GLU:
         low = tl.minimum(tile * 8 + eighth, N - 1)
         high = low + N
@@ -440,6 +444,8 @@ def integer_gemv_kernel(
         ),
         begin, CHUNKS, COUNT, HAS_ZEROS, QUADS, EVEN, BITS,
     )  # fmt: skip
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     m = quarter
     mine = tl.where(turn == 0, M, 0)
     if PDL:
@@ -455,6 +461,7 @@ def integer_gemv_kernel(
     parity = 0
     for segment in range(SEGMENTS):
         begin = (segment * WARPS + turn) * COUNT
+        # Four threads make the bytes of x of a chunk.
         for part in tl.static_range((COUNT + 7) // 8):
             chunk = 8 * part + eighth
             own = chunk < COUNT
@@ -492,6 +499,7 @@ def integer_gemv_kernel(
             next_tile = follow
             next_begin = begin
             if SEGMENTS > 1:
+                # The first tile's next segment follows the last tile.
                 next_tile = tl.where(follow < TILES, follow, pid)
                 next_begin = begin + tl.where(follow < TILES, 0, WARPS * COUNT)
                 more = more | (begin < (SEGMENTS - 1) * WARPS * COUNT).to(tl.int32)

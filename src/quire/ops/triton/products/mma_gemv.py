@@ -95,7 +95,7 @@ INSTRUCTIONS = {
 def load_words(pointers, wanted):
     """Returns four neighbouring words of each thread, which no other thread reads; anything where
     they are not `wanted`."""
-    # A warp asks for half of each line, and soon for the other: the hint has both come at once.
+    # A warp reads half of each line, and soon the other half. The hint loads both at once.
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
@@ -167,7 +167,8 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 
 @triton.jit
 def multiply_pairs(ASM: tl.constexpr, a0, a1, a2, a3, x0, x1, sums):
-    """Returns sums of 16 weight rows and 8 of x plus the products of 16 inputs: see `PRODUCT`."""
+    """Returns the sums of 16 weight rows and 8 rows of x plus the products of 16 inputs, see
+    `PRODUCT`."""
     return tl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
         [a0, a1, a2, a3, x0, x1, sums[0], sums[1], sums[2], sums[3]],
@@ -186,6 +187,7 @@ def _add_plain(
     v0, v1, v2, v3 = high
     p0, p1, p2, p3 = load_inputs(x_ptrs)
     if not EVEN:
+        # Registers that were not loaded may hold NaN.
         w0 = tl.where(inside, w0, 0)
         w1 = tl.where(inside, w1, 0)
         w2 = tl.where(inside, w2, 0)
@@ -215,8 +217,10 @@ def _add_plain(
 
 @triton.jit
 def _inverse_of_rows(squares, m, K, eps, WARPS: tl.constexpr):
-    """Returns 1 / RMS of each lane's row m. squares: of each thread's inputs, of the row that is an
-    eighth of its warp."""
+    """Returns 1 / RMS of each lane's row m.
+
+    `squares` are of each thread's inputs, which belong to the row with the thread's index in its
+    eighth of the warp."""
     of_rows = tl.sum(tl.sum(tl.reshape(squares, [WARPS, 8, 4]), 0), 1)
     mine = tl.arange(0, 8)[:, None] == m[None, :]
     total = tl.sum(tl.where(mine, of_rows[:, None], 0.0), 0)
@@ -427,6 +431,8 @@ def mma_gemv_kernel(
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
         SINGLE and EVEN, PER_GROUP, HAS_ZEROS,
     )  # fmt: skip
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     lane = tl.arange(0, 32)
     m = lane % 4 * 2
     cols = pid * (8 if GLU else 16) + lane // 4

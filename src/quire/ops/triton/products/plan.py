@@ -1,4 +1,4 @@
-"""The arguments and the plan of a linear layer: data that kernels and chooser share."""
+"""The arguments and the plan of a linear layer: data that kernels and planner share."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def stored_bits(form: WeightFormat | None) -> int:
-    """Returns the bits of a value of a weight that `mma_gemv` takes; None: as x is stored."""
+    """Returns the bits of a stored value that `mma_gemv` takes; 16 for a format of None."""
     return 16 if form is None or form.scales is None else form.bits or 8
 
 

@@ -49,6 +49,8 @@ def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.c
         groups = k0 // GROUP + tl.arange(0, BK // GROUP if BK > GROUP else 1)[None, :]
         value = load_k(ptrs + groups, groups * GROUP, K, EVEN_K)
     if ptrs.dtype.element_ty == tl.uint8:
+        # The byte is the exponent of a float, except that 0 stands for 2^-127, which fp32
+        # has only as a subnormal number.
         exponent = value.to(tl.int32)
         wide = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
     else:
@@ -117,8 +119,8 @@ _UNPACK: tl.constexpr = tl.constexpr(_unpack_pairs())
 
 @triton.jit
 def widen_pairs(w, scales, R: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Returns bf16 [R, BK] of words of 4 bits, (value - 8) * scale rounded. scales: bf16,
-    widened."""
+    """Returns bf16 [R, BK] of words of 4 bits: (value - 8) * scale, rounded. Scales are bf16, and
+    are widened first."""
     GROUPS: tl.constexpr = BK // GROUP if BK > GROUP else 1
     s = tl.broadcast_to(_spread(scales.to(tl.bfloat16), R, GROUPS, BK // 8 // GROUPS), [R, BK // 8])
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -164,7 +166,7 @@ def widen(
             tl.join(_number(w, z, s, 1, E2M1), _number(high, z, s, 0, E2M1)),
             tl.join(_number(w, z, s, 3, E2M1), _number(high, z, s, 2, E2M1)),
         )
-        # Axes: word, place / 4, place / 2 % 2, place % 2.
+        # The axes are word, place / 4, place / 2 % 2, place % 2.
         wide = tl.reshape(tl.join(even, odd), [R, BK])
     else:
         wide = w.to(tl.float32)

@@ -15,7 +15,7 @@ from quire.ops.triton.products.common import normalise, wait_for_predecessor
 from quire.ops.weight import Weight
 
 LIFT = 2.0**64
-"""The factor of bf16: the kernel's weights are as much too small."""
+"""The factor of bf16 inputs, because the kernel's weights are too small by it."""
 _BLOCK = 1024
 """Inputs of a program that applies no norm."""
 
@@ -35,6 +35,7 @@ def _order_kernel(
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # The axes of a step are a thread of four, a word of the thread, and a place in the word.
     STEP: tl.constexpr = 32 * VALUES
     thread, word = at % 8 // 2, at % STEP // (4 * VALUES)
     place = at % (4 * VALUES) // 8 + VALUES // 2 * (at % 2)
@@ -88,7 +89,7 @@ _MOST = 16384
 
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)
-"""The least scale that inputs are given: its reciprocal is a number."""
+"""The smallest scale of inputs: its reciprocal is finite."""
 
 
 @triton.jit
@@ -161,8 +162,7 @@ def _round_kernel(
 
 
 def round_inputs(x: Tensor, weight: Weight, norm: RmsScale | None = None) -> Tensor:
-    """Returns norm(x) [T, inputs] as it is after quantization, see
-    `reference.quantized.round_inputs`."""
+    """Returns norm(x) [T, inputs] rounded and restored, see `reference.quantized.round_inputs`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _run(x, weight, norm, out, None)
     return out

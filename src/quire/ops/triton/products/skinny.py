@@ -42,8 +42,7 @@ MAX_SPLIT_TILES = 16384
 class Workspace:
     """Arrival counters of split-K tiles: int32 [MAX_SPLIT_TILES], zero between kernels.
 
-    Kernels of one stream may share it; streams that run at once need one each.
-    """
+    Kernels of one stream may share it. Streams that run at once need one each."""
 
     counters: Tensor
 
@@ -135,8 +134,8 @@ def store_tile(
     stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of fp32 sums [BM, R] and stores it: scales of its weight rows, bias, activation
-    and residual."""
+    """Epilogue of a tile of fp32 sums [BM, R]: applies scales of its weight rows, bias, activation
+    and residual, and stores."""
     if HAS_SCALES:
         acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -174,7 +173,7 @@ def reduce_split_k(
     parts_ptr += tile.to(tl.int64) * parts * BM * R
     offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
     tl.store(parts_ptr + part * BM * R + offsets, acc)
-    tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+    tl.debug_barrier()  # Every thread's part is written before the one atomic that signals it.
     last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
     if last:
         acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)

@@ -67,8 +67,10 @@ def _workspace(device: torch.device, thread: int) -> Workspace:
 
 
 def default_workspace(device: torch.device) -> Workspace:
-    """One per device and thread: who launches from one thread on several streams at once must bring
-    a workspace for each. The first call must not happen while a graph is captured."""
+    """Returns the workspace of a device and thread.
+
+    A thread that launches on several streams at once must bring a workspace for each. The first
+    call must not happen during the capture of a graph."""
     return _workspace(device, threading.get_ident())
 
 
@@ -175,10 +177,9 @@ def small_linear(
     args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """y = act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
+    """Returns act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
 
-    rms_norm: the norm as a kernel of its own, used where fusing it costs more than it saves.
-    """
+    `rms_norm` is the norm as a separate kernel, used where fusing it costs more than it saves."""
     plan = choose(args)
     if plan.kernel == "torch":
         return None

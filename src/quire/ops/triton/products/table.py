@@ -47,8 +47,10 @@ def bucket(m: int) -> int | None:
 
 
 def key_of(shape: Shape) -> str:
-    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's. A weight with scales puts its format
-    behind: "bfloat16/m1/n4096/k1024/norm/int8"."""
+    """Returns the key of a shape, such as "bfloat16/m1/n4096/k1024/norm".
+
+    m is its bucket's. The format of a weight with scales comes last:
+    "bfloat16/m1/n4096/k1024/norm/int8"."""
     parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
     parts += [f"n{shape.n}", f"k{shape.k}"]
     parts += ["norm"] if shape.norm else []
@@ -110,8 +112,8 @@ def _read(source: Traversable) -> dict[str, GemmPlan]:
 
 @functools.cache
 def table_for(card: str) -> GemmTable:
-    """Returns the shipped table of a card, overlaid with the user's own, as they were when first
-    asked for; empty if there is neither."""
+    """Returns the shipped table of a card, overridden by the user's own, both as of the first call;
+    empty if there is neither."""
     folder = importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
     shipped = _read(folder / f"{slug(card)}.json")
     return GemmTable(card, entries={**shipped, **_read(cache_path(card))})
@@ -160,7 +162,7 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     else:
         bk, warps = 1024, 4
     tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
-    # A few programs more than run at once: the last of them have nothing else to hide behind.
+    # A grid slightly larger than one wave has a tail of programs that nothing else overlaps.
     tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
     stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
     mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
@@ -172,14 +174,14 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 _MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
-"""Bytes of a weight of 16 bits and of x up to which few rows go to `mma_gemv`. Each of its programs
-reads all of x, for which L1 has little room beside kernels that need shared memory."""
+"""Bytes of a weight of 16 bits, and of x, up to which few rows go to `mma_gemv`. Each program reads
+all of x, and kernels that need shared memory leave little L1 for it."""
 
 
 def _plain_mma_plan(shape: Shape) -> GemmPlan:
     inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
     chunks = triton.cdiv(shape.k, inputs)
-    # A short row is under way as a whole, by as few warps as hold it.
+    # A short row is in flight as a whole, by as few warps as hold it.
     warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
     stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
     return GemmPlan(
@@ -192,11 +194,12 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
-    # Programs that do not fit at once take turns: few warps of few registers leave room for more.
+    # Programs that do not fit at once run in turns: few warps with few registers leave room for
+    # more.
     wide = triton.cdiv(shape.n, outputs) > 4 * sms
     warps = 4 if wide or bits == 4 else 8
     turns = triton.cdiv(chunks, warps)
-    # A short row is under way as a whole.
+    # A short row is in flight as a whole.
     stages = turns if turns <= 8 and not (wide and bits == 8) else 2
     if chunks % (warps * stages):
         # A long turn in which chunks are missing costs less than many short ones.
@@ -226,6 +229,9 @@ def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
                 missing = warps * segments * count - chunks
                 shares.append((missing, abs(count - 6), order, warps, count, resident))
         for _, _, _, warps, count, resident in sorted(shares):
+            # Programs that do not all fit at once take several tiles, and read the next
+            # tile during the current one. Long rows of bytes do not: a program has
+            # enough in flight anyway.
             turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
             turns = turns or segments > 1 or (bits == 4 and resident == 1)
             plan = GemmPlan(
@@ -246,6 +252,7 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     bm = min(128, max(16, triton.next_power_of_2(shape.m)))
     rows = shape.n * (2 if shape.gated else 1)
     bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
+    # Unpacking takes instructions, which large tiles share with more rows of x.
     tile_rows = _power_of_two(rows / (2 * sms), 32 if shape.format is None else 64, 64)
     tiles = triton.cdiv(rows, tile_rows)
     split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
@@ -268,7 +275,7 @@ def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
     tiles = triton.cdiv(shape.n, 32)
     if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
         return None
-    # Two programs run at once: with small tiles that many, or else larger ones.
+    # Two programs run at once: that many with small tiles, otherwise larger tiles.
     wide = bm == 64 and tiles > 2 * sms
     return GemmPlan(
         "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
@@ -331,6 +338,8 @@ def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
         return fixed_plan(shape)
     stacked = 2 if shape.gated else 1
     few = triton.cdiv(shape.n * stacked, 64) <= card.num_sms
+    # A tile lists rows, outputs, inputs of a step, steps in flight, warps, and whether weights
+    # are the left operand.
     if shape.m <= 16:
         tile = (16, 64, 128, 6 if few else 4, 4, True)
     elif shape.m <= 32:

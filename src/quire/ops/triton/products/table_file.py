@@ -33,7 +33,7 @@ def graph_us(
         for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
             call()
         stream.synchronize()
-        # Threads of a process group may ask the device meanwhile.
+        # Threads of a process group may call the device during the capture.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in calls:
@@ -52,6 +52,9 @@ def graph_us(
             end.synchronize()
             best = min(best, start.elapsed_time(end) * 1e3 / repeats)
     return best / len(calls)
+
+
+# Files of measurements on a card, in the user's cache directory.
 
 
 def slug(card: str) -> str:
@@ -116,8 +119,9 @@ def sources_hash() -> str:
 
 @contextlib.contextmanager
 def sole_writer(path: Path) -> Iterator[bool]:
-    """Yields whether this process alone may measure for a table's file now. The lock beside the
-    file goes with the process that holds it.
+    """Yields whether this process alone may measure for a table's file.
+
+    The process holds a lock next to the file, which ends with the process.
 
     Raises:
         OSError: the folder cannot be written to.

@@ -1,8 +1,8 @@
-"""Words of single threads: loads of neighbours, shared memory that Triton does not manage, and
-exchange between the lanes of a warp, in inline assembly.
+"""Words of single threads, in inline assembly.
 
-Addresses of shared memory are int32 offsets, as the instructions take them.
-"""
+It loads neighbouring words, uses shared memory that Triton does not manage, and exchanges words
+between the lanes of a warp. Addresses of shared memory are int32 offsets, as the instructions take
+them."""
 
 from __future__ import annotations
 

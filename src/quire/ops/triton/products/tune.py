@@ -55,7 +55,7 @@ COLD_BYTES = 256 << 20
 TOLERANCE = 2e-2
 """Relative error of a bf16 result against float64."""
 GAIN = 0.98
-"""The share of the rules' time that a plan may take to be preferred: less is noise."""
+"""A plan replaces the rules' plan only below this share of its time; smaller gains are noise."""
 _MOST_INPUTS = 1 << 16
 """Inputs of a layer with a norm at most."""
 _REFERENCE_BYTES = 64 << 20
@@ -64,7 +64,7 @@ _REFERENCE_BYTES = 64 << 20
 # Weight rows of a tile, BK, warps, stages. A tile that spans K loads all of it before it waits.
 _GEMV_LOOPS = ((4, 1024, 4, 1), (2, 2048, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 4))
 _GEMV_FEW_ROWS = ((2, 1024, 4, 1), (4, 512, 4, 1))
-# Weight rows of a tile, BK, warps, stages, swap; by padded M.
+# By padded M: weight rows of a tile, BK, warps, stages, swap.
 _SKINNY = {
     16: (
         (16, 256, 4, 4, False),
@@ -232,10 +232,8 @@ def at_once(work: Callable[[], T], /) -> T:
 
 
 class Tuner:
-    """Times plans on one device. `pool_bytes` of random weights are shared by all shapes.
-
-    turn: runs each piece of the device's work, of some ms.
-    """
+    """Times plans on one device. All shapes share `pool_bytes` of random weights. `turn` runs each
+    piece of the device's work, of some ms."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30,
@@ -385,11 +383,12 @@ class Tuner:
             calls = [lambda args=args: self.call(args, plan, out) for args in layers]
             guess = shape.weight_bytes / 3.5e6 + 3.0
             return Measured(plan, graph_us(calls, guess, self.stream))
-        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+        except Exception as error:  # A compiler or driver may raise anything for a bad tile.
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 
     def tune_shape(self, shape: Shape) -> list[Measured]:
-        """Every plan tried for a shape: the rules' first, then by their times."""
+        """Returns the measurements of every plan tried for a shape: the rules' plan first, then by
+        time."""
         expected = self.reference(shape)
         first, *others = dict.fromkeys([*self.plans(shape), TORCH])
         rules = self.measure(shape, first, expected)

@@ -69,7 +69,7 @@ def _joined(inverse, system, apart, SIZE: tl.constexpr, PRECISION: tl.constexpr)
 @triton.jit
 def _inverse(system, apart, PRECISION: tl.constexpr):
     """Returns the inverse of 1 + the part of `system` [64, 64] below the diagonal."""
-    # Blocks of 16 first: each is in the registers of a warp.
+    # Blocks of 16 come first, because each is in the registers of a warp.
     block, place = tl.arange(0, 4), tl.arange(0, 16)
     own = block[:, None, None, None] == block[None, None, :, None]
     near = place[None, :, None] ^ place[None, None, :]
@@ -139,6 +139,7 @@ def _solve(
     tl.store(vectors + 256, k_inverse)
     tl.store(vectors + 320, total)
 
+    # Above the diagonal the power might overflow, and is dropped.
     seen = place[:, None] >= place[None, :]
     grown = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
     grown = tl.where(seen, grown * k_inverse[None, :], 0.0)
@@ -202,7 +203,8 @@ def _scan(
     vectors = vectors_ptr + number * COUNT * 64
     remains = tl.load(vectors + 192)
     one = (place[:, None] == place[None, :]).to(kind)
-    # Copies are made of the state before their chunk: `_advance_copies` does the rest.
+    # The saved state is that before the copy's chunk; `_advance_copies` adds the chunk's
+    # tokens.
     begin = 0
     while begin < length:
         for each in range(SAVES):
@@ -295,6 +297,7 @@ def _advance_copies(
             slot = tl.load(table + 2 + 2 * pair).to(tl.int64)
             copy = state_ptr + slot * state_stride + at
             matrix = tl.load(copy, mask=held, other=0.0)
+            # Tokens past the copy's place change nothing before it.
             seen = place < end
             token = mixed_ptr + (first + chunk * 64 + place).to(tl.int64) * mixed_stride
             keys = token[:, None] + of_key[None, :]

@@ -94,6 +94,7 @@ def _conv(
                 if DRAFTS > 0:
                     entry = base_ptr + slot * base_stride + channel
                     tl.store(entry, tl.zeros_like(channel) + 2 * (start + end), mask=inside)
+        # No thread may overwrite values that another has yet to read.
         tl.debug_barrier()
         _keep_inputs(
             x, state, state, certain, oldest, back, channels, x_stride, channel, inside, TAPS
@@ -235,6 +236,7 @@ def _recurrent(
         certain = tl.where((tl.load(flags_ptr + row) & 1) == 0, 1, length)
         certain = tl.where(long, 0, certain)
         count = tl.where(long, 0, length)
+        # This launch reads the drafts of the last row, and does not write them.
         which = 1 - seen % 2
         if long:
             tl.store(own + place, matrix, mask=known)

@@ -34,7 +34,7 @@ _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 def takes(mixed: Tensor, key_dim: int, value_dim: int) -> bool:
-    """Whether the scan is for such heads: in 16 bits, of whole tiles."""
+    """Whether the scan takes such heads: 16 bits, and dimensions of whole tiles."""
     whole = key_dim in (64, 128) and value_dim % 64 == 0 and mixed.stride(0) % 16 == 0
     return whole and mixed.dtype in (torch.bfloat16, torch.float16)
 
@@ -73,8 +73,8 @@ def _copy_chunks(
     queries, values, inverses, withins, vectors, length, heads, key_step, mixed_stride, rings,
     ready, empty, COUNT: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Copies chunks into the rings, each when the chunk three before it has been used, and says of
-    the one before it that it is there."""
+    """Copies chunks into the rings, each after the chunk three before it has been used, and signals
+    that the previous one has arrived."""
     stage = 0
     last = 0
     turn = 1
@@ -179,7 +179,8 @@ def _advance(
     before = 0
     begin = 0
     while begin < length:
-        # Copies are made of the state before their chunk: `_advance_copies` does the rest.
+        # The saved state is that before the copy's chunk; `_advance_copies` adds the
+        # chunk's tokens.
         until = length
         for each in range(SAVES):
             end = gl.load(table + 1 + 2 * each) - start
@@ -260,6 +261,8 @@ def delta_scan(
     narrow = gl.allocate_shared_memory(kind, [BV, DK], shared)
     new = gl.allocate_shared_memory(kind, [BV, 64], shared)
     rings = (q_ring, k_ring, v_ring, inverse_ring, within_ring, vector_ring)
+    # The barriers signal: a chunk has arrived, both readers have finished with it, the state
+    # and the writes are ready, and they have been read.
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     handed = gl.allocate_shared_memory(gl.int64, [4, 1], bar)

@@ -52,6 +52,8 @@ def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
     launch(_set, (1,))(before, clock, layers, num_warps=1)
 
 
+# Packed masks apply to logits in place: one bit a token, and only forbidden tokens are written.
+
 _TILE = 4096
 
 
@@ -70,7 +72,7 @@ def _mask(
         line = tl.load(lines_ptr + row).to(tl.int64)
         if line < 0:
             return
-    # Each word is read once: the mask may lie in the host's memory, behind a link.
+    # Each word is read once, because the mask may lie in the host's memory, across a link.
     place = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
     word = tl.load(mask_ptr + line * words + place, mask=place < words, other=-1)
     bit = tl.arange(0, 32)

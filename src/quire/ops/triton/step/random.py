@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
+# The bits of a word that make u must be those of `ops.reference.random.gumbel`.
 SHIFT = tl.constexpr(9)
 SCALE = tl.constexpr(2.0**-23)
 
@@ -36,7 +37,7 @@ def gumbel(word, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_quads(quads, position, sample_index, draw, seed_low, seed_high, FAST: tl.constexpr):
-    """quads: int [Q]. Noise [Q, 4] of the entries 4 quads .. 4 quads + 3."""
+    """Returns the noise [Q, 4] of the entries 4 quads to 4 quads + 3; quads is int [Q]."""
     zero = quads * 0
     c0, c1, c2, c3 = tl.philox_impl(
         quads.to(tl.uint32), (zero + position).to(tl.uint32), (zero + sample_index).to(tl.uint32),
@@ -49,7 +50,7 @@ def gumbel_quads(quads, position, sample_index, draw, seed_low, seed_high, FAST:
 
 @triton.jit
 def gumbel_at(entry, position, sample_index, draw, seed_low, seed_high, FAST: tl.constexpr):
-    """entry: int [M], any vocabulary entries. Their noise [M]."""
+    """Returns the noise [M] of any vocabulary entries, int [M]."""
     zero = entry * 0
     c0, c1, c2, c3 = tl.philox_impl(
         (entry // 4).to(tl.uint32), (zero + position).to(tl.uint32),

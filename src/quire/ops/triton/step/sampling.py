@@ -37,7 +37,7 @@ def sample(
     truncate_rows: bool = True,
     cap: int = _CAP,
 ) -> Tensor:
-    """See `ops.sample`. cap: a power of two, entries that a truncating row sorts at most."""
+    """See `ops.sample`. A truncating row sorts at most `cap` entries, a power of two."""
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int32, device=device)

@@ -77,7 +77,7 @@ def scan(
 
 @triton.jit
 def _likeliest(keys, count):
-    """The `count`-th largest (1: the largest) of int32 keys, by bisection over their bits."""
+    """Returns the `count`-th largest (1: the largest) of int32 keys, by bisection of their bits."""
     low = tl.min(keys, 0).to(tl.int64)
     high = tl.max(keys, 0).to(tl.int64)
     while low < high:
@@ -108,8 +108,10 @@ def _pick_by_scan(
     logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
     high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The road for rows too flat to collect: bisection over thresholds, a pass of the row each.
-    Entries tied at a threshold are all kept."""
+    """Draws a token of a row that is too flat to collect: bisects over thresholds, with one pass of
+    the row for each.
+
+    All entries tied at a threshold are kept."""
     first = _ordered(lowest).to(tl.int64)
     last = _ordered(peak).to(tl.int64)
     if top_k > 0:
@@ -172,7 +174,8 @@ def _collect(
         kept = inside & (x >= bound)
         flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
         place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
-        # The value above, the complement of the entry below: sorts by value, then entry.
+        # The value comes first, then the complement of the entry: this sorts by value, then
+        # entry.
         packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
         tl.store(found + place, packed, mask=kept & (place < CAP))
         count += tl.sum(flat, 0)
@@ -223,6 +226,7 @@ def _pick_cut(
         kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
     mass = tl.where(kept, tl.exp(x - peak), 0.0)
     whole = tl.sum(mass, 0)
+    # Entries that were not collected count too, unless top-k or min-p drops them anyway.
     settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
     if not settled:
         everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
@@ -326,7 +330,7 @@ def logprob_tiles(
 
 @triton.jit
 def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
-    """The likeliest of a row's entries behind (value, entry), ties by entry, and its value."""
+    """Returns the row's likeliest entry after (value, entry), ties by entry, and its value."""
     best = float("-inf")
     place = INT_MAX
     for start in range(0, vocab, BLOCK):
