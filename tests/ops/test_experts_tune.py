@@ -141,7 +141,7 @@ def layer(width: int = 32, experts: int = 4) -> TunedLayer:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertsPlan, int]]:
-    """Times of a card on which every rule is slow; what is asked for."""
+    """Replaces the times of a card by times at which every rule is slow; returns the requests."""
     asked: list[tuple[ExpertsPlan, int]] = []
 
     def us(timer: Any, plan: ExpertsPlan, tokens: int) -> float:
@@ -162,7 +162,7 @@ def test_a_second_start_measures_nothing(timed: list[Any]) -> None:
     timed.clear()
     assert known_or_measured(layers, 100) == found
     assert not timed
-    # Of another model, and of larger steps, the rest is measured, and all is kept.
+    # Shapes of another model, and of larger steps, are measured too, and all are stored.
     assert known_or_measured([layer(64)], 1).keys().isdisjoint(found)
     assert {tokens for _, tokens in timed} == {1}
     assert known_or_measured(layers, 130).items() > found.items()
@@ -194,7 +194,7 @@ def test_new_sources_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ranks:
-    """Two ranks, of which the first is asked first."""
+    """Two ranks; the test queries the first one first."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.handle = rank, None

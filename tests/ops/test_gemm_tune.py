@@ -25,7 +25,7 @@ FEW_BITS = Shape(1, 32, 128, torch.float16, format=INT4)
 
 
 class Turns:
-    """Counts pieces of work; none begins within another."""
+    """Counts pieces of work, and checks that none begins within another."""
 
     def __init__(self) -> None:
         self.pieces = 0
