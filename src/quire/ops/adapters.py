@@ -73,5 +73,5 @@ def padded_rank(rank: int) -> int:
 
 
 def scale_bits(scale: float) -> int:
-    """Returns a scale as a table keeps it."""
+    """Returns the float32 bits of a scale, as the table stores them."""
     return int(torch.tensor(scale, dtype=torch.float32).view(torch.int32))

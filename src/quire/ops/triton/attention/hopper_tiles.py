@@ -41,12 +41,12 @@ def item_at(
     index, rows, window, GROUP: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Returns the position of the program's tile number `index`.
+    """Returns the program's tile number `index` as a tuple.
 
-    The tuple is: KV head, row, the tile's index in the row, the row's first query, its number of
-    queries, its length, the tile's first and last position, the first position that counts, the
-    first KV tile, and the number of KV tiles. An index past the last tile has no queries and no KV.
-    """
+    It holds the KV head, the row, the tile's index in the row, the row's first query and its number
+    of queries. Then come the row's length, the tile's first and last position, and the first
+    position that counts. Last are the first KV tile and the number of KV tiles. An index past the
+    last tile has no queries and no KV."""
     BM: gl.constexpr = CONSUMERS * ROWS
     query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest = rows
     # The last tiles of a causal prompt are the longest: they come first. Every other round goes

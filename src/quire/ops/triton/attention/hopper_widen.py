@@ -140,7 +140,7 @@ def widen_pages(
         # The name is not `v_scale`. If two names begin as one value and one is assigned the
         # other, Triton 3.6 keeps the first value.
         v_before = gl.zeros_like(v_scale)
-        # The order is that of the arrival of bytes. Scales are loaded a tile ahead, and
+        # The loop follows the order in which bytes arrive. Scales are loaded a tile ahead, and
         # their addresses two tiles ahead.
         for i in range(done, done + count + 1):
             ahead = top - (i + 1 - done) * BN

@@ -44,9 +44,10 @@ class Tiles:
 class LongSchedule:
     """The schedule of long rows.
 
-    A line of `items` is: row (-1: none), index of the part of its tile's KV, KV tiles of such a
-    part, the row's first query, its number of queries, its first position, parts of the tile, and
-    the tile's index in the row. A row's items follow each other, tile by tile.
+    A line of `items` begins with the row (-1: none), the index of the part of its tile's KV, and
+    the KV tiles of such a part. Then come the row's first query, its number of queries and its
+    first position. Last are the parts of the tile, and the tile's index in the row. A row's items
+    follow each other, tile by tile.
 
     Attributes:
         items: int32 [N, 8].

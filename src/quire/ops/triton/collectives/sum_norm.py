@@ -8,9 +8,9 @@ Words travel without flags. A place for a word holds `EMPTY` until the word has 
 after it was read. Senders replace -0.0 by +0, and so never send `EMPTY`. So half as many bytes
 travel as by `one_shot`, and in one phase, not in two as by `two_shot`.
 
-Places are double, by a row's epoch, which counts the sums over it. A rank sends the words of epoch
-e + 2 after it has received the words of e + 1. Its peers send those after the kernel that has read,
-and emptied, the places of e."""
+Each row has two sets of places, which its epochs use in turn. An epoch counts the sums over a row.
+A rank sends the words of epoch e + 2 after it has received the words of e + 1. Its peers send those
+after the kernel that has read, and emptied, the places of e."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"

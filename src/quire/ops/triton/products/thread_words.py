@@ -148,7 +148,7 @@ def keep_float(address, x):
 
 @triton.jit
 def keep_four(address, wanted, a, b, c, d):
-    """Stores four neighbouring words in shared memory, where they are `wanted`."""
+    """Stores four neighbouring words in shared memory, for threads that are `wanted`."""
     tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v4.b32 [$1], {$3, $4, $5, $6};\n"
         "mov.u32 $0, 0;\n}",
