@@ -85,7 +85,7 @@ def test_embedding() -> None:
 
 
 def paged(blocks: int, heads: int, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Returns a cache of three layers, and views of its middle layer's k and v, as the runner has."""
+    """Returns a cache of three layers, and views of the k and v of its middle layer."""
     cache = randn(blocks, 3, 2, heads, size, dim, dtype=dtype)
     return cache, cache[:, 1, 0], cache[:, 1, 1]
 
