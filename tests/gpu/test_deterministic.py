@@ -1,5 +1,6 @@
-"""With `deterministic`, a request's log-probabilities are the same to the bit whatever happens
-around it; with an optimization switched off, tokens stay what they were."""
+"""With `deterministic`, a request's log-probabilities do not depend on the batch, to the bit.
+
+With an optimization switched off, the tokens stay the same."""
 
 from __future__ import annotations
 

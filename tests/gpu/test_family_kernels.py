@@ -70,7 +70,7 @@ CLOSE = {torch.float32: 2e-3, torch.bfloat16: 0.15}
 
 
 def fill(model: Decoder, queries: float) -> None:
-    """Draws weights. queries: what the gains of queries' norms are multiplied by."""
+    """Draws random weights. `queries` multiplies the gains of queries' norms."""
     make = torch.Generator(device="cuda").manual_seed(1)
     for name, parameter in model.named_parameters():
         parameter.data.normal_(generator=make)

@@ -20,7 +20,7 @@ kinds = pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
 def test_answers_are_those_of_a_cpu(
     kind: str, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What is rounded to three bits may fall to the other side.
+    # A number rounded to three bits may fall to either side.
     monkeypatch.setattr(accuracy, "CLOSE", 0.35)
     exact = accuracy.answers(device="cpu", dtype="float32", kv_cache_dtype=kind)
     found = accuracy.answers(
@@ -39,7 +39,7 @@ def test_e4m3_on_cards_that_do_not_know_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 @kinds
 def test_nothing_depends_on_blocks_moving(tmp_path: Path, kind: str) -> None:
-    """Chunks, prefix hits, forks and the host tier, beside a run with none of them."""
+    """Chunks, prefix hits, forks and the host tier give the tokens of a run without them."""
     folder = model_folder(tmp_path / "model", TINY | {"hidden_size": 64, "head_dim": 32})
     stems = [p[:48] for p in random_prompts(60, 120, seed=7) if len(p) >= 48][:12]
     params = SamplingParams(temperature=0.8, seed=3, n=2, max_tokens=20, ignore_eos=True)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs a Hopper card and a Triton whose Gluon the kernels take",
 )
 ROWS = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (301, 301), (9, 9), (40, 2100)]
-"""(queries, positions): whole prompts, what is left behind a cached prefix, and decodes."""
+"""(queries, positions): whole prompts, the rest after a cached prefix, and decodes."""
 HOPPER = AttentionTuning(spread=0)
 CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "one query head each": ({"heads": 2, "kv_heads": 2}, {}),
@@ -45,8 +45,8 @@ CASES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 class Bytes(Stored):
-    """A batch over a cache in 8 bits, of which the reference, which computes in the queries' dtype,
-    is not asked."""
+    """A batch over a cache in 8 bits. The test does not use the reference, which computes in the
+    queries' dtype."""
 
     # KV is rounded to fp16 as well.
     allowed = 1e-2

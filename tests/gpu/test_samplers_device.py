@@ -1,4 +1,4 @@
-"""Requests with samplers that no graph holds, beside others whose steps are graphs."""
+"""Requests with samplers that no graph holds, together with requests whose steps are graphs."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_nothing_but_speed_changes(settings: dict[str, Any]) -> None:
     ids=["draft", "eagle3", "eager"],
 )
 def test_grammars_have_drafts(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are built for what the device has drafted, while the body runs."""
+    """The host builds masks for the device's drafts while the body runs."""
     text = {"regex": r"[A-Za-z ,.!?'\n]{1,200}"}
     asked = {"max_tokens": 64, "structured_outputs": text}
     params = [
@@ -124,8 +124,8 @@ HEAD = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_draft_heads_in_graphs(tmp_path: Path, name: str) -> None:
-    """Random weights, so most drafts are wrong; what is left of equality is near ties. Recurrent
-    layers are not deterministic, so few tokens are compared."""
+    """Weights are random, so most drafts are wrong, and near ties are the remaining differences.
+    Recurrent layers are not deterministic, so few tokens are compared."""
     for folder, config in (("model", TARGETS[name]), ("head", HEAD)):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "config.json").write_text(json.dumps(config))

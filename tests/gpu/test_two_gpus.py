@@ -36,7 +36,7 @@ def test_tokens_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
 def test_the_bits_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
-    """Sums over ranks round as those of one rank do."""
+    """Sums over ranks round as the sums of one rank do."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     one = run(tmp_path, PARAMS + COSTLY, deterministic=True)
     for settings in ({}, {"enforce_eager": True}):
@@ -57,8 +57,7 @@ def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
 
 
 def test_drafts_in_stages() -> None:
-    """Texts of the embedded model: what is drafted in the last stage changes nothing, and is
-    accepted."""
+    """The last stage's drafts are accepted, and do not change the texts of the embedded model."""
     plain, *_ = generated(device="cuda", deterministic=True)
     for source in ("eagle3", "draft"):
         found, stats, steps = generated(

@@ -55,7 +55,7 @@ GLUON_TESTS = [
         )
     ),
 ]  # fmt: skip
-"""Tests that launch every kernel in Gluon. Those under `gpu` get tensors of the CPU here."""
+"""Tests that launch every kernel in Gluon. The tests under `gpu` get tensors of the CPU here."""
 
 
 class StoppedError(Exception):
@@ -80,7 +80,7 @@ class Driver:
 
 
 class TensorsOnCpu(TorchFunctionMode):
-    """Makes on the CPU what tests make on a GPU."""
+    """Creates on the CPU the tensors that tests create on a GPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -95,17 +95,17 @@ class TensorsOnCpu(TorchFunctionMode):
 
 
 def innermost(error: BaseException) -> BaseException:
-    """Returns what an error came of: a kernel's error names only what the kernel called."""
+    """Returns the cause of an error: a kernel's error names only the kernel's call."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
 
 
 class Compiler:
-    """Stands for launches, and counts what has compiled.
+    """Replaces launches, and counts the compiled kernels.
 
     Attributes:
-        failures: what the compiler says.
+        failures: the compiler's errors.
         kernels: number of compilations by kernel, for kernels in Triton and in Gluon.
     """
 
@@ -134,7 +134,7 @@ class Compiler:
             except CompilationError as error:
                 self._add_failure(kernel.__name__, error)
             except RuntimeError as error:
-                # Passes and ptxas, whose errors also say what they were given.
+                # Passes and ptxas, whose errors also contain their input.
                 self._add_failure(kernel.__name__, RuntimeError(str(error)[-2000:]))
 
         JITFunction.run = run

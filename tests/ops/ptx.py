@@ -98,7 +98,8 @@ def _product(op: str, a: list[Words], b: list[Words], c: list[Words]) -> list[Wo
 
 
 class _Shared:
-    """The shared memory of the program that runs, in words. What is not written may be anything."""
+    """The shared memory of the running program, in words. Words that were not written are
+    undefined."""
 
     words = np.zeros(0, np.uint32)
 
@@ -141,7 +142,8 @@ class _Threads:
             addresses = self.read(names[1][0])
             for index, out in enumerate(names[0]):
                 own = (addresses + np.uint64(4 * index)).astype(np.uint64)
-                # What is not loaded stays, or may be anything, such as floats that are no numbers.
+                # Registers that are not loaded keep their content, or hold
+                # anything, such as NaN.
                 other = self.registers.get(out, np.full(self.size, 0x7FC17FC1, np.uint32))
                 self.registers[out] = interpreter._interpreter.load(
                     own, wanted, other, np.dtype(np.uint32)

@@ -70,7 +70,7 @@ def test_blocks_of_several_tensors_go_and_come_back(places: int) -> None:
     copies = copier(tensors, 10, places)
     done = copies.out(0, int32([7, 0, 3, 4, 5]), int32([9, 1, 2, 0, 5]))
     assert not done()
-    # With too few places the step waits until those lent first were read.
+    # With too few places the step waits until the places lent first were read.
     assert len(STEP.waited) == {1: 4, 3: 1, 10: 0}[places]
     for tensor in tensors:
         tensor.zero_()

@@ -61,7 +61,7 @@ def product(
     ids[-1, 1] = -1
     weights = scores.sigmoid()[:, :TOP_K].contiguous()
     residual = None if act else noise(tokens, outputs, seed=4).bfloat16()
-    # The interpreter cuts what becomes bf16.
+    # The interpreter truncates numbers that become bf16.
     out = torch.zeros(ids.numel() if act else tokens, outputs, device=x.device)
     assert counts(weight, x, 1 if act else TOP_K)
     integer_product(tile, x, ids, weights, linear, act, residual, out)

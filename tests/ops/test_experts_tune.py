@@ -19,7 +19,7 @@ from quire.layers.build import Build
 from quire.layers.experts import ExpertsSpec
 from quire.ops.choose import Policy, use_policy
 from quire.ops.experts import SILU, ExpertWeights, Routing
-from quire.ops.triton.experts import plan as experts_table
+from quire.ops.triton.experts import plan as planner
 from quire.ops.triton.experts import tune
 from quire.ops.triton.experts.plan import (
     RANGES,
@@ -61,7 +61,7 @@ SHAPES = [
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(experts_table, "_measured", {})
+    monkeypatch.setattr(planner, "_measured", {})
     chosen_plan.cache_clear()
 
 
@@ -108,12 +108,12 @@ def test_less_than_noise_and_failures_keep_the_rules() -> None:
 def test_a_plan_serves_its_range() -> None:
     shape = SHAPES[0]._replace(tokens=64)
     plan = ExpertsPlan("grouped", Tile(16, 16, 32), Tile(16, 32, 64))
-    experts_table.use({key_of(shape): plan})
+    planner.use({key_of(shape): plan})
     assert chosen_plan(shape._replace(tokens=49)) == plan
     for other in (shape._replace(tokens=48), shape._replace(tokens=65), shape._replace(width=512),
                   shape._replace(format="float16"), shape._replace(tokens=4096)):  # fmt: skip
         assert chosen_plan(other) == plan_for(other)
-    experts_table.use({})
+    planner.use({})
     assert chosen_plan(shape) == plan
 
 
@@ -125,7 +125,7 @@ def test_a_broken_file_is_as_good_as_none(text: str) -> None:
     path = cache_path("Card X")
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert experts_table.read("Card X") == {}
+    assert planner.read("Card X") == {}
 
 
 # -- a start ---------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ def layer(width: int = 32, experts: int = 4) -> TunedLayer:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertsPlan, int]]:
-    """Times of a card on which every rule is slow; what is asked for."""
+    """Replaces the times of a card by times at which every rule is slow; returns the requests."""
     asked: list[tuple[ExpertsPlan, int]] = []
 
     def us(timer: Any, plan: ExpertsPlan, tokens: int) -> float:
@@ -162,12 +162,12 @@ def test_a_second_start_measures_nothing(timed: list[Any]) -> None:
     timed.clear()
     assert known_or_measured(layers, 100) == found
     assert not timed
-    # Of another model, and of larger steps, the rest is measured, and all is kept.
+    # Shapes of another model, and of larger steps, are measured too, and all are stored.
     assert known_or_measured([layer(64)], 1).keys().isdisjoint(found)
     assert {tokens for _, tokens in timed} == {1}
     assert known_or_measured(layers, 130).items() > found.items()
-    assert len(experts_table.read("Card X")) == len(found) + 2
-    assert experts_table.read("Card Y") == {}
+    assert len(planner.read("Card X")) == len(found) + 2
+    assert planner.read("Card Y") == {}
 
 
 def test_what_takes_too_long_keeps_its_rules(
@@ -189,12 +189,12 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start(
 
 def test_new_sources_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_path("Card X")
-    monkeypatch.setattr(experts_table, "sources_hash", lambda: "other")
+    monkeypatch.setattr(planner, "sources_hash", lambda: "other")
     assert cache_path("Card X") != path
 
 
 class Ranks:
-    """Two ranks, of which the first is asked first."""
+    """Two ranks; the test queries the first one first."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.handle = rank, None
@@ -220,12 +220,12 @@ def test_the_first_rank_decides_for_all(timed: list[Any], monkeypatch: pytest.Mo
     first, second = (model_of(Ranks(rank)) for rank in (0, 1))
     expert_tiles.choose_tiles(first, 1)
     assert len(timed) > 0
-    chosen = dict(experts_table._measured)
+    chosen = dict(planner._measured)
     timed.clear()
-    experts_table._measured.clear()
+    planner._measured.clear()
     expert_tiles.choose_tiles(second, 1)
     assert not timed
-    assert experts_table._measured == chosen
+    assert planner._measured == chosen
     assert chosen
 
 

@@ -1,4 +1,4 @@
-"""Ops of fixed order on a CPU: the same bits for a token whatever is beside it, near the twins."""
+"""Ops of fixed order on a CPU: a token's bits do not depend on its batch, and are near a twin's."""
 
 from __future__ import annotations
 

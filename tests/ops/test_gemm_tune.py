@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from quire.ops.triton.launch import INTERPRETED
-from quire.ops.triton.products import tune as gemm_tune
+from quire.ops.triton.products import tune as tuning
 from quire.ops.triton.products.plan import TORCH, Shape
 from quire.ops.triton.products.table import heuristic, key_of
 from quire.ops.triton.products.tune import Tuner, preferred, tune
@@ -25,7 +25,7 @@ FEW_BITS = Shape(1, 32, 128, torch.float16, format=INT4)
 
 
 class Turns:
-    """Counts pieces of work; none begins within another."""
+    """Counts pieces of work, and checks that none begins within another."""
 
     def __init__(self) -> None:
         self.pieces = 0
@@ -48,8 +48,8 @@ def tuner(monkeypatch: pytest.MonkeyPatch) -> Tuner:
         return us_guess
 
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(gemm_tune, "graph_us", timed)
-    monkeypatch.setattr(gemm_tune, "COLD_BYTES", 1 << 14)
+    monkeypatch.setattr(tuning, "graph_us", timed)
+    monkeypatch.setattr(tuning, "COLD_BYTES", 1 << 14)
     return Tuner(CPU, torch.float16, 1 << 16, Turns())
 
 
@@ -71,7 +71,7 @@ def test_a_reference_is_computed_piece_by_piece(
     whole = tuner.reference(GATED)
     turns: Any = tuner._turn
     before = turns.pieces
-    monkeypatch.setattr(gemm_tune, "_REFERENCE_BYTES", 5 * 8 * GATED.k)
+    monkeypatch.setattr(tuning, "_REFERENCE_BYTES", 5 * 8 * GATED.k)
     assert torch.equal(tuner.reference(GATED), whole)
     assert turns.pieces - before == 7
 
@@ -79,7 +79,7 @@ def test_a_reference_is_computed_piece_by_piece(
 def test_shapes_are_tuned_by_their_rows_and_those_that_fail_left_out(
     tuner: Tuner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gemm_tune, "candidates", lambda shape, sms: [])
+    monkeypatch.setattr(tuning, "candidates", lambda shape, sms: [])
     large = Shape(1, 1 << 20, 64, torch.float16)
     found = list(tune(tuner, [GATED, large, PLAIN, PLAIN._replace(m=300)], workers=1))
     assert [shape for shape, _ in found] == [PLAIN, GATED]

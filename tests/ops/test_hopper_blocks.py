@@ -1,4 +1,4 @@
-"""Products of 8-bit floats with scales for each 128 inputs by wgmma: what a CPU can tell of them.
+"""Products of 8-bit floats with scales for each 128 inputs by wgmma: the parts that a CPU can test.
 tests/gpu runs the kernel."""
 
 from __future__ import annotations

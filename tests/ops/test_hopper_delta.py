@@ -1,4 +1,4 @@
-"""The scan of the gated delta rule on Hopper cards: what a CPU can tell of it."""
+"""The scan of the gated delta rule on Hopper cards: the parts that a CPU can test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Products of weights in few bits by wgmma: what a CPU can tell. tests/gpu runs the kernel."""
+"""Products of weights in few bits by wgmma: the parts that a CPU can test. tests/gpu runs the
+kernel."""
 
 from __future__ import annotations
 
@@ -61,8 +62,10 @@ def draw(form: WeightFormat, outputs: int, inputs: int, device: torch.device = D
 
 
 def left_operand(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns [outputs, inputs] in float64 as the kernel lays a thread's words out: axes of a step
-    of 32 words a row are pair of words, word of the pair, place, thread of four, value of two."""
+    """Returns the weight [outputs, inputs] in float64, in the kernel's order of a thread's words.
+
+    The axes of a step of 32 words a row are pair of words, word of the pair, place, thread of four,
+    and value of two."""
     form = weight.format
     bits, values = form.bits or 8, form.values
     n, inputs = weight.outputs, 1024 // bits

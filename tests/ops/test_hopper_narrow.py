@@ -1,4 +1,4 @@
-"""Products of few rows with 16-bit weights by wgmma: what a CPU can tell of them. tests/gpu runs
+"""Products of few rows with 16-bit weights by wgmma: the parts that a CPU can test. tests/gpu runs
 the kernel."""
 
 from __future__ import annotations

@@ -29,10 +29,10 @@ WHOLE = 1, 40, 1024, 2, 4, 0
 TURNS = 1, 40, 1024, 1, 8, 2
 CUT = 3, 20, 2560, 2, 12, 1
 FOUR = 4, 33, 1536, 4, 4, 0
-# Groups not in fours: one chunk is missing; two rows in three segments, two of whose are.
+# Groups not in fours: one chunk is missing; two rows in three segments, two of which lack a chunk.
 NINE = 1, 40, 1152, 2, 5, 0
 SEGMENTS = 2, 40, 2048, 2, 3, 1
-# Of 8 bits: all at once, and three rows in two segments, one chunk missing.
+# With 8 bits: all at once, and three rows in two segments, one chunk missing.
 SHORT = 1, 24, 512, 2, 2, 1
 LONG = 3, 20, 1920, 4, 2, 1
 Case = tuple[int, int, int, int, int, int]

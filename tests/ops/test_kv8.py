@@ -1,5 +1,5 @@
-"""8-bit KV: what is stored, and attention over it, by kernels and by the reference, against
-float64 twins."""
+"""8-bit KV: stored bytes, and attention over them, by kernels and by the reference, against float64
+twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ formats = pytest.mark.parametrize("kv_format", FORMATS.values(), ids=FORMATS)
 both_scales = pytest.mark.parametrize(
     "kv_format", [FORMATS["fp8"], slow(FORMATS["fp8_dynamic"]), FORMATS["int8"]], ids=FORMATS
 )
-"""Scales of heads, and those of tokens: where a test is of what rows are cut into."""
+"""Scales of heads and scales of tokens, for tests of how rows are cut into parts."""
 
 
 def quantized(x: Tensor, kv_format: KVFormat, head_scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def quantized(x: Tensor, kv_format: KVFormat, head_scale: Tensor) -> tuple[Tenso
 
 
 class Stored(Case):
-    """A mixed batch over a cache in 8 bits; `exact` holds what the bytes stand for."""
+    """A mixed batch over a cache in 8 bits; `exact` holds the values of the bytes."""
 
     # Weights, and fp32 queries, are rounded to fp16.
     allowed = 4e-3
@@ -60,7 +60,8 @@ class Stored(Case):
             exact.append((values.double() - kv_format.offset) * own[..., None])
             scales.append(own.float() if kv_format.scales == "token" else head_scale)
             if kv_format.scales == "token":
-                # What no row uses may hold anything that is finite; its scale too, and more.
+                # Values that no row uses may hold anything finite; their scales may
+                # hold NaN too.
                 scales[-1][x.isnan().any(-1)] = float("nan")
         # Strided as the engine's: the middle one of three layers.
         self.kv = KVLayer(*(in_layers(x) for x in made), *(
@@ -81,7 +82,7 @@ class Stored(Case):
 
     def check_reference(self, want: Tensor, **keywords: object) -> None:
         q_lens = tuple(self.query_start.diff().tolist())
-        # It may read what was never written, so that has to be finite.
+        # The twin may read values that were never written, so these have to be finite.
         scales = [scale.nan_to_num(1.0) for scale in (self.kv.k_scale, self.kv.v_scale)]
         if self.kv.format.scales == "token":
             scales = [in_layers(scale) for scale in scales]

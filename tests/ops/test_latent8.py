@@ -1,5 +1,4 @@
-"""Latents in 8 bits, in PyTorch and in Triton, against attention over what they stand for in
-float64."""
+"""Latents in 8 bits, in PyTorch and in Triton, against attention over their values in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ formats = pytest.mark.parametrize("stored", FORMATS, ids=["fp8", "fp8_dynamic", 
 
 
 class Stored(Case):
-    """The same batch over latents in 8 bits, and over what these stand for."""
+    """The same batch over latents in 8 bits, and over their values."""
 
     def __init__(self, stored: KVFormat, device: str, rows: list[tuple[int, int]], **more: Any):
         super().__init__(device, rows, **more)
@@ -53,7 +52,7 @@ class Stored(Case):
         )[: self.real]  # fmt: skip
         tolerance = TOLERANCE[self.q.dtype]
         torch.testing.assert_close(found.double(), want, atol=tolerance, rtol=tolerance)
-        # The twin also rounds what stored numbers stand for.
+        # The twin also rounds the values of stored numbers.
         twin, tolerance = self.want(self.layer, self.q.dtype), 2 * tolerance
         torch.testing.assert_close(twin.double(), want, atol=tolerance, rtol=tolerance)
         return found
@@ -126,7 +125,7 @@ def test_what_is_stored(kernel_device: str, stored: KVFormat, dtype: torch.dtype
         written = keys[:, 2].abs().sum(-1) > 0
         assert int(written.sum()) == tokens - 1
         found.append((back[written], keys[:, 2][written].double()))
-        # Half a step of the largest number's, and what 16 bits round.
+        # Half a step of the largest number, plus the rounding of 16 bits.
         error = (back - exact[:, 2, ..., :rank])[written].abs()
         top = exact[:, 2, ..., :rank][written].abs().amax(-1, keepdim=True)
         step = 1 / 254 if stored.dtype == torch.uint8 else 1 / 28

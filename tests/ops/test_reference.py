@@ -85,14 +85,14 @@ def test_embedding() -> None:
 
 
 def paged(blocks: int, heads: int, size: int, dim: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """k and v of the middle one of three layers whose blocks lie together, as the runner has it."""
+    """Returns a cache of three layers, and views of the k and v of its middle layer."""
     cache = randn(blocks, 3, 2, heads, size, dim, dtype=dtype)
     return cache, cache[:, 1, 0], cache[:, 1, 1]
 
 
 @pytest.fixture(params=["cpu", "device"])
 def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also takes the road of devices whose tensors the host must not look at."""
+    """Also takes the path of devices whose tensors the host must not read."""
     if request.param == "device":
         for module in (reference_attention, reference_cache):
             monkeypatch.setattr(module, "host_reads", lambda tensor: False)
@@ -278,7 +278,7 @@ def test_an_op_has_its_twins_signature_and_runs_the_kernel_where_there_is_one(
     monkeypatch.setitem(sys.modules, "kernels", module)
     backend = choose.Backend("kernels", "kernels", frozenset({"cpu"}))
     monkeypatch.setattr(choose, "BACKENDS", (backend,))
-    # A policy of its own: what was chosen under another is remembered.
+    # The test has its own policy, because an op remembers its choice for each policy.
     with ops.use_policy(ops.Policy()):
         assert_close(op(x, 3.0), -3 * x)
         assert_close(ops.activate(x, "gelu"), ops.activate(x, "gelu"))

@@ -55,7 +55,7 @@ def _moved(weight: Weight, device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", [n if n in NAMES[:4] else slow(n) for n in NAMES])
 def test_ranks_add_up_to_one(name: str, side: str) -> None:
-    """Segments whose length is a multiple of no tile."""
+    """The length of segments is not a multiple of any tile."""
     ops, device = kernels if side == "kernels" else reference, SIDES[side]
     inputs, outputs = 8 * (96 if name == "int8-g32" else 48), 70
     dtype = torch.float32 if name == "float32" else torch.bfloat16

@@ -32,7 +32,7 @@ def test_mixed_batch(kernel_device: str, window: int | None, softcap: float | No
 
 
 def replace_unwritten(case: Case) -> object:
-    """The twin may read what was never written."""
+    """Makes unwritten values finite, because the twin may read them."""
     return replace(case.kv, k=case.kv.k.nan_to_num(0.0), v=case.kv.v.nan_to_num(0.0))
 
 

@@ -150,7 +150,7 @@ def test_tiles_of_many_tokens(kernel_device: str) -> None:
 def test_adapted_linear(
     kernel_device: str, act: ops.Activation | None, rows: int, deterministic: bool
 ) -> None:
-    """Rows without an adapter get what the layer alone gives them, by kernels of any kind."""
+    """Rows without an adapter get the bits of the layer alone, by kernels of any kind."""
     sizes, inputs = (48, 48), 64
     slots = [i * i % 4 - 1 for i in range(rows)]
     weights = slot_weights(

@@ -35,8 +35,10 @@ PARAMS = [
 
 
 def admitted(device: str) -> tuple[BatchState, dict[str, Tensor], Tensor]:
-    """A state whose lane i runs `PARAMS[i]`, with a prompt of three tokens and three generated; the
-    columns that the op reads; and the lanes' tokens."""
+    """Returns a state whose lane i runs `PARAMS[i]`, the columns that the op reads, and the lanes'
+    tokens.
+
+    Each lane has a prompt of three tokens and three generated tokens."""
     own = torch.device(device)
     penalties = Penalties(VOCAB)
     hooks = penalties, Acceptance((EOS,), penalties)
@@ -101,7 +103,8 @@ def test_adjusts_in_any_order(kernel_device: str, dtype: torch.dtype, side: Any)
 
 @pytest.mark.parametrize("side", [reference.adjust, adjust], ids=["twin", "kernel"])
 def test_drafts_ahead_count_as_generated(kernel_device: str, side: Any) -> None:
-    """Rows of one lane, each behind one draft more; drafts may repeat, or be what came before."""
+    """Each row of a lane has one draft more than the previous row; drafts may repeat, or equal
+    earlier tokens."""
     state, columns, tokens = admitted(kernel_device)
     make = torch.Generator().manual_seed(1)
     for lane in (2, 4, 6, 8, 0):

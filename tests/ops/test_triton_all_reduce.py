@@ -35,7 +35,11 @@ def parts(world: int, dtype: torch.dtype) -> list[tuple[list[torch.Tensor], torc
 
 
 def peers_of(rank: int, world: int, memory: torch.Tensor, tries: int) -> kernels.Peers:
-    """Returns what a rank knows of the others. memory: int32 [world, words], mapped by all."""
+    """Returns a rank's `Peers`.
+
+    Args:
+        memory: int32 [world, words], mapped by all ranks.
+    """
     each = memory.shape[1] * 4
     one = kernels.one_shot_words(TILES, world) * 8
     two = kernels.two_shot_words(TILES) * 4
@@ -116,7 +120,7 @@ def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch, world: int, dtype: tor
 
 
 class _Exchanging:
-    """Has what an exchange asks of a rank's group."""
+    """Has the attributes that an exchange reads from a rank's group."""
 
     def __init__(self, peers: kernels.Peers) -> None:
         self.rank, self.world, self.peers = peers.rank, peers.world, peers

@@ -18,7 +18,8 @@ def ints(values: object, device: str) -> Tensor:
 
 
 def case(seed: int, device: str) -> dict[str, Tensor]:
-    """Rows in descending order of their drafts, some of which have fallen behind."""
+    """Returns rows in descending order of their drafts; in some the model's position is behind the
+    text's."""
     draw = torch.Generator().manual_seed(seed)
 
     def number(low: int, high: int, *shape: int) -> Tensor:
@@ -78,7 +79,7 @@ def test_kernels_and_twins_agree(kernel_device: str, seed: int) -> None:
     expected = run(twin, seed, kernel_device)
     for name, value in run(kernel, seed, kernel_device).items():
         if name.endswith("lengths"):
-            # Those of rows without a lane mean nothing.
+            # Values of rows without a lane are undefined.
             lanes = expected[name.replace("lengths", "lanes")]
             assert torch.equal(value[lanes >= 0], expected[name][lanes >= 0]), name
         else:

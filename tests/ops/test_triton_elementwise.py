@@ -43,7 +43,7 @@ def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
 
 
 def test_wide_weights_are_applied_before_rounding(kernel_device: str) -> None:
-    """Weights in fp32 of a state in 16 bits give what is rounded once, to the bit."""
+    """With fp32 weights, a state in 16 bits is rounded once, to the bit."""
     x = draw(5, 96, dtype=torch.float16, device=kernel_device)
     weight = 1 + 0.01 * draw(96, device=kernel_device, seed=1)
     want = rms(x, weight, 1e-6).half()

@@ -65,7 +65,7 @@ ROUTINGS = {
 
 
 IN_PARTS = RoutePlan(16, 16, 16, 4, splits=3, squared=2)
-"""Parts of the inputs, of which one has less than a tile."""
+"""Parts of the inputs; one part has less than a tile."""
 
 
 @pytest.mark.parametrize(("tokens", "plan"), [(3, None), (21, IN_PARTS)])
@@ -235,7 +235,7 @@ def test_the_gated_gelu() -> None:
 
 
 def test_weights_that_are_asked_for_before_their_units() -> None:
-    # All tiles of the inputs, some of them and none.
+    # All tiles of the inputs, some of them, and no tile.
     for down in (Tile(1, 16, 32, 1), Tile(1, 16, 64, 1), Tile(1, 32, 64, 1)):
         check(replace(GEMV, up=Tile(1, 16, 64), down=down), None, torch.bfloat16, 2, width=96)
 

@@ -50,10 +50,17 @@ def make(
     accepted: dict[int, int] | None = None,
     generating: tuple[int, ...] = (),
 ) -> Case:
-    """lengths: (start, tokens) of each row. saves: by row, positions of copies. ended: rows whose
-    tokens are padding. alike: all keys of a row point the same way. drafts: the most of a row.
-    accepted: by row, drafts of the last one that it goes on from. generating: rows whose tokens are
-    drafts, but for the first."""
+    """Returns a random case.
+
+    Args:
+        lengths: (start, tokens) of each row.
+        saves: by row, positions of copies.
+        ended: rows whose tokens are padding.
+        alike: all keys of a row point the same way.
+        drafts: the most drafts of a row.
+        accepted: by row, the number of accepted drafts of its last step.
+        generating: rows whose tokens are drafts, except the first.
+    """
     draw = torch.Generator().manual_seed(seed)
     slots = list(range(SLOTS))
     random.Random(seed).shuffle(slots)
@@ -117,7 +124,7 @@ def make(
 
 
 def run(side: Any, case: Case, dtype: torch.dtype | None = None) -> tuple[list[Tensor], StateLayer]:
-    """Returns what the ops give, and the states after them."""
+    """Returns the results of the ops, and the states after them."""
     wide = dtype or torch.float32
     state = StateLayer(*(_to(part, wide) for part in case.state))
     given = {name: value.to(wide) for name, value in case.given.items()}

@@ -39,7 +39,7 @@ def memory_for(world: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tens
 def seen_by(
     rank: int, memory: tuple[torch.Tensor, torch.Tensor], tries: int
 ) -> tuple[all_reduce.Peers, gather_columns.RankColumns]:
-    """Returns what a rank knows of the others."""
+    """Returns a rank's `Peers` and `RankColumns`."""
     matrices, flags = memory
     starts, flag_starts = (torch.tensor([own.data_ptr() for own in each]) for each in memory)
     epochs = torch.zeros(flags.shape[1], dtype=torch.int32)

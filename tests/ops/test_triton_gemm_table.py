@@ -1,4 +1,4 @@
-"""The chooser: tables on disk, rules of thumb, and what the tuner would try. No kernel runs."""
+"""The planner: tables on disk, rules, and the tuner's candidates. No kernel runs."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Case:
         store = torch.randn(blocks, 3, 1, 16, rank + key, generator=draw).to(dtype)
         used = torch.zeros(blocks, dtype=torch.bool)
         used[ids[ids >= 0]] = True
-        # What no row owns is read by nobody.
+        # No kernel reads blocks that no row owns.
         self.wrong = store.clone()
         self.wrong[~used] = float("nan")
         self.store, self.wrong = store.to(device), self.wrong.to(device)

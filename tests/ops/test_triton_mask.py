@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 
 from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.triton import mask_logits
-from quire.ops.triton.step import host as gate_module
+from quire.ops.triton.step import host
 from quire.ops.triton.step.host import wait_for_flag
 from quire.runner.mask_ring import MaskRing
 
@@ -38,7 +38,7 @@ def test_mask(kernel_device: str, dtype: torch.dtype, vocab: int) -> None:
 
 
 def test_rows_of_a_wider_table(kernel_device: str) -> None:
-    """Neither what stands beside the rows nor a mask with words to spare matters."""
+    """Neither the words next to the rows nor spare words of a mask matter."""
     table = torch.zeros(4, 300, device=kernel_device)
     mask = torch.zeros(4, 12, dtype=torch.int32, device=kernel_device)
     mask[:, 0] = 5
@@ -55,7 +55,7 @@ def test_no_rows(kernel_device: str) -> None:
 
 
 def test_lines(kernel_device: str) -> None:
-    """Rows under the same line, under none, and in another order."""
+    """Rows share a line, have no line, and come in another order."""
     make = torch.Generator().manual_seed(1)
     logits = torch.randn(5, 77, generator=make).to(kernel_device)
     mask = torch.randint(-(2**31), 2**31, (3, 3), generator=make).int().to(kernel_device)
@@ -72,7 +72,7 @@ def test_lines(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("step_id", [0, 7, 2**31, 2**32 + 5, 2**40 - 1])
 def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int) -> None:
-    """Nor one of a later step, nor any where the gate names none."""
+    """The same holds for a later step's flag, and for a gate that names no flag."""
     ring = MaskRing(torch.device(kernel_device), depth=3, rows=1, words=1)
     ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
     flags = ring.flags.clone()
@@ -87,7 +87,7 @@ def test_a_flag_that_comes_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, step_id: int
 ) -> None:
     """The kernel looks again until the host has set it, or has failed to for too long."""
-    monkeypatch.setattr(gate_module, "_TRIES", 3)
+    monkeypatch.setattr(host, "_TRIES", 3)
     ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
     ring.bring(step_id - 2, np.zeros((1, 1), dtype=np.int32))
     before = int(ring.flags[step_id % 2])

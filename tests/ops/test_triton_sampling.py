@@ -67,7 +67,7 @@ class Lanes:
         )  # fmt: skip
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Returns the scores of which the twin takes the maximum, float32 [N, V]."""
+        """Returns the scores whose maximum the twin takes, float32 [N, V]."""
         floats, ints = self.floats[self.lanes], self.ints[self.lanes]
         greedy = floats[:, 0:1] == 0
         x = logits.float() / torch.where(greedy, 1.0, floats[:, 0:1])

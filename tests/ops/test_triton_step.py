@@ -29,14 +29,14 @@ def step_rows(
 
 
 def logit_rows(count: int, device: str) -> LogitRows:
-    """Filled with what an earlier step may have left."""
+    """Returns logit rows that hold the values of an earlier step."""
     return LogitRows(*torch.full((4, count), 77, dtype=torch.int32, device=device))
 
 
 def expanded(
     side: Any, device: str, drafts: Drafts | None
 ) -> tuple[Expanded, LogitRows, dict[str, Any]]:
-    """A step of two prompts' chunks, of which one samples, and two generating rows."""
+    """Returns a step of two prompts' chunks, one of which samples, and two generating rows."""
     make = torch.Generator().manual_seed(0)
     lanes, q_lens, logits = [5, 1, 0, 3, -1], [1, 4, 1500, 7, 0], [1, 4, 0, 1, 0]
     case: dict[str, Any] = {
@@ -75,7 +75,7 @@ def expanded(
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("used", [None, 3, 1, 0])
 def test_expand_rows(kernel_device: str, side: Any, used: int | None) -> None:
-    """Row 1 has places for three drafts, of which it may use fewer."""
+    """Row 1 has places for three drafts, and may use fewer."""
     drafts = None
     if used is not None:
         counts = ints([9, used, 9, 9, 9, 9], kernel_device)
@@ -125,7 +125,7 @@ def test_expand_rows(kernel_device: str, side: Any, used: int | None) -> None:
 def test_place_drafts(kernel_device: str, side: Any) -> None:
     device = kernel_device
     cases = [
-        # What is claimed, where from, the row's first position, its tokens, flags -> used.
+        # Guessed tokens, their start, the row's first position, its tokens, flags -> used.
         ([20, 21, 22, 23], 5, 4, 4, 0, 3),  # right behind the text, cut by the row
         ([20, 21, 22, 23], 5, 4, 9, 0, 4),  # all that is claimed
         ([20, 21, -1, 23], 5, 4, 9, 0, 2),  # up to the first gap
@@ -196,14 +196,16 @@ def test_collect_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None
 
 
 STOPS = [[5, 6, 9], [5, 5, 5], [5, 5, 5], [5, 6, 7], [5, 6, 9], [0, 0, 0]]
-"""Stop tokens; the lanes hold 2, 1, 0, 3, 2, 0 of them, and what stands behind says nothing."""
+"""Stop tokens. The lanes have 2, 1, 0, 3, 2, 0 of them; the other entries are ignored."""
 
 
 def finish(
     side: Any, device: str, runs: list[dict[str, Any]], max_len: int = 24, width: int = 6
 ) -> dict[str, Any]:
-    """Runs `finish_rows` on rows of which each is given as keywords: lane, first (the position of
-    its first logit row's token), drafts, sampled, used (logit rows that exist)."""
+    """Runs `finish_rows` on rows that keywords describe.
+
+    The keywords are lane, first (the position of its first logit row's token), drafts, sampled, and
+    used (logit rows that exist)."""
     tokens = torch.zeros(6, max_len, dtype=torch.int32)
     lanes, lengths, sampled = [], [], []
     position = torch.full((6,), -9, dtype=torch.int32)

@@ -19,7 +19,7 @@ class RmsScale(NamedTuple):
 
 
 Scratch = dict[Any, Any]
-"""Holds what an implementation derives from a step's metadata (gather indices, masks) for the
-further layers of the step. A scratch must live no longer than the tensors that its content was
-derived from. Only the dict under the key "workspace", memory to use again, may serve all steps of a
+"""Caches data that an implementation derives from a step's metadata (gather indices, masks) for the
+step's further layers. A scratch must not outlive the tensors that its content was derived from.
+Only the dict under the key "workspace", which holds reusable memory, may serve all steps of a
 stream."""

@@ -1,4 +1,4 @@
-"""Work beside other work: branches of a captured step."""
+"""Branches of a captured step, whose kernels overlap the main stream's."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from torch import Tensor
 
 
 class PendingTensor:
-    """A tensor that a second stream computes. result: may be read behind `joined` alone. held: what
-    its kernels read, kept until then."""
+    """A tensor that a second stream computes. Only `joined` makes it readable.
+
+    Args:
+        result: the tensor.
+        done: event that the second stream records after its last kernel.
+        held: tensors that its kernels read; kept alive until `joined`.
+    """
 
     def __init__(self, result: Tensor, done: torch.cuda.Event, held: Any) -> None:
         self._result = result
@@ -20,7 +25,7 @@ class PendingTensor:
         self._held = held
 
     def joined(self) -> Tensor:
-        """Returns the tensor; what is launched from now on runs behind it. Called once."""
+        """Returns the tensor, and makes later launches of this stream wait for it. Called once."""
         torch.cuda.current_stream(self._result.device).wait_event(self._done)
         self._held = None
         return self._result
@@ -28,14 +33,16 @@ class PendingTensor:
 
 @functools.cache
 def _side(index: int | None) -> torch.cuda.Stream:
-    # Its kernels are few and small: they go first where a multiprocessor comes free.
+    # Its kernels are few and small. The priority gives them the first free multiprocessors.
     return torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
 
 def beside(work: Callable[..., Tensor], *args: Any) -> Tensor | PendingTensor:
-    """Returns work(*args), the first of which is a tensor. While a GPU's step is captured, its
-    kernels form a branch: they run beside those that are launched between this call and `joined`.
-    Otherwise launches take longer than kernels, and it is all done at once."""
+    """Returns work(*args); the first argument is a tensor.
+
+    During the capture of a GPU's step its kernels form a branch of the graph. They overlap the
+    kernels that are launched between this call and `joined`. Outside of a capture the work runs at
+    once, because launches take longer than kernels there."""
     x = args[0]
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return work(*args)

@@ -1,9 +1,8 @@
-"""Ops: typed functions with one signature and a choice of code that computes them.
+"""Ops: typed functions with one signature and several implementations.
 
-The plain PyTorch function (the twin) states an op's signature and meaning and runs on every device.
-A backend is a module that holds functions of the same name for some of the ops. The device of the
-first argument and the policy decide which of them a call runs.
-"""
+The plain PyTorch function (the twin) defines an op's signature and meaning, and runs on every
+device. A backend is a module with functions of the same name for some of the ops. A call runs the
+implementation that the first argument's device and the policy select."""
 
 from __future__ import annotations
 
@@ -28,10 +27,12 @@ REFERENCE = "reference"
 class Backend:
     """Kernels for some devices.
 
-    devices: the device types that it serves.
-    module: holds functions under the names of ops. It is imported on first use, so that a backend's
-        dependencies are needed only where it runs.
-    deterministic: it serves policies alone that ask for it.
+    Attributes:
+        name: its name in `--kernels`.
+        devices: the device types that it serves.
+        module: holds functions under the names of ops. It is imported on first use, so that only
+            processes that run a backend need its dependencies.
+        deterministic: it serves only policies that ask for determinism.
     """
 
     name: str
@@ -44,7 +45,7 @@ BACKENDS = (
     Backend("triton", "quire.ops.triton", frozenset({"cuda"})),
     Backend("fixed", "quire.ops.fixed", frozenset({"cpu"}), deterministic=True),
 )
-"""In order of preference. Behind them stand the twins, which serve every op on every device."""
+"""Backends in order of preference. The twins come last, and serve every op on every device."""
 
 
 # Compared by identity: hashing the fields at every op call was a fifth of the dispatch's cost.
@@ -52,9 +53,10 @@ BACKENDS = (
 class Policy:
     """Decides which code computes ops.
 
-    backend: the name of the preferred backend, or auto.
-    deterministic: results may depend on the request alone, not on what else is in the batch.
-    disabled: optimizations not to use, see `config.OPTIMIZATIONS`.
+    Attributes:
+        backend: the name of the preferred backend, or auto.
+        deterministic: results may depend on the request alone, not on the rest of the batch.
+        disabled: optimizations not to use, see `config.OPTIMIZATIONS`.
     """
 
     backend: str = "auto"
@@ -92,9 +94,8 @@ def op(twin: Callable[P, R]) -> Callable[P, R]:
     """Returns the op that `twin` defines: a function of the same name and signature.
 
     A call runs a backend's function of that name, or else `twin` itself, with the same arguments.
-    The first argument is positional and has a `device`. Usable as a decorator of the twin, or as
-    `name = op(twin)` where the op is declared apart from it; other twins call the twin directly.
-    """
+    The first argument is positional and has a `device`. `op` is used as a decorator of the twin, or
+    as `name = op(twin)` in another module. Other twins call the twin directly."""
 
     @functools.wraps(twin)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -14,24 +14,32 @@ _MANY_TOKENS = 96
 
 
 def expands(format: WeightFormat, assignments: int, experts: int) -> bool:
-    """Whether a GPU makes 16-bit numbers of all experts of a layer before it multiplies them.
+    """Whether a GPU widens the weights of all experts of a layer to 16 bits before it multiplies
+    them.
 
     That writes and reads 2 bytes a weight, and saves widening 4-bit floats for each tile of tokens.
-    assignments: of tokens to any of the experts. experts: of all ranks.
+
+    Args:
+        format: format of the weights.
+        assignments: pairs of a token and any of its experts.
+        experts: experts of all ranks.
     """
     return format.code == "e2m1" and assignments > _MANY_TOKENS * experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Says how a token's experts follow from its logits. Equal scores: the lower index first.
+    """Chooses a token's experts by its logits. Of equal scores the lower index comes first.
 
-    top_k: experts of a token. score: of an expert, from the logits.
-    renormalize: the weights of the chosen experts are divided by their sum. With "softmax" that is
-        the same as a softmax over the chosen logits alone.
-    scale: factor of the weights.
-    groups, top_groups: experts are in so many groups of equal size, of which so many, those with
-        the largest sum of the best two scores, may be chosen from.
+    Attributes:
+        top_k: experts of a token.
+        score: function that gives an expert's score from the logits.
+        renormalize: the weights of the chosen experts are divided by their sum. With "softmax" that
+            equals a softmax over the chosen logits.
+        scale: factor of the weights.
+        groups: groups of equal size that the experts form.
+        top_groups: groups that may be chosen from: the ones with the largest sum of their best two
+            scores.
     """
 
     top_k: int
@@ -46,7 +54,9 @@ class Routing:
 class Swiglu:
     """The activation gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift) (Shazeer 2020).
 
-    limit: the gate is cut above it, up beyond plus and minus it; 0: neither.
+    Attributes:
+        alpha, cubic, shift: see the formula.
+        limit: upper bound of the gate, and bound of the magnitude of up; 0: no bounds.
     """
 
     alpha: float = 1.0
@@ -64,12 +74,14 @@ GELU_TANH = Swiglu(alpha=_GELU, cubic=0.044715 * _GELU)
 
 
 class ExpertCopies(NamedTuple):
-    """The places of experts' copies, over which their tokens are shared out by turns: the copy of
-    token t is the one numbered t modulo their count.
+    """The places of experts' copies. Tokens take the copies of an expert in turn: token t takes
+    copy t modulo their number.
 
-    counts: int32 [experts], copies of each. slots: int32 [experts, most copies], this rank's number
-    of each copy, -1 of another rank's. loads: int32 [experts], to which the tokens are added that
-    choose each.
+    Attributes:
+        counts: int32 [experts], copies of each.
+        slots: int32 [experts, most copies], this rank's number of each copy, -1 for a copy on
+            another rank.
+        loads: int32 [experts]; the number of tokens that choose an expert is added to its entry.
     """
 
     counts: Tensor
@@ -80,9 +92,11 @@ class ExpertCopies(NamedTuple):
 class Routed(NamedTuple):
     """Tokens and their experts.
 
-    x: [T, hidden], what the experts compute on. ids: int32 [T, k], this rank's numbers of experts;
-    -1 for none, where a token is padding or the expert is another rank's.
-    weights: float32 [T, k].
+    Attributes:
+        x: [T, hidden], the inputs of the experts.
+        ids: int32 [T, k], this rank's numbers of experts; -1 for padding and for another rank's
+            experts.
+        weights: float32 [T, k].
     """
 
     x: Tensor
@@ -91,10 +105,13 @@ class Routed(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One projection of `experts` experts, whose outputs lie one expert behind the other.
+    """One projection of `experts` experts, whose outputs follow each other expert by expert.
 
-    bias: [experts, outputs of one], or None. all_ranks: experts of all ranks, copies included; 0
-        if these are all.
+    Attributes:
+        weight: [experts * outputs, inputs].
+        bias: [experts, outputs of one], or None.
+        experts: experts of this rank.
+        all_ranks: experts of all ranks, copies included; 0: this rank has all of them.
     """
 
     weight: Weight

@@ -1,4 +1,4 @@
-"""Formats of stored keys and values: as they are, or in 8 bits with scales."""
+"""Formats of stored keys and values: the model's dtype, or 8 bits with scales."""
 
 from __future__ import annotations
 
@@ -13,18 +13,24 @@ from quire.errors import ConfigError
 Scales = Literal["none", "head", "token"]
 
 LARGEST_VALUE = 57344.0
-"""Keys and values are cut to this before they are stored in 8 bits: it is what fp16 can scale."""
+"""Bound of the magnitude of keys and values before they are stored in 8 bits: the largest that fp16
+can scale."""
 SMALLEST_TOP = 1e-20
-"""A token's scale is what it were if its largest value were this, if that is smaller."""
+"""Lower bound on a token's absolute maximum when its scale is computed."""
 _SCALE_BYTES = 4
 _LARGEST = {torch.float8_e4m3fn: 448.0, torch.uint8: 127.0}
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """dtype: of the stored values; in 8 bits they are multiplied by a scale. uint8 stands for
-    integers from -127 to 127, stored plus 128. scales: none; one per KV head, fixed; or one per
-    token and KV head, such that the largest value there is the largest number of the dtype."""
+    """The storage format of keys and values.
+
+    Attributes:
+        dtype: dtype of the stored values. 8-bit values are multiplied by a scale when they are
+            read. uint8 stands for integers from -127 to 127, stored plus 128.
+        scales: "none"; "head", one fixed scale per KV head; or "token", one per token and KV head,
+            which maps the largest value to the dtype's largest number.
+    """
 
     dtype: torch.dtype
     scales: Scales = "none"
@@ -52,11 +58,15 @@ _FORMATS = {
 
 
 def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
-    """Returns what `EngineConfig.kv_cache_dtype` stands for in a model that computes in `dtype` and
-    has heads of these sizes.
+    """Returns the format that `EngineConfig.kv_cache_dtype` names.
+
+    Args:
+        name: the value of `kv_cache_dtype`.
+        dtype: the dtype in which the model computes.
+        head_dims: the sizes of the model's heads.
 
     Raises:
-        ConfigError: the model's heads cannot be stored like that.
+        ConfigError: the format does not fit the model's heads.
     """
     stored = _FORMATS.get(name)
     if stored is None:
@@ -75,9 +85,10 @@ def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
 class KVLayer:
     """The stored keys and values of one layer.
 
-    k, v: [NB, Hkv, BS, D], strided views; each head's BS * D values lie together.
-    k_scale, v_scale: float32, what stored values are to be multiplied by. [Hkv] where heads have
-        fixed ones, views [NB, Hkv, BS] where tokens have, or None.
+    Attributes:
+        k, v: [NB, Hkv, BS, D], strided views; each head's BS * D values are contiguous.
+        k_scale, v_scale: float32 factors of stored values; [Hkv] for fixed scales of heads, views
+            [NB, Hkv, BS] for scales of tokens, or None.
     """
 
     k: Tensor

@@ -1,4 +1,4 @@
-"""Launches of kernels, for those who capture them."""
+"""Compiles kernels before a capture."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def compiling(workers: int) -> Iterator[None]:
-    """Kernel launches within the block only compile, `workers` at a time, and are done when it
-    ends. What fails to compile raises when it is launched."""
+    """Makes kernel launches within the block compile only, `workers` at a time, and waits for them
+    at its end.
+
+    A kernel that fails to compile raises at its next launch."""
     from quire.ops.triton.launch import (
         compiling as triton_compiling,  # needed only where graphs are
     )

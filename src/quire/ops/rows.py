@@ -15,10 +15,11 @@ SAMPLE = 2
 class StepRows(NamedTuple):
     """A step's R rows, int32 on the device.
 
-    lanes: [R], -1 for rows of padding, which come last.
-    query_start: [R + 1], where the tokens of each row begin.
-    logit_start: [R + 1], where the logit rows of each row begin.
-    flags: [R], PROMPT where the host knows the row's tokens.
+    Attributes:
+        lanes: [R], the row's lane; -1 for rows of padding, which come last.
+        query_start: [R + 1], the first token of each row.
+        logit_start: [R + 1], the first logit row of each row.
+        flags: [R], PROMPT where the host knows the row's tokens.
     """
 
     lanes: Tensor
@@ -41,10 +42,11 @@ class StepRows(NamedTuple):
 class LogitRows(NamedTuple):
     """The places at which logits are computed, int32 [L] each, on the device.
 
-    lanes: -1 where there is none.
-    tokens: the place of the hidden state among the step's tokens.
-    lengths: the position of the token that the logits give.
-    ahead: how many drafts of the same row come before it.
+    Attributes:
+        lanes: the lane; -1 for an unused place.
+        tokens: index of the hidden state among the step's tokens.
+        lengths: position of the token that the logits give.
+        ahead: number of the row's drafts before this place.
     """
 
     lanes: Tensor
@@ -62,11 +64,13 @@ class LogitRows(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """Claims about text that is still to come, per lane.
+    """Drafts: guesses at each lane's next tokens.
 
-    ids: int32 [lanes, W], tokens claimed, -1 where there is none.
-    start: int32 [lanes], the absolute position of the first of them.
-    used: int32 [lanes], how many of a row's drafts the step computes; written by `place_drafts`.
+    Attributes:
+        ids: int32 [lanes, W], guessed tokens, -1 for none.
+        start: int32 [lanes], the absolute position of the first guess.
+        used: int32 [lanes], the number of a row's drafts that the step computes; `place_drafts`
+            writes it.
     """
 
     ids: Tensor
@@ -75,7 +79,12 @@ class Drafts(NamedTuple):
 
 
 class ExpandedGroup(NamedTuple):
-    """One KV group's share. slots: int64 [T]. block_table: int32 [R, blocks]."""
+    """The inputs of one KV group.
+
+    Attributes:
+        slots: int64 [T].
+        block_table: int32 [R, blocks].
+    """
 
     slots: Tensor
     block_table: Tensor
@@ -84,9 +93,12 @@ class ExpandedGroup(NamedTuple):
 class Expanded(NamedTuple):
     """The inputs of a forward pass over T tokens in R rows.
 
-    ids, positions: int32 [T]; -1 and 0 for padding. seq_lens: int32 [R].
-    q_lens: the rows' lengths where the host can read them at no cost, else empty.
-    max_seq_len: a bound of the rows' lengths after the step.
+    Attributes:
+        ids, positions: int32 [T]; -1 and 0 for padding.
+        seq_lens: int32 [R].
+        groups: the inputs of each KV group.
+        q_lens: the rows' lengths if the host can read them without waiting, else empty.
+        max_seq_len: upper bound of the rows' lengths after the step.
     """
 
     ids: Tensor

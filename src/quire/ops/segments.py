@@ -1,6 +1,7 @@
-"""Sums over the inputs of a layer that ranks share, in an order that does not depend on how many
-ranks there are: segments of the inputs are summed by themselves, and then in pairs of neighbours.
-"""
+"""Products whose sums have an order that does not depend on the number of ranks.
+
+The inputs of the layer are cut into segments. Each segment is summed by itself; then neighbouring
+sums are added in pairs."""
 
 from quire.ops.choose import op
 from quire.ops.reference import segments as reference

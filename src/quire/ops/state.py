@@ -9,17 +9,21 @@ from torch import Tensor
 
 
 class StateLayer(NamedTuple):
-    """One layer's states, by slot; views of the cache.
+    """One layer's recurrent states by slot, as views of the cache.
 
-    recurrent: float32 [slots, Hv, Dk, Dv], a matrix per value head.
-    conv: [slots, K - 1 + D, C], the last inputs of the short convolution.
-    mixed, gates, base: None where rows have no drafts, else what it takes to go on from any of a
-        row's up to D drafts. A state is that behind the row's last token that was no draft; `base`,
-        int32 [slots, C + Hv Dv], has twice the number of tokens that it has seen, for each of its
-        entries alike, the channels of `conv` first. Behind the K - 1 last inputs `conv` has those
-        of the drafts. mixed [slots, 2, D, C] and gates [slots, 2, D, 2 Hv], a then b, are what the
-        rule took of the drafts, without queries; the odd bit of `base` says which of the two is the
-        last row's, so that a kernel can read one while it writes the other.
+    `mixed`, `gates` and `base` are None where rows have no drafts. With up to D drafts a row, a
+    state stands after the row's last token that was not a draft. These tensors then hold enough to
+    continue from any draft of the last step.
+
+    Attributes:
+        recurrent: float32 [slots, Hv, Dk, Dv], a matrix per value head.
+        conv: [slots, K - 1 + D, C], the last K - 1 inputs of the short convolution, then the inputs
+            of the drafts.
+        mixed: [slots, 2, D, C], the drafts' inputs of the rule, without queries.
+        gates: [slots, 2, D, 2 Hv], the drafts' a, then their b.
+        base: int32 [slots, C + Hv Dv], twice the number of tokens that the state has seen, in each
+            entry; the channels of `conv` come first. Its odd bit selects the half of `mixed` and
+            `gates` of the last step, so that a kernel reads one half and writes the other.
     """
 
     recurrent: Tensor
@@ -37,14 +41,17 @@ class StateLayer(NamedTuple):
 class StateRows(NamedTuple):
     """The rows of a step, as ops over states read them.
 
-    ids: int32 [T], -1 for padding; a row's real tokens come first.
-    lanes: int32 [R], -1 for rows of padding. query_start: int32 [R + 1]. seq_lens: int32 [R].
-    table: int32 [lanes, 1 + 2 S]: a lane's slot, then pairs (position, slot). When a row computes
-        the token before that position, what the state then is goes to that slot, too.
-    q_lens: the rows' lengths where the host can read them at no cost, else empty.
-    max_q_len: a bound of the rows' lengths.
-    flags: int32 [R], as in `StepRows`: of a row that is no PROMPT all tokens but the first are
-        drafts. None: all rows are PROMPT.
+    Attributes:
+        ids: int32 [T], -1 for padding; a row's real tokens come first.
+        lanes: int32 [R], -1 for rows of padding.
+        query_start: int32 [R + 1].
+        seq_lens: int32 [R].
+        table: int32 [lanes, 1 + 2 S], a lane's slot, then pairs (position, slot). When a row
+            computes the token before such a position, the state after it is copied to that slot.
+        q_lens: the rows' lengths if the host can read them without waiting, else empty.
+        max_q_len: upper bound of the rows' lengths.
+        flags: int32 [R], as in `StepRows`. In a row without PROMPT all tokens but the first are
+            drafts. None: all rows are PROMPT.
     """
 
     ids: Tensor

@@ -1,4 +1,4 @@
-"""Formats of a linear layer's weights: as they are, or in few bits with scales."""
+"""Formats of a linear layer's weights: the model's dtype, or few bits with scales."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ Code = Literal["integer", "e2m1"]
 class WeightFormat:
     """Describes stored weights. A weight is (value - zero) * scale.
 
-    values: dtype of the stored values. uint8 with 4 `bits` holds two of them, unsigned; the one of
-        the lower input lies in the low bits.
-    bits: of one value; 0: those of its dtype.
-    code: what 4 bits stand for: an integer, or a float of one sign bit, two of exponent and one of
-        mantissa, 0 to 6 in magnitude (OCP Microscaling formats, "MXFP4").
-    scales: dtype of the scales, one per output and group of inputs; None: there are none, and the
-        model computes in `values`. What a checkpoint shares among outputs (a tensor's scale, or a
-        block's) is repeated when it is loaded.
-    group: inputs that share a scale, counted from the first of the whole layer; 0: all of them.
-    zeros: each scale comes with a zero, int8; without, the zero of unsigned 4 bit integers is 8 and
-        that of others is 0.
-    ordered: inputs are assigned to groups one by one, in any order ("act order").
-    inputs: how the layer's inputs are rounded, to the dtype `values`: not at all, with a scale for
-        each token, with one fixed scale, or with one for each token and group.
+    Attributes:
+        values: dtype of the stored values. uint8 with 4 `bits` holds two unsigned values; the lower
+            input's is in the low bits.
+        bits: bits of one value; 0: the bits of its dtype.
+        code: meaning of 4 bits: an integer, or a float of one sign bit, two exponent bits and one
+            mantissa bit, 0 to 6 in magnitude (OCP Microscaling formats, "MXFP4").
+        scales: dtype of the scales, one per output and group of inputs; None: no scales, and the
+            model computes in `values`. Loading repeats scales that a checkpoint shares among
+            outputs.
+        group: inputs that share a scale, counted from the first of the whole layer; 0: all of them.
+        zeros: each scale comes with an int8 zero. Otherwise the zero of unsigned 4-bit integers is
+            8, and that of other values 0.
+        ordered: inputs are assigned to groups one by one, in any order ("act order").
+        inputs: rounding of the layer's inputs to the dtype `values`: none, with a scale per token,
+            with one fixed scale, or with one scale per token and group.
     """
 
     values: torch.dtype
@@ -48,7 +49,7 @@ class WeightFormat:
 
     @property
     def zero(self) -> int:
-        """The value that stands for 0 where there are no zeros."""
+        """The stored value of 0 if there are no zeros."""
         return 8 if self.bits == 4 and self.code == "integer" else 0
 
     @property
@@ -76,17 +77,19 @@ class WeightFormat:
 class Weight:
     """The stored weights of a layer, or of some outputs of one, with `outputs` x `inputs` weights.
 
-    values: [outputs, inputs / format.packed].
-    scales: [outputs, groups], of the groups that the inputs touch, or None; of all groups where
-        inputs are assigned to them one by one.
-    zeros: int8 [outputs, groups], or None.
-    groups: int32 [inputs], the group of each input where the format is `ordered`, else None.
-    input_scale: fp32 [stacked projections], the fixed scale of inputs, the same in all after
-        loading; else None.
-    prepacked: what a CPU multiplies by instead (`reference/prepacked.py`), or None. The values then
-        have a shape only, on the device "meta".
-    first: where the first input stands in its group: a rank's share of the inputs may begin within
-        one.
+    Attributes:
+        format: how they are stored.
+        values: [outputs, inputs / format.packed].
+        scales: [outputs, groups] for the groups that the inputs touch, or None. If the format is
+            `ordered`, the groups are all of the layer's.
+        zeros: int8 [outputs, groups], or None.
+        groups: int32 [inputs], the group of each input if the format is `ordered`, else None.
+        input_scale: fp32 [stacked projections], the fixed scale of inputs, equal in all after
+            loading; else None.
+        prepacked: the form in which a CPU multiplies it (`reference/prepacked.py`), or None. The
+            values are then on the device "meta" and have only a shape.
+        first: place of the first input in its group, because a rank's share of the inputs may begin
+            within one.
     """
 
     format: WeightFormat
@@ -100,7 +103,7 @@ class Weight:
 
     @classmethod
     def plain(cls, values: Tensor) -> Weight:
-        """Returns weights that are stored as they are, [outputs, inputs]."""
+        """Returns the weight of values [outputs, inputs] without scales."""
         return cls(WeightFormat(values.dtype), values)
 
     @classmethod
@@ -108,8 +111,16 @@ class Weight:
         cls, format: WeightFormat, outputs: int, inputs: int, device: torch.device, *,
         before: int = 0, whole: int | None = None, stacked: int = 1,
     ) -> Weight:  # fmt: skip
-        """Returns a weight without content. before: inputs of the whole layer before the first.
-        whole: inputs of the whole layer, by default up to the last. stacked: projections in it."""
+        """Returns a weight without content.
+
+        Args:
+            format: how it is stored.
+            outputs, inputs: its shape.
+            device: where it is stored.
+            before: inputs of the whole layer before the first.
+            whole: inputs of the whole layer; by default up to the last of this weight.
+            stacked: projections in it.
+        """
         first = before % format.group if format.group else 0
         groups = -(-(first + inputs) // format.group) if format.group else 1
         if format.ordered:
@@ -154,8 +165,12 @@ class Weight:
         return self.format.values
 
     def rows(self, start: int, end: int, projection: int | None = None) -> Weight:
-        """Returns the weight of outputs [start, end), a view. projection: the one of those stacked
-        that they are, which then has its own fixed scale of inputs."""
+        """Returns the weight of outputs [start, end), a view.
+
+        Args:
+            projection: index of the stacked projection that these outputs are; the view then has
+                that projection's fixed scale of inputs.
+        """
         scale = self.input_scale
         if scale is not None and projection is not None:
             scale = scale[projection : projection + 1]

@@ -1,10 +1,9 @@
 """Ops on a CPU whose results depend on a token's own request alone, to the bit (`--deterministic`).
 
-Libraries of linear algebra choose the order of a sum by the shape of a product, so products here
-all have one shape; and a vector of PyTorch's holds other numbers at its end than in its middle, so
-functions are composed of those for which that makes no difference. Ops that are not here have that
-property as they are.
-"""
+Linear algebra libraries choose the order of a sum by the shape of a product. So all products here
+have one shape. PyTorch computes the end of a vector otherwise than its middle. So functions are
+composed of operations for which that makes no difference. The reference ops that this package does
+not replace have this property already."""
 
 from quire.ops.fixed.attention import paged_attention
 from quire.ops.fixed.dense import activate, linear, route

@@ -16,8 +16,8 @@ from quire.ops.reference.attention import stored_values
 from quire.ops.reference.cache import head_rows
 
 _TILE = 64
-"""Positions whose weights are added up at once. Tiles lie at multiples of it, so that those which a
-token does not see add zeros, whichever they are."""
+"""Positions whose weights are added up at once. Tiles start at multiples of it, so that tiles that
+a token does not see add only zeros."""
 
 
 def paged_attention(
@@ -73,8 +73,9 @@ def paged_attention(
 def _context(
     kv: KVLayer, blocks: Tensor, length: int, workspace: dict[Any, Tensor], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns a row's keys and values, [Hkv, n, D]; n is a multiple of `_TILE`, and what is behind
-    the row's end is any number."""
+    """Returns a row's keys and values, [Hkv, n, D].
+
+    n is a multiple of `_TILE`; values past the row's end are arbitrary finite numbers."""
     kv_heads, size = kv.k.shape[1:3]
     ids = blocks[: -(-length // size)].long().clamp(0, len(kv.k) - 1)
     _, step = head_rows(kv.k)
@@ -87,7 +88,13 @@ def _context(
 
 
 def _mean(scores: Tensor, v: Tensor, sink: Tensor | None) -> Tensor:
-    """Returns softmax(scores) v, [M, D]. scores: [M, n]. v: [n, D]. sink: [M]."""
+    """Returns softmax(scores) v, [M, D].
+
+    Args:
+        scores: [M, n].
+        v: [n, D].
+        sink: [M].
+    """
     top = scores.amax(1)
     if sink is not None:
         top = torch.maximum(top, sink)

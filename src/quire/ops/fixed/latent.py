@@ -38,7 +38,7 @@ def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
 
 
 def _of_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns each head's product, [T, H, N]. x: [T, H, K]. weight: [H, N, K]."""
+    """Returns each head's product, [T, H, N], of x [T, H, K] and weight [H, N, K]."""
     wide = wider(x.dtype)
     each = [
         products(own.to(wide), factor.to(wide)).to(x.dtype)

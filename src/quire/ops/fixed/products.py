@@ -7,16 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 16
-"""Rows of every product. BLAS has other kernels for fewer, and cuts more of them by its own rules;
-among these a row's place, and the number of outputs, make no difference
+"""Rows of every product. BLAS has other kernels for fewer rows, and cuts more rows by its own
+rules. At this number a row's place and the number of outputs make no difference
 (`tests/ops/test_fixed.py`)."""
 INPUTS = 256
 """Inputs of a product, the most that no BLAS cuts. Sums of further ones are added in order."""
 
 
 def products(x: Tensor, weight: Tensor, inputs: int = INPUTS) -> Tensor:
-    """Returns x [T, K] @ weight [N, K]ᵀ, [T, N], of one dtype, float32 or float64. inputs: at most
-    `INPUTS`, of each sum that is made at once."""
+    """Returns x [T, K] @ weight [N, K]ᵀ, [T, N], of one dtype, float32 or float64.
+
+    Args:
+        inputs: inputs of each sum that is made at once, at most `INPUTS`.
+    """
     tokens, outputs = len(x), len(weight)
     x = F.pad(x, (0, 0, 0, -tokens % ROWS))
     if outputs < ROWS:

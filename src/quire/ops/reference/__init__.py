@@ -1,4 +1,4 @@
-"""Plain PyTorch ops: the CPU backend, and what every kernel is tested against."""
+"""Ops in plain PyTorch: the CPU backend, and the reference for every kernel's tests."""
 
 from quire.ops.reference.attention import attention_schedule, paged_attention
 from quire.ops.reference.cache import qk_norm_rope_store

@@ -13,8 +13,11 @@ from quire.ops.weight import Weight
 
 
 def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: int) -> AdapterRows:
-    """Returns which tokens of a step use which slot. column: int32 [lanes], each lane's slot, -1
-    for none."""
+    """Returns which tokens of a step use which slot.
+
+    Args:
+        column: int32 [lanes], each lane's slot, -1 for none.
+    """
     q_lens = (rows.query_start[1:] - rows.query_start[:-1]).long()
     own = torch.where(rows.lanes >= 0, column[rows.lanes.long().clamp(min=0)], -1)
     slots = torch.full((num_tokens,), -1, dtype=torch.int32, device=column.device)
@@ -27,8 +30,15 @@ def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: 
 def add_adapters(
     out: Tensor, x: Tensor, weights: SlotWeights, rows: AdapterRows, norm: RmsScale | None = None
 ) -> Tensor:
-    """Adds scale * B (A norm(x)) to the rows of `out` [T, outputs] whose tokens use an adapter, in
-    place. x: [T, inputs]. Other rows keep their bits. Returns `out`."""
+    """Adds scale * B (A norm(x)) to the rows of `out` whose tokens use an adapter, and returns
+    `out`.
+
+    It works in place; other rows keep their bits.
+
+    Args:
+        out: [T, outputs].
+        x: [T, inputs].
+    """
     for slot in sorted(set(rows.slots.tolist())):
         if slot < 0:
             continue
@@ -64,9 +74,10 @@ def adapted_linear(
     weights: SlotWeights,
     rows: AdapterRows,
 ) -> Tensor:
-    """Returns what `ops.linear` does of the same arguments, with the adapters of the rows' tokens
-    added before the bias and the activation. Other rows have the bits that `ops.linear` gives
-    them."""
+    """Returns `ops.linear` of the same arguments, with the adapters of the rows' tokens.
+
+    Adapters are added before the bias and the activation. Rows without an adapter have the same
+    bits as from `ops.linear`."""
     out = linear(x, weight, bias, None if act is not None else residual, norm)
     out = add_adapters(out, x, weights, rows, norm)
     if act is not None:

@@ -19,8 +19,10 @@ def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
     """Returns exp(scores) / (exp(sink) + the sum of exp(scores)) over the last axis (Xiao et al.
     2023; learned, as in gpt-oss).
 
-    scores: [P, Hkv, M, context], M being the query heads of a KV head, each with as many queries.
-    sinks: [Hq].
+    Args:
+        scores: [P, Hkv, M, context]; M counts the query heads of a KV head, each with equally many
+            queries.
+        sinks: [Hq].
     """
     own = sinks.to(scores.dtype).view(1, scores.shape[1], -1)
     own = own.repeat_interleave(scores.shape[2] // own.shape[2], 2)
@@ -31,17 +33,24 @@ def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
 # Attention over the paged cache, by gathering blocks and masking.
 
 _TILE = 256
-"""Most queries of one piece: bounds the mask, and skips most of what causality hides."""
+"""Most queries of one piece. The bound limits the mask, and skips most pairs that causality hides.
+"""
 _BATCHED = 16
-"""Pieces of at most so many queries share a bucket."""
+"""Most queries of pieces that share a bucket."""
 _BUCKET_BYTES = 4 << 20
 """Most bytes of keys that a bucket of several pieces gathers, to stay in the CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """`queries` tokens of a row, from token `start` of the batch; `behind` of the row's tokens come
-    after them. `blocks`: how many cache blocks they see, at most."""
+    """A run of tokens of one row.
+
+    Attributes:
+        start: the first token's index in the batch.
+        queries: number of tokens.
+        behind: tokens of the row after them.
+        blocks: upper bound of the cache blocks that they see.
+    """
 
     row: int
     start: int
@@ -52,9 +61,14 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """pieces: P. tokens: the [P * queries] tokens, as a slice where they lie together. blocks:
-    int64 [P * Hkv * n], rows of `head_rows` of either cache. mask: 0 or -inf, [P, 1, queries, n *
-    BS]."""
+    """Pieces of rows that are computed together.
+
+    Attributes:
+        pieces: P, the number of pieces.
+        tokens: indices [P * queries] of the tokens, or a slice if they are contiguous.
+        blocks: int64 [P * Hkv * n], rows of `head_rows` of either cache.
+        mask: 0 or -inf, [P, 1, queries, n * BS].
+    """
 
     pieces: int
     queries: int
@@ -76,12 +90,16 @@ def attention_schedule(
     max_q_len: int,
     window: int | None = None,
 ) -> Any:
-    """Returns how the work of `paged_attention` on a step's rows is shared out.
+    """Returns a schedule of `paged_attention` for a step's rows.
 
-    The result serves all layers with these shapes and this window, in their `scratch` under
-    "schedule". heads, kv_heads: of this rank. dtype: of the queries. tokens: places for them. The
-    other arguments are those of `paged_attention`. Here it is None: the work is shared out by
-    `q_lens`, on the host, in the first layer.
+    It serves all layers with these shapes and this window, in their `scratch` under "schedule". The
+    twin returns None: its first layer splits the work by `q_lens`, on the host.
+
+    Args:
+        heads, kv_heads: heads of this rank.
+        dtype: dtype of the queries.
+        tokens: places for tokens.
+        query_start, seq_lens, head_dim, kv_format, max_q_len, window: see `paged_attention`.
     """
     return None
 
@@ -104,15 +122,18 @@ def paged_attention(
 ) -> Tensor:
     """Computes causal attention of each row's last tokens over the row's cached context.
 
-    q: [T, Hq, D]; row r's tokens start at query_start[r] and are the last q_lens[r] of its
-        seq_lens[r] positions, whose k and v are in the cache already.
-    kv: what is stored; all values finite, written or not.
-    block_table: int32 [R, max_blocks].
-    q_lens, max_q_len, max_seq_len: host-known lengths of the rows and upper bounds.
-    window: a token sees itself and the window - 1 before it (Beltagy et al. 2020).
-    softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
-    sinks: [Hq], a score of each head that joins the softmax and has no value.
     Returns [T, Hq, D]; undefined for padding tokens.
+
+    Args:
+        q: [T, Hq, D]. Row r's tokens start at query_start[r]. They are the last q_lens[r] of its
+            seq_lens[r] positions, and their k and v are in the cache already.
+        kv: stored keys and values; all values are finite, written or not.
+        block_table: int32 [R, max_blocks].
+        q_lens: lengths of the rows, known to the host.
+        max_q_len, max_seq_len: upper bounds.
+        window: a token sees itself and the window - 1 tokens before it (Beltagy et al. 2020).
+        softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
+        sinks: [Hq], a score of each head that joins the softmax and has no value.
     """
     scratch = {} if scratch is None else scratch
     key = ("attention", block_table.data_ptr(), kv.k.shape, kv.k.stride(0), window, q.dtype)
@@ -158,7 +179,7 @@ def _pieces(
 
 
 def _group(pieces: list[_Piece], block_bytes: int) -> list[list[_Piece]]:
-    """Pieces that go together: as many queries, contexts within a factor of two."""
+    """Groups pieces with equally many queries and contexts within a factor of two."""
     groups: list[list[_Piece]] = []
     for piece in sorted(pieces, key=lambda piece: (piece.queries, -piece.blocks)):
         if groups:
@@ -198,7 +219,7 @@ def _bucket(
     columns = first.unsqueeze(1) + torch.arange(blocks, device=device)
     table = block_table.index_select(0, rows)
     ids = table.gather(1, columns.clamp(max=table.shape[1] - 1)).long()
-    # Entries past a row's end may hold anything: keep them inside the cache, and mask them.
+    # Entries past a row's end are undefined: clamp them into the cache, and mask them.
     ids = ids.clamp(0, cache.shape[0] - 1)
     _, step = head_rows(cache)
     heads = torch.arange(cache.shape[1], device=device)
@@ -227,7 +248,7 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q: [P * queries, Hq, D] -> the same shape."""
+    """Returns the attention of a bucket's q [P * queries, Hq, D], in the same shape."""
     count, kv_heads, context = bucket.pieces, kv.k.shape[1], bucket.mask.shape[-1]
     heads, head_dim = q.shape[1:]
     shape = count, kv_heads, context, head_dim
@@ -259,10 +280,10 @@ def stored_values(
     shape: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
+    """Returns rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
     if scale is None:
         return _gather(name, cache, rows, workspace).view(shape).to(dtype)
-    # Most caches hold keys and values as they are.
+    # Most caches hold keys and values in the model's dtype.
     from quire.ops.reference import kv8
 
     def gather(part: str, stored: Tensor) -> Tensor:
@@ -272,8 +293,9 @@ def stored_values(
 
 
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:
-    """Rows of `head_rows(cache)`, in memory that the next layer uses again: allocating megabytes
-    costs the CPU more, in page faults, than copying them."""
+    """Returns rows of `head_rows(cache)`, in memory that the next layer reuses.
+
+    Allocating megabytes costs the CPU more page faults than copying them costs time."""
     view, _ = head_rows(cache)
     size = len(rows) * view.shape[1]
     buffer = workspace.get((name, cache.dtype))
@@ -289,7 +311,7 @@ def _products(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider. q: [P, Hkv, M, D]."""
+    """Returns softmax(softcap(q kᵀ scale) + mask) v, in float32 or wider; q is [P, Hkv, M, D]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     dtype = q.dtype

@@ -27,14 +27,18 @@ def qk_norm_rope_store(
 ) -> Tensor:
     """Norms the heads of q and k, rotates them, and stores k and v in the paged cache.
 
-    qkv: [T, Hq + 2 * Hkv, D], the fused projection.
-    kv: where k and v go, rounded to 8 bits if that is how they are stored.
-    slots: int [T], where each token goes (block * BS + offset), -1: nowhere.
-    cos_sin: float32 [positions, rotary], cosines then sines, of the first `rotary` dimensions of a
-        head, which turn in pairs (i, i + rotary / 2) (Su et al. 2021); None: no rotation.
-    interleaved: dimensions turn in pairs (2 i, 2 i + 1) instead.
-    q_weight, k_weight: [D] RMSNorm weights over a head, applied before the rotation, or None.
     Returns q [T, Hq, D].
+
+    Args:
+        qkv: [T, Hq + 2 * Hkv, D], the fused projection.
+        kv: destination of k and v, rounded to 8 bits if the cache has 8 bits.
+        positions: int [T].
+        slots: int [T], destination of each token (block * BS + offset), -1: none.
+        cos_sin: float32 [positions, rotary], cosines, then sines, of a head's first `rotary`
+            dimensions (Su et al. 2021); None: no rotation. They rotate in pairs (i, i + rotary /
+            2).
+        q_weight, k_weight: [D], RMSNorm weights over a head, applied before the rotation, or None.
+        interleaved: dimensions rotate in pairs (2 i, 2 i + 1) instead.
     """
     scratch = {} if scratch is None else scratch
     kv_heads = kv.k.shape[1]
@@ -58,7 +62,7 @@ def _put(
     if scale is None:
         plan.store(values, cache)
         return
-    # Most caches hold keys and values as they are.
+    # Most caches hold keys and values in the model's dtype.
     from quire.ops.reference import kv8
 
     kv8.store(plan, values, cache, scale, kv_format)
@@ -99,14 +103,16 @@ def host_reads(x: Tensor) -> bool:
 
 
 def token_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """A [rows, D] view of the memory behind `cache` [NB, Hkv, BS, D], and the rows from one block
-    to the next. Token `o` of head `h` of block `b` is row b * step + h * BS + o."""
+    """Returns a [rows, D] view of the memory of `cache` [NB, Hkv, BS, D], and its step in rows from
+    block to block.
+
+    Token `o` of head `h` of block `b` is row b * step + h * BS + o."""
     return _row_view(cache, cache.shape[3])
 
 
 def head_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """Returns a view like that of `token_rows`, with one row of BS * D values per block and head:
-    row b * step + h."""
+    """Returns a view as `token_rows` does, with one row of BS * D values per block and head: row b
+    * step + h."""
     return _row_view(cache, cache.shape[2] * cache.shape[3])
 
 
@@ -119,9 +125,14 @@ def _row_view(cache: Tensor, width: int) -> tuple[Tensor, int]:
 
 @dataclass(slots=True)
 class StorePlan:
-    """rows: int64 [N * Hkv], cache rows (of `token_rows`) that are written. source: which tokens
-    go there, None: all in order. live: on devices where the host must not look, whether any token
-    has a slot at all; without one, what is there is written back."""
+    """The cache rows that a store writes, and their tokens.
+
+    Attributes:
+        rows: int64 [N * Hkv], cache rows (of `token_rows`) to write.
+        source: tokens that are stored; None: all, in order.
+        live: on devices that the host must not wait for, whether any token has a slot at all. If
+            none has, the store writes back the present content.
+    """
 
     rows: Tensor
     source: Tensor | None

@@ -1,8 +1,7 @@
-"""Functions that are rounded alike wherever a number stands in its tensor.
+"""Functions whose rounding does not depend on a number's place in its tensor.
 
-PyTorch's own, but for exp, log1p, erf and tanh, compute what is left behind the last whole vector
-otherwise than the rest, so that a number's last bit depends on the tensor's size.
-"""
+PyTorch's own functions, except exp, log1p, erf and tanh, use other code for the elements past the
+last whole vector. A number's last bit then depends on the tensor's size."""
 
 from __future__ import annotations
 
@@ -55,9 +54,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Returns x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019), plus
     `residual`.
 
-    The normalized value is rounded to the weight's dtype before the product: models with weights of
-    x's dtype were trained like that, others round only what comes out.
-    """
+    The normalized value is rounded to the weight's dtype before the product. Models with weights of
+    x's dtype were trained like that; others round only the result."""
     one = x.numel() == weight.numel() and x.dtype is torch.float32 and x.device.type == "cpu"
     if one and eps and not current_policy().deterministic:
         # PyTorch's takes nine operations, which cost more than their work on one row.
@@ -80,8 +78,14 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 
 
 def activate(x: Tensor, act: Activation, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns act(x) (GELU: Hendrycks & Gimpel 2016), of the same shape, or, gated, act(gate) * up,
-    [T, width], for x [T, 2 * width] = [gate | up] (Shazeer 2020). dtype: by default x's."""
+    """Returns act(x) (GELU: Hendrycks & Gimpel 2016), of the same shape.
+
+    A gated activation returns act(gate) * up, [T, width], for x [T, 2 * width] = [gate | up]
+    (Shazeer 2020).
+
+    Args:
+        dtype: dtype of the result; by default x's.
+    """
     gate, *up = x.chunk(2, -1) if act.endswith("_and_mul") else (x,)
     if act.startswith("silu"):
         out = F.silu(gate)
@@ -100,16 +104,19 @@ def linear(
 ) -> Tensor:
     """Returns act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
 
-    norm: applied to x. act: a gated one halves the width. What follows the product comes in this
-    order: scales, adapters, bias, activation, residual. The result may take the residual's place in
-    memory.
+    The order after the product is: scales, adapters, bias, activation, residual. The result may
+    reuse the residual's memory.
+
+    Args:
+        norm: applied to x.
+        act: activation; a gated one halves the width.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
     if weight.format.scales is None and weight.prepacked is None:
         out = product(x, weight.values, bias)
     else:
-        # Most weights are stored as they are.
+        # Most weights are stored without scales.
         from quire.ops.reference import quantized
 
         out = quantized.product(x, weight, product)
@@ -127,12 +134,13 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """PyTorch sends fp32 products on a CPU to BLAS: MKL, which multiplies a few rows in one thread.
+    """Whether oneDNN multiplies an fp32 product faster than BLAS, to which PyTorch sends it on a
+    CPU.
 
-    oneDNN uses all. In tiny products the 10 µs that a call of it takes cost more than that saves;
-    it keeps a program of some 0.5 MB for each number of rows, and a copy of most strided weights.
-    On Intel's processors MKL uses all too, but for three rows or more of weights output by output.
-    """
+    MKL multiplies a few rows in one thread; oneDNN uses all threads. A call of oneDNN takes 10 µs,
+    which in tiny products exceeds the gain. It also keeps a program of about 0.5 MB for each number
+    of rows, and a copy of most strided weights. On Intel's processors MKL uses all threads too,
+    except for three rows or more of weights output by output."""
     return (
         torch.get_num_threads() > 1
         and x.dtype is torch.float32

@@ -1,8 +1,7 @@
 """Drafts of a second model, between its passes.
 
-M is the number of lanes, R of rows. A model's position in a lane is the first that it has not
-computed; what it draws behind the known text is a draft.
-"""
+M is the number of lanes, R of rows. A model's position in a lane is its first token that it has not
+computed. The tokens that it draws past the known text are drafts."""
 
 from __future__ import annotations
 
@@ -15,10 +14,12 @@ from quire.ops.rows import Drafts
 
 
 class DraftRows(NamedTuple):
-    """The rows for which a model drafts, in descending order of their drafts: int32.
+    """The rows for which a model drafts, int32, by descending number of drafts.
 
-    lanes: [M], -1 behind the last row. counts: [M], drafts wanted of each row. query_start:
-        [M + 1], where the tokens begin that the first pass computes for each.
+    Attributes:
+        lanes: [M], -1 past the last row.
+        counts: [M], number of drafts that each row asks for.
+        query_start: [M + 1], the first token of each row in the first pass.
     """
 
     lanes: Tensor
@@ -27,11 +28,14 @@ class DraftRows(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """The rows of the next pass, int32, written by the one before.
+    """The rows of the next pass, int32; each pass writes them for the next.
 
-    lanes: [M], -1 behind the last row. query_start: [M + 1], of a token each. lengths: [M], the
-    position of the token that the pass gives. places: [M], of the first pass, the place of each
-    row's last token. depth: [1], passes begun.
+    Attributes:
+        lanes: [M], -1 past the last row.
+        query_start: [M + 1]; each row has one token.
+        lengths: [M], the position of the token that the pass gives.
+        places: [M], the index of each row's last token in the first pass.
+        depth: [1], passes begun.
     """
 
     lanes: Tensor
@@ -51,12 +55,16 @@ def begin_drafts(
     claims: Drafts,
     passes: PassRows,
 ) -> None:
-    """Prepares the first pass. rows, counts, query_start: those of `DraftRows`.
+    """Prepares the first pass.
 
-    position: int32 [M], the text's: its last known token. own: int32 [M], the model's, set back to
-    what the text confirms. used: int32 [M], gets how many tokens beside the first a row's pass
-    computes: those up to the last known one, as far as the row has places. claims: those of rows
-    that want drafts are emptied.
+    Args:
+        rows, counts, query_start: see `DraftRows`.
+        position: int32 [M], the position of the text's last known token.
+        own: int32 [M], the model's position, set back to the confirmed text.
+        used: int32 [M]; gets the number of tokens after the first that a row's pass computes. They
+            end at the last known token, or at the row's last place.
+        claims: drafts; the rows that ask for drafts are emptied.
+        passes: gets the first pass.
     """
     passes.depth.fill_(1)
     passes.lanes.copy_(rows)
@@ -86,11 +94,14 @@ def keep_drafts(
     claims: Drafts,
     passes: PassRows,
 ) -> None:
-    """Moves the model on, and keeps what it drew behind the known text as drafts.
+    """Advances the model, and keeps the tokens that it drew past the known text as drafts.
 
-    drawn: int32 [R], of the first R of `passes`' rows. tokens: int32 [M, max_len]. A row takes part
-    in the next pass if it wants more drafts than there were passes. Lanes that have ended stay as
-    they are.
+    A row takes part in the next pass if it asks for more drafts than there were passes. Lanes that
+    have ended stay as they are.
+
+    Args:
+        drawn: int32 [R], for the first R rows of `passes`.
+        tokens: int32 [M, max_len].
     """
     lanes = passes.lanes[: len(drawn)]
     at = torch.nonzero(lanes >= 0).flatten()

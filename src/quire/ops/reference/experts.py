@@ -27,12 +27,16 @@ def route(
     count: int | None = None,
     copies: ExpertCopies | None = None,
 ) -> Routed:
-    """Returns norm(x) [T, hidden] and each token's experts, best first, computed in fp32 from
-    logits norm(x) @ weight [experts, hidden]ᵀ + bias [experts].
+    """Returns norm(x) [T, hidden] and each token's experts, best first.
 
-    live: int32 [1], the tokens that are not padding, which comes last. correction: fp32 [experts],
-    added to scores for the choice, but not in the weights (Wang et al. 2024). first, count: the
-    experts of this rank, by default all. copies: where experts are instead.
+    Logits are norm(x) @ weight [experts, hidden]ᵀ + bias [experts], in fp32.
+
+    Args:
+        live: int32 [1], the number of tokens that are not padding; padding comes last.
+        correction: fp32 [experts], added to scores for the choice, but not in the weights (Wang et
+            al. 2024).
+        first, count: the experts of this rank; by default all.
+        copies: the places of experts' copies, instead of `first` and `count`.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -49,8 +53,8 @@ def choose(
     x: Tensor, scores: Tensor, routing: Routing, live: Tensor, correction: Tensor | None,
     first: int, end: int, copies: ExpertCopies | None,
 ) -> Routed:  # fmt: skip
-    """Returns the experts that follow from scores [T, experts]. end: the experts of this rank. See
-    `route`."""
+    """Returns the experts of scores [T, experts], see `route`. This rank has the experts `first` to
+    `end` - 1."""
     choice = scores if correction is None else scores + correction
     if routing.groups > 1:
         choice = choice.masked_fill(~_allowed(choice, routing), -torch.inf)
@@ -99,10 +103,15 @@ def experts_mlp(
     act: Swiglu,
     residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:
-    """Returns the sum of weights * down(act(up(x))) over each token's experts, in their order,
-    + residual, [T, hidden]. A pending one is waited for as late as can be.
+    """Returns the weighted sum of down(act(up(x))) over each token's experts, + residual, [T,
+    hidden].
 
-    x, ids, weights: see `Routed`. up: gates [width], then ups. The ids are read on the host.
+    The sum has the order of the experts. A pending residual is joined as late as possible. The host
+    reads the ids.
+
+    Args:
+        x, ids, weights: see `Routed`.
+        up: gates [width], then ups.
     """
     tokens, top_k = ids.shape
     out = torch.zeros(tokens, top_k, down.outputs, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""The gated delta rule and what surrounds it, in float32, or float64 where states are that.
+"""The gated delta rule, its convolution and its norm, in float32, or float64 if states are float64.
 
 S is a matrix [Dk, Dv] per value head. For each token, with k and q of unit length, a decay g <= 0
 and a strength 0 < b < 1 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"):
@@ -27,9 +27,15 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Tokens [first, last) of a batch, of one row. start: the position of the first. slot: of the
-    row's state, which it begins with unless `start` is 0. saves: slots that get a copy of the state
-    behind the last token. drafts: the last so many tokens are drafts."""
+    """Tokens [first, last) of a batch, all of one row.
+
+    Attributes:
+        first, last: the tokens.
+        start: position of the first token; at 0 the state begins as zeros.
+        slot: slot of the row's state.
+        saves: slots that get a copy of the state after the last token.
+        drafts: number of drafts at the end.
+    """
 
     first: int
     last: int
@@ -77,8 +83,12 @@ def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
 def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) -> Tensor:
     """Returns silu of the causal convolution of each channel over its row, [T, C].
 
-    x: [T, C], any stride between tokens. weight: [C, K]. `state.conv` holds what came before a row,
-    and afterwards the row's last inputs. Places of padding are undefined.
+    Places of padding are undefined.
+
+    Args:
+        x: [T, C], any stride between tokens.
+        weight: [C, K].
+        state: `conv` holds the inputs before each row, and then the row's last inputs.
     """
     taps = weight.shape[1]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -101,7 +111,8 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
 
 
 def _accepted(state: StateLayer, span: _Span, entry: int) -> int:
-    """Returns how many of the last row's drafts a row goes on from. entry: of `StateLayer.base`."""
+    """Returns how many of the last row's drafts were accepted. `entry` is an index of
+    `StateLayer.base`."""
     if state.base is None or not span.start:
         return 0
     return span.start - int(state.base[span.slot, entry]) // 2
@@ -116,15 +127,18 @@ def gated_delta(
     state: StateLayer,
     rows: StateRows,
 ) -> Tensor:
-    """Returns the gated delta rule's output [T, Hv, Dv] and moves the rows' states on.
+    """Returns the gated delta rule's output [T, Hv, Dv], and advances the rows' states.
 
-    mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side; each of Hk heads of q and k
-        serves Hv / Hk value heads in turn. They are brought to unit length here.
-    a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
-        strength is sigmoid(b). a_log, dt_bias: float32 [Hv].
-    Rows of one token take the recurrent form, others the chunked one, as the two round differently;
-    where results may not depend on how a row was cut, all take the recurrent form. Places of
+    Rows of one token take the recurrent form, others the chunked form; the two round differently.
+    If results must not depend on how a row was cut, all rows take the recurrent form. Places of
     padding are undefined.
+
+    Args:
+        mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side. Each of Hk heads of q and
+            k serves Hv / Hk value heads in turn. The rule scales q and k to unit length.
+        a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
+            strength is sigmoid(b).
+        a_log, dt_bias: float32 [Hv].
     """
     by_token = current_policy().deterministic
     matrices = state.recurrent
@@ -182,8 +196,8 @@ def _inputs(
 def _resumed(
     state: StateLayer, span: _Span, a_log: Tensor, dt_bias: Tensor, channels: int
 ) -> Tensor:
-    """Returns the state that a row begins with: that of its slot, after the last row's drafts that
-    were accepted."""
+    """Returns the state that a row begins with: its slot's state, after the last row's accepted
+    drafts."""
     matrices = state.recurrent
     if not span.start:
         return torch.zeros_like(matrices[0])
@@ -200,14 +214,14 @@ def _resumed(
 
 
 def _step(inputs: tuple[Tensor, ...], token: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes one token. inputs: of `_inputs`. Returns [H, Dv] and the new state [H, Dk, Dv]."""
+    """Computes one token of `_inputs`; returns [H, Dv] and the new state [H, Dk, Dv]."""
     q, k, v, decay, strength = (x[token : token + 1] for x in inputs)
     out, after = recurrent(q, k, v, decay, strength, state.unsqueeze(0))
     return out[0], after[0]
 
 
 def _keep_drafts(state: StateLayer, span: _Span, mixed: Tensor, a: Tensor, b: Tensor) -> None:
-    """Keeps what the rule took of a row's drafts, and how many tokens the state has seen."""
+    """Keeps the rule's inputs of a row's drafts, and the number of tokens the state has seen."""
     if state.mixed is None or state.gates is None or state.base is None:
         return
     channels = mixed.shape[1]
@@ -229,8 +243,14 @@ def _unit(x: Tensor, repeat: int) -> Tensor:
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token of each of B rows. q, k: [B, H, Dk]; v: [B, H, Dv]; decay, strength:
-    [B, H]; state: [B, H, Dk, Dv]. Returns [B, H, Dv] and the new states."""
+    """Computes one token of each of B rows; returns [B, H, Dv] and the new states.
+
+    Args:
+        q, k: [B, H, Dk].
+        v: [B, H, Dv].
+        decay, strength: [B, H].
+        state: [B, H, Dk, Dv].
+    """
     product = _by_pairs if current_policy().deterministic else _by_blas
     state = state * decay.exp()[..., None, None]
     missing = v - product(state, k)
@@ -256,12 +276,17 @@ def _by_pairs(state: Tensor, x: Tensor) -> Tensor:
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes the tokens of one row, `CHUNK` at a time, by products of matrices. q, k: [n, H, Dk];
-    v: [n, H, Dv]; decay, strength: [n, H]; state: [H, Dk, Dv]. Returns [n, H, Dv] and the new
-    state.
+    """Computes the tokens of one row by matrix products, `CHUNK` tokens at a time; returns [n, H,
+    Dv] and the new state.
 
-    With G the running sum of g within a chunk and D = exp(G_i - G_j), what the tokens write is the
-    solution x of (1 + tril(b k kᵀ D, -1)) x = b (v - exp(G) S k), a triangular system.
+    G is the running sum of g within a chunk, and D = exp(G_i - G_j). The tokens' writes x solve the
+    triangular system (1 + tril(b k kᵀ D, -1)) x = b (v - exp(G) S k).
+
+    Args:
+        q, k: [n, H, Dk].
+        v: [n, H, Dv].
+        decay, strength: [n, H].
+        state: [H, Dk, Dv].
     """
     outputs = []
     for first in range(0, len(q), CHUNK):
@@ -281,8 +306,13 @@ def chunked(
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Returns rms_norm(x) weight silu(gate), head by head, [T, H D] in x's dtype. x: [T, H, D].
-    gate: [T, H D], any stride between tokens. weight: [D]."""
+    """Returns rms_norm(x) weight silu(gate), head by head, [T, H D] in x's dtype.
+
+    Args:
+        x: [T, H, D].
+        gate: [T, H D], any stride between tokens.
+        weight: [D].
+    """
     wide = x.double() if x.dtype == torch.float64 else x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     return (normed.flatten(1) * dense.silu(gate.to(wide.dtype))).to(x.dtype)

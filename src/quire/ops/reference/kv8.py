@@ -1,4 +1,4 @@
-"""8-bit keys and values, as tensors: to bytes and back."""
+"""8-bit keys and values as tensors: encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,11 @@ def load(
     gather: Callable[[str, Tensor], Tensor],
     shape: tuple[int, ...],
 ) -> Tensor:
-    """Returns stored values as float32 of `shape`. gather: returns a bucket's rows of a cache, in
-    memory of that name."""
+    """Returns stored values as float32 of `shape`.
+
+    Args:
+        gather: returns a bucket's rows of a cache, in memory of the given name.
+    """
     stored = gather(name, cache.view(torch.int8)).view(shape)
     if scale.dim() == 1:
         scales = scale.unsqueeze(1).expand(shape[:-1])
@@ -44,8 +47,12 @@ def load(
 
 
 def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """x [T, Hkv, D] -> its bytes as int8 of the same shape, and their scales, float32 [T, Hkv].
-    scale: [Hkv], the fixed ones where the format has such."""
+    """Returns the bytes of x [T, Hkv, D] as int8 of the same shape, and their scales, float32 [T,
+    Hkv].
+
+    Args:
+        scale: [Hkv], the fixed scales, if the format has them.
+    """
     x = x.float().clamp(-LARGEST_VALUE, LARGEST_VALUE)
     if scale is None or kv_format.scales == "token":
         scale = x.abs().amax(-1).clamp(min=SMALLEST_TOP) / kv_format.largest

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): heads attend over one latent per token, into
-which keys and values are projected together, and over one rotated key that all heads share.
+"""Multi-head latent attention (DeepSeek-V2, 2024).
 
-Both projections from latents are absorbed: a query is projected to where latents are, and the mean
-of latents that attention gives to a head's values, so that no keys or values of heads ever exist.
-"""
+Keys and values of a token are projected together into one latent. Heads attend over the latents,
+and over one rotated key that all heads share. Both projections from latents are absorbed: a query
+is projected into the space of latents, and attention's mean of latents to a head's values. So no
+keys or values of single heads exist."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ def store_latent(
 ) -> None:
     """Norms tokens' latents, rotates their shared keys, and stores both in the paged cache.
 
-    latent: [T, R + P], latents and keys as projected, any stride between tokens.
-    kv: where they go; k is [NB, 1, BS, R + P]. In 8 bits k is [NB, 1, BS, R], latents with
-        `k_scale`, and v [NB, 1, BS, P], the keys, which keep the dtype of `latent`: all heads score
-        by them, and rounded like latents they would err more than all the rest.
-    norm: of the latents, weight [R]. cos_sin: float32 [positions, P]. The other arguments are those
-        of `ops.qk_norm_rope_store`.
+    In 8 bits, k and v of the cache are latents and keys. Keys keep the dtype of `latent`, because
+    all heads score by them. Rounded like latents, they would cause more error than all the rest.
+
+    Args:
+        latent: [T, R + P], latents and keys as projected, any stride between tokens.
+        kv: destination; k is [NB, 1, BS, R + P]. In 8 bits k is [NB, 1, BS, R], latents with
+            `k_scale`, and v [NB, 1, BS, P], the keys.
+        norm: norm of the latents, weight [R].
+        cos_sin: float32 [positions, P].
+        positions, slots, interleaved: see `ops.qk_norm_rope_store`.
     """
     scratch = {} if scratch is None else scratch
     content, key = torch.split(latent, [len(norm.weight), cos_sin.shape[-1]], dim=1)
@@ -64,8 +68,10 @@ def latent_queries(
 ) -> Tensor:
     """Returns queries of latents and shared keys, [T, Hq, R + P].
 
-    q: [T, Hq, N + P], the last P dimensions are rotated. weight: [Hq, N, R], the keys' part of the
-        projection from latents; strided. cos_sin: float32 [positions, P].
+    Args:
+        q: [T, Hq, N + P]; the last P dimensions are rotated.
+        weight: [Hq, N, R], the keys' part of the projection from latents; strided.
+        cos_sin: float32 [positions, P].
     """
     scratch = {} if scratch is None else scratch
     content, turning = torch.split(q, [weight.shape[1], cos_sin.shape[-1]], dim=-1)
@@ -77,7 +83,9 @@ def latent_queries(
 def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
     """Returns the values of heads side by side, [T, Hq * V].
 
-    mean: [T, Hq, R], of latents. weight: [Hq, V, R], the values' part of the projection; strided.
+    Args:
+        mean: [T, Hq, R], means of latents.
+        weight: [Hq, V, R], the values' part of the projection; strided.
     """
     values = torch.bmm(mean.transpose(0, 1), weight.transpose(1, 2))
     return values.transpose(0, 1).flatten(1)
@@ -94,8 +102,13 @@ def latent_schedule(
     tokens: int,
     max_q_len: int,
 ) -> Any:
-    """Returns how the work of `latent_attention` on a step's rows is shared out, as
-    `ops.attention_schedule` does. rank, width: R and R + P. Here it is None."""
+    """Returns a schedule of `latent_attention` for a step's rows, as `ops.attention_schedule` does;
+    the twin returns None.
+
+    Args:
+        rank: R.
+        width: R + P.
+    """
     return None
 
 
@@ -115,9 +128,13 @@ def latent_attention(
 ) -> Tensor:
     """Computes causal attention of each row's last tokens over the row's latents.
 
-    q: [T, Hq, R + P], see `latent_queries`. kv: what is stored, see `store_latent`. rank: R. The
-        other arguments are those of `ops.paged_attention`.
-    Returns the means of latents, [T, Hq, R]; undefined for padding tokens.
+    Returns the means of latents, [T, Hq, R]; undefined for padding tokens. The other arguments are
+    those of `ops.paged_attention`.
+
+    Args:
+        q: [T, Hq, R + P], see `latent_queries`.
+        kv: stored latents, see `store_latent`.
+        rank: R.
     """
     kv, block_table = widened_latents(kv, block_table, max_seq_len, q.dtype, scratch)
     means = paged_attention(
@@ -130,9 +147,14 @@ def latent_attention(
 def widened_latents(
     kv: KVLayer, block_table: Tensor, longest: int, dtype: torch.dtype, scratch: Scratch | None
 ) -> tuple[KVLayer, Tensor]:
-    """Returns the blocks of a table, of rows of up to `longest` tokens, with latents and keys side
-    by side in `dtype`, and the table of where they are, which all layers of a step share. What is
-    not stored in 8 bits comes back as it is."""
+    """Returns a table's blocks with latents and keys side by side in `dtype`, and the table of
+    their places.
+
+    All layers of a step share that table. A cache that is not in 8 bits is returned as it is.
+
+    Args:
+        longest: the most tokens of a row.
+    """
     if kv.k_scale is None:
         return kv, block_table
     scratch = {} if scratch is None else scratch

@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
-    """Sets logits [n, vocab], dense rows, to -inf in place where a bit of the mask is clear.
+    """Sets logits to -inf in place where a bit of the mask is clear, and returns them.
 
-    mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i. lines: int32 [n], the
-    line of the mask that each row is under, or -1 for none; left out, each row is under its own.
-    Returns `logits`.
+    Args:
+        logits: [n, vocab], dense rows.
+        mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i.
+        lines: int32 [n], the line of the mask of each row, or -1 for no mask; by default each row
+            has its own line.
     """
     if lines is not None:
         mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
@@ -21,11 +23,14 @@ def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Te
 
 
 def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
-    """Holds what is queued behind until a flag that the host sets has reached a value.
+    """Holds the stream until a flag that the host sets has reached a value.
 
-    flags: int64 [n], in memory of the host that the device can read. gate: int32 [3] on the device:
-    the flag's place, -1 for none, and the low and high word of the value. On a CPU the program is
-    run when the flag stands, so there is nothing to wait for.
+    On a CPU the program runs when the flag is set, so the twin does not wait.
+
+    Args:
+        gate: int32 [3] on the device: the flag's index, -1 for none, and the low and high word of
+            the value.
+        flags: int64 [n], in memory of the host that the device can read.
     """
 
 
@@ -33,9 +38,10 @@ def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
-    """Sets a clock behind all that is queued: to what it was before the step, and `layers` more.
+    """Sets a clock after all queued work: to its value before the step plus `layers`.
 
-    before: int64 [1], on the device. clock: int64 [1], in memory of the host that the device can
-    write.
+    Args:
+        before: int64 [1], on the device.
+        clock: int64 [1], in memory of the host that the device can write.
     """
     torch.add(before, layers, out=clock)

@@ -10,12 +10,15 @@ from quire.ops.rows import StepRows
 def pool_rows(
     hidden: Tensor, rows: StepRows, shares: Tensor, sums: Tensor, lengths: Tensor, out: Tensor
 ) -> None:
-    """Adds up the hidden states of rows, and writes the vectors of those that are complete.
+    """Adds up the hidden states of rows, and writes the vectors that are complete.
 
-    hidden: [T, width]. shares: int32 [R]: 1 to add the row's states, 2 to begin the sum anew, 4
-    where the vector is complete, 0 for rows that have no part. sums: float32 [M, width]. lengths:
-    int32 [R], the tokens that a mean is over. out: float32 [R, width]: the mean where states are
-    added up, else the row's last state.
+    Args:
+        hidden: [T, width].
+        shares: int32 [R], bits: 1 to add the row's states, 2 to begin the sum anew, 4 if the vector
+            is complete; 0 for rows that take no part.
+        sums: float32 [M, width].
+        lengths: int32 [R], the number of tokens of a mean.
+        out: float32 [R, width]: the mean if states are added up, else the row's last state.
     """
     starts = rows.query_start.tolist()
     for row, (lane, share) in enumerate(zip(rows.lanes.tolist(), shares.tolist(), strict=True)):

@@ -1,8 +1,7 @@
-"""Weights as a CPU multiplies them fastest, in the orders in which PyTorch's kernels read them.
+"""Weights in the orders that PyTorch's CPU kernels multiply fastest.
 
-One row of tokens is bound by the bytes of the weights; a few rows by instructions, of which these
-orders take fewer.
-"""
+The bytes of the weights bound the time of one row of tokens. Instructions bound a few rows, and
+these orders take fewer."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from quire.ops.reference.quantized import dequantize
 from quire.ops.weight import Weight
 
 _TOP = 15
-"""The power of two that a layer's largest value is brought below: one less than fp16 ends at."""
+"""Exponent of the power of two that bounds a layer's largest value: one less than fp16's."""
 _ULP = 2.0**-24
 """The distance of fp16's smallest numbers."""
 _DIGIT = 63
-"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of products of 8 bits in 16
-bits, which only products with 7 bits never leave."""
+"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of 8-bit products in 16 bits,
+which only products with 7 bits never exceed."""
 _BASE = 2 * _DIGIT + 1
-"""The worth of a digit, in digits of the place behind it."""
+"""The value of a digit, in units of the next lower digit."""
 _LEAST = 1e-30
 """The largest of a row that counts as zeros, lest its unit has no inverse."""
 _CHUNK = 256
@@ -53,7 +52,9 @@ class Halves:
     Values of bfloat16 and integers of few bits are exact in fp16 once a power of two has brought
     them into its range.
 
-    values: PyTorch's handle. scale: what products are multiplied by, fp32 [outputs] or [].
+    Attributes:
+        values: PyTorch's handle.
+        scale: factor of the products, fp32 [outputs] or [].
     """
 
     values: Any
@@ -68,10 +69,12 @@ class Halves:
 class Integers:
     """Integers of 8 bits with a scale for each output. Products and sums are exact integers.
 
-    Inputs are rounded to two digits, 1 / 8001 of the row's largest: an error of outputs below
-    that which 8 bits of weights have. Inputs that are multiples of 1 / 127 of it are exact.
+    Inputs are rounded to two digits, 1 / 8001 of the row's largest. The error of outputs is below
+    that of the 8-bit weights. Inputs that are multiples of 1 / 127 of the largest are exact.
 
-    values: PyTorch's handle, scales included. outputs: their number.
+    Attributes:
+        values: PyTorch's handle, scales included.
+        outputs: number of outputs.
     """
 
     values: Any
@@ -101,7 +104,7 @@ class Integers:
         scaled = x / torch.where(unit == 0, 1.0, unit)
         first = scaled.round()
         digits = torch.cat((first, scaled.sub_(first).mul_(_BASE)))
-        # Digits are rounded by the product, which adds what makes them positive.
+        # The product rounds digits as well: it adds the number that makes them positive.
         out: Tensor = _MULTIPLY(digits, 1.0, _DIGIT + 1, self.values)
         return out[: len(x)].add_(out[len(x) :], alpha=1 / _BASE).mul_(unit)
 
@@ -110,17 +113,20 @@ _MULTIPLY = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.de
 _SPLIT = torch.tensor([[1.0, 0.0], [-_BASE, _BASE]])
 """The factors that make both digits of the first and the whole number."""
 _JOIN = torch.tensor([[1.0, 1 / _BASE]])
-"""The factors that make one product of those of the digits."""
+"""Weights that recombine the digit products."""
 
 
 @dataclass(frozen=True, slots=True)
 class FourBits:
-    """Values of 4 bits in groups, and the same rounded to 8 bits for more than a few rows.
+    """Values of 4 bits in groups, and the same values rounded to 8 bits for more than a few rows.
 
     A few rows are rounded to bfloat16, and so are their outputs; sums are fp32.
 
-    values: in PyTorch's order. scales: bfloat16 [groups, outputs, 2], scales and what is added.
-    group: inputs that share them. rounded: for more rows.
+    Attributes:
+        values: in PyTorch's order.
+        scales: bfloat16 [groups, outputs, 2], factors and addends.
+        group: inputs that share a scale.
+        rounded: the weight for more rows.
     """
 
     values: Tensor
@@ -139,7 +145,7 @@ class FourBits:
 
 
 def prepack(weight: Weight) -> Prepacked | None:
-    """Returns the weight as it is multiplied by, None where nothing faster can hold it."""
+    """Returns the weight in a faster order, or None if no order can hold it."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return None
     kind = weight.format
@@ -158,8 +164,10 @@ def _integers(values: Tensor, scales: Tensor) -> Integers:
 
 
 def _four_bits(weight: Weight) -> FourBits | None:
-    """Returns 4-bit integers in groups, None where the groups are not PyTorch's or outputs differ
-    so much within that 8 bits for all their inputs would be much coarser."""
+    """Returns 4-bit integers in groups, or None where PyTorch has no such groups.
+
+    It also returns None if an output's groups differ so much that 8 bits for all its inputs would
+    be much coarser."""
     kind, scales = weight.format, weight.scales
     if kind.bits != 4 or kind.code != "integer" or kind.ordered or scales is None:
         return None
@@ -180,12 +188,11 @@ def _four_bits(weight: Weight) -> FourBits | None:
 
 
 def _halves(weight: Weight) -> Halves | None:
-    """Returns the weight in fp16, None where that cannot hold it.
+    """Returns the weight in fp16, or None if fp16 cannot hold it.
 
-    What is stored as it is must be exact: errors are below 2^-38 of the layer's largest value.
-    What is stored in few bits may be rounded to fp16's 11, where groups of inputs have scales: that
-    is more than the 8 of a model in bfloat16.
-    """
+    Values without scales must be exact: errors are below 2^-38 of the layer's largest value. Values
+    of few bits with scales for groups of inputs may be rounded to fp16's 11 bits, which is more
+    than the 8 of a model in bfloat16."""
     kind, scales = weight.format, weight.scales
     apart = scales is not None and not (kind.group or kind.zeros)
     values = dequantize(replace(weight, scales=None) if apart else weight, torch.float32)

@@ -18,11 +18,12 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns the weights as [outputs, inputs] in `dtype`; without scales, those are 1."""
+    """Returns the weights as [outputs, inputs] in `dtype`; absent scales count as 1."""
     kind = weight.format
     plain = kind.values == torch.int8 and not (kind.group or kind.zeros)
     if plain and weight.scales is not None and dtype is not torch.float64:
-        # In one pass: a large weight's intermediates would take more memory than itself.
+        # One pass, because a large weight's intermediates would take more memory than the
+        # weight.
         out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
         return torch.mul(weight.values, weight.scales.float(), out=out)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -49,8 +50,13 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight, plain: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
-    """Returns x @ weightᵀ, [T, outputs]: x rounded as the format says, the scales applied to the
-    products where outputs have one each. plain: the product with weights as they are."""
+    """Returns x @ weightᵀ, [T, outputs], with x rounded as the format says.
+
+    Scales apply to the products if each output has one.
+
+    Args:
+        plain: computes the product with weights without scales.
+    """
     x = round_inputs(x, weight)
     if weight.prepacked is not None:
         out: Tensor = weight.prepacked.product(x)
@@ -69,8 +75,11 @@ def _each(x: Tensor, groups: Tensor | None) -> Tensor:
 
 
 def row_scales(x: Tensor, values: torch.dtype) -> Tensor:
-    """Returns fp32 [rows, 1]: what makes the largest number of a row that of the dtype `values`.
-    A row of zeros has the scale 1, one that is not finite a scale that is not."""
+    """Returns fp32 [rows, 1], scales that map each row's largest number to the largest of the dtype
+    `values`.
+
+    A row of zeros has the scale 1; a row with a NaN or an infinity has a scale that is not finite.
+    """
     top = x.abs().amax(1, keepdim=True).float()
     return torch.where(top == 0, 1.0, top / LARGEST[values])
 
@@ -83,8 +92,9 @@ def quantize_rows(x: Tensor, scales: Tensor, values: torch.dtype) -> Tensor:
 
 
 def round_inputs(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x [T, inputs] as it is after quantization to the dtype of the values, as the weight's
-    format says. A rank that holds a share of the inputs takes its own for the whole."""
+    """Returns x [T, inputs] rounded to the dtype of the values and back, by the weight's format.
+
+    A rank with a share of the inputs rounds its share as if it were the whole."""
     kind = weight.format
     values = kind.values
     if kind.inputs == "none":

@@ -1,8 +1,7 @@
 """Counter-based random numbers: a pure function of (seed, sample index, position, draw).
 
-Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011), so that the
-same seed gives the same tokens whatever else is in the batch, on any device, after any preemption.
-"""
+The generator is Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", 2011).
+The same seed gives the same tokens in any batch, on any device, after any preemption."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Four words per counter. All tensors int64 that hold unsigned 32-bit words, broadcastable."""
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
-    # In place from here on: fresh memory for each of a hundred operations would cost more than they
-    # do. A word may have dirt above its 32 bits until it becomes a factor.
+    # In place from here on: fresh memory for each of a hundred operations would cost more than
+    # the operations. A word may have stray bits above its low 32 until it becomes a factor.
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
     k0, k1 = key
     spare = torch.empty_like(c0)
@@ -45,10 +44,13 @@ def philox(
 def gumbel(
     seed: Tensor, sample_index: Tensor, position: Tensor, vocab_size: int, draw: int = SAMPLE
 ) -> Tensor:
-    """Standard Gumbel noise, float32 [N, vocab_size].
+    """Returns standard Gumbel noise, float32 [N, vocab_size].
 
-    seed: int32 [N, 2], low and high word. sample_index, position: int32 [N]. Entry v of a row comes
-    from word v % 4 of the counter (v // 4, position, sample index, draw).
+    Entry v of a row comes from word v % 4 of the counter (v // 4, position, sample index, draw).
+
+    Args:
+        seed: int32 [N, 2], low and high word.
+        sample_index, position: int32 [N].
     """
     quads = torch.arange(-(-vocab_size // 4), device=seed.device).unsqueeze(0)
     words = _words(seed, sample_index, position, quads, draw)
@@ -74,7 +76,7 @@ def _words(
 
 def _noise(words: Tensor) -> Tensor:
     """Returns the noise of int64 words, which are overwritten."""
-    # 23 bits and a half: strictly between 0 and 1, and exact in float32. With one bit more the
-    # largest word would round to 1, whose noise is infinite.
+    # The 23 bits and a half are strictly between 0 and 1, and exact in float32. With one bit
+    # more the largest word would round to 1, and its noise would be infinite.
     uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

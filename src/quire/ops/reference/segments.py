@@ -20,9 +20,8 @@ def add_pairs(
 ) -> Tensor:
     """Returns the sum of parts [P, T, N], + bias [N] + residual [T, N], rounded once to `dtype`.
 
-    P is a power of two. Neighbours are added first, then neighbouring sums, and so on, so that sums
-    of the first and the last half are those that ranks would have made who have half of the parts.
-    """
+    P is a power of two. Neighbours are added first, then neighbouring sums, and so on. So the sum
+    of either half equals the sum of a rank that has half of the parts."""
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
     total = parts[0]
@@ -35,8 +34,10 @@ def segment_sum(
     x: Tensor, weight: Weight, segments: int, dtype: torch.dtype, bias: Tensor | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Returns x [T, inputs] @ weightᵀ + bias + residual, [T, outputs], by as many segments of the
-    inputs, of equal length; see `add_pairs`. Groups of the weight lie whole in segments."""
+    """Returns x [T, inputs] @ weightᵀ + bias + residual, [T, outputs], summed by `segments`
+    segments of equal length.
+
+    Groups of the weight do not cross segments. See `add_pairs`."""
     return add_pairs(_segments(x, weight, segments), dtype, bias, residual)
 
 
@@ -56,12 +57,11 @@ def expert_segments(
     act: Swiglu,
     segments: int,
 ) -> Tensor:
-    """Returns the sums of weights * down(act(up(x))) over each token's experts, in their order, of
-    each segment of the hidden units, [segments, T, hidden], in float32 or wider.
+    """Returns the weighted sums of down(act(up(x))) for each segment of the hidden units.
 
-    The biases of `down` are part of the first segment. The other arguments are those of
-    `experts_mlp`.
-    """
+    The result is [segments, T, hidden], in float32 or wider. A sum has the order of the token's
+    experts. The biases of `down` belong to the first segment. The other arguments are those of
+    `experts_mlp`."""
     tokens, top_k = ids.shape
     wide = wider(x.dtype)
     out = torch.zeros(segments, tokens, top_k, down.outputs, dtype=wide, device=x.device)

@@ -1,4 +1,4 @@
-"""The parts of a step around the model: rows to tokens, logits to tokens, lanes moved on.
+"""The parts of a step around the model: rows to tokens, logits to tokens, advancing lanes.
 
 A lane is a request's place in the batch state. M is the number of lanes, R of rows, T of token
 places, L of logit rows. Twins may read values of host tensors; kernels of the same names may not.
@@ -18,18 +18,20 @@ STOP_TOKEN, LENGTH, BROKEN = 1, 2, 3
 """Why a row ends; the values are those of `quire.plan.StopReason`."""
 
 ENDED = -1
-"""The position of a lane whose request has ended: rows still to come compute nothing."""
+"""The position of a lane whose request has ended. Its later rows compute nothing."""
 
 FIRST_TOKEN = 2
 """The column of the first token in a line of results."""
 
 
 def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None:
-    """Writes segments of words into memory.
+    """Writes segments of words into memory. No two segments overlap.
 
-    memory: int32 [words]. packed: int32, first a line (start in memory, number of words, place of
-        the values behind all lines) for each of the segments, then the values.
-    longest: the most words of a segment. No two segments overlap.
+    Args:
+        memory: int32 [words].
+        packed: int32, a line for each segment (start in memory, number of words, place of its
+            values after all lines), then the values.
+        longest: the most words of a segment.
     """
     values = packed[3 * segments :]
     for start, count, place in packed[: 3 * segments].view(-1, 3).tolist():
@@ -39,19 +41,22 @@ def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None
 def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
     """Copies block `src[i]` to `dst[i]`, int64 [n], in order, at most `most` at a time.
 
-    memory: [blocks, ...]. A block may be written once it was read.
-    """
+    `memory` is [blocks, ...]. A copy may overwrite a block that an earlier one has read."""
     for at in range(0, len(src), most):
         part = slice(at, at + most)
         memory.index_copy_(0, dst[part], memory.index_select(0, src[part]))
 
 
 def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Drafts) -> None:
-    """Writes the drafts that each generating row computes behind its last token.
+    """Writes the drafts that each generating row computes after its last token.
 
-    position: int32 [M], the first position each lane computes. tokens: int32 [M, max_len].
-    A row of `q_len` tokens takes up to q_len - 1 drafts: those that the claim has behind the row's
-    first position, if what it has before agrees with the text. Their number goes to `drafts.used`.
+    A row of `q_len` tokens takes up to q_len - 1 drafts. They are the guesses past the row's first
+    position, provided that the guesses before it agree with the text. `drafts.used` gets their
+    number.
+
+    Args:
+        position: int32 [M], the first position that each lane computes.
+        tokens: int32 [M, max_len].
     """
     room = (rows.query_start[1:] - rows.query_start[:-1]).long() - 1
     takes = (rows.lanes >= 0) & ((rows.flags & PROMPT) == 0) & (room >= 1)
@@ -67,7 +72,7 @@ def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Draft
     inside = places.clamp(0, tokens.shape[1] - 1)
     before = column < known.unsqueeze(1)
     differs = (before & (tokens[lane.unsqueeze(1), inside] != claimed)).any(dim=1)
-    # The first place behind the text where nothing is claimed ends the drafts.
+    # The first unclaimed place after the text ends the drafts.
     gaps = torch.where(~before & (claimed < 0), column, width)
     used = torch.minimum(gaps.amin(dim=1) - known, room).clamp(min=0)
     used = torch.where((known >= 0) & (known < width) & ~differs, used, 0)
@@ -88,16 +93,19 @@ def expand_rows(
     max_seq_len: int,
     drafts: Drafts | None = None,
 ) -> Expanded:
-    """Returns what the model must know of the rows' tokens, and fills in `logit_rows`.
+    """Returns the model's inputs for the rows' tokens, and fills in `logit_rows`.
 
-    position: int32 [M], the first position each lane computes, or `ENDED`: all places of its row
-    are padding. tokens: int32 [M, max_len].
-    tables: per KV group its block tables, int32 [M, blocks], and the tokens of a block.
-    max_seq_len: a bound of the rows' lengths after the step.
-    drafts: after `place_drafts`; None where no row has any. Places of drafts that a row does not
-        use are padding.
-    Places behind the last row get id -1, position 0, slot -1; rows of padding get length 0. A
-    row's block table holds what its length needs, the rest may be anything.
+    Places past the last row get id -1, position 0, slot -1; rows of padding get length 0. A row's
+    block table holds the blocks of its length; the rest is undefined.
+
+    Args:
+        position: int32 [M], the first position that each lane computes, or `ENDED`: all places of
+            its row are padding.
+        tokens: int32 [M, max_len].
+        tables: for each KV group its block tables, int32 [M, blocks], and the tokens of a block.
+        max_seq_len: upper bound of the rows' lengths after the step.
+        drafts: after `place_drafts`; None if no row has drafts. Places of drafts that a row does
+            not use are padding.
     """
     start = rows.query_start.long()
     q_lens = start[1:] - start[:-1]
@@ -131,8 +139,9 @@ def expand_rows(
 
 
 def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
-    """Returns how many of each row's tokens are real, int64 [R]. live: int64 [R], how many it has;
-    0 of lanes that have ended."""
+    """Returns how many of each row's tokens are real, int64 [R].
+
+    `live` is int64 [R], the row's tokens, 0 for lanes that have ended."""
     if drafts is None:
         return live
     drafted = ((rows.flags & PROMPT) == 0) & (live > 1)
@@ -191,11 +200,14 @@ def collect_rows(
     last: Tensor,
     kept: Tensor,
 ) -> None:
-    """Keeps hidden states for what comes behind the body, and moves PROMPT rows on.
+    """Keeps hidden states for the heads, and advances PROMPT rows.
 
-    hidden: [T, width]. kept: [at least T, width], gets all of them. last: [at least L, width], gets
-    those that logits are computed of; lines of logit rows without a lane may be anything. position:
-    int32 [M]; that of a PROMPT row's lane grows by the row's tokens.
+    Args:
+        hidden: [T, width].
+        position: int32 [M]; a PROMPT row's lane advances by the row's tokens.
+        last: [at least L, width]; gets the hidden states of the logit rows. Lines of logit rows
+            without a lane are undefined.
+        kept: [at least T, width]; gets all hidden states.
     """
     kept[: len(hidden)] = hidden
     if len(hidden):
@@ -223,11 +235,18 @@ def adjust(
     """Returns logits [L, vocab] after penalties, biases and minimum lengths, float32 [L, vocab].
 
     Repetition penalty after Keskar et al., 2019; presence and frequency penalties are OpenAI's.
-    Rows without a lane are undefined. Per lane: penalties float32 [M, 3], repetition, presence,
-    frequency; counts int32 [M, vocab], twice the times a token was generated, plus one if the
-    prompt has it; `num_bias` of bias_ids int32 and bias_values float32 [M, B]; `num_stops` of stops
-    int32 [M, S]; min_total int32 [M], the length before which no stop token may come.
-    tokens: int32 [M, max_len]; the drafts ahead of a logit row count as generated.
+    Rows without a lane are undefined.
+
+    Args:
+        tokens: int32 [M, max_len]; the drafts ahead of a logit row count as generated.
+        penalties: float32 [M, 3], repetition, presence, frequency.
+        counts: int32 [M, vocab], twice the number of times a token was generated, plus one if the
+            prompt has it.
+        num_bias: int32 [M], biases of a lane.
+        bias_ids, bias_values: int32 and float32 [M, B].
+        num_stops: int32 [M], stop tokens of a lane.
+        stops: int32 [M, S].
+        min_total: int32 [M], the length before which no stop token may come.
     """
     out = logits.float() if logits.dtype != torch.float32 else logits.clone()
     lanes = rows.lanes.long()
@@ -296,13 +315,22 @@ def sample(
 ) -> Tensor:
     """Returns a token for each row, int32 [L]; -1 where logits are not numbers.
 
-    Rows of lane -1 are undefined. logits: [L, vocab], after penalties and masks, dense rows.
-    lanes: int32 [L]. position: int32 [L], the new token's. Per lane, columns of one float32 and one
-    int32 table (any stride): temperature (0: greedy), top_p (1: all), min_p (0: all); top_k (0:
-    all), seed ([M, 2], low and high word), sample_index. The order is vLLM's: temperature, min-p,
-    top-k (ties kept), top-p of what is left. Gumbel-max over counter-based noise: a token depends
-    on seed, sample index and position alone.
-    truncate_rows: False promises that no row uses top-k, top-p or min-p.
+    The order is vLLM's: temperature, min-p, top-k (ties kept), top-p of the rest. The draw is
+    Gumbel-max over counter-based noise: a token depends on seed, sample index and position alone.
+    Rows of lane -1 are undefined. The arguments per lane are columns of one float32 and one int32
+    table, of any stride.
+
+    Args:
+        logits: [L, vocab], after penalties and masks, dense rows.
+        lanes: int32 [L].
+        position: int32 [L], the new token's.
+        temperature: per lane; 0: greedy.
+        top_k: per lane; 0: all.
+        top_p: per lane; 1: all.
+        min_p: per lane; 0: all.
+        seed: [M, 2], low and high word.
+        sample_index: per lane.
+        truncate_rows: False promises that no row uses top-k, top-p or min-p.
     """
     best, greedy = logits.max(dim=-1)
     own = lanes.long().clamp(min=0)
@@ -369,15 +397,20 @@ def finish_rows(
     stops: Tensor,
     counts: Tensor | None = None,
 ) -> None:
-    """Accepts sampled tokens, moves lanes past what they computed, and says why rows end.
+    """Accepts sampled tokens, advances lanes past the computed tokens, and records why rows end.
 
-    sampled: int32 [L]. Of a row with drafts the longest prefix on which drafts and samples agree is
-    accepted, and the sample after it, up to the first that ends the row. position, max_total,
-    min_total, num_stops: int32 [M]; stops: int32 [M, S]. tokens: int32 [M, max_len] gets what was
-    accepted. The position of a lane that ends becomes `ENDED`.
-    counts: int32 [M, vocab], where each accepted token's entry grows by 2, or None.
-    results: int32 [R, 2 + K]: how many tokens a row gave, why it ends, and the tokens, then -1.
-    Lines of padding are undefined.
+    A row with drafts accepts the longest prefix on which drafts and samples agree, and the sample
+    after it. A token that ends the row cuts them off.
+
+    Args:
+        sampled: int32 [L].
+        results: int32 [R, 2 + K]: the number of a row's tokens, why it ends, and the tokens, then
+            -1. Lines of padding are undefined.
+        position: int32 [M]; the position of a lane that ends becomes `ENDED`.
+        tokens: int32 [M, max_len]; gets the accepted tokens.
+        max_total, min_total, num_stops: int32 [M].
+        stops: int32 [M, S].
+        counts: int32 [M, vocab]; each accepted token's entry grows by 2; or None.
     """
     count = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
     results[: len(count)].fill_(-1)
@@ -409,7 +442,7 @@ def finish_rows(
 
 
 def _present(active: Tensor, place: Tensor, logit_rows: LogitRows) -> tuple[Tensor, Tensor]:
-    """Keeps the rows whose logit row at `place` exists."""
+    """Returns the rows whose logit row at `place` exists."""
     real = logit_rows.lanes[place] >= 0
     return (active, place) if bool(real.all()) else (active[real], place[real])
 
@@ -423,7 +456,7 @@ def _reason(
     num_stops: Tensor,
     stops: Tensor,
 ) -> Tensor:
-    """Returns why a row that has `total` tokens with this one ends, int32 [n]; 0: it goes on."""
+    """Returns why a row of `total` tokens ends with this token, int32 [n]; 0: it continues."""
     reason = (total >= max_total[lane]).int() * LENGTH
     most = int(num_stops[lane].max())
     if most:
@@ -439,11 +472,14 @@ def token_logprobs(
 ) -> None:
     """Writes log-probabilities of tokens int32 [L] and of their likeliest alternatives.
 
-    logits: [L, vocab], as the model gave them. wanted: int32 [M], how many alternatives a lane
-    asks for, -1: nothing. out: int32 [at least L, 2 + 2 (1 + W)], of which the lines of asking rows
-    are written: the token's position, its rank (1: the likeliest), the ids (the token, then the
-    likeliest, ties by id), and the log-probabilities, float32 by their bits. Entries beyond those
-    wanted are undefined.
+    Args:
+        logits: [L, vocab], as the model gave them.
+        wanted: int32 [M], the number of alternatives that a lane asks for, -1: no
+            log-probabilities.
+        out: int32 [at least L, 2 + 2 (1 + W)]; only lines of asking rows are written: the token's
+            position, its rank (1: the likeliest), the ids, and the log-probabilities, float32 by
+            their bits. Ids are the token's, then the likeliest ones', ties by id. Entries past the
+            wanted number are undefined.
     """
     own = rows.lanes.long().clamp(min=0)
     asked = torch.nonzero((rows.lanes >= 0) & (wanted[own] >= 0)).flatten()

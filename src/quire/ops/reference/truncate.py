@@ -1,8 +1,8 @@
-"""Keeping only the likely tokens.
+"""Keeps only the likely tokens.
 
-`top_k_top_p` says what is kept, over the whole vocabulary. `pick_likely` draws from the same tokens
-but sorts no more than it must: most rows keep a few hundred of a vocabulary of many thousands.
-"""
+`top_k_top_p` defines the kept tokens, over the whole vocabulary. `pick_likely` draws from the same
+tokens, but sorts no more than necessary: most rows keep a few hundred tokens of a vocabulary of
+many thousands."""
 
 from __future__ import annotations
 
@@ -19,15 +19,21 @@ Noise = Callable[[Tensor], Tensor]
 
 
 def min_p(logits: Tensor, threshold: Tensor) -> Tensor:
-    """Drops tokens less likely than `threshold` [N] times the likeliest (Nguyen et al., 2024).
-    logits: [N, V], after temperature; returns it with -inf for what is dropped."""
+    """Returns the logits with -inf for tokens less likely than `threshold` [N] times the likeliest
+    (Nguyen et al., 2024).
+
+    Args:
+        logits: [N, V], after temperature.
+    """
     floor = logits.amax(dim=-1, keepdim=True) + threshold.unsqueeze(1).log()
     return logits.masked_fill(logits < floor, -torch.inf)
 
 
 def top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Keeps the `top_k` [N] (0: all) likeliest tokens, ties included, and of those the fewest whose
-    probabilities reach `top_p` [N] (nucleus sampling, Holtzman et al., 2019)."""
+    """Keeps the `top_k` [N] (0: all) likeliest tokens, ties included.
+
+    Among them it keeps the fewest whose probabilities reach `top_p` [N] (nucleus sampling, Holtzman
+    et al., 2019)."""
     probs = logits.softmax(dim=-1)
     ordered, index = logits.sort(dim=-1, descending=True, stable=True)
     kept = _kept(ordered, probs.gather(1, index), top_k, top_p)
@@ -37,11 +43,14 @@ def top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def pick_likely(
     logits: Tensor, top_k: Tensor, top_p: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """For each row the kept token of the largest logit plus noise, int64 [N], and whether that is
-    certain, bool [N]: rows that keep too many tokens need `top_k_top_p`.
+    """Returns each row's kept token of the largest logit plus noise, int64 [N], and whether it is
+    certain, bool [N].
 
-    logits: float32 [N, V], after temperature and min-p. What a row keeps, if certain, does not
-    depend on how far one looked, and so not on the other rows.
+    A row that keeps too many tokens is uncertain, and needs `top_k_top_p`. The kept tokens of a
+    certain row do not depend on the number of tokens examined, and so not on other rows.
+
+    Args:
+        logits: float32 [N, V], after temperature and min-p.
     """
     rows, vocab = logits.shape
     # One more than top-k, to see that nothing is tied with the last.
@@ -59,12 +68,13 @@ def pick_likely(
 
 
 def _kept(ordered: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """Tells which of each row's likeliest tokens stay, bool [N, W].
+    """Returns which of each row's likeliest tokens stay, bool [N, W].
 
-    ordered: their scores, likeliest first. probs: their probabilities among all of the row's
-    tokens, in the same order.
+    Sums run from the first token on, in float64, so that they are equal for every W.
 
-    Sums run from the first token on and in float64, so that they are the same for every W.
+    Args:
+        ordered: their scores, likeliest first.
+        probs: their probabilities among all of the row's tokens, in the same order.
     """
     last = top_k.clamp(max=ordered.shape[1]).long() - 1
     threshold = ordered.gather(1, last.clamp(min=0).unsqueeze(1))

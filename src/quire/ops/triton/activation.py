@@ -1,4 +1,4 @@
-"""Activations, plain or gating the second half of their input, and what kernels fuse of them."""
+"""Activations, plain or gating the second half of their input, and the parts that kernels fuse."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def run(
     out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    # Few rows: narrow blocks, to spread over the card; many: wide ones, to amortize the launch.
+    # Few rows take narrow blocks, which spread over the card; many rows take wide blocks, which
+    # amortize the launch.
     block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_activation, (rows.shape[0], triton.cdiv(width, block)))(

@@ -1,4 +1,4 @@
-"""Parts that kernels for Hopper cards in Gluon share: also what versions of Triton differ in."""
+"""Parts that Gluon kernels for Hopper cards share, and the differences of Triton's versions."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,8 +24,10 @@ def reinterpret(tiles, dtype, shape, layout, _semantic=None):
 
 @core.builtin
 def joined(first, second, _semantic=None):
-    """Returns the tuple of all values of two tuples. `+` makes plain numbers of the second one's
-    constexprs from Triton 3.8 on, and workers of `warp_specialize` take none."""
+    """Returns the tuple of all values of two tuples.
+
+    From Triton 3.8 on, `+` turns the second one's constexprs into plain numbers, which workers of
+    `warp_specialize` do not accept."""
     return core.tuple([*first, *second])
 
 

@@ -1,11 +1,10 @@
 """Traits of devices, and the order of kernels in a captured step.
 
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
-its predecessor still runs; `gdc_wait` blocks until the predecessor has finished and its writes are
+its predecessor still runs. `gdc_wait` blocks until the predecessor has finished and its writes are
 visible. Every kernel here calls `gdc_wait` in *all* of its programs, early exits included, and
 `gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its predecessor
-is complete: before its own wait it may read weights and the step's metadata, nothing newer.
-"""
+is complete. Before its own wait it may read weights and the step's metadata, but nothing newer."""
 
 from __future__ import annotations
 
@@ -28,8 +27,12 @@ from quire.ops.choose import current_policy
 class DeviceTraits:
     """The traits of a device that launches depend on.
 
-    num_sms: multiprocessors. shared_memory: bytes one program may use. pdl: programmatic dependent
-    launch (sm_90 and newer). bf16: tensor cores take bf16 (sm_80 and newer).
+    Attributes:
+        capability: compute capability, such as (9, 0).
+        num_sms: multiprocessors.
+        shared_memory: bytes of shared memory that one program may use.
+        pdl: the device has programmatic dependent launch (sm_90 and newer).
+        bf16: its tensor cores take bf16 (sm_80 and newer).
     """
 
     capability: tuple[int, int]
@@ -40,17 +43,18 @@ class DeviceTraits:
 
     @property
     def gluon(self) -> bool:
-        """Whether kernels in Gluon, all of which are for Hopper cards, run on it."""
+        """Whether the Gluon kernels run on it; all of them are for Hopper cards."""
         return self.capability == (9, 0) and gluon_missing() is None
 
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
-"""The first and the last version of Triton whose Gluon the kernels are compiled with: it is not
-stable yet. `hopper_common.py` has what differs between them."""
+"""The first and the last version of Triton with whose Gluon the kernels compile: Gluon is not
+stable yet. `hopper_common.py` contains the differences between versions."""
 
 
 def gluon_missing(version: str = triton.__version__) -> str | None:
-    """Says why a version of Triton runs no kernels in Gluon, and which do; None: it runs them."""
+    """Returns why a version of Triton runs no Gluon kernels, and which versions do; None: it runs
+    them."""
     own = tuple(int(part) for part in version.split(".")[:2])
     first, last = GLUON_VERSIONS
     if first <= own <= last:
@@ -64,7 +68,7 @@ def gluon_missing(version: str = triton.__version__) -> str | None:
 
 
 INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
-"""CPU tensors: kernels run under TRITON_INTERPRET=1, whose matrix product knows no bf16."""
+"""Traits of CPU tensors: kernels run under TRITON_INTERPRET=1, whose matrix product has no bf16."""
 
 
 @functools.cache
@@ -98,7 +102,8 @@ _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """`kernel[grid]`; within `compiling`, what compiles for the same arguments and runs nothing."""
+    """Returns `kernel[grid]`; within `compiling`, a launcher that only compiles for the same
+    arguments."""
     if _compiling.get():
         return functools.partial(kernel.warmup, grid=grid)
     return kernel[grid]
@@ -106,8 +111,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def compiling(workers: int) -> Iterator[None]:
-    """Launches within the block only compile, many at once, and are done when it ends. What fails
-    to compile raises when it is launched."""
+    """Makes launches within the block compile only, `workers` at once, and waits for them at its
+    end.
+
+    A kernel that fails to compile raises at its next launch."""
     token = _compiling.set(True)
     try:
         with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):

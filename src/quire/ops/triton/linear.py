@@ -1,4 +1,4 @@
-"""The linear layer on a GPU: one fused kernel for few rows, cuBLAS with its neighbours for many."""
+"""The linear layer on a GPU: one fused kernel for few rows, cuBLAS and further kernels for many."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def linear(
     norm: RmsScale | None = None,
     act: Activation | None = None,
 ) -> Tensor:
-    """See `ops.linear`. Weights of a format that no kernel loads, and those of many rows, are
-    dequantized as a whole first."""
+    """See `ops.linear`.
+
+    It dequantizes a whole weight first if no kernel loads its format, or if there are many rows."""
     policy = current_policy()
     if weight.format.inputs != "none":
         if not policy.deterministic and takes(weight) and loads(weight):
@@ -47,7 +48,8 @@ def linear(
                 return block_gemv.product(args)
             if (blocks := _hopper_blocks(traits(x.device))) and blocks.takes(args):
                 return blocks.product(args)
-            # Few rows are bound by the weight's bytes, whatever they are multiplied in.
+            # The weight's bytes bound the time of few rows, in whichever dtype they are
+            # multiplied.
             if len(x) > _FEW_ROWS:
                 return product(args)
         x, norm = round_inputs(x, weight, norm), None
@@ -78,7 +80,7 @@ def linear(
     if args.gated and (hopper := _hopper_gated(traits(x.device))) and hopper.takes(args):
         return hopper.gated_product(args)
     if act is None and residual is not None and bias is None:
-        # In place: otherwise the residual is copied to where the result goes first.
+        # In place, because otherwise the residual is first copied to the result's memory.
         return torch.addmm(residual, x, values.t(), out=residual)
     return _finish(F.linear(x, values, bias), residual, act)
 
@@ -112,7 +114,7 @@ def _hopper_narrow(card: DeviceTraits) -> ModuleType | None:
 
 
 def loads(weight: Weight) -> bool:
-    """Whether kernels load the weight on its card: 8-bit floats take sm_89."""
+    """Whether kernels load the weight on its card: 8-bit floats need sm_89."""
     floats = weight.dtype == torch.float8_e4m3fn
     device = weight.values.device
     old = floats and device.type == "cuda" and traits(device).capability < (8, 9)

@@ -82,8 +82,14 @@ def rms_norm(
     *,
     pdl: bool | None = None,
 ) -> Tensor:
-    """See `ops.rms_norm`. x: rows of any stride. weight: None stands for ones. residual: rows of
-    any stride."""
+    """See `ops.rms_norm`.
+
+    Args:
+        x: rows of any stride.
+        weight: None means ones.
+        residual: rows of any stride.
+        pdl: programmatic dependent launch; by default where the card has it.
+    """
     return _run(x, weight, None, residual, eps, center=False, pdl=pdl)
 
 
@@ -95,5 +101,5 @@ def layer_norm(
     *,
     pdl: bool | None = None,
 ) -> Tensor:
-    """See `ops.layer_norm`. Mean and variance are fp32. weight: None stands for ones."""
+    """See `ops.layer_norm`. Mean and variance are fp32. A weight of None means ones."""
     return _run(x, weight, bias, None, eps, center=True, pdl=pdl)

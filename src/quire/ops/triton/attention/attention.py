@@ -1,12 +1,11 @@
 """Paged attention for mixed batches: rows of any length against a block-paged KV cache.
 
-Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs. Long
-rows have many tiles. In a step of many tokens these fill the card, and each walks its KV alone; in
-one of fewer, such as a prompt whose prefix is cached, their KV is spread over programs too. Which
-row goes where is decided on the device from `query_start` and `seq_lens`; grids follow from static
-bounds alone (token bucket, row bucket, `max_q_len`), so that one CUDA graph serves any mix within
-a bucket.
-"""
+Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs
+(split-KV). Long rows have many tiles. In a step of many tokens these fill the card, and each tile
+walks its KV alone. In a step of fewer tokens, such as a prompt whose prefix is cached, their KV is
+spread over programs too. The device assigns rows to kernels from `query_start` and `seq_lens`.
+Grids follow from static bounds alone (token bucket, row bucket, `max_q_len`), so that one CUDA
+graph serves any mix within a bucket."""
 
 from __future__ import annotations
 
@@ -39,8 +38,8 @@ _LOG2E = math.log2(math.e)
 _FILLED = 3
 """Programs per multiprocessor from which on rows fill the card by themselves."""
 _CROWDED = 8
-"""Programs per multiprocessor from which on short rows are not cut into parts: one long row ends
-among waves of others."""
+"""Programs per multiprocessor from which on short rows are not cut into parts, because one long row
+ends among waves of others."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
@@ -54,14 +53,22 @@ _SHORT_TILE = 64
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """Measured choices, by default made from the shapes. programs: how many more than rows alone
-    make short rows' KV is spread over. min_tiles: least KV tiles of a part of those. spread: how
-    many programs the KV of long rows is spread over, if they have fewer tiles of queries; 0: each
-    tile walks its own alone. most_parts: of a short row's KV, or of a long one's for each tile.
-    prefetch: ask for the first KV tile before waiting for the predecessor. pdl, upcast: None means
-    what the card has; upcast computes in fp32 where tensor cores do not take bf16. wgmma: long rows
-    have the kernel for Hopper cards where it takes them, unless `prefill` names tiles. fixed: one
-    kernel, one tile and one order of summation for every row, whatever else is in the batch."""
+    """Measured choices; by default they follow from the shapes.
+
+    Attributes:
+        programs: programs beyond one per row that short rows' KV is spread over.
+        min_tiles: the fewest KV tiles of a part of a short row.
+        spread: programs that long rows' KV is spread over if they have fewer tiles of queries; 0:
+            each tile walks its own KV alone.
+        most_parts: the most parts of a short row's KV, or of a long row's KV for each tile.
+        prefetch: load the first KV tile before waiting for the predecessor.
+        pdl: programmatic dependent launch; None: where the card has it.
+        upcast: compute in fp32; None: where tensor cores do not take bf16.
+        wgmma: the kernel for Hopper cards serves the long rows that it takes, unless `prefill`
+            names tiles.
+        fixed: one kernel, one tile and one order of summation for every row, whatever else is in
+            the batch.
+    """
 
     decode: Tiles | None = None
     prefill: Tiles | None = None
@@ -95,15 +102,16 @@ def decode_tiles(
     if d_pad > _WIDE:
         return Tiles(m, 32, 4 if m == 16 else 8, 2)
     if kv_format.scales != "none":
-        # Half the bytes take as many instructions: what counts is how few there are for each, and
-        # how many programs run at once.
+        # Half the bytes take as many instructions. So fewer instructions per byte, and more
+        # programs at once, matter most.
         if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
             # Integers would rather have the registers, unless there are programs for several waves.
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
-    # Many programs run at once with less in flight each; not where they are only just too many for
-    # one wave, of so many rows that their lengths will differ: the last to end then need depth.
+    # Many programs run at once, and each has less in flight. This does not hold if they just
+    # exceed one wave and come from many rows, whose lengths will differ: the last to end then
+    # need depth.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
     shallow = programs > _FILLED * card.num_sms and not ragged
@@ -113,10 +121,15 @@ def decode_tiles(
 def prefill_tiles(
     pairs: int, head_dim: int, element_size: int, card: DeviceTraits, *, cut: bool = False
 ) -> Tiles:
-    """pairs: (token, head) pairs of a step at most. cut: for parts of a tile's KV."""
+    """Returns the tiles of long rows.
+
+    Args:
+        pairs: upper bound of the (token, head) pairs of a step.
+        cut: the tiles are for parts of a tile's KV.
+    """
     d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
-        # No tensor cores for these: the product is done by FMAs, out of registers.
+        # Tensor cores do not take these; FMAs compute the product, out of registers.
         return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
     if d_pad > _WIDE:
         return Tiles(32, 32, 8, 2) if card.shared_memory >= 160 * 1024 else Tiles(16, 16, 4, 2)
@@ -194,15 +207,15 @@ def attention_schedule(
 
 
 def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> int:
-    """Programs that short rows' KV is spread over besides those of the rows alone."""
+    """Returns the number of programs beyond one per row that short rows' KV is spread over."""
     # A program gets through 8-bit tiles no faster than through others of twice the bytes.
     each = 2 if kv_format.scales == "none" else 4
     if programs <= _FILLED * card.num_sms:
         return each * card.num_sms
     if programs > _CROWDED * card.num_sms:
         return 0
-    # Rows that fill the card stay whole, but for those of more than half again the mean: all would
-    # wait for one of a long context.
+    # Rows that fill the card stay whole, except rows of more than half again the mean length.
+    # Otherwise all would wait for one long context.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
@@ -256,15 +269,25 @@ def paged_attention(
     scratch: Mapping[str, Any] | None = None,
     tuning: AttentionTuning | None = None,
 ) -> Tensor:
-    """Causal attention of each row's last `q_len` positions over its `seq_len` stored ones.
+    """Computes causal attention of each row's last `q_len` positions over its `seq_len` stored
+    ones.
 
-    q: [T, heads, D], the last dimension dense. kv: of any block, head and token stride; block_size
-    a power of two. query_start: int32 [R + 1], rows of length 0 are padding. seq_lens: int32 [R],
-    this step's tokens included. block_table: int32 [R, max_blocks]. max_q_len: a host bound; q_lens
-    and max_seq_len are not used. window: positions a query sees, itself included. softcap: logits
-    become `cap * tanh(logit / cap)`. sinks: [heads], a score of each that joins the softmax and has
-    no value. scratch: under "schedule" what `attention_schedule` made of the same rows; made here
-    if absent. Returns [T, heads, D]; rows of padding are undefined.
+    Returns [T, heads, D]; rows of padding are undefined.
+
+    Args:
+        q: [T, heads, D], the last dimension dense.
+        kv: any block, head and token stride; block_size a power of two.
+        query_start: int32 [R + 1]; rows of length 0 are padding.
+        seq_lens: int32 [R], this step's tokens included.
+        block_table: int32 [R, max_blocks].
+        q_lens, max_seq_len: not used.
+        max_q_len: upper bound, known to the host.
+        window: positions that a query sees, itself included.
+        softcap: logits become `cap * tanh(logit / cap)`.
+        sinks: [heads], a score of each head that joins the softmax and has no value.
+        scratch: under "schedule" the result of `attention_schedule` for the same rows; made here if
+            absent.
+        tuning: by default made from the shapes.
     """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
@@ -328,8 +351,10 @@ def _hopper(card: DeviceTraits) -> ModuleType | None:
 
 
 def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k, v, k_scale and v_scale as kernels read them: 8-bit values in pairs; where there are no
-    scales, anything."""
+    """Returns k, v, k_scale and v_scale as kernels read them.
+
+    8-bit values are in pairs. Absent scales are replaced by another tensor, which kernels do not
+    read."""
     if kv.k_scale is None or kv.v_scale is None:
         return kv.k, kv.v, kv.k, kv.v
     return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
@@ -347,8 +372,12 @@ def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that both launches share. tensors: q, k, v, k_scale, v_scale, sinks, out. rows:
-    query_start, seq_lens, block_table."""
+    """The arguments that both launches share.
+
+    Attributes:
+        tensors: q, k, v, k_scale, v_scale, sinks, out.
+        rows: query_start, seq_lens, block_table.
+    """
 
     tensors: tuple[Tensor, ...]
     rows: tuple[Tensor, Tensor, Tensor]
@@ -358,8 +387,10 @@ class _Launch:
     pdl: bool
 
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
-        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
-        the preceding kernel began, so that it may be read early."""
+        """Launches the kernel for rows of at most `longest` tokens, which fit a tile.
+
+        With `pdl` the schedule was complete before the preceding kernel began, so that this kernel
+        may read it early."""
         tiles, out = plan.tiles, self.tensors[-1]
         num_items, kv_heads = plan.items.shape[0], self.tensors[1].shape[1]
         partial = lse = out
@@ -378,8 +409,10 @@ class _Launch:
         self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits,
         few: bool = False,
     ) -> bool:  # fmt: skip
-        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, and says
-        whether it takes them. few: no row has more than a warpgroup's tile of queries."""
+        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, if it takes
+        them.
+
+        Returns whether it does. With `few`, no row has more queries than one warpgroup's tile."""
         module = _hopper(card) if tuning.wgmma and tuning.prefill is None else None
         q, out = self.tensors[0], self.tensors[-1]
         if module is None or not module.takes(q, kv):

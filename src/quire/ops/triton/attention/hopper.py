@@ -18,7 +18,7 @@ from quire.ops.triton.launch import launch, options, traits
 _ROWS = 64
 """(token, head) pairs of a warpgroup."""
 _COLUMNS = 64
-"""Values of a box's row: what a swizzled row of shared memory holds in 16 bits."""
+"""Values of a TMA box's row: a swizzled row of shared memory holds that many 16-bit values."""
 _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _ROUNDS = 2
 """From more tiles than that for each multiprocessor on a program takes several."""
@@ -26,9 +26,14 @@ _ROUNDS = 2
 
 @dataclass(frozen=True)
 class RingTiles:
-    """`n` KV positions at a time, `stages` of K and of V in flight. programs: at most; each takes
-    its share of the tiles of queries. 0: one for each tile. warpgroups: of `_ROWS` pairs each that
-    make a tile of queries, 1 or 2."""
+    """Tiles of the kernel for Hopper cards.
+
+    Attributes:
+        n: KV positions of a tile.
+        stages: tiles of K and of V in flight.
+        programs: the most programs, which share the tiles of queries; 0: one for each tile.
+        warpgroups: warpgroups of `_ROWS` pairs each that make a tile of queries, 1 or 2.
+    """
 
     n: int
     stages: int
@@ -37,9 +42,10 @@ class RingTiles:
 
 
 def takes(q: Tensor, kv: KVLayer) -> bool:
-    """Whether the kernel knows these shapes and types: queries of 16 bits, KV of the same type or
-    in 8 bits, heads of 64 or 128 dimensions, and pages of at least 8 tokens that lie in the pool as
-    whole rows of a head's values."""
+    """Whether the kernel takes these shapes and dtypes.
+
+    Queries have 16 bits, KV the same dtype or 8 bits, and heads 64 or 128 dimensions. Pages have at
+    least 8 tokens, and lie in the pool as whole rows of a head's values."""
     stored, dim = (kv.k, kv.v), q.shape[2]
     known = kv.k.dtype == q.dtype if kv.k_scale is None else kv.k.dtype.itemsize == 1
     return (
@@ -54,14 +60,14 @@ def takes(q: Tensor, kv: KVLayer) -> bool:
 
 
 def few_tiles(kv: KVLayer, num_sms: int) -> RingTiles:
-    """Returns the tiles of rows whose queries all fit a warpgroup's."""
+    """Returns the tiles of rows whose queries all fit one warpgroup's tile."""
     if kv.k.shape[3] == 64:
         return RingTiles(128, 4, num_sms, 1)
     return RingTiles(128, 3 if kv.k_scale is None else 2, num_sms, 1)
 
 
 def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
-    """items: tiles of queries, of all KV heads."""
+    """Returns the tiles for `items` tiles of queries, counted over all KV heads."""
     programs = num_sms if items > _ROUNDS * num_sms else 0
     return RingTiles(128, 2 if head_dim == 128 else 3, programs)
 
@@ -80,9 +86,13 @@ def attend_long_rows(
     pdl: bool,
     tiles: RingTiles | None = None,
 ) -> None:
-    """Writes the attention of rows of at least `shortest` tokens to out [T, heads, D]. rows:
-    query_start, seq_lens, block_table. scales: the factor of scores, in log2 units, and the cap;
-    see `attention.py`. tiles: by default made from the shapes."""
+    """Writes the attention of rows of at least `shortest` tokens to out [T, heads, D].
+
+    Args:
+        rows: query_start, seq_lens, block_table.
+        scales: the factor of scores, in log2 units, and the cap; see `attention.py`.
+        tiles: by default made from the shapes.
+    """
     (tokens, heads, dim), (_, kv_heads, block_tokens, _) = q.shape, kv.k.shape
     group, (query_start, seq_lens, table) = heads // kv_heads, rows
     rows_at_once = (2 if tiles is None else tiles.warpgroups) * _ROWS

@@ -1,12 +1,12 @@
 """The kernel of `hopper.py`: tiles of queries against paged KV by TMA and wgmma.
 
 A program walks over tiles of 128 (token, head) pairs. One warp copies pages of K and V into rings
-in shared memory, ahead of two warpgroups that have 64 of the pairs each; where no row has more than
-64, of one. While a warpgroup makes weights of one KV tile's scores, the tensor cores multiply the
-preceding tile's weights by its values, and work for the other warpgroup (FlashAttention-3, Shah et
-al., 2024). KV is taken from its end on down. The next tile's queries and KV are fetched meanwhile.
-Pages of 8 bits go to rings of their own, out of which a further warpgroup makes tiles of fp16.
-"""
+in shared memory. It runs ahead of two warpgroups that have 64 of the pairs each, or of one
+warpgroup where no row has more than 64. While a warpgroup computes the softmax weights of one KV
+tile, the tensor cores multiply the preceding tile's weights by its values. They also work for the
+other warpgroup (FlashAttention-3, Shah et al., 2024). A program walks KV from its end to its start.
+The next tile's queries and KV are fetched meanwhile. Pages of 8 bits go to separate rings, and a
+further warpgroup widens them to tiles of fp16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -39,8 +39,10 @@ def _copy_tile(
     BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Asks for a KV tile as number i of a ring. Pages outside [first_page, last_page] may not be
-    stored: the nearest one stands for them."""
+    """Starts the copy of a KV tile as number i of a ring.
+
+    Pages outside [first_page, last_page] may not be stored, so the nearest page inside replaces
+    them."""
     PAGES: gl.constexpr = BN // PAGE
     WIDTH: gl.constexpr = pages.shape[2]
     PARTS: gl.constexpr = D // WIDTH
@@ -80,7 +82,8 @@ def _produce(
         first_page = begin // BLOCK_TOKENS
         last_page = (length - 1) // BLOCK_TOKENS
         top = low + count - 1 + done
-        # Keys go a tile ahead: values leave their place when the next tile's weights are made.
+        # Keys run one tile ahead, because values leave their stage only when the next
+        # tile's weights are computed.
         for i in range(done, done + count + 1):
             if i < done + count:
                 _copy_tile(
@@ -136,8 +139,8 @@ def _consume(
 
 @gluon.jit
 def _ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Returns barriers of a ring's stages: those that say a tile is there, and those that say it is
-    done with."""
+    """Returns two barriers for each stage of a ring: one signals that a tile has arrived, the other
+    that it has been read."""
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -163,10 +166,17 @@ def attend_pages(
     SINKS: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, OWN_SCALES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Rows of at least `shortest` queries, in tiles of CONSUMERS * ROWS pairs. Each program takes
-    `rounds` of the `most` tiles of each KV head. k_desc, v_desc: of the pool as rows of D values,
-    in boxes of a page, or a KV tile if that is smaller. k_block_rows: such rows from a block to the
-    next; k_head_rows: from a head to the next. KIND, OWN_SCALES: see `kv8.constants`."""
+    """Attends for rows of at least `shortest` queries, in tiles of CONSUMERS * ROWS pairs.
+
+    Each program takes `rounds` of the `most` tiles of each KV head.
+
+    Args:
+        k_desc, v_desc: the pool as rows of D values, in boxes of a page, or of a KV tile if that is
+            smaller.
+        k_block_rows, v_block_rows: rows from a block to the next.
+        k_head_rows, v_head_rows: rows from a head to the next.
+        KIND, OWN_SCALES: see `kv8.constants`.
+    """
     PAGE: gl.constexpr = BLOCK_TOKENS if BLOCK_TOKENS < BN else BN
     PIECES: gl.constexpr = STAGES * (D // COLUMNS) * (BN // PAGE)
     dtype: gl.constexpr = gl.float16 if KIND > 0 else q_ptr.dtype.element_ty
@@ -194,7 +204,7 @@ def attend_pages(
     other: gl.constexpr = (
         GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, KIND > 0, 1,
     )  # fmt: skip
-    # What the copying warp does not need of the registers goes to the others.
+    # The copying warp gives registers that it does not need to the others.
     if KIND > 0:
         byte_layout: gl.constexpr = gl.NVMMASharedLayout(D, 8, 2)
         WAITING: gl.constexpr = RING_BYTES // (BN * D)

@@ -41,10 +41,12 @@ def item_at(
     index, rows, window, GROUP: gl.constexpr, BN: gl.constexpr, WINDOW: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):  # fmt: skip
-    """Returns of the program's tile number `index`: KV head, row, which of the row's tiles it is,
-    where the row's queries begin, how many, the row's length, the tile's first and last position,
-    the first position that counts, the first KV tile, and how many. Of a tile that is none there
-    are no queries and no KV."""
+    """Returns the program's tile number `index` as a tuple.
+
+    It holds the KV head, the row, the tile's index in the row, the row's first query and its number
+    of queries. Then come the row's length, the tile's first and last position, and the first
+    position that counts. Last are the first KV tile and the number of KV tiles. An index past the
+    last tile has no queries and no KV."""
     BM: gl.constexpr = CONSUMERS * ROWS
     query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest = rows
     # The last tiles of a causal prompt are the longest: they come first. Every other round goes
@@ -77,7 +79,7 @@ def item_at(
 ROWS = gl.constexpr(64)
 """(token, head) pairs of a warpgroup."""
 COLUMNS = gl.constexpr(64)
-"""Dimensions that one copy of a page brings: 128 bytes, the width of the swizzle."""
+"""Dimensions of a page that one copy brings: 128 bytes, the width of the swizzle."""
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
@@ -106,7 +108,7 @@ def ask_queries(
     q_ptr, q, base, head, q_start, q_len, stride_t, stride_h,
     GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Asks for a warpgroup's queries, zeros where there are none."""
+    """Starts the load of a warpgroup's queries; places without a query become zeros."""
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)
     copy_async(q, q_ptr + at, mask=inside)
     async_copy.commit_group()
@@ -114,8 +116,9 @@ def ask_queries(
 
 @gluon.jit
 def _in_fp16(q, D: gl.constexpr):
-    """Makes fp16 of queries where they are, and returns them. Each thread reads what it has asked
-    for and writes it."""
+    """Converts queries to fp16 in place, and returns them.
+
+    Each thread reads and writes the values that it has loaded itself."""
     x = gl.minimum(gl.maximum(q.load(_lines(D)).to(gl.float32), -65504.0), 65504.0)
     q = reinterpret(q, gl.float16, [ROWS, D], q.layout)
     q.store(x.to(gl.float16))
@@ -126,8 +129,10 @@ def _in_fp16(q, D: gl.constexpr):
 def _clear_tail(
     v_tiles, stage, position, end, BN: gl.constexpr, D: gl.constexpr, PAGE: gl.constexpr
 ):  # fmt: skip
-    """Zeroes a stage's values from position `end` on: what is not stored may be NaN, which a weight
-    of zero would not hide. The other warpgroup writes the same."""
+    """Zeroes a stage's values from position `end` on.
+
+    Values past the end may be NaN, which a weight of zero would not hide. The other warpgroup
+    writes the same zeros."""
     PAGES: gl.constexpr = BN // PAGE
     PARTS: gl.constexpr = D // COLUMNS
     PIECES: gl.constexpr = v_tiles.shape[0] * PARTS * PAGES
@@ -190,9 +195,11 @@ def _attend_range(
     MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Takes the ring's tiles `start` to until - 1; tile i stands at position top - i * BN. The
-    weights of a tile are multiplied by its values while the next one's are made: those of tile
-    start - 1 come in, and those of the last go out. end: the tiles of these queries."""
+    """Takes the ring's tiles `start` to until - 1; tile i stands at position top - i * BN.
+
+    While one tile's weights are computed, the previous tile's weights are multiplied by its values.
+    So `weights` come in for tile start - 1, and are returned for the last tile. `end` counts the KV
+    tiles of these queries."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(D), 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(D))
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings
@@ -208,8 +215,9 @@ def _attend_range(
             scores, peak, total, limit, top - i * BN, numbers,
             MASKED, SOFTCAP, WINDOW, BN, weights.dtype,
         )  # fmt: skip
-        # Here, and not where it is needed: the assembler moves arithmetic across waits for products
-        # but not across loops, and would make the weights only when the product had ended.
+        # This statement must stand here, not at its use. The assembler moves arithmetic
+        # across waits for products, but not across loops. It would compute the weights only
+        # after the product had ended.
         mbarrier.wait(full_k.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < end)
         acc, weights, ahead = warpgroup_mma_wait(
             0, deps=[acc, weights, gl.convert_layout(ahead, P_LAYOUT)]
@@ -227,9 +235,14 @@ def attend_tiles(
     STAGES: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, SINKS: gl.constexpr,
     CLEAN: gl.constexpr,
 ):  # fmt: skip
-    """Attends from ROWS pairs of an item, from `base` on, of which the last but one group of copies
-    brings the queries. done: KV tiles that the rings have held before. CLEAN: tiles have no NaN
-    where nothing is stored."""
+    """Attends for ROWS pairs of an item, from `base` on.
+
+    The last but one group of copies brings the queries.
+
+    Args:
+        done: KV tiles that the rings have held before.
+        CLEAN: tiles hold no NaN past the stored positions.
+    """
     S_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(BN))
     O_LAYOUT: gl.constexpr = sums_layout(D)
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings

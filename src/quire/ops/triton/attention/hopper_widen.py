@@ -1,8 +1,7 @@
-"""A part of the kernel of `hopper_kernel.py`: a warpgroup that makes fp16 of bytes.
+"""A part of the kernel of `hopper_kernel.py`: a warpgroup that widens bytes to fp16.
 
-It takes tiles of bytes from rings in shared memory, times their scales, to the rings
-that tiles of 16 bits would be copied to. Those who attend see no difference.
-"""
+It reads tiles of bytes from rings in shared memory, and writes them times their scales to the rings
+that 16-bit tiles are copied to. The warpgroups that attend see no difference."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +12,7 @@ from quire.ops.triton.attention.kv8 import INT8
 from quire.ops.triton.hopper_common import barrier
 
 TOKENS = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""The layout of scales: a token a thread."""
+"""Layout of scales: one token per thread."""
 WIDEN_E4M3 = gl.constexpr("""{
     .reg .b16 low, high;
     .reg .b32 a, b, unit;
@@ -26,7 +25,7 @@ WIDEN_E4M3 = gl.constexpr("""{
     mul.rn.f16x2 $0, a, $3;
     mul.rn.f16x2 $1, b, $4;
 }""")
-"""Four floats over 256, times what is $3 and $4, which may be as small as a scale over that."""
+"""Widens four floats over 256, times $3 and $4, which may be as small as a scale over 256."""
 WIDEN_INT8 = gl.constexpr("""{
     .reg .b32 a, unit, offset;
     mov.b32 unit, 0x20002000;
@@ -38,12 +37,12 @@ WIDEN_INT8 = gl.constexpr("""{
     fma.rn.f16x2 a, a, unit, offset;
     mul.rn.f16x2 $1, a, $4;
 }""")
-"""The same for integers over 128: 1024 plus a byte is an fp16 of which that byte is the low one."""
+"""Widens four integers over 128: 1024 plus a byte is an fp16 whose low byte is that byte."""
 
 
 @gluon.constexpr_function
 def _lines(tokens: int, columns: int) -> gl.BlockedLayout:
-    """The layout of a tile: eight threads write 128 bytes of a token, and have its scale."""
+    """Returns the layout of a tile: eight threads write 128 bytes of a token and have its scale."""
     threads = columns // 8
     return gl.BlockedLayout([tokens * threads // 128, 8], [32 // threads, threads], [4, 1], [1, 0])
 
@@ -73,7 +72,7 @@ def _ask_scales(
     scales, blocks, head, position, begin, length,
     BN: gl.constexpr, BLOCK_TOKENS: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Returns the scales of the tile's K and V. Of tokens that do not count, nothing is left."""
+    """Returns the scales of the tile's K and V, 0 for tokens that do not count."""
     k_scale_ptr, v_scale_ptr, block_stride, head_stride = scales
     at, stored = _stored(position, begin, length, BN)
     place = at * 0 + head
@@ -117,8 +116,12 @@ def widen_pages(
     GROUP: gl.constexpr, BLOCK_TOKENS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr,
     WINDOW: gl.constexpr, CONSUMERS: gl.constexpr, KIND: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Makes all tiles that the program's queries attend to. scales: of K and of V, float32, and
-    their strides of blocks and heads; without OWN_SCALES of heads alone."""
+    """Widens all tiles that the program's queries attend to.
+
+    Args:
+        scales: scales of K and of V, float32, and their strides of blocks and heads; without
+            OWN_SCALES, of heads alone.
+    """
     INTEGERS: gl.constexpr = KIND == INT8
     full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes = byte_barriers
     full_k, full_v, empty_k, empty_v = barriers
@@ -134,11 +137,11 @@ def widen_pages(
             scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
         )
         blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
-        # Not `v_scale`: of two names that begin as one value and of which one becomes the other,
-        # Triton 3.6 keeps the first value.
+        # The name is not `v_scale`. If two names begin as one value and one is assigned the
+        # other, Triton 3.6 keeps the first value.
         v_before = gl.zeros_like(v_scale)
-        # In the order in which bytes come. Scales are asked for a tile ahead, and where they are
-        # two tiles ahead.
+        # The loop follows the order in which bytes arrive. Scales are loaded a tile ahead, and
+        # their addresses two tiles ahead.
         for i in range(done, done + count + 1):
             ahead = top - (i + 1 - done) * BN
             k_ahead, v_ahead = _ask_scales(

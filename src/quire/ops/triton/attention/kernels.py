@@ -1,11 +1,10 @@
 """Kernels of `attention.py`: tiles of queries against a paged KV cache.
 
-A tile packs BM (token, query head) pairs that share a KV head, as flat index
-`token * GROUP + head`, so that any group size fills it: grouped decode queries meet in one matrix
-product, and prefill wastes nothing on groups that are no power of two. The online softmax is that
-of FlashAttention-2 (Dao, 2023), split-KV with a combine that of Flash-Decoding (Dao et al., 2023),
-pages are those of PagedAttention (Kwon et al., 2023).
-"""
+A tile packs BM (token, query head) pairs that share a KV head, as flat index `token * GROUP +
+head`, so that any group size fills it. Grouped decode queries share one matrix product, and prefill
+wastes no rows on groups that are not a power of two. The online softmax follows FlashAttention-2
+(Dao, 2023), split-KV with a combine step Flash-Decoding (Dao et al., 2023), and pages
+PagedAttention (Kwon et al., 2023)."""
 
 import triton
 import triton.language as tl
@@ -21,9 +20,10 @@ SCALES = ["k_scale_ptr", "v_scale_ptr"]
 
 @triton.jit
 def row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
-    """The row that owns a tile, and the row's first tile. Row r starts at tile
-    `query_start[r] * GROUP // BM + r`: at least as many tiles apart as the rows need, so the grid's
-    size follows from the token and row buckets alone."""
+    """Returns the row that owns a tile, and the row's first tile.
+
+    Row r starts at tile `query_start[r] * GROUP // BM + r`. Rows are then at least as many tiles
+    apart as they need, so the grid's size follows from the token and row buckets alone."""
     row = -1
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = start + tl.arange(0, ROWS_AT_ONCE)
@@ -48,7 +48,7 @@ def _prefetch(
     k_ptr, v_ptr, table_ptr, start, end, k_stride_b, k_stride_t, v_stride_b, v_stride_t,
     HEAD_DIM: tl.constexpr, BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Ask for the KV of positions [start, min(end, start + BN)) to be brought into L2."""
+    """Prefetches the KV of positions [start, min(end, start + BN)) into L2."""
     LINE: tl.constexpr = 1024 // k_ptr.dtype.element_ty.primitive_bitwidth
     LINES: tl.constexpr = (HEAD_DIM + LINE - 1) // LINE
     positions = tl.minimum(start + tl.arange(0, BN), end - 1)
@@ -80,9 +80,11 @@ def attend_short(
     PACKED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr, PREFETCH: tl.constexpr,
     PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries fit one tile. Grid (KV heads, items); an item is a range of a row's KV
-    positions, see `attention_schedule`. PARTS: a row may have several; see `combine`."""
-    # What KV is counted in: values, or pairs of them.
+    """Attends for rows whose queries fit one tile.
+
+    Grid: (KV heads, items). An item is a range of a row's KV positions, see `attention_schedule`.
+    PARTS: a row may have several items; see `combine`."""
+    # The unit of KV is a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -105,7 +107,7 @@ def attend_short(
     table_ptr += row.to(tl.int64) * table_stride
     if PDL:
         if PREFETCH and (row >= 0) & (start < first):
-            # What earlier steps stored does not wait for this one.
+            # KV of earlier steps can be read before this step's is stored.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
@@ -121,8 +123,9 @@ def attend_short(
     begin = 0
     if WINDOW:
         begin = first - window + 1
-    # One masked loop: two would drain the pipeline in between, and decode is all pipeline.
-    acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    # One masked loop, because two would drain the pipeline in between, and decode is bound by
+    # it.
+    acc, peak, total = tiles.init_accumulators(BM, W_PAD, KIND)
     if SINKS:
         alone = q_len > 0
         if PARTS:
@@ -135,12 +138,12 @@ def attend_short(
         WIDTH, W_PAD, BLOCK_TOKENS, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
-    # A part may hold nothing for some of its queries: their peak is -inf.
+    # Some queries may see no KV of a part: their peak is -inf.
     result, total = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
     if PARTS:
         lse = peak + tl.log2(total)
         tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, HEAD_DIM, D_PAD, BM)
-        # What has several parts is not written here.
+        # `combine` writes rows of several parts.
         q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
         out_ptr, result, head, 0, q_start, q_len, out_stride_t, out_stride_h,
@@ -154,8 +157,10 @@ def combine(
     out_stride_h, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr,
     BM: tl.constexpr, SINKS: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The results of a query's parts, weighted by their sums. Grid (rows, KV heads, queries of a
-    tile), or LONG: (tokens, KV heads, GROUP), `rows_ptr` then being the `places` of tokens."""
+    """Adds the results of a query's parts, weighted by their sums.
+
+    Grid: (rows, KV heads, queries of a tile), or LONG: (tokens, KV heads, GROUP), where `rows_ptr`
+    is the `places` of tokens."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
@@ -218,10 +223,12 @@ def attend_long(
     KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr, SINKS: tl.constexpr,
     PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of at least SHORTEST queries. Grid (KV heads, tiles); with PARTS (KV heads, items), an
-    item being a part of a tile's KV, see `LongSchedule` and `combine`. ONE_LOOP: every KV tile
-    takes the masked road; a query's rounding then does not depend on its neighbours in the tile."""
-    # What KV is counted in: values, or pairs of them.
+    """Attends for rows of at least SHORTEST queries.
+
+    Grid: (KV heads, tiles), or with PARTS (KV heads, items). An item is a part of a tile's KV, see
+    `LongSchedule` and `combine`. With ONE_LOOP every KV tile takes the masked loop. Then a query's
+    rounding does not depend on its neighbours in the tile."""
+    # The unit of KV is a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -236,7 +243,7 @@ def attend_long(
         parts = tl.load(item + 6)
         local = tl.load(item + 7)
     else:
-        # The last tiles of a causal prompt are the longest: start them first.
+        # The last tiles of a causal prompt are the longest, so they start first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
         row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile
@@ -269,13 +276,13 @@ def attend_long(
         k_scale_ptr += head.to(tl.int64) * scale_stride_h
         v_scale_ptr += head.to(tl.int64) * scale_stride_h
     table_ptr += row.to(tl.int64) * table_stride
-    acc, peak, total = tiles.nothing(BM, W_PAD, KIND)
+    acc, peak, total = tiles.init_accumulators(BM, W_PAD, KIND)
     if SINKS:
         alone = q_len > 0
         if PARTS:
             alone = parts == 1
         peak, total = tiles.with_sinks(peak, total, sinks_ptr, head, local, alone, GROUP, BM)
-    # Tiles that every query sees whole, between those that must be masked.
+    # Tiles that every query sees whole lie between tiles that need a mask.
     whole_from = lo
     whole_to = lo
     if not ONE_LOOP:

@@ -1,12 +1,13 @@
-"""8-bit keys and values inside kernels: their numbers as fp16, and back.
+"""8-bit keys and values inside kernels: decodes them to fp16, and encodes them.
 
-A stored byte is an e4m3 float or an integer. Attention reads bytes two at a time as int16,
-and takes the even and the odd dimensions of a head apart: both then have the layout of a 16-bit
-type, so that tiles of them come out of shared memory, transposed or not, as fast as bf16 does.
+A stored byte is an e4m3 float or an integer. Attention reads bytes two at a time as int16, and
+separates the even from the odd dimensions of a head: low bytes and high bytes. Both then have the
+layout of a 16-bit type. So their tiles come out of shared memory, transposed or not, as fast as
+bf16 does.
 
-Newer cards make fp16 of e4m3 themselves. Elsewhere an e4m3 float, shifted into an fp16's bits, is
-its value / 256. An integer is stored plus 128, and that byte is a tiny fp16 as it is: one
-multiply-add makes it the value / 512. `unit` is what is then missing, and is part of the scale.
+Newer cards convert e4m3 to fp16 by an instruction. Elsewhere the bits of an e4m3 float, shifted
+into an fp16, are its value / 256. An integer is stored plus 128, and that byte is a tiny fp16 as it
+is: one multiply-add makes it the value / 512. `unit` is the missing factor; the scale includes it.
 """
 
 from __future__ import annotations
@@ -25,43 +26,43 @@ SMALLEST = tl.constexpr(SMALLEST_TOP)
 LARGEST = tl.constexpr(LARGEST_VALUE)
 LIFT = tl.constexpr(128.0)
 """A further factor of attention weights that were multiplied by scales of values. It keeps them
-well within what fp16 holds."""
+well within the range of fp16."""
 
-EVEN_E4M3 = tl.constexpr("""{
+LOW_E4M3 = tl.constexpr("""{
     .reg .b32 a, b;
     shl.b32 a, $1, 8;
     shl.b32 b, $1, 7;
     lop3.b32 a, a, b, 0x80008000, 0xE4;
     and.b32 $0, a, 0xbf80bf80;
 }""")
-ODD_E4M3 = tl.constexpr("""{
+HIGH_E4M3 = tl.constexpr("""{
     .reg .b32 a;
     shr.u32 a, $1, 1;
     lop3.b32 a, $1, a, 0x80008000, 0xE4;
     and.b32 $0, a, 0xbf80bf80;
 }""")
-EVEN_E4M3_NATIVE = tl.constexpr("""{
+LOW_E4M3_NATIVE = tl.constexpr("""{
     .reg .b32 a;
     .reg .b16 lo, hi;
     prmt.b32 a, $1, 0, 0x4420;
     mov.b32 {lo, hi}, a;
     cvt.rn.f16x2.e4m3x2 $0, lo;
 }""")
-ODD_E4M3_NATIVE = tl.constexpr("""{
+HIGH_E4M3_NATIVE = tl.constexpr("""{
     .reg .b32 a;
     .reg .b16 lo, hi;
     prmt.b32 a, $1, 0, 0x4431;
     mov.b32 {lo, hi}, a;
     cvt.rn.f16x2.e4m3x2 $0, lo;
 }""")
-EVEN_INT8 = tl.constexpr("""{
+LOW_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
     mov.b32 scale, 0x78007800;
     mov.b32 offset, 0xb400b400;
     prmt.b32 a, $1, 0, 0x4240;
     fma.rn.f16x2 $0, a, scale, offset;
 }""")
-ODD_INT8 = tl.constexpr("""{
+HIGH_INT8 = tl.constexpr("""{
     .reg .b32 a, scale, offset;
     mov.b32 scale, 0x78007800;
     mov.b32 offset, 0xb400b400;
@@ -72,10 +73,11 @@ ODD_INT8 = tl.constexpr("""{
 
 
 def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
-    """Returns the constants of a format for kernels. KIND: one of the above, 0 where it is not in 8
-    bits. OWN_SCALES: each token has its own, rather than each head. PACKED: two pairs are taken
-    apart at a time, by instructions that the compiler does not find, and an interpreter does not
-    know."""
+    """Returns the compile-time constants of a format for kernels.
+
+    KIND is one of the kinds above, or 0 for KV that is not in 8 bits. With OWN_SCALES each token
+    has a scale, instead of each head. With PACKED two pairs are decoded at a time. The compiler
+    does not find the instructions for that, and the interpreter does not have them."""
     kind = 0
     if kv_format.dtype == torch.uint8:
         kind = INT8.value
@@ -90,7 +92,7 @@ def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
 
 @triton.jit
 def unit(KIND: tl.constexpr):
-    """Returns the number that `even` and `odd` divide by."""
+    """Returns the number that `low_bytes` and `high_bytes` divide by."""
     if KIND == E4M3:
         return 256.0
     elif KIND == INT8:
@@ -101,30 +103,30 @@ def unit(KIND: tl.constexpr):
 
 @triton.jit
 def fp16(x):
-    """x in fp16, cut to what that holds."""
+    """Returns x in fp16, clamped to its range."""
     return tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
 
 
 @triton.jit
-def even(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """The low bytes of int16 `pairs`, over `unit`, in fp16."""
+def low_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the low bytes of int16 `pairs`, over `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
-        return _assembled(pairs, EVEN_E4M3_NATIVE)
+        return _assembled(pairs, LOW_E4M3_NATIVE)
     elif KIND == E4M3:
-        return _assembled(pairs, EVEN_E4M3) if PACKED else _e4m3(pairs << 8)
+        return _assembled(pairs, LOW_E4M3) if PACKED else _e4m3(pairs << 8)
     else:
-        return _assembled(pairs, EVEN_INT8) if PACKED else _int8(pairs)
+        return _assembled(pairs, LOW_INT8) if PACKED else _int8(pairs)
 
 
 @triton.jit
-def odd(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """The high bytes, likewise."""
+def high_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """Returns the high bytes of int16 `pairs`, over `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
-        return _assembled(pairs, ODD_E4M3_NATIVE)
+        return _assembled(pairs, HIGH_E4M3_NATIVE)
     elif KIND == E4M3:
-        return _assembled(pairs, ODD_E4M3) if PACKED else _e4m3(pairs)
+        return _assembled(pairs, HIGH_E4M3) if PACKED else _e4m3(pairs)
     else:
-        return _assembled(pairs, ODD_INT8) if PACKED else _int8(pairs >> 8)
+        return _assembled(pairs, HIGH_INT8) if PACKED else _int8(pairs >> 8)
 
 
 @triton.jit
@@ -174,7 +176,7 @@ def encode(x, KIND: tl.constexpr):
     bits = bits & 0x7FFFFFFF
     # Twenty of 23 bits of mantissa go; the exponent's bias falls from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 steps are 2^-9, which is what a float32 near 2^14 holds.
+    # Below 2^-6 the steps are 2^-9, which is the step of a float32 near 2^14.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(bits < 0x3C800000, small, normal)
     return (byte | sign).to(tl.int8)
@@ -182,8 +184,9 @@ def encode(x, KIND: tl.constexpr):
 
 @triton.jit
 def inverse_scale(top, scale_at, live, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
-    """1 / scale of heads [H] whose largest magnitudes are `top`. scale_at: where their scales are,
-    or, with OWN_SCALES, go."""
+    """Returns 1 / scale of heads [H] whose largest magnitudes are `top`.
+
+    `scale_at` points to the stored scales; with OWN_SCALES the kernel writes them there."""
     if OWN_SCALES:
         scale = tl.minimum(tl.maximum(top, SMALLEST), LARGEST) / largest(KIND)
         tl.store(scale_at, scale, mask=live)
@@ -194,7 +197,7 @@ def inverse_scale(top, scale_at, live, KIND: tl.constexpr, OWN_SCALES: tl.conste
 
 @triton.jit
 def store(at, x, inside, inverse_scale, KIND: tl.constexpr):
-    """Stores float x [H, n], as bytes where that is asked for. inverse_scale: [H]."""
+    """Stores float x [H, n], as bytes if KIND is set; inverse_scale is [H]."""
     if KIND:
         tl.store(at, encode(x * inverse_scale[:, None], KIND), mask=inside)
     else:

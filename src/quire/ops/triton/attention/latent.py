@@ -1,5 +1,6 @@
-"""Kernels before and behind attention over latents: their norm, rotation and store, and the
-products of heads with the projection from latents."""
+"""Kernels before and after attention over latents.
+
+They norm, rotate and store latents, and multiply heads by the projection from latents."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ def _turn(
     in_ptr, out_ptr, cos_sin_ptr, positions, inside, in_rows, out_rows, cos_sin_stride,
     WIDTH: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates vectors of WIDTH numbers of tokens [n] at `positions`. in_rows, out_rows: where they
-    begin, [n, 1]."""
+    """Rotates vectors of WIDTH numbers of tokens [n] at `positions`. in_rows, out_rows: [n, 1],
+    their offsets."""
     half: tl.constexpr = WIDTH // 2
     pair = tl.arange(0, HALF_PAD)
     at_a = pair
@@ -52,7 +53,7 @@ def _store_latent(
     BLOCK_TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
     OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
+    """Norms, rotates and stores latents. Grid: (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -97,9 +98,10 @@ def _head_products(
     INTERLEAVED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """y[t, h, n] = sum of x[t, h, k] w[h, n, k] over k < K. Grid (tiles of tokens, tiles of n,
-    heads), with one tile of n more where there are KEY numbers behind x[t, h, K - 1], which are
-    rotated and put behind y[t, h, N - 1]."""
+    """Computes y[t, h, n] = sum of x[t, h, k] w[h, n, k] over k < K.
+
+    Grid: (tiles of tokens, tiles of n, heads). With KEY numbers after x[t, h, K - 1] there is one
+    more tile of n: it rotates them and stores them after y[t, h, N - 1]."""
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(2).to(tl.int64)
     live = token < tokens
@@ -156,13 +158,19 @@ def _tile(tokens: int, card: DeviceTraits) -> _Tile:
     if current_policy().deterministic:
         tokens = _FIXED
     m = min(128, max(16, triton.next_power_of_2(tokens)))
-    # Few tokens wait for the weights alone, of which more programs bring more at once.
+    # A step of few tokens waits for the weights alone, and more programs load more of them at
+    # once.
     return _Tile(m, 128 if m > 32 else 64, 64, 8 if m > 64 else 4, 3)
 
 
 def _products(x: Tensor, weight: Tensor, out: Tensor, turn: dict[str, Any] | None = None) -> None:
-    """Writes products of heads to out [T, H, ...], see `_head_products`. x: [T, H, ...]. weight:
-    [H, N, K]. turn: the arguments of a rotation of what is behind."""
+    """Writes products of heads to out [T, H, ...], see `_head_products`.
+
+    Args:
+        x: [T, H, ...].
+        weight: [H, N, K].
+        turn: arguments of the rotation of the numbers after K, or None.
+    """
     (tokens, heads, _), (_, n, k) = x.shape, weight.shape
     if tokens == 0:
         return
@@ -213,9 +221,13 @@ def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredLatents:
-    """A layer's latents as kernels read and write them. tensors: latents, keys and scales; what has
-    8 bits as int8. strides: of blocks and tokens of the first two, of blocks of the last.
-    constants: KIND and OWN_SCALES, see `kv8.constants`."""
+    """A layer's latents as kernels read and write them.
+
+    Attributes:
+        tensors: latents, keys and scales; 8-bit values as int8.
+        strides: block and token strides of the first two, block stride of the last.
+        constants: KIND and OWN_SCALES, see `kv8.constants`.
+    """
 
     tensors: tuple[Tensor, Tensor, Tensor]
     strides: tuple[int, ...]

@@ -1,5 +1,6 @@
-"""Attention over latents: what is launched for rows of any length. See `attention.py`, whose
-division of work this is, with blocks of heads in place of KV heads."""
+"""Attention over latents: launches for rows of any length.
+
+The work is divided as in `attention.py`, with blocks of heads in place of KV heads."""
 
 from __future__ import annotations
 
@@ -28,14 +29,20 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _MOST_HEADS = 64
-"""Heads of a block: as many rows as a matrix product of a warp group has."""
+"""Heads of a block: the rows of a warpgroup's matrix product."""
 
 
 @dataclass(frozen=True)
 class LatentTuning:
-    """Choices, by default made from the shapes. short, long: tiles of short and of long rows.
-    programs: how many more than rows alone make the latents of short rows are spread over. spread:
-    the same of long rows, 0: not. most_parts: of a row's latents. fixed: see `AttentionTuning`."""
+    """Choices; by default they follow from the shapes.
+
+    Attributes:
+        short, long: tiles of short and of long rows.
+        programs: programs beyond one per row that short rows' latents are spread over.
+        spread: the same for long rows; 0: each tile walks its own latents alone.
+        most_parts: the most parts of a row's latents.
+        fixed: see `AttentionTuning`.
+    """
 
     short: Tiles | None = None
     long: Tiles | None = None
@@ -50,7 +57,7 @@ FIXED = LatentTuning(fixed=True)
 
 
 def head_block(heads: int) -> int:
-    """Returns how many heads a program attends with: the most that divide them evenly."""
+    """Returns the heads of a program: the largest number that divides all heads evenly."""
     return max(size for size in range(1, _MOST_HEADS + 1) if heads % size == 0)
 
 
@@ -137,8 +144,14 @@ def latent_attention(
     scratch: Mapping[str, Any] | None = None,
     tuning: LatentTuning | None = None,
 ) -> Tensor:
-    """See `ops.latent_attention`. scratch: under "schedule" what `latent_schedule` made of the same
-    rows; made here if absent. q_lens and max_seq_len are not used."""
+    """See `ops.latent_attention`.
+
+    Args:
+        q_lens, max_seq_len: not used.
+        scratch: under "schedule" the result of `latent_schedule` for the same rows; made here if
+            absent.
+        tuning: by default made from the shapes.
+    """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
     card = traits(q.device)
@@ -198,9 +211,14 @@ def _element_size(dtype: torch.dtype, card: DeviceTraits) -> int:
 
 @dataclass(frozen=True)
 class _LatentLaunch:
-    """The arguments that both launches share. tensors: q, latents, keys, scales, out. rows:
-    query_start, seq_lens, block_table. stored: strides of latents, see `StoredLatents`. blocks: of
-    heads."""
+    """The arguments that both launches share.
+
+    Attributes:
+        tensors: q, latents, keys, scales, out.
+        rows: query_start, seq_lens, block_table.
+        stored: strides of latents, see `StoredLatents`.
+        blocks: blocks of heads.
+    """
 
     tensors: tuple[Tensor, ...]
     rows: tuple[Tensor, Tensor, Tensor]
@@ -211,8 +229,10 @@ class _LatentLaunch:
     pdl: bool
 
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool) -> None:
-        """Rows of at most `longest` tokens, which fit a tile. pdl: the schedule was complete before
-        the preceding kernel began, so that it may be read early."""
+        """Launches the kernel for rows of at most `longest` tokens, which fit a tile.
+
+        With `pdl` the schedule was complete before the preceding kernel began, so that this kernel
+        may read it early."""
         tiles, out = plan.tiles, self.tensors[-1]
         num_items = plan.items.shape[0]
         partial = lse = out

@@ -1,9 +1,8 @@
-"""Kernels of attention over latents: a tile of (token, head) pairs against tiles of latents, each
-read once as keys and as values.
+"""Kernels of attention over latents: a tile of (token, head) pairs against tiles of latents.
 
-A tile's heads are a block of neighbours; blocks of heads take the place that KV heads have in
-`kernels.py`, whose schedules, tiles and sum of parts serve here too.
-"""
+A latent tile is read once, and serves as keys and as values. A tile's heads are a block of
+neighbours. Blocks of heads take the place of the KV heads in `kernels.py`, whose schedules, tiles
+and sum of parts serve here too."""
 
 import triton
 import triton.language as tl
@@ -21,9 +20,15 @@ def _attend_range(
     BLOCK_TOKENS: tl.constexpr, BN: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
     KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over tiles [start, end) of latents; see `attention_tiles.attend_range`. q,
-    q_key: queries of latents [BM, R_PAD] and of shared keys [BM, KEY_PAD]. Every tile is masked: a
-    loop of its own for those that need no mask would not fit the registers."""
+    """Online softmax over tiles [start, end) of latents; see `tiles.attend_range`.
+
+    Every tile is masked, because a separate loop for tiles without a mask would not fit the
+    registers.
+
+    Args:
+        q: queries of latents [BM, R_PAD].
+        q_key: queries of shared keys [BM, KEY_PAD].
+    """
     dims = tl.arange(0, R_PAD)
     key_dims = tl.arange(0, KEY_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
@@ -104,7 +109,8 @@ def latent_short(
     UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
     PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows whose queries fit one tile. Grid (blocks of GROUP heads, items), see `Schedule`."""
+    """Attends for rows whose queries fit one tile. Grid: (blocks of GROUP heads, items), see
+    `Schedule`."""
     head = tl.program_id(0)
     item = items_ptr + tl.program_id(1) * 8
     row = tl.load(item)
@@ -126,7 +132,7 @@ def latent_short(
         q_ptr, head, 0, q_start, q_len, first, q_stride_t, q_stride_h,
         GROUP, RANK, R_PAD, KEY, KEY_PAD, BM, UPCAST,
     )  # fmt: skip
-    acc, peak, total = tiles.nothing(BM, R_PAD, 0)
+    acc, peak, total = tiles.init_accumulators(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
         acc, peak, total, q, q_key, limit, start, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
         qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,
@@ -137,7 +143,7 @@ def latent_short(
     if PARTS:
         lse = peak + tl.log2(total)
         tiles.store_part(partial_ptr, lse_ptr, result, lse, limit, parts, RANK, R_PAD, BM)
-        # What has several parts is not written here.
+        # `combine` writes rows of several parts.
         q_len = tl.where(parts > 1, 0, q_len)
     tiles.store_output(
         out_ptr, result, head, 0, q_start, q_len, out_stride_t, out_stride_h,
@@ -173,7 +179,7 @@ def latent_long(
         parts = tl.load(item + 6)
         local = tl.load(item + 7)
     else:
-        # The last tiles of a causal prompt are the longest: start them first.
+        # The last tiles of a causal prompt are the longest, so they start first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
         row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile
@@ -195,7 +201,7 @@ def latent_long(
     if PARTS:
         lo = part * per * BN
         end = tl.minimum(end, lo + per * BN)
-    acc, peak, total = tiles.nothing(BM, R_PAD, 0)
+    acc, peak, total = tiles.init_accumulators(BM, R_PAD, 0)
     acc, peak, total = _attend_range(
         acc, peak, total, q, q_key, limit, lo, end, kv_ptr, key_ptr, scale_ptr, table_ptr,
         qk_scale, stride_b, stride_t, key_stride_b, key_stride_t, scale_stride_b, RANK, R_PAD, KEY,

@@ -1,5 +1,7 @@
-"""One kernel between the QKV projection and attention: q/k norm, rotary embedding
-(Su et al., 2021) and the store of K and V into the paged cache."""
+"""One kernel between the QKV projection and attention.
+
+It norms q and k, applies the rotary embedding (Su et al., 2021), and stores K and V in the paged
+cache."""
 
 from __future__ import annotations
 
@@ -23,9 +25,11 @@ def _rotate(
     NORM: tl.constexpr, ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
     OWN_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate the heads `rows` [H] of one token from in_ptr to out_ptr. A head is held as
-    two parts that rotate into each other, its halves or its even and odd dimensions, and a tail
-    that does not rotate. KIND, OWN_SCALES: of what is stored, see `kv8.constants`."""
+    """Norms and rotates the heads `rows` [H] of one token from in_ptr to out_ptr.
+
+    A head is held as two parts that rotate into each other, and a tail that does not rotate. The
+    parts are its halves, or its even and odd dimensions. KIND and OWN_SCALES describe the stored
+    values, see `kv8.constants`."""
     half: tl.constexpr = ROTARY // 2
     # Rounded as the weight is, see `ops.rms_norm`.
     kind = weight_ptr.dtype.element_ty
@@ -87,7 +91,8 @@ def _qk_norm_rope_store(
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, groups of H heads: first those of q, then of k, then of v)."""
+    """Norms, rotates and stores. Grid: (tokens, groups of H heads: first of q, then of k, then of
+    v)."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
     KV_GROUPS: tl.constexpr = (KV_HEADS + H - 1) // H
     token = tl.program_id(0).to(tl.int64)
@@ -151,14 +156,20 @@ def qk_norm_rope_store(
     heads_per_program: int | None = None,
     pdl: bool | None = None,
 ) -> Tensor:
-    """Norm and rotate the heads of q and k, store k and v, and return q [T, heads, D], dense.
+    """Norms and rotates the heads of q and k, stores k and v, and returns q [T, heads, D], dense.
 
-    qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place. positions: int [T].
-    kv: of any block, head and token stride. slots: int [T], -1 is padding: nothing is stored and
-    that token's q is undefined.
-    cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2), or
-    (2 i, 2 i + 1) if they are interleaved; None rotates nothing. q_weight, k_weight: [D], RMS norms
-    over a head, or None. scratch is not used.
+    Args:
+        qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place.
+        kv: any block, head and token stride.
+        positions: int [T].
+        slots: int [T], -1 is padding: its k and v are not stored and its q is undefined.
+        cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2); None: no
+            rotation.
+        q_weight, k_weight: [D], RMS norms over a head, or None.
+        interleaved: the pairs are (2 i, 2 i + 1).
+        scratch: not used.
+        heads_per_program: H; by default made from the shapes.
+        pdl: programmatic dependent launch; by default where the card has it.
     """
     del scratch
     tokens, all_heads, dim = qkv.shape

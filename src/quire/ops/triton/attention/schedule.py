@@ -1,10 +1,9 @@
-"""A device-side schedule: the program of attention that reads each part of each row's KV.
+"""A device-side schedule: which program of attention reads each part of each row's KV.
 
-Short rows' KV is cut into parts of about equal length, as many as fill the card a few times over,
-so that neither few rows of much KV nor one among many others leaves multiprocessors idle. In steps
-of few tokens that of long rows' tiles is cut too, into parts that all run at once. Longer parts
-come first, which shortens the tail. Made once per step, for all layers.
-"""
+Short rows' KV is cut into parts of about equal length, as many as fill the card a few times over.
+Then neither few rows of much KV nor one long row among many others leave multiprocessors idle. In
+steps of few tokens the KV of long rows' tiles is cut too, into parts that all run at once. Longer
+parts come first, which shortens the tail. A step makes its schedule once, for all layers."""
 
 from __future__ import annotations
 
@@ -20,14 +19,19 @@ from quire.ops.triton.launch import launch, options
 
 _OWN = 8
 _FEWEST = tl.constexpr(2)
-"""KV tiles of a part of a long row at least: what a part costs besides is about one."""
+"""The fewest KV tiles of a part of a long row, because the overhead of a part is about one tile."""
 _AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile of `m` (token, head) pairs against `n` KV positions at a time. registers: most that a
-    thread may have, None: as the compiler likes."""
+    """A tile of attention.
+
+    Attributes:
+        m: (token, head) pairs.
+        n: KV positions at a time.
+        registers: the most registers of a thread; None: the compiler's choice.
+    """
 
     m: int
     n: int
@@ -40,12 +44,18 @@ class Tiles:
 class LongSchedule:
     """The schedule of long rows.
 
-    items: int32 [N, 8]. Per item its row (-1: none), which part of the KV of its tile of queries
-    it is, how many KV tiles such parts have, where the row's queries begin, how many they are, the
-    first one's position, how many parts the tile has, and which of the row's tiles it is. A row's
-    items follow each other, tile by tile. places: int32 [3, T]. Of each token the first item of its
-    row, how many parts the row's tiles have (0 where it is not long), and where the row begins.
-    tiles: of the kernel that follows it; parts are multiples of its n, at absolute positions."""
+    A line of `items` begins with the row (-1: none), the index of the part of its tile's KV, and
+    the KV tiles of such a part. Then come the row's first query, its number of queries and its
+    first position. Last are the parts of the tile, and the tile's index in the row. A row's items
+    follow each other, tile by tile.
+
+    Attributes:
+        items: int32 [N, 8].
+        places: int32 [3, T], for each token the first item of its row, the parts of the row's tiles
+            (0 for a row that is not long), and the row's first query.
+        tiles: tiles of the kernel that follows the schedule; parts are multiples of its n, at
+            absolute positions.
+    """
 
     items: Tensor
     places: Tensor
@@ -56,12 +66,18 @@ class LongSchedule:
 class Schedule:
     """The schedule of short rows.
 
-    items: int32 [N, 8]. Per item its row (-1: none), the KV positions from and up
-    to which it attends, where the row's queries begin, how many they are, the first one's position,
-    how many items the row has, and nothing. rows: int32 [2, R]. Each row's first item, the others
-    follow it, and how many. tiles: of the kernel that follows it; parts are multiples of its n, at
-    absolute positions. longest: tokens of a short row at most. parts: whether a row may have
-    several. long: of longer rows, if the KV of their tiles may be in parts too."""
+    A line of `items` is: row (-1: none), first KV position and end, the row's first query, its
+    number of queries, its first position, its number of items, and an unused word.
+
+    Attributes:
+        items: int32 [N, 8].
+        rows: int32 [2, R], each row's first item, which its others follow, and its number of items.
+        tiles: tiles of the kernel that follows the schedule; parts are multiples of its n, at
+            absolute positions.
+        longest: the most tokens of a short row.
+        parts: a row may have several parts.
+        long: the schedule of longer rows, if the KV of their tiles may be in parts too.
+    """
 
     items: Tensor
     rows: Tensor
@@ -73,8 +89,8 @@ class Schedule:
 
 @triton.jit
 def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN):
-    """Returns for rows [n]: where their queries begin, how many, the first one's position, the
-    first KV position that counts, and the KV tiles from there on (0 where the row is not short)."""
+    """Returns, for rows [n]: first query, number of queries, first position, first KV position that
+    counts, and KV tiles from there on (0 for a row that is not short)."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -98,8 +114,10 @@ def _cut(tiles, span, most):
 
 @triton.jit
 def _placed(own, per, rows, tiles, span, most):
-    """Counts the items of rows [n] of `tiles` that stand before those of rows `own`, which have
-    `per` tiles in each of their parts; and the items that the rows [n] have."""
+    """Returns the number of items before rows `own`, and the number of items of rows [n].
+
+    Rows are ordered by the length of their parts: rows `own` have `per` tiles in a part, the others
+    follow from `tiles`."""
     other_per, parts = _cut(tiles, span, most)
     tie = (other_per[None, :] == per[:, None]) & (rows[None, :] < own[:, None])
     before = (other_per[None, :] > per[:, None]) | tie
@@ -115,7 +133,9 @@ def _schedule(
     BN: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program places OWN rows: behind all rows of longer parts, and of equal ones before.
+    """Places OWN rows in each program: after all rows of longer parts, and after earlier rows of
+    equal parts.
+
     ONCE: there are no more than AT_ONCE rows."""
     if PDL:
         gdc_wait()
@@ -179,10 +199,14 @@ def schedule(
     window: int | None,
     pdl: bool,
 ) -> Schedule:
-    """Rows of 1 to `longest` tokens in parts of at least `min_tiles` of the KV tiles,
-    at most `most_parts` a row. query_start: int32 [R + 1]; seq_lens: int32 [R]. programs: what
-    fills the card: rows are cut so that there are up to that many more programs than rows alone
-    make."""
+    """Schedules rows of 1 to `longest` tokens, in parts of at least `min_tiles` KV tiles.
+
+    Args:
+        query_start: int32 [R + 1].
+        seq_lens: int32 [R].
+        programs: programs that fill the card; cutting adds up to that many to one per row.
+        most_parts: the most parts of a row.
+    """
     num_rows, device = seq_lens.shape[0], seq_lens.device
     spare = programs // kv_heads if most_parts > 1 else 0
     num_items = num_rows + spare
@@ -204,8 +228,8 @@ def _long_rows(
     query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns for rows [n]: where their queries begin, how many, the first one's position, the
-    tiles of queries (0 where the row is not long), and the KV tiles of each of those at most."""
+    """Returns, for rows [n]: first query, number of queries, first position, tiles of queries (0
+    for a row that is not long), and the most KV tiles of each."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -213,15 +237,18 @@ def _long_rows(
     queries = tl.where(q_len >= shortest, tl.cdiv(q_len * GROUP, BM), 0)
     kv = tl.cdiv(seq_len, BN)
     if WINDOW:
-        # What a tile's first query sees, and where its last one stands.
+        # The KV that a tile's first query sees begins the range, and its last query's
+        # position ends it.
         kv = tl.minimum(kv, tl.cdiv(tl.minimum(window, seq_len) + BM // GROUP + 1, BN) + 1)
     return q_start, q_len, seq_len - q_len, queries, kv
 
 
 @triton.jit
 def _share(kv, total, spare, most):
-    """(KV tiles of each part, parts) of tiles of queries that have `kv` of the `total` KV tiles.
-    Rounded so that there are no more than `spare` parts but for those that are whole."""
+    """Returns (KV tiles of each part, parts) of tiles of queries that have `kv` of the `total` KV
+    tiles.
+
+    Rounding leaves no more than `spare` parts, not counting tiles of one part."""
     parts = tl.minimum(kv * spare // tl.maximum(total, 1), tl.minimum(tl.cdiv(kv, _FEWEST), most))
     per = tl.cdiv(kv, tl.maximum(parts, 1))
     return per, tl.cdiv(kv, tl.maximum(per, 1))
@@ -236,8 +263,8 @@ def _schedule_long(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AT_ONCE: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program places the tiles of one row: behind those of all rows of longer parts, and of
-    equal ones before."""
+    """Places the tiles of one row in each program: after all rows of longer parts, and after
+    earlier rows of equal parts."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -304,9 +331,16 @@ def schedule_long(
     window: int | None,
     pdl: bool,
 ) -> LongSchedule:
-    """Schedules the tiles of (token, head) pairs of rows of at least `shortest` tokens, with the KV
-    of each in at most `most_parts` parts. query_start: int32 [R + 1]; seq_lens: int32 [R]; tokens:
-    T. programs: how many there are to be, unless there are more tiles."""
+    """Schedules the tiles of (token, head) pairs of rows of at least `shortest` tokens.
+
+    The KV of each tile is in at most `most_parts` parts.
+
+    Args:
+        query_start: int32 [R + 1].
+        seq_lens: int32 [R].
+        tokens: T.
+        programs: wanted number of programs, unless there are more tiles.
+    """
     num_rows, device = seq_lens.shape[0], seq_lens.device
     spare = max(1, programs // kv_heads)
     num_items = tokens * group // tiles.m + min(num_rows, tokens // shortest) + spare

@@ -1,5 +1,6 @@
-"""Parts of the kernels of `kernels.py`: a tile of queries against tiles of KV, the latter
-in the queries' type or in 8 bits (see `kv8.py`)."""
+"""Parts of the kernels of `kernels.py`: a tile of queries against tiles of KV.
+
+KV is in the queries' dtype or in 8 bits (see `kv8.py`)."""
 
 import triton
 import triton.language as tl
@@ -16,8 +17,8 @@ def stored(positions, begin, end):
 def _scores(q, k, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
     """q kᵀ, over `unit` of the kind."""
     if KIND:
-        scores = tl.dot(q[0], tl.trans(kv8.even(k, KIND, PACKED)))
-        return tl.dot(q[1], tl.trans(kv8.odd(k, KIND, PACKED)), scores)
+        scores = tl.dot(q[0], tl.trans(kv8.low_bytes(k, KIND, PACKED)))
+        return tl.dot(q[1], tl.trans(kv8.high_bytes(k, KIND, PACKED)), scores)
     else:
         if UPCAST:
             k = k.to(tl.float32)
@@ -32,8 +33,8 @@ def _add_values(
     """acc * decay + weights v, the latter over `unit` of the kind."""
     if KIND:
         weights = weights.to(tl.float16)
-        even = tl.dot(weights, kv8.even(v, KIND, PACKED), acc[0] * decay[:, None])
-        odd = tl.dot(weights, kv8.odd(v, KIND, PACKED), acc[1] * decay[:, None])
+        even = tl.dot(weights, kv8.low_bytes(v, KIND, PACKED), acc[0] * decay[:, None])
+        odd = tl.dot(weights, kv8.high_bytes(v, KIND, PACKED), acc[1] * decay[:, None])
         return even, odd
     else:
         if UPCAST:
@@ -51,12 +52,15 @@ def attend_range(
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over KV tiles [start, end). Only MASKED tiles check positions: causality
-    (`limit` is each query's position) and the window; what lies outside [begin, end) belongs to
-    none of the queries, may not be stored (any more), and is not read.
-    `peak` and `total` are the running maximum (in log2 units) and sum. 8-bit KV is read as pairs
-    of values (see `kv8.py`): HEAD_DIM, D_PAD and strides count those, `q` and `acc` are two tensors
-    each, of the even and of the odd dimensions. OWN_SCALES: each token has its own."""
+    """Online softmax over KV tiles [start, end).
+
+    Only MASKED tiles check positions: causality (`limit` is each query's position) and the window.
+    Positions outside [begin, end) are not read: no query sees them, and they may not be stored.
+    `peak` and `total` are the running maximum (in log2 units) and sum.
+
+    8-bit KV is read as pairs of values (see `kv8.py`). HEAD_DIM, D_PAD and strides count pairs. `q`
+    and `acc` are then two tensors each, of the even and of the odd dimensions. OWN_SCALES: each
+    token has its own scale."""
     dims = tl.arange(0, D_PAD)
     # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
@@ -65,8 +69,9 @@ def attend_range(
     )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        # From strides of their own, though equal: shared offsets would be kept in registers from
-        # K's loads to V's, and a fourth fewer programs would run at once.
+        # Each tensor computes its offsets from its own strides, though they are equal.
+        # Shared offsets would stay in registers from K's loads to V's, and a fourth fewer
+        # programs would run at once.
         k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
         v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
         scale_rows = block.to(tl.int64) * scale_stride_b + positions % BLOCK_TOKENS
@@ -118,8 +123,8 @@ def attend_range(
 def _flat_rows(
     head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
 ):
-    """Returns for a row's tile `local` each query's token within the row and its offset, [BM], and
-    whether there is one."""
+    """Returns, for a row's tile `local`, each query's token within the row, its offset, and whether
+    it exists, [BM] each."""
     flat = local * BM + tl.arange(0, BM)
     tokens = flat // GROUP
     heads = head * GROUP + flat % GROUP
@@ -133,8 +138,10 @@ def load_queries(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
     UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a row's tile [BM, D_PAD], in two where KV is in 8 bits, and their positions
-    [BM], -1 for what is none. The row's first query stands at position `first`."""
+    """Returns the queries of a row's tile [BM, D_PAD], and their positions [BM], -1 past the row's
+    end.
+
+    With 8-bit KV the queries are two tensors. The row's first query stands at position `first`."""
     tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
@@ -152,7 +159,7 @@ def load_queries(
 
 
 @triton.jit
-def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
+def init_accumulators(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
     """Returns the initial state of `attend_range`: acc, peak, total."""
     acc = tl.zeros([BM, D_PAD], tl.float32)
     peak = tl.full([BM], float("-inf"), tl.float32)
@@ -167,8 +174,10 @@ def nothing(BM: tl.constexpr, D_PAD: tl.constexpr, KIND: tl.constexpr):
 def with_sinks(
     peak, total, sinks_ptr, head, local, alone, GROUP: tl.constexpr, BM: tl.constexpr
 ):  # fmt: skip
-    """Returns the initial state, peak and total, of queries whose heads have sinks. alone: whether
-    there are no other parts of their KV; the sinks of those that have some are for `combine`."""
+    """Returns the initial peak and total of queries whose heads have sinks.
+
+    Only tiles that are `alone` start from the sinks. If their KV has several parts, `combine` adds
+    the sinks."""
     flat = local * BM + tl.arange(0, BM)
     sinks = sink(sinks_ptr, head * GROUP + flat % GROUP)
     return tl.where(alone, sinks, peak), tl.where(alone, 1.0, total)
@@ -212,9 +221,10 @@ def store_part(
     partial_ptr, lse_ptr, result, lse, limit, parts,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part that `combine` adds up, in grid (KV heads, items): if there are several parts,
-    the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A part may hold nothing
-    for some: zeros, and -inf."""
+    """Stores a part that `combine` adds up, in grid (KV heads, items), if there are several parts.
+
+    It stores the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A query that
+    sees no KV of the part gets zeros and -inf."""
     dims = tl.arange(0, D_PAD)
     place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
     at = place + tl.arange(0, BM)

@@ -1,25 +1,24 @@
-"""Sums over ranks by writing into each other's memory, with the residual stream added.
+"""All-reduce by writing into peers' memory, with the residual stream added.
 
 Tensors are seen as words of 32 bits: one float32, or two neighbouring elements of 16 bits. A tile
-is a fixed run of words, and has a place of its own in every rank's buffer and an epoch of its own,
-which counts the sums that went over it. All ranks compute the same sums in the same order, so that
-their epochs agree. Buffers are double: a rank sends the words of epoch e + 2 after it has received
-those of e + 1, which its peers send once they have read those of e.
+is a fixed run of words. It has its own place in every rank's buffer, and its own epoch, which
+counts the sums over it. All ranks compute the same sums in the same order, so their epochs agree.
+Buffers are double. A rank sends the words of epoch e + 2 after it has received the words of e + 1,
+which its peers send once they have read the words of e.
 
 Parts are added in the order of ranks, in fp32, the residual last, and rounded once. So every rank
 has the same bits.
 
-`one_shot`, for few rows: each word travels to every peer with the epoch beside it, as one store of
-64 bits (the LL protocol of NCCL). No fence and no flag is waited for. `two_shot`, for more: each
-rank sums a share of every tile, and sends the result; words travel alone, and a flag per tile
-behind them (release and acquire, at system scope). All kernels of a rank push before they wait.
+`one_shot`, for few rows: each word travels to every peer together with the epoch, as one store of
+64 bits (the LL protocol of NCCL). It needs no fence and waits for no flag. `two_shot`, for more
+rows: each rank sums a share of every tile, and sends the result. Words travel alone, followed by a
+flag per tile (release and acquire, at system scope). All kernels of a rank push before they wait.
 
-`collect`, for sums beside other work (`quire.parallel.exchange`): copies that no multiprocessor
-makes bring whole parts, a flag behind each (`signal`).
+`collect`, for sums that overlap other work (`quire.parallel.exchange`): copy engines bring whole
+parts, each followed by a flag (`signal`).
 
-Waits have a limit, in looks of somewhat less than a microsecond each. Who waits too long says so in
-the host's memory, and then nobody on that rank waits any more.
-"""
+Waits have a limit, counted in polls of somewhat less than a microsecond each. A kernel that exceeds
+it reports so in the host's memory, and no kernel on that rank waits any more."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -37,8 +36,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from quire.ops.triton.launch import launch, options, traits
 
 ONE_SHOT_TILE = 512
-"""Words of a tile of `one_shot`, by a program of eight warps, of whose threads each
-sends two words as 128 bits."""
+"""Words of a tile of `one_shot`. A program of eight warps sends it; each thread sends two words as
+one store of 128 bits."""
 TWO_SHOT_TILE = 4096
 """Words of a tile of `two_shot`, by a program of eight warps."""
 COLLECT_TILE = 4096
@@ -53,12 +52,14 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 class Peers:
     """Describes the other ranks to a rank's kernels.
 
-    one_shot, two_shot, flags: int64 [world], on the device: the addresses of each rank's buffers,
-        of which its own comes at place `rank`. Buffers are zero before the first sum.
-    epochs: int32 [tiles], of both kinds of tiles: those of `one_shot` first.
-    control: int32 [2], on the device: whether a wait has failed; the looks that a wait may take.
-    report: int32 [3], in pinned host memory: 1 + the rank waited for in vain, the site of the sum,
-        and the epoch. Zero until then.
+    Attributes:
+        one_shot, two_shot, flags: int64 [world], on the device: the addresses of each rank's
+            buffers; its own come at place `rank`. Buffers are zero before the first sum.
+        epochs: int32 [tiles], of both kinds of tiles, first the tiles of `one_shot`.
+        control: int32 [2], on the device: whether a wait has failed, and the limit of polls of a
+            wait.
+        report: int32 [3], in pinned host memory: 1 + the rank waited for in vain, the site of the
+            sum, and the epoch. Zero until then.
     """
 
     rank: int
@@ -88,9 +89,9 @@ def flag_words(tiles: int, world: int) -> int:
 
 @triton.jit
 def give_up(control_ptr, report_ptr, peer, site, epoch, looks):
-    """Returns 1 where a wait ends without what it waits for."""
+    """Returns 1 if a wait ends without success."""
     over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
-    # It may change meanwhile, and all threads must see the same.
+    # The value may change in between, and all threads must see the same.
     failed = tl.atomic_add(control_ptr, 0, sem="relaxed")
     if (over > 0) & (failed == 0):
         tl.store(control_ptr, 1)
@@ -117,7 +118,7 @@ def _receive(ptr, epoch, inside, control_ptr, report_ptr, peer, site):
 
 @triton.jit
 def await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
-    """Waits until a peer has set a flag to the epoch; what it wrote before is then seen."""
+    """Waits until a peer has set a flag to the epoch, and acquires the peer's writes before it."""
     missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
     looks = 0
     while missing > 0:
@@ -209,8 +210,10 @@ def two_shot_kernel(
     site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums a tile per program, of which each rank sums a share. Buffers: int32 [tiles, 2 (epochs),
-    2 (parts, sums), WORLD (sender), SHARE]; flags: int32 [tiles, 2 (parts, sums), WORLD]."""
+    """Sums a tile per program; each rank sums a share of it.
+
+    Buffers are int32 [tiles, 2 (epochs), 2 (parts, sums), WORLD (sender), SHARE], and flags int32
+    [tiles, 2 (parts, sums), WORLD]."""
     SHARE: tl.constexpr = TILE // WORLD
     tile = tl.program_id(0)
     at = tl.arange(0, SHARE)
@@ -277,7 +280,7 @@ def two_shot_kernel(
 
 @triton.jit
 def signal_kernel(flags_ptr, epoch_ptr, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Tells every peer that this rank's part of the next sum is in its memory. flags: see
+    """Signals to every peer that this rank's part of the next sum is in its memory. flags: see
     `Parts.flags`."""
     epoch = tl.load(epoch_ptr) + 1
     for step in tl.static_range(1, WORLD):
@@ -292,9 +295,10 @@ def collect_kernel(
     stride, site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Sums a tile per program, once the peers' parts are there. parts: int32 [WORLD - 1, stride],
-    those of the next rank first. flags: int32 [WORLD]. It comes behind `signal_kernel` of the
-    sum, whose epoch it awaits."""
+    """Sums a tile per program, once the peers' parts have arrived.
+
+    `parts_ptr` is int32 [WORLD - 1, stride], the next rank's part first, and `flags_ptr` int32
+    [WORLD]. The kernel follows the sum's `signal_kernel`, whose epoch it awaits."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < words
@@ -319,7 +323,7 @@ def collect_kernel(
 
 
 def words_of(x: Tensor) -> int | None:
-    """Returns how many words of 32 bits a tensor has; None: kernels here do not take it."""
+    """Returns the number of 32-bit words of a tensor, or None if these kernels do not take it."""
     if x.dtype not in KINDS or not x.is_contiguous():
         return None
     count, rest = divmod(x.numel() * x.dtype.itemsize, 4)
@@ -327,29 +331,34 @@ def words_of(x: Tensor) -> int | None:
 
 
 def one_shot(peers: Peers, x: Tensor, residual: Tensor | None, site: int) -> Tensor:
-    """Returns the sum of all ranks' x, and the residual. x: contiguous, see `words_of`, of at most
-    as many tiles as the peers' buffers have. site: what a failed wait is reported with."""
+    """Returns the sum of all ranks' x, and the residual.
+
+    Args:
+        x: contiguous, see `words_of`, of at most as many tiles as the peers' buffers have.
+        site: the number that a failed wait reports.
+    """
     return _run(one_shot_kernel, peers, x, residual, site, 0, ONE_SHOT_TILE, (peers.one_shot,), 8)
 
 
 def two_shot(
     peers: Peers, x: Tensor, residual: Tensor | None, site: int, first_epoch: int
 ) -> Tensor:
-    """Returns the same as `one_shot`. first_epoch: where the epochs of `two_shot` begin."""
+    """Returns the same as `one_shot`. The epochs of `two_shot` begin at `first_epoch`."""
     own = (peers.two_shot, peers.flags)
     return _run(two_shot_kernel, peers, x, residual, site, first_epoch, TWO_SHOT_TILE, own, 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Says where peers' parts of sums of one kind come to. Of these the next begins only when the
-    last one was collected.
+    """The buffers for peers' parts of sums of one kind. The next sum begins only after the last one
+    was collected.
 
-    flags: int64 [world], the addresses of each rank's flags, int32 [world], by sender, zero before
-        the first sum; its own comes at place `rank`.
-    epoch: int32 [1], the sums that this rank has signalled.
-    own_flags: this rank's flags. received: int32 [world - 1, words], what peers write to, that of
-        the next rank first.
+    Attributes:
+        flags: int64 [world], the addresses of each rank's flags, int32 [world], by sender, zero
+            before the first sum; its own come at place `rank`.
+        epoch: int32 [1], the sums that this rank has signalled.
+        own_flags: this rank's flags.
+        received: int32 [world - 1, words], written by the peers, the next rank's part first.
     """
 
     flags: Tensor
@@ -369,14 +378,18 @@ def signal(peers: Peers, parts: Parts) -> None:
 def collect(
     peers: Peers, parts: Parts, x: Tensor, residual: Tensor | None, out: Tensor, site: int
 ) -> None:
-    """Writes the sum of all ranks' x, and the residual, to `out`. x: this rank's part, which peers
-    have got, and a signal behind it. site: what a failed wait is reported with."""
+    """Writes the sum of all ranks' x, and the residual, to `out`.
+
+    Args:
+        x: this rank's part, which the peers have already received with a signal.
+        site: the number that a failed wait reports.
+    """
     words = words_of(x)
     if not words:
         return
     seen = x.view(-1).view(torch.int32)
     stream = seen if residual is None else residual.view(-1).view(torch.int32)
-    # No dependent launch: it stands behind a wait for another stream.
+    # No dependent launch, because the kernel follows a wait for another stream.
     launch(collect_kernel, (triton.cdiv(words, COLLECT_TILE),))(
         seen, stream, out.view(-1).view(torch.int32), parts.received, parts.own_flags, parts.epoch,
         peers.control, peers.report, words, parts.received.stride(0), site,

@@ -1,9 +1,8 @@
-"""The columns that ranks have of a matrix, side by side in the memory of every rank.
+"""All-gather of a matrix's columns, side by side in the memory of every rank.
 
-A rank stores its columns where they belong in its peers' matrices, and in its own. There is one
-matrix, which the next one overwrites: so a rank first waits until its peer says, by a flag, that
-all that reads the last one is behind it, and then until the peer's columns are there.
-"""
+A rank stores its columns at their place in its peers' matrices, and in its own. There is one
+matrix, which the next gather overwrites. So a rank waits twice: first for a peer's flag that all
+readers of the last matrix have finished, then for the peer's columns."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -27,11 +26,14 @@ TILE = 4096
 
 @dataclass(frozen=True, slots=True)
 class RankColumns:
-    """Says where the columns of all ranks come to.
+    """The matrices and flags of all ranks.
 
-    matrices: int64 [world], the addresses of each rank's matrix. own: this rank's, [rows, world x
-        columns]. flags: int64 [world], the addresses of int32 [tiles, 2 (ready, there), world], by
-        sender, zero at first. epochs: int32 [tiles].
+    Attributes:
+        matrices: int64 [world], the addresses of each rank's matrix.
+        own: this rank's matrix, [rows, world x columns].
+        flags: int64 [world], the addresses of int32 [tiles, 2 (ready, there), world], by sender,
+            zero at first.
+        epochs: int32 [tiles].
     """
 
     matrices: Tensor
@@ -93,8 +95,9 @@ def gather_kernel(
 
 
 def takes(columns: RankColumns, x: Tensor) -> bool:
-    """Whether the kernel gathers matrices like x: contiguous, as wide as a rank's part, and of as
-    many rows as there is room for."""
+    """Whether the kernel gathers matrices like x.
+
+    x must be contiguous, as wide as a rank's part, and have no more rows than the matrix."""
     rows, width = columns.own.shape
     parts = columns.matrices.shape[0]
     like = x.dim() == 2 and x.dtype == columns.own.dtype and x.shape[1] * parts == width
@@ -102,8 +105,12 @@ def takes(columns: RankColumns, x: Tensor) -> bool:
 
 
 def gather_columns(peers: Peers, columns: RankColumns, x: Tensor, site: int) -> Tensor:
-    """Returns the ranks' x side by side, in memory that the next call overwrites. x: see `takes`.
-    site: what a failed wait is reported with."""
+    """Returns the ranks' x side by side, in memory that the next call overwrites.
+
+    Args:
+        x: see `takes`.
+        site: the number that a failed wait reports.
+    """
     pdl = traits(x.device).pdl
     words = x.shape[1] * x.dtype.itemsize // 4
     launch(gather_kernel, (len(x), triton.cdiv(words, TILE)))(

@@ -1,10 +1,9 @@
 """Products whose inputs are summed by segments, and the sum of segments in pairs.
 
-A program has all segments of its tile: each runs the same loop over its own inputs, and sums meet
-in registers, in pairs of neighbours. So the sum of a rank's segments is one that a single rank
-makes on its way. Compilers must not fuse a product with the addition behind it, as ranks round
-between the two.
-"""
+A program has all segments of its tile. Each segment runs the same loop over its own inputs, and
+their sums are added in registers, in pairs of neighbours. So a single rank computes the sum of a
+rank's segments on its way. The compiler must not fuse a product with the addition after it, because
+ranks round between the two."""
 
 from __future__ import annotations
 
@@ -34,8 +33,9 @@ from quire.ops.weight import Weight
 
 @triton.jit
 def _put_by(total, part, one, two, four):
-    """Adds segment `part` to what makes a whole with it. Returns the sums that wait for others: of
-    one segment, of two and of four."""
+    """Adds segment `part` to the sums that it completes.
+
+    Returns the sums that wait for others: of one segment, of two and of four."""
     if part % 2 == 0:
         one = total
     elif part % 4 == 1:
@@ -59,8 +59,9 @@ def _with_others(total, one, two, four, PARTS: tl.constexpr):
 
 @triton.jit
 def _sum_of_programs(parts_ptr, offsets, live, PROGRAMS: tl.constexpr, PART: tl.constexpr):
-    """Returns what the programs of a tile stored, added in pairs. Read past L1, which does not see
-    what other programs wrote. live: which rows are read."""
+    """Returns the sum of a tile's stored program sums, added in pairs.
+
+    Loads bypass L1, which does not see other programs' writes. `live` masks the rows."""
     total = tl.load(parts_ptr + offsets, mask=live, cache_modifier=".cg")
     one, two, four = total, total, total
     for part in tl.static_range(1, PROGRAMS):
@@ -148,8 +149,16 @@ def _sum_kernel(
 
 @dataclass(frozen=True, slots=True)
 class SumPlan:
-    """A tile of `bm` rows and `bn` outputs, `bk` inputs of a step; `programs` that share a tile's
-    segments. swap, warps, stages: as in `GemmPlan`. flat: one loop over all steps."""
+    """The tile of a program, and how its loop runs.
+
+    Attributes:
+        bm: rows.
+        bn: outputs.
+        bk: inputs of a step.
+        programs: programs that share a tile's segments.
+        swap, warps, stages: see `GemmPlan`.
+        flat: one loop over all steps.
+    """
 
     bm: int
     bn: int

@@ -1,17 +1,16 @@
-"""Sums over ranks of whole rows, with the residual stream added and the sum normed.
+"""All-reduce of whole rows, with the residual stream added and the sum normed.
 
-Every rank pushes its part of a row into its peers' memory, adds up what it receives in the order of
-ranks, the residual last, rounds once, and norms the row: one kernel for what `one_shot` (of
-`all_reduce.py`) and `rms_norm` do. Words of 32 bits are two elements of 16 bits, or a float32.
+Every rank pushes its part of a row into its peers' memory. It adds the received parts in the order
+of ranks, the residual last, rounds once, and norms the row. One kernel does the work of `one_shot`
+(of `all_reduce.py`) and `rms_norm`. Words of 32 bits are two elements of 16 bits, or a float32.
 
-No word stands beside another that says it is there: places for words hold `EMPTY` until one has
-come, and again once it was read. Who sends +0 for -0.0 never sends `EMPTY`. So half as much travels
-as by `one_shot`, and in one turn, not two as by `two_shot`.
+Words travel without flags. A place for a word holds `EMPTY` until the word has arrived, and again
+after it was read. Senders replace -0.0 by +0, and so never send `EMPTY`. So half as many bytes
+travel as by `one_shot`, and in one phase, not in two as by `two_shot`.
 
-Places are double, by a row's epoch, which counts the sums that went over it. A rank sends the words
-of epoch e + 2 after it has received those of e + 1, which its peers send behind the kernel that has
-read, and emptied, the places of e.
-"""
+Each row has two sets of places, which its epochs use in turn. An epoch counts the sums over a row.
+A rank sends the words of epoch e + 2 after it has received the words of e + 1. Its peers send those
+after the kernel that has read, and emptied, the places of e."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -45,11 +44,14 @@ _EMPTY = tl.constexpr(EMPTY)
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """Says where the peers' parts of rows come to.
+    """The buffers for peers' parts of rows.
 
-    places: int64 [world], the addresses of each rank's places, int32 [rows, 2, world, words], by
-        sender, all `EMPTY` before the first sum; its own comes at place `rank`.
-    epochs: int32 [rows]. rows: of a launch. words: of a row, all of which are as long.
+    Attributes:
+        places: int64 [world], the addresses of each rank's places, int32 [rows, 2, world, words],
+            by sender, all `EMPTY` before the first sum; its own come at place `rank`.
+        epochs: int32 [rows].
+        rows: the most rows of a launch.
+        words: words of a row, equal for all rows.
     """
 
     places: Tensor
@@ -117,7 +119,7 @@ def sum_norm_kernel(
         high += high_value(part, KIND)
     total = packed(low + low_value(stream, KIND), high + high_value(stream, KIND), KIND)
     tl.store(out_ptr + place, total, mask=inside)
-    # Of a float32, both are the same value.
+    # With float32, both are the same value.
     low = low_value(total, KIND)
     high = high_value(total, KIND)
     PAIR: tl.constexpr = 32 // KIND.primitive_bitwidth
@@ -134,8 +136,8 @@ def sum_norm_kernel(
 
 
 def takes(rows: RowPlaces, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel is for a sum: of contiguous rows as long as the places, the residual and
-    the weight of the same dtype."""
+    """Whether the kernel computes a sum: rows are contiguous and as long as the places, and the
+    residual and the weight have x's dtype."""
     words = words_of(x)
     if not words or x.dim() != 2 or words != len(x) * rows.words:
         return False
@@ -148,8 +150,12 @@ def sum_norm(
     peers: Peers, rows: RowPlaces, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
     site: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the sum of all ranks' x and the residual, and its RMSNorm, of what `takes` says yes
-    to. site: what a failed wait is reported with."""
+    """Returns the sum of all ranks' x and the residual, and its RMSNorm, for tensors that pass
+    `takes`.
+
+    Args:
+        site: the number that a failed wait reports.
+    """
     pdl = traits(x.device).pdl
     # Each word is one thread's: others would look for it after that one has emptied its place.
     block = max(triton.next_power_of_2(rows.words), _LANES)

@@ -1,12 +1,10 @@
 """The feed-forward layers of experts on a GPU.
 
-Few tokens: two kernels behind the router, each of which reads the weights of chosen experts alone;
-those of `experts_integer` where they take the weights.
-More: assignments are sorted by expert on the device, then two products over blocks of tokens of one
-expert, then the sum over each token's experts, in fixed order. For many tokens, 4-bit floats are
-widened once instead of for each tile. On Hopper cards, products of 16 bits are then those of
-`hopper_experts`.
-"""
+For few tokens, two kernels follow the router, and each reads only the weights of chosen experts.
+`integer` or `mma` serve the weights that they take. For more tokens, the device sorts assignments
+by expert. Two products over blocks of tokens of one expert follow, then the sum over each token's
+experts, in fixed order. For many tokens, 4-bit floats are widened once instead of for each tile. On
+Hopper cards `hopper_experts` computes products of 16 bits."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ from quire.ops.weight import Weight
 _EARLY_BITS = 64 * 32
 """Bits of a thread's registers that may hold weights before the units are there."""
 _EARLY_TOKENS = 2
-"""Tokens up to which they do. Of more, the registers of more programs are worth more."""
+"""The most tokens for which they do. With more tokens, the registers serve more programs better."""
 
 
 def experts_mlp(
@@ -68,7 +66,7 @@ def experts_mlp(
 
 
 def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> ExpertsShape:
-    """Returns what the plan of a layer and tokens x depends on."""
+    """Returns the shape that the plan of a layer and tokens x depends on."""
     return ExpertsShape(
         len(x), up.total, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
@@ -93,8 +91,10 @@ def takes_integers(x: Tensor, up: ExpertWeights, down: ExpertWeights, top_k: int
 
 
 def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether `hopper_experts` takes a layer's weights, or what they are expanded to, and tokens
-    like x, on this device: 16 bits, and rows that begin at multiples of 16 bytes."""
+    """Whether `hopper_experts` takes a layer's weights, or their expansion, and tokens like x, on
+    this device.
+
+    It takes 16 bits, and rows that begin at multiples of 16 bytes."""
     if not traits(x.device).gluon or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     own = [linear.weight for linear in (up, down)]
@@ -216,7 +216,7 @@ def _expanded(linear: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 
 
 def _formats(own: Operands, k: int, tile: Tile) -> dict[str, object]:
-    """Returns what is known of a weight, and of its tiles, at compile time."""
+    """Returns the compile-time constants of a weight and of its tiles."""
     return {
         "HAS_SCALES": own.has_scales, "BITS": own.bits, "GROUP": own.group,
         "HAS_ZEROS": own.has_zeros, "E2M1": own.e2m1, "BN": tile.bn, "BK": tile.bk,

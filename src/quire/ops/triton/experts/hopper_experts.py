@@ -1,5 +1,4 @@
-"""Products of many tokens and their experts on Hopper cards: the launch of
-`hopper_experts_kernel.py`."""
+"""Launches `hopper_experts_kernel.py`: experts' products of many tokens on Hopper cards."""
 
 from __future__ import annotations
 
@@ -20,12 +19,12 @@ from quire.ops.triton.products.common import wait_for_predecessor
 BOX = 64
 """Tokens of a warpgroup's part of a tile, and inputs of a copy."""
 HALF = 128
-"""Weight rows of a copy, of which a tile has two."""
+"""Weight rows of a copy; a tile has two copies."""
 _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 
 def boxes(x: Tensor, rows: int) -> TensorDescriptor:
-    """Describes x [rows, inputs], to be copied in boxes of so many rows and 64 inputs."""
+    """Describes x [rows, inputs] to TMA, for copies in boxes of `rows` rows and 64 inputs."""
     return TensorDescriptor(x, [*x.shape], [x.stride(0), 1], [rows, BOX], _SWIZZLE)
 
 
@@ -66,8 +65,10 @@ def ring_product(
     tile: RingTile, x: Tensor, order: Sorted, weights: Tensor, linear: ExpertWeights,
     act: Swiglu | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Writes a product of x [A, K], in the order of experts, to out [A, N]: with an activation
-    gated units in that order, else outputs times weights, at the assignments."""
+    """Writes a product of x [A, K], in the order of experts, to out [A, N].
+
+    With an activation it writes gated units in that order, otherwise outputs times weights, at the
+    assignments."""
     n, k, values = out.shape[1], x.shape[1], linear.weight.values
     card = traits(x.device)
     tiles = triton.cdiv(n, HALF if act is not None else 2 * HALF)

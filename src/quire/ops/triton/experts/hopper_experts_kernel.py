@@ -1,10 +1,9 @@
-"""The kernel of `hopper_experts.py` and `hopper_gated.py`: products of tokens in the order of their
-experts, or of all tokens and one weight, by TMA and wgmma.
+"""The kernel of `hopper_experts.py` and `hopper_gated.py`, by TMA and wgmma.
 
-A program walks over tiles of a block of tokens of one expert and 256 of its weight rows. One warp
-copies inputs and weights into a ring in shared memory, ahead of two warpgroups, which have 64
-tokens of the block each. A warpgroup without tokens only keeps up with the ring.
-"""
+It multiplies tokens in the order of their experts, or all tokens by one weight. A program walks
+over tiles of a block of tokens of one expert and 256 of its weight rows. One warp copies inputs and
+weights into a ring in shared memory, ahead of two warpgroups that have 64 tokens of the block each.
+A warpgroup without tokens only keeps up with the ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -217,11 +216,17 @@ def experts_kernel(
     LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y of inputs in the order of experts: gated units [A, N] in that order, or outputs
-    times the weights of assignments [A, N] at the assignments. DENSE: of `most` tokens and one
-    weight, gated; blocks, order and weights of assignments are not read. x_desc: inputs
-    [A, K] in boxes of ROWS. w_desc: rows of all experts' weights in boxes of HALF. Grid: programs
-    that share the tiles."""
+    """Computes y of inputs in the order of experts.
+
+    y is gated units [A, N] in that order, or outputs times the weights of assignments [A, N] at the
+    assignments. Grid: programs that share the tiles.
+
+    Args:
+        x_desc: inputs [A, K] in boxes of ROWS.
+        w_desc: rows of all experts' weights in boxes of HALF.
+        DENSE: `most` tokens and one gated weight; blocks, order and weights of assignments are not
+            read.
+    """
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES * WARPGROUPS, ROWS, INPUTS], layout)
@@ -245,7 +250,7 @@ def experts_kernel(
     second: gl.constexpr = (GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
     ring: gl.constexpr = (GATED, DENSE, STAGES)
     copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
-    # What the copying warp does not need of the registers goes to the others.
+    # The copying warp gives registers that it does not need to the others.
     gl.warp_specialize(
         [
             (_consume, joined(own, first)), (_consume, joined(own, second)),

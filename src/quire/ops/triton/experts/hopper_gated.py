@@ -17,7 +17,7 @@ from quire.ops.triton.products.plan import LinearArgs
 
 _ACTS = {"silu_and_mul": SILU, "gelu_tanh_and_mul": GELU_TANH}
 _ROWS = 2048
-"""From so many tokens on, cuBLAS and an activation of its own take longer."""
+"""The fewest tokens for which cuBLAS and a separate activation take longer."""
 
 
 def takes(args: LinearArgs) -> bool:

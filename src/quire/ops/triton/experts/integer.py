@@ -15,11 +15,11 @@ from quire.ops.triton.products.quantized_tiles import Operands
 from quire.ops.weight import Weight, WeightFormat
 
 _MOST_BYTES = 46 << 10
-"""Bytes of shared memory that a program may have beside what Triton takes."""
+"""Bytes of shared memory that a program may use in addition to Triton's own."""
 
 
 def kind_of(format: WeightFormat) -> str | None:
-    """Returns which instructions multiply weights of a format; None: none do."""
+    """Returns the kind of instructions that multiply weights of a format, or None."""
     if format.scales is None or format.ordered:
         return None
     if format.code == "e2m1":
@@ -34,8 +34,8 @@ def kind_of(format: WeightFormat) -> str | None:
 
 
 def counts(weight: Weight, x: Tensor, experts: int) -> bool:
-    """Whether the kernel here takes a weight and rows like x [T, K], on cards that have its
-    instructions. experts: that a product is summed over."""
+    """Whether the kernel takes a weight and rows like x [T, K], on cards that have its
+    instructions. The product sums over `experts` experts."""
     kind = kind_of(weight.format)
     if kind is None or x.dtype != torch.bfloat16 or weight.first:
         return False
@@ -54,7 +54,7 @@ def has_instructions(format: WeightFormat, card: DeviceTraits) -> bool:
 
 
 def _shared_bytes(warps: int, total: int) -> int:
-    """Returns the bytes of a program whose warps have `total` pieces each."""
+    """Returns the bytes of shared memory of a program whose warps have `total` pieces each."""
     return warps * (total * 2 * PART_BYTES + 32 + 256)
 
 

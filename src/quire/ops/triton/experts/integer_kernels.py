@@ -1,15 +1,15 @@
 """Products of one token and its experts on tensor cores, whose inputs become integers.
 
-As in `integer_gemv`, weights of 4 bits become bytes, and inputs numbers of 15 bits relative to the
-largest of 32, each of which is two bytes, `256 high + low`. One token needs two of the eight
-columns of a product. So the four threads that share a weight row have two columns each, in which
-the inputs of the others are 0: each gets the sum of its own 32 inputs, and groups of 32 weights
-take no more instructions than groups of 128. 4-bit floats, twice as large, are integers too: bytes
-that `prmt` finds in a table. Integers of 8 bits need nothing. 8-bit floats become fp16, and so do
+As in `integer_gemv`, weights of 4 bits become bytes. Inputs become numbers of 15 bits relative to
+the largest of 32, stored as two bytes, `256 high + low`. One token needs two of the eight columns
+of a product. So each of the four threads that share a weight row gets two columns, in which the
+inputs of the other threads are 0. Each then has the sum of its own 32 inputs, and groups of 32
+weights take no more instructions than groups of 128. Twice a 4-bit float is an integer too: `prmt`
+finds its byte in a table. Integers of 8 bits need no unpacking. 8-bit floats become fp16, and so do
 inputs, relative to the largest of 128; all columns are equal then.
 
-A program's warps share the inputs, of all experts where a product is summed over them: each takes
-neighbouring pieces of 256, and makes bytes of its own share of x while its weights are under way.
+A program's warps share the inputs, of all experts where a product is summed over them. Each takes
+neighbouring pieces of 256, and rounds its own share of x to bytes while its weights are in flight.
 """
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
@@ -40,8 +40,8 @@ from quire.ops.triton.products.thread_words import (
 )
 
 PART_BYTES = 288
-"""Bytes of shared memory of a part: of four times 32 inputs, two each; and what each four times
-stand for, and their sums."""
+"""Bytes of shared memory of a part: four times 32 inputs of two bytes, and for each of the four the
+value of one and the sum."""
 _DIGITS: tl.constexpr = tl.constexpr(256)
 _ABOUT: tl.constexpr = tl.constexpr(32)
 
@@ -61,9 +61,9 @@ def _of_four_bits() -> str:
 def _of_four_bit_floats() -> str:
     """Returns instructions for a word of each of two rows, whose bytes are 192 + twice the values.
 
-    `prmt` copies the first bit of a byte where its selector has the bit of a sign: bytes of
-    positive numbers are all ones where the sign is set, and those of negative ones where it is not,
-    so that both together are the ones that are wanted."""
+    Where the sign bit of a selector is set, `prmt` fills a byte with its first bit. Bytes of
+    positive numbers become all ones where the sign is set, and bytes of negative numbers all ones
+    where it is not. The two results together give the bytes."""
     lines = []
     for word, first, last in (("$4", "a0", "a2"), ("$6", "a1", "a3")):
         lines.append(f"xor.b32 s, {word}, 0x88888888;")
@@ -103,8 +103,8 @@ PRODUCTS = {
     "int4": _of_four_bits(), "e2m1": _of_four_bit_floats(), "int8": _of_eight_bits(),
     "fp8": _of_eight_bit_floats(),
 }  # fmt: skip
-"""Instructions that unpack words of two rows and multiply, by the kind of weights: the words, $4 to
-$7, two of inputs, $8 and $9, and sums, $10 to $13."""
+"""Instructions that unpack words of two rows and multiply, by the kind of weights. Operands are the
+words, $4 to $7, two words of inputs, $8 and $9, and sums, $10 to $13."""
 
 
 @triton.jit
@@ -137,9 +137,10 @@ def _halves(low, high):
 
 @triton.jit
 def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
-    """Returns the 32 inputs of each thread's part, as pairs; 0 behind the last or if not `wanted`.
+    """Returns the 32 inputs of each thread's part, as pairs; 0 past the last or if not `wanted`.
 
-    at: the thread's first pair. Of 8 bits the second 16 are 64 inputs behind the first."""
+    `at` is the thread's first pair. With 8 bits the second 16 inputs are 64 inputs after the first.
+    """
     pairs = ()
     for quad in tl.static_range(4):
         own = at + (quad * 4 if BITS == 4 else quad // 2 * 32 + quad % 2 * 4)
@@ -153,8 +154,10 @@ def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
-    """Puts the low bytes of 32 inputs, then the high ones, at `address`; their sum, and what one
-    stands for times `share`, at `about`. IN_TURNS: of eight, the even ones come first."""
+    """Stores the low bytes of 32 inputs, then the high bytes, at `address`.
+
+    It stores their sum, and `share` times the value of one, at `about`. IN_TURNS: of each eight
+    inputs the even ones come first."""
     exponent = exponent_of(pairs, False)
     kept, total = digits_of(pairs, exponent, IN_TURNS)
     for half in tl.static_range(2):
@@ -168,7 +171,7 @@ def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
 
 @triton.jit
 def _keep_halves(pairs, share, address, about, own):
-    """Puts 32 inputs as fp16 at `address`, and what one stands for times `share` at `about`."""
+    """Stores 32 inputs as fp16 at `address`, and `share` times the value of one at `about`."""
     exponent = exponent_of(pairs, True)
     factor = factor_of(exponent)
     for quad in tl.static_range(4):
@@ -183,8 +186,8 @@ def _keep_halves(pairs, share, address, about, own):
 
 @triton.jit
 def _chosen(piece, ids_ptr, PIECES: tl.constexpr, CHOICES: tl.constexpr):
-    """Returns which of a program's experts pieces belong to, the expert, its own piece, and whether
-    there is one."""
+    """Returns the index of each piece's expert in the program, the expert, the piece's index in it,
+    and whether it exists."""
     if CHOICES == 1:
         known = tl.zeros(piece.shape, tl.int32)
         expert = tl.load(ids_ptr) + known
@@ -202,8 +205,10 @@ def _places(
     begin, x_ptr, ids_ptr, weights_ptr, stride_xm, eighth, quarter, TOTAL: tl.constexpr,
     PIECES: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for eight parts at a time, where each thread's inputs of one of them are, which of
-    them, whether there are any, and the expert's weight. x_ptr: at the first of the rows."""
+    """Returns, for eight parts at a time, each thread's pointer to inputs of one part, the part's
+    index, whether it exists, and the expert's weight.
+
+    x_ptr stands at the first of the rows."""
     places = ()
     for eight in tl.static_range((TOTAL + 3) // 4):
         place = eight * 8 + eighth
@@ -229,7 +234,7 @@ def _inputs(places, COUNT: tl.constexpr, K, BITS: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def _load_or_clear(pointers, wanted):
-    """Returns what `load_words` does, but 0 where words are not `wanted`."""
+    """Returns `load_words`, but 0 for words that are not `wanted`."""
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
@@ -245,9 +250,13 @@ def _load_piece(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr,
     EVEN: tl.constexpr, CLEAR: tl.constexpr,
 ):  # fmt: skip
-    """Returns words of a piece of two weight rows, and scales and zeros of its two parts. low,
-    high: the rows among all experts'. PAIRED: two scales, and two zeros, are loaded at once. CLEAR:
-    words are 0, not anything, where there are none."""
+    """Returns words of a piece of two weight rows, and scales and zeros of its two parts.
+
+    Args:
+        low, high: the rows among all experts' rows.
+        PAIRED: load two scales, or two zeros, at once.
+        CLEAR: words past the end are 0; otherwise undefined.
+    """
     words = ()
     scales = ()
     zeros = ()
@@ -314,7 +323,7 @@ def _scale_of(
 @triton.jit
 def _zero_of(zeros, PART: tl.constexpr, ROW: tl.constexpr, KIND: tl.constexpr,
              HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr):  # fmt: skip
-    """Returns what a part's bytes of one row have added to them."""
+    """Returns the number that is added to a part's bytes of one row."""
     if not HAS_ZEROS:
         zero = 192 if KIND == "e2m1" else 8
     elif PAIRED:
@@ -329,8 +338,10 @@ def _add_piece(
     sums, piece, digits, step, about, FIRST: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr,
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr, FP16: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums of two weight rows plus products of a piece, whose parts are FIRST and the next
-    of the warp. digits: of its part 0, the others `step` bytes apart."""
+    """Returns sums of two weight rows plus products of a piece.
+
+    The piece's parts are FIRST and the warp's next one. `digits` points to the inputs of its part
+    0; other parts are `step` bytes apart."""
     words, scales, zeros = piece
     y0, y1 = sums
     for part in tl.static_range(2):
@@ -398,14 +409,22 @@ def integer_experts_kernel(
     HAS_RES: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     CUBIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes, GATED, the units y [T * k, N] of x [T, K] for each assignment; else y [T, N], the
-    weighted sum over a token's experts of their outputs from units x [T * k, K], + residual. Grid:
-    tiles of 8 units or 16 outputs, assignments or tokens.
+    """Computes gated units y [T * k, N] of x [T, K] for each assignment, or the experts' outputs.
 
-    x_ptr: int32 pairs, stride_xm in them. W: words of a weight row. PIECES: of an expert's row.
-    TOTAL: pieces of a warp. AHEAD: those that it has under way. GROUP: words that share a scale; 0:
-    a row has one. PAIRED: scales and zeros are loaded as pairs, in which stride_sn is. EVEN: no
-    piece has less."""
+    If not GATED, it computes y [T, N], the weighted sum over a token's experts of their outputs
+    from units x [T * k, K], + residual. Grid: tiles of 8 units or 16 outputs, assignments or
+    tokens.
+
+    Args:
+        x_ptr: int32 pairs; stride_xm is in pairs.
+        W: words of a weight row.
+        PIECES: pieces of an expert's row.
+        TOTAL: pieces of a warp.
+        AHEAD: pieces that a warp has in flight.
+        GROUP: words that share a scale; 0: a row has one scale.
+        PAIRED: scales and zeros are loaded as pairs; stride_sn is in pairs.
+        EVEN: every piece is whole.
+    """
     CHOICES: tl.constexpr = 1 if GATED else TOP_K
     if PDL and GATED:
         wait_for_predecessor(False)
@@ -468,7 +487,7 @@ def integer_experts_kernel(
     r0 = 0.0
     r1 = 0.0
     if GATED:
-        # Else weights would be asked for in turns with what waits for inputs.
+        # Otherwise loads of weights would alternate with code that waits for inputs.
         tl.debug_barrier()
     elif PDL:
         wait_for_predecessor(False)
@@ -500,7 +519,7 @@ def integer_experts_kernel(
     digits = shared + begin * (2 * _DIGITS) + quarter * 64
     step = zero + _DIGITS
     if KIND != "fp8":
-        # Of the eight columns a thread's own inputs are in two.
+        # A thread's own inputs are in two of the eight columns.
         mine = eighth // 2 == quarter
         digits = tl.where(mine, digits + eighth % 2 * 32, nothing + turn * 32)
         step = tl.where(mine, _DIGITS, 0)

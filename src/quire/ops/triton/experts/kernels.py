@@ -23,7 +23,7 @@ def swiglu(
     """Returns gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift), both cut first if there
     is a limit."""
     if LIMIT > 0:
-        # Comparisons, unlike minima, keep what is no number.
+        # Comparisons, unlike minima, propagate NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     slope = ALPHA
@@ -98,7 +98,8 @@ def _part(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
     """Returns the weighted products [BN, BK] of loaded weights and units k of a token's expert j.
-    What it reads again would take registers from weights."""
+
+    It reads some values again, because keeping them would take registers from weights."""
     expert = tl.load(ids_ptr + j)
     share = tl.load(weights_ptr + j)
     mask = k < tl.where(expert >= 0, K, 0)
@@ -120,10 +121,12 @@ def down_gemv_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units
-    x [T * k, K], + residual. Grid: tiles of outputs, tokens. EARLY: tiles of K whose weights, of
-    all experts, are asked for while the units are computed. The router, which is older, says which.
-    """
+    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units x [T *
+    k, K], + residual.
+
+    Grid: tiles of outputs, tokens. EARLY counts the tiles of K whose weights, for all experts, are
+    requested while the preceding kernel computes the units. The router has finished by then, so the
+    ids are known."""
     pid, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     cols = pid * BN + tl.arange(0, BN)
     mask = cols < N
@@ -189,8 +192,10 @@ def grouped_kernel(
     SWAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a of a block to its
-    expert: gated units, or outputs times the weights of assignments. Blocks of one expert and tile
-    run side by side, so that L2 has its weights. Grid: blocks, tiles of outputs."""
+    expert.
+
+    y is gated units, or outputs times the weights of assignments. Blocks of one expert and tile run
+    side by side, so that L2 holds its weights. Grid: blocks, tiles of outputs."""
     if PDL:
         wait_for_predecessor(False)
     block, pid_n = tl.program_id(0), tl.program_id(1)
@@ -245,7 +250,7 @@ def combine_kernel(
     tl.store(y_ptr + t * stride_ym + cols, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# The gate of the expert that every token takes, with the sum behind it.
+# The gate of the expert that every token takes, and the sum after it.
 
 
 @triton.jit

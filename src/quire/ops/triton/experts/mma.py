@@ -1,4 +1,4 @@
-"""Launches of experts' products on tensor cores, which multiply what registers unpack."""
+"""Launches of experts' products on tensor cores, with weights unpacked in registers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from quire.ops.triton.products.thread_words import PRODUCT, TYPES, UNPACK
 from quire.ops.weight import Weight
 
 _WORDS = 4
-"""Words that a thread loads at once: rows are multiples of them."""
+"""Words that a thread loads at once; rows are multiples of it."""
 _WHOLE_ROW = 1 << 28
-"""More words than a row has: all share a scale."""
+"""Stands for the words of a group if a whole row shares a scale: more than any row has."""
 
 
 def multiplies(weight: Weight, x: Tensor) -> bool:
@@ -50,7 +50,7 @@ def aligned(x: Tensor) -> bool:
 
 
 def _known(own: Operands, weight: Weight, x: Tensor) -> dict[str, Any]:
-    """Returns what is known of a weight at compile time."""
+    """Returns the compile-time constants of a weight."""
     format = weight.format
     bits = own.bits or 8
     return {
@@ -65,8 +65,10 @@ def mma_rows(
     tile: MmaTile, x: Tensor, ids: Tensor, order: Sorted | None, weights: Tensor,
     linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
-    """One product of assignments and their experts; with an activation gated, else weighted.
-    order: None for each assignment by itself."""
+    """Computes one product of assignments and their experts: gated with an activation, else
+    weighted.
+
+    `order` is None if each assignment is computed by itself."""
     own, n, pdl = Operands(linear.weight), out.shape[1], traits(x.device).pdl
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
     count, step = words.shape[1], tile.warps * tile.chunks * CHUNK_WORDS

@@ -1,14 +1,13 @@
-"""Products of experts and few tokens on tensor cores, which multiply what registers unpack.
+"""Products of experts and few tokens on tensor cores, with weights unpacked in registers.
 
-As in `mma_gemv`, each thread loads 16 neighbouring bytes of two weight rows and the same inputs of
-a token into the registers where `mma.sync` takes them, and a program's warps share the inputs in
-turns of 64 bytes of a row. A program has R tiles of 16 rows of one expert, so that inputs are
-loaded once for all, and up to 8 NT of its tokens, so that weights are unpacked once for all.
+As in `mma_gemv`, each thread loads 16 neighbouring bytes of two weight rows, and the same inputs of
+a token, into the registers of `mma.sync`. A program's warps share the inputs in turns of 64 bytes
+of a row. A program has R tiles of 16 rows of one expert, which share its loads of inputs. It has up
+to 8 NT of the expert's tokens, which share the unpacked weights.
 
-The scale of a group of 64 bytes or more applies to its sum in fp32. The four threads of a row
-hold groups of 32 values of 4 bits apart, of which one instruction adds some of each: those are
-multiplied by their scales before, which is exact as both are powers of two.
-"""
+The scale of a group of 64 bytes or more applies to its sum in fp32. The four threads of a row hold
+separate groups of 32 values of 4 bits, and one instruction adds values of each group. Those values
+are multiplied by their scales first, which is exact because both are powers of two."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -61,8 +60,10 @@ def _unpack8(UNPACK: tl.constexpr, word):
 
 @triton.jit
 def _rows(first, lane8, N, R: tl.constexpr, GATED: tl.constexpr):
-    """Returns the two rows of each thread in each of R tiles, of which gated ones have 8 gates and
-    their ups. Rows behind the last are clamped to it, and not stored."""
+    """Returns the two rows of each thread in each of R tiles; gated tiles have 8 gates and their
+    ups.
+
+    Rows past the last are clamped to it, and not stored."""
     rows = ()
     for r in tl.static_range(R):
         if GATED:
@@ -79,8 +80,10 @@ def _load_chunk(
     rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted,
     R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns 4 words of each thread's rows, behind row `base`, from word `at` on, and the scales
-    and zeros of their groups of GROUP words, if there are any."""
+    """Returns 4 words of each thread's rows from word `at` on, with the scales and zeros of their
+    groups, if any.
+
+    Rows count from row `base`. A group has GROUP words."""
     words = ()
     scales = ()
     zeros = ()
@@ -116,7 +119,8 @@ def _load_pairs(x_ptrs, at, NT: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _inputs(loaded, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
-    """Returns loaded pairs in the order in which words are unpacked, 0 where none is `inside`."""
+    """Returns loaded pairs in the order in which words are unpacked, 0 for pairs that are not
+    `inside`."""
     every = ()
     for n in tl.static_range(NT):
         own = ()
@@ -159,8 +163,9 @@ def _add_chunk(
     PAIRS: tl.constexpr, UNPACK: tl.constexpr, PRODUCT: tl.constexpr, FP16: tl.constexpr,
     E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums, of R * NT tiles, plus the products of a chunk. APART: the chunk's own sums are
-    multiplied by the scales of its groups and by `share`."""
+    """Returns sums of R * NT tiles plus the products of a chunk.
+
+    With APART, the chunk's own sums are multiplied by the scales of its groups and by `share`."""
     words, scales, zeros = chunk
     new = ()
     for r in tl.static_range(R):
@@ -215,7 +220,7 @@ def _add_chunk(
 
 
 @triton.jit
-def _meet(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
+def _reduce_warps(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
     """Returns the sums over warps of COUNT tiles, 1 or a multiple of 2."""
     met = ()
     if COUNT == 1:
@@ -265,14 +270,21 @@ def mma_rows_kernel(
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     SHIFT: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a to an expert: gated
-    units, or outputs times the weights of assignments. Grid: tiles of outputs, blocks of sorted
-    assignments, or, not SORTED, assignments. Tiles of a block run side by side, so that L1 has its
-    inputs.
+    """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a to an expert.
 
-    x_ptr: int32 pairs, stride_xm in them. W: words of a weight row. COUNT: chunks that a warp has
-    under way. SINGLE: these are all. EVEN: no word is missing. PAIRS: of inputs, in a word. GROUP:
-    words that share a scale."""
+    y is gated units, or outputs times the weights of assignments. Grid: tiles of outputs, blocks of
+    sorted assignments, or, if not SORTED, assignments. Tiles of a block run side by side, so that
+    L1 holds its inputs.
+
+    Args:
+        x_ptr: int32 pairs; stride_xm is in pairs.
+        W: words of a weight row.
+        COUNT: chunks that a warp has in flight.
+        SINGLE: a warp has no more than these.
+        EVEN: every chunk is whole.
+        PAIRS: pairs of inputs in a word.
+        GROUP: words that share a scale.
+    """
     if PDL and GATED:
         wait_for_predecessor(False)
     pid, block = tl.program_id(0), tl.program_id(1)
@@ -309,7 +321,8 @@ def mma_rows_kernel(
             _load_chunk(rows, base, w_ptr, s_ptr, z_ptr, stride_wn, stride_sn, at, wanted, R,
                         GROUP, HAS_ZEROS),
         )  # fmt: skip
-    # What ends the sums is asked for before them: at the end nothing would hide its latency.
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     ends = ()
     for r in tl.static_range(R):
         low, high = _rows(first + r * (8 if GATED else 16), lane // 4, N, 1, GATED)[0]
@@ -349,7 +362,7 @@ def mma_rows_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R * NT):
         sums = sums + ((none, none, none, none),)
-    # Only behind the last whole round may words be missing.
+    # Only the last, partial round may lack words.
     whole = W // STEP * STEP
     loaded = ()
     if EARLY and not SINGLE:
@@ -400,7 +413,7 @@ def mma_rows_kernel(
                 sums, chunks[index], inputs, 1.0, WARPS, R, NT, PAIRS, UNPACK, PRODUCT, FP16, E2M1,
                 GROUP, HAS_ZEROS, GROUP > 0 and not E2M1,
             )  # fmt: skip
-    sums = _meet(sums, R * NT, WARPS)
+    sums = _reduce_warps(sums, R * NT, WARPS)
     for r in tl.static_range(R):
         s0, s1, b0, b1 = ends[r]
         cols = first + r * (8 if GATED else 16) + lane // 4
@@ -437,8 +450,12 @@ def _load_choice(
     rows, ids_ptr, w_ptr, s_ptr, z_ptr, N, W, chunk, CHUNKS, quarter, stride_wn, stride_sn,
     TOP_K: tl.constexpr, R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """Returns a chunk of the weights of a token's experts, see `_load_chunk`; ids_ptr: at the
-    token's. CHUNKS: of one expert."""
+    """Returns a chunk of the weights of a token's experts, see `_load_chunk`.
+
+    Args:
+        ids_ptr: the token's first id.
+        CHUNKS: chunks of one expert.
+    """
     choice = chunk // CHUNKS
     at = (chunk - choice * CHUNKS) * CHUNK + quarter * 4
     expert = tl.load(ids_ptr + tl.minimum(choice, TOP_K - 1))
@@ -459,11 +476,11 @@ def mma_sum_kernel(
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units
-    x [T * k, K], + residual. Warps share the chunks of all of them. Grid: tiles of outputs, tokens.
+    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units x [T *
+    k, K], + residual.
 
-    GROUP: words that share a scale, more than there are where a row has one. See
-    `mma_rows_kernel`."""
+    Warps share the chunks of all experts. Grid: tiles of outputs, tokens. GROUP counts words that
+    share a scale, and exceeds a row's words if a row has one scale. See `mma_rows_kernel`."""
     pid, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids_ptr += t * TOP_K
     weights_ptr += t * TOP_K
@@ -526,7 +543,7 @@ def mma_sum_kernel(
                 sums, current[index], inputs, factor, WARPS, R, 1, PAIRS, UNPACK, PRODUCT, FP16,
                 E2M1, GROUP, HAS_ZEROS, True,
             )  # fmt: skip
-    sums = _meet(sums, R, WARPS)
+    sums = _reduce_warps(sums, R, WARPS)
     for r in tl.static_range(R):
         low = sums[r][0]
         high = sums[r][2]

@@ -21,8 +21,14 @@ GEMV_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tile of bm tokens, bn outputs (gated: as many gates, and as many ups) and bk inputs. swap:
-    weights are the left operand, which fills a Hopper warpgroup's 64 rows with them."""
+    """A tile of `grouped_kernel`, or of a GEMV.
+
+    Attributes:
+        bm: tokens.
+        bn: outputs; gated tiles have as many gates and as many ups.
+        bk: inputs.
+        swap: weights are the left operand, and fill the 64 rows of a Hopper warpgroup.
+    """
 
     bm: int
     bn: int
@@ -34,9 +40,14 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MmaTile:
-    """A tile of `rows` times 16 weight rows (gated: 8 gates and their ups) and `columns` times 8
-    tokens. chunks: of 64 bytes of a row that each of its warps has under way. early: inputs are
-    asked for with the weights that they multiply, not when those have come."""
+    """A tile of `mma_kernels.py`.
+
+    Attributes:
+        rows: times 16 weight rows; a gated 16 are 8 gates and their ups.
+        columns: times 8 tokens.
+        chunks: chunks of 64 bytes of a row that each warp has in flight.
+        early: inputs are requested together with their weights, not after the weights have arrived.
+    """
 
     rows: int
     columns: int
@@ -52,8 +63,11 @@ class MmaTile:
 
 @dataclass(frozen=True, slots=True)
 class IntegerTile:
-    """A tile of 8 units or 16 outputs of one token, see `experts_integer`. ahead: pieces of 256
-    inputs that each of its warps has under way."""
+    """A tile of 8 units or 16 outputs of one token, see `integer.py`.
+
+    Attributes:
+        ahead: pieces of 256 inputs that each warp has in flight.
+    """
 
     warps: int
     ahead: int
@@ -66,8 +80,11 @@ class IntegerTile:
 
 @dataclass(frozen=True, slots=True)
 class RingTile:
-    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`. stages: of
-    64 inputs that are under way."""
+    """A tile of 128 tokens and 256 weight rows on a Hopper card, see `hopper_experts`.
+
+    Attributes:
+        stages: stages of 64 inputs in flight.
+    """
 
     stages: int = 4
 
@@ -82,10 +99,14 @@ AnyTile = Tile | MmaTile | IntegerTile | RingTile
 
 @dataclass(frozen=True, slots=True)
 class ExpertsPlan:
-    """One way to run a layer's experts. kernel: "gemv" for each token by itself, "grouped" for
-    tokens in the order of experts. up, down: the tiles of the two products; a grouped plan has
-    equal `bm` in both, and both or none are `RingTile`. expand: weights become numbers of x's dtype
-    first, all experts'."""
+    """One way to run a layer's experts.
+
+    Attributes:
+        kernel: "gemv" for each token by itself, "grouped" for tokens in the order of experts.
+        up, down: tiles of the two products. A grouped plan has equal `bm` in both, and either both
+            are `RingTile` or neither is.
+        expand: all experts' weights are first widened to x's dtype.
+    """
 
     kernel: Literal["gemv", "grouped"]
     up: AnyTile
@@ -94,12 +115,20 @@ class ExpertsPlan:
 
 
 class ExpertsShape(NamedTuple):
-    """The shape that a choice depends on. experts: of all ranks. dtype: of x. bits: of a stored
-    weight. mma: whether `experts_mma` takes the weights, on this card. expand: see `expands`.
-    floats: weights are stored as floats. ring: whether `hopper_experts` takes the weights, or what
-    they become, on this card. shared: bytes of shared memory that a program may use. format: the
-    key of the weights' format, "" where only rules choose. counts: whether `experts_integer` takes
-    the weights, on this card."""
+    """The shape that the choice of a plan depends on.
+
+    Attributes:
+        experts: experts of all ranks.
+        dtype: dtype of x.
+        bits: bits of a stored weight.
+        mma: `mma` takes the weights on this card.
+        expand: see `expands`.
+        floats: weights are stored as floats.
+        ring: `hopper_experts` takes the weights, or their expansion, on this card.
+        shared: bytes of shared memory that a program may use.
+        format: key of the weights' format; "" if only rules choose.
+        counts: `integer` takes the weights on this card.
+    """
 
     tokens: int
     experts: int
@@ -118,7 +147,7 @@ class ExpertsShape(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Tokens of an expert, if they are spread evenly over those that get any."""
+        """Mean number of tokens of the experts that get any, if routing is even."""
         taken = self.experts * (1 - (1 - 1 / self.experts) ** (self.tokens * self.top_k))
         return self.tokens * self.top_k / max(taken, 1.0)
 
@@ -128,11 +157,11 @@ def bits_of(format: WeightFormat) -> int:
 
 
 PIECE = 256
-"""Inputs that a warp of an `IntegerTile` asks for at once."""
+"""Inputs that a warp of an `IntegerTile` requests at once."""
 _SMALL_GRID = 128
-"""Programs of which a card runs all at once, with 16 warps each."""
+"""Programs that a card runs all at once, with 16 warps each."""
 _WHOLE_CARD = 1024
-"""Programs of which a card runs all at once, with 2 warps each that have 4 chunks under way."""
+"""Programs that a card runs all at once, with 2 warps each that have 4 chunks in flight."""
 _ENOUGH = 6000
 """Programs of one warp that keep a card busy to their end."""
 _SHORT_ROW = 8 * CHUNK_WORDS * 32
@@ -155,7 +184,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
     wide = shape.dtype == torch.float32
     if shape.mean <= 24:
-        # A read of weights: tiles that keep many loads under way, whatever the tokens.
+        # The product is a read of weights: these tiles keep many loads in flight for any
+        # number of tokens.
         if wide or shape.bits < 8:
             bk, stages = (64, 3) if wide else (128, 4)
             up, down = Tile(16, 32, bk, 4, stages), Tile(16, 64, bk, 4, stages)
@@ -177,7 +207,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
     if shape.bits >= 16 or shape.expand:
-        # What goes from L2 to a multiprocessor bounds them: the larger the tile, the less it is.
+        # The traffic from L2 to a multiprocessor bounds them, and a larger tile has less of
+        # it.
         bm, stages = (128, 4) if roomy else (64, 3)
         up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
@@ -186,18 +217,18 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 
 
 def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
-    """Tiles of both products, whose warps have all of their pieces under way if registers allow."""
+    """Returns tiles of both products; a warp has all its pieces in flight if registers allow."""
     up = -(-shape.hidden // PIECE)
     most = 3 if shape.bits < 8 else 2
     warps = min(16, 1 << ((up - 1) // most).bit_length())
-    # 8-bit floats need more registers beside their pieces.
+    # 8-bit floats need more registers in addition to their pieces.
     ahead = 1 if shape.floats else min(most, -(-up // warps))
     total = -(-shape.top_k * -(-shape.width // PIECE) // 8)
     few = shape.tokens * -(-shape.hidden // 16) <= _SMALL_GRID
     if shape.floats:
         down = IntegerTile(16 if few else 8, 1)
     elif shape.bits < 8 or few:
-        # Unless all can be under way, registers are worth more to other programs.
+        # Unless all pieces can be in flight, other programs use the registers better.
         down = IntegerTile(8, total if total <= 3 else 1)
     else:
         down = IntegerTile(8, min(total, 2))
@@ -214,8 +245,10 @@ def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
 
 
 def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
-    """Tiles of both products of sorted tokens. A warp alone has no others' sums to wait for, and
-    two tiles of rows share the inputs that it loads, but few programs need more warps."""
+    """Returns tiles of both products of sorted tokens.
+
+    A single warp does not wait for other warps' sums, and two tiles of rows share the inputs that
+    it loads. But a grid of few programs needs more warps."""
     blocks = shape.tokens * shape.top_k * (1 / shape.mean + 1 / 16)
     programs = blocks * -(-shape.width // 16)
     alone = MmaTile(2, 1, 1, 1, early=True)
@@ -247,8 +280,8 @@ def _sum_tile(shape: ExpertsShape) -> MmaTile:
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
-    """A tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits are
-    short, so that more of them have to be under way."""
+    """Returns a tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits
+    are short, so more of them have to be in flight."""
     if gated:
         return Tile(1, 4, 512, 4, 3) if shape.bits >= 16 else Tile(1, 16, 256, 4, 3)
     if shape.bits >= 16:
@@ -256,10 +289,10 @@ def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)
 
 
-# The choice of tiles for experts: what was measured on this card, or the rules of `experts_plan`.
+# Tiles for experts come from this card's measurements, or from the rules above.
 
 RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""The most tokens of each range that has plans of its own. Beyond the last, rules choose."""
+"""The most tokens of each range that has its own plans. Past the last, rules choose."""
 Entries = dict[str, ExpertsPlan]
 """Plans by `key_of` their shapes."""
 
@@ -270,13 +303,14 @@ _measured: Entries = {}
 
 
 def range_of(tokens: int) -> int | None:
-    """Returns the most tokens of the range that holds so many; None: there is none."""
+    """Returns the upper end of the range that contains a number of tokens, or None."""
     return next((most for most in RANGES if tokens <= most), None)
 
 
 def key_of(shape: ExpertsShape) -> str:
-    """E.g. "bfloat16/t64/e128/k8/h2048/w768/uint4-g128"; t is its range's. What a shape says of the
-    kernels that take it goes behind."""
+    """Returns the key of a shape, such as "bfloat16/t64/e128/k8/h2048/w768/uint4-g128".
+
+    t is its range's upper end. The kernels that take the shape follow at the end."""
     dtype = str(shape.dtype).removeprefix("torch.")
     parts = [dtype, f"t{range_of(shape.tokens)}", f"e{shape.experts}", f"k{shape.top_k}"]
     parts += [f"h{shape.hidden}", f"w{shape.width}", shape.format]
@@ -289,13 +323,13 @@ def key_of(shape: ExpertsShape) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def chosen_plan(shape: ExpertsShape) -> ExpertsPlan:
-    """Returns the plan of a shape: what was measured for its range, or the rules'."""
+    """Returns the measured plan of a shape's range, or the rules' plan."""
     found = _measured.get(key_of(shape)) if shape.format else None
     return found or plan_for(shape)
 
 
 def use(entries: Mapping[str, ExpertsPlan]) -> None:
-    """Lets this process choose what was measured, beside what it chooses already."""
+    """Adds measured plans to the choices of this process."""
     _measured.update(entries)
     chosen_plan.cache_clear()
 
@@ -308,8 +342,11 @@ def dumps(entries: Mapping[str, ExpertsPlan]) -> str:
 
 
 def loads(text: str) -> Entries:
-    """Returns plans from JSON. Raises ValueError, KeyError or TypeError on anything but what
-    `dumps` writes."""
+    """Returns plans from JSON that `dumps` wrote.
+
+    Raises:
+        ValueError, KeyError, TypeError: the text is something else.
+    """
     return {key: _from_json(plan) for key, plan in dict(json.loads(text)["entries"]).items()}
 
 
@@ -342,7 +379,7 @@ def cache_path(card: str) -> Path:
 
 
 def read(card: str) -> Entries:
-    """Returns what was measured on a card before; nothing where no file says so."""
+    """Returns the stored measurements of a card; an empty dict without a valid file."""
     try:
         return loads(cache_path(card).read_text())
     except (OSError, ValueError, KeyError, TypeError):
@@ -350,7 +387,7 @@ def read(card: str) -> Entries:
 
 
 def store(card: str, entries: Mapping[str, ExpertsPlan]) -> Path:
-    """Keeps measurements beside those of other models.
+    """Adds measurements to the file of a card, and returns its path.
 
     Raises:
         OSError: the cache directory cannot be written to.

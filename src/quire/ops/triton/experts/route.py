@@ -23,7 +23,8 @@ def _allowed(
     choice, es, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     GP: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Returns choice [BM, EP] with -inf outside of the groups whose best two add up to most."""
+    """Returns choice [BM, EP] with -inf outside of the groups with the largest sum of their best
+    two."""
     gs = tl.arange(0, GP)[None, :]
     sums = tl.full([BM, GP], float("-inf"), tl.float32)
     for g in range(GROUPS):
@@ -67,7 +68,7 @@ def _scores(logits, ms, correction_ptr, E, BM: tl.constexpr, EP: tl.constexpr,
     choice = scores
     if CORRECTED:
         choice += tl.load(correction_ptr + es, mask=known, other=0.0)
-    # What is no number must not keep others from being found.
+    # NaN must not keep the other experts from being found.
     choice = tl.where(choice == choice, choice, -3.0e38)
     choice = tl.where(known, choice, float("-inf"))
     if GROUPS > 1:
@@ -80,7 +81,7 @@ def _store_choice(
     ids, weights, at, ms, mask, ids_ptr, weights_ptr, live, scale, first, count, counts_ptr,
     slots_ptr, loads_ptr, stride_se, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Stores experts and their weights at places `at`, those of other ranks as none."""
+    """Stores experts and their weights at places `at`; experts of other ranks become -1."""
     if COPIES:
         copy = ms % tl.load(counts_ptr + ids, mask=mask, other=1)
         local = tl.load(slots_ptr + ids * stride_se + copy, mask=mask, other=-1)
@@ -99,8 +100,10 @@ def _choose_all(
     loads_ptr, stride_se, EP: tl.constexpr, TOP_K: tl.constexpr, RENORMALIZE: tl.constexpr,
     COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Stores the experts of one token, [1, EP]. Each goes to the place that says how many are ahead
-    of it: all are counted at once, where a search for one after the other waits for each."""
+    """Stores the experts of one token, [1, EP].
+
+    Each expert goes to the place given by the number of experts ahead of it. All are counted at
+    once; a search for one after the other would wait for each."""
     keys = tl.reshape(keys, [EP])
     weights = tl.reshape(scores, [EP])
     place = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
@@ -155,10 +158,16 @@ def route_kernel(
     COPIES: tl.constexpr, DOT: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes logits [T, E] of norm(x) [T, K]; the last program of a tile of tokens chooses.
-    Grid: tiles of experts, tiles of tokens, parts of the inputs, whose sums are added in their
-    order. Without DOT, a tile is one token and BK >= K. SQUARED: tiles of inputs that are loaded at
-    once for their squares. COUNTED: see `_choose_all`."""
+    """Computes logits [T, E] of norm(x) [T, K]; the last program of a tile of tokens chooses
+    experts.
+
+    Grid: tiles of experts, tiles of tokens, parts of the inputs, whose sums are added in order.
+
+    Args:
+        DOT: use tensor cores; otherwise a tile is one token and BK >= K.
+        SQUARED: tiles of inputs that are loaded at once for their squares.
+        COUNTED: see `_choose_all`.
+    """
     pid_e, pid_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     ms = pid_m * BM + tl.arange(0, BM)
     es = pid_e * BE + tl.arange(0, BE)
@@ -246,9 +255,14 @@ def route_kernel(
 
 @dataclass(frozen=True, slots=True)
 class RoutePlan:
-    """Tiles of tokens, experts and inputs. dot: by tensor cores; else a tile is one token and all
-    of its inputs. splits: parts of the inputs. squared: tiles of inputs that are loaded at once for
-    their squares. counted: a token's experts are chosen all at once."""
+    """Tiles of tokens, experts and inputs.
+
+    Attributes:
+        dot: use tensor cores; otherwise a tile is one token and all its inputs.
+        splits: parts of the inputs.
+        squared: tiles of inputs that are loaded at once for their squares.
+        counted: a token's experts are chosen all at once.
+    """
 
     bm: int
     be: int
@@ -271,7 +285,7 @@ _MOST_COUNTED = 128
 def route_plan(
     tokens: int, hidden: int, experts: int, deterministic: bool, size: int = 2
 ) -> RoutePlan:
-    """Returns the tiles for a number of tokens. size: bytes of an input."""
+    """Returns the tiles for a number of tokens; an input has `size` bytes."""
     whole = triton.next_power_of_2(hidden)
     if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
         tile = 4 if whole <= 4096 else 2
@@ -301,7 +315,7 @@ def route(
     copies: ExpertCopies | None = None,
     plan: RoutePlan | None = None,
 ) -> Routed:
-    """See `reference.experts.route`. plan: None for that of the shape."""
+    """See `reference.experts.route`. By default `plan` follows from the shape."""
     tokens, hidden = x.shape
     experts, top_k = len(weight), routing.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
@@ -342,8 +356,10 @@ def sort_kernel(
     ids_ptr, order_ptr, blocks_ptr, A, E, MB,
     BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Puts assignments in the order of experts, and cuts those of each into blocks of BM. A program
-    for each expert, which counts all and places its own, so that no order depends on timing."""
+    """Sorts assignments by expert, and cuts each expert's into blocks of BM.
+
+    Grid: one program for each expert. It counts all assignments and places its own, so that no
+    order depends on timing."""
     if PDL:
         wait_for_predecessor(False)
     e = tl.program_id(0)
@@ -381,9 +397,10 @@ def sort_kernel(
 class Sorted:
     """Assignments of tokens to experts, in the order of experts.
 
-    order: int32 [A], the index of each in ids [T * k]. blocks: int32 [3 * most + 1]: of each block
-    the expert, then the first place of each, then the end of its expert's places; last, how many
-    blocks there are.
+    Attributes:
+        order: int32 [A], the index of each assignment in ids [T * k].
+        blocks: int32 [3 * most + 1]: the expert of each block, then the first place of each, then
+            the end of its expert's places, and last the number of blocks.
     """
 
     order: Tensor
@@ -392,8 +409,8 @@ class Sorted:
 
 
 def sort_by_expert(ids: Tensor, experts: int, bm: int) -> Sorted:
-    """Returns the assignments ids int32 [T, k] by expert, in blocks of `bm`; those to none (-1)
-    are left out."""
+    """Returns the assignments ids int32 [T, k] by expert, in blocks of `bm`, without those to no
+    expert (-1)."""
     count = ids.numel()
     most = min(count, triton.cdiv(count, bm) + experts - 1)
     order = torch.empty(count, dtype=torch.int32, device=ids.device)

@@ -1,9 +1,8 @@
 """Measures which tiles run a model's experts fastest on this card.
 
-A few plans are timed for each range of tokens: what the rules choose for it and for those beside
-it, then other tiles of each product. They are timed on the layers' own weights, with random routes,
-as replays of a CUDA graph that walks over several layers, so that weights come from memory.
-"""
+A few plans are timed for each range of tokens: the rules' plans for it and its neighbour ranges,
+then other tiles of each product. They run on the layers' own weights, with random routes, as
+replays of a CUDA graph. The graph walks over several layers, so that weights come from memory."""
 
 from __future__ import annotations
 
@@ -42,13 +41,14 @@ from quire.ops.triton.products.table_file import graph_us
 logger = logging.getLogger("quire.experts")
 
 GAIN = 0.98
-"""The share of the best time so far that a plan may take to be preferred: less is noise."""
+"""A plan replaces the best one so far only below this share of its time; smaller gains are noise.
+"""
 SECONDS = 8.0
 """The time after which ranges that are left keep their rules. Compiling is not counted."""
 _LAYERS = 8
 """Layers that a timing walks over."""
 _FEW = 8
-"""Tokens up to which a layer takes some 10 µs, and above which some 100."""
+"""The most tokens for which a layer takes about 10 µs; with more it takes about 100."""
 
 _SORTED = (
     MmaTile(2, 1, 1, 1, early=True),
@@ -79,12 +79,16 @@ _OTHERS: dict[tuple[str, str, type], tuple[AnyTile, ...]] = {
     ("grouped", "up", MmaTile): _SORTED,
     ("grouped", "down", MmaTile): _SORTED,
 }
-"""Tiles by kernel and product, beside those that rules choose for a range. Few: each compiles."""
+"""Further tiles to try, by kernel and product, besides the rules' tiles of a range. They are few,
+because each has to compile."""
 
 
 class TunedLayer(NamedTuple):
-    """The experts of a layer on this rank. first: the number of its first expert among those of all
-    ranks."""
+    """The experts of a layer on this rank.
+
+    Attributes:
+        first: index of the rank's first expert among the experts of all ranks.
+    """
 
     up: ExpertWeights
     down: ExpertWeights
@@ -124,7 +128,8 @@ def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
 
 
 def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> ExpertsPlan:
-    """Returns the fastest plan for a shape. us_of: times one, infinite where it cannot serve."""
+    """Returns the fastest plan for a shape. `us_of` times a plan; a plan that fails takes infinite
+    time."""
     times: dict[ExpertsPlan, float] = {}
 
     def faster(best: ExpertsPlan, plans: Sequence[ExpertsPlan]) -> ExpertsPlan:
@@ -147,18 +152,19 @@ class ExpertsTimer:
     def __init__(self, layers: Sequence[TunedLayer]) -> None:
         self._layers = layers[:: max(1, len(layers) // _LAYERS)][:_LAYERS]
         self._device = layers[0].up.weight.values.device
-        # Equal for all plans of a number of tokens, the last one asked for.
+        # Cached for the number of tokens of the last call, for which all plans have the
+        # same.
         self._tokens = 0
         self._inputs: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def shape(self, tokens: int) -> ExpertsShape:
-        """Returns the shape of so many tokens."""
+        """Returns the layer's shape for a number of tokens."""
         layer = self._layers[0]
         x, ids, _ = self._inputs_of(tokens)[0]
         return shape_of(x, ids, layer.up, layer.down)
 
     def calls(self, plan: ExpertsPlan, tokens: int) -> list[Callable[[], object]]:
-        """Returns what runs a plan, once for each layer."""
+        """Returns functions that run a plan, one for each layer."""
         return [
             functools.partial(
                 run_experts, plan, *inputs, each.up, each.down, each.act, residual=inputs[0]
@@ -172,7 +178,7 @@ class ExpertsTimer:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             guess = 10.0 if tokens <= _FEW else 100.0
             return graph_us(self.calls(plan, tokens), guess, self._stream)
-        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+        except Exception as error:  # A compiler or driver may raise anything for a bad tile.
             logger.debug("%s for %d tokens: %s: %s", plan, tokens, type(error).__name__, error)
             return math.inf
 
@@ -200,8 +206,9 @@ class ExpertsTimer:
 
 
 def known_or_measured(layers: Sequence[TunedLayer], most: int) -> Entries:
-    """Returns plans of the layers for up to `most` tokens: what the cache directory knows, and what
-    is measured now and kept there."""
+    """Returns plans of the layers for up to `most` tokens.
+
+    They come from the cache directory; missing ones are measured and stored there."""
     card = torch.cuda.get_device_name(layers[0].up.weight.values.device)
     known = read(card)
     found, keys = tune(layers, most, known)
@@ -223,8 +230,10 @@ def _compile(wanted: Sequence[tuple[ExpertsTimer, ExpertsShape]]) -> None:
 
 
 def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entries, set[str]]:
-    """Measures the layers' shapes, of up to `most` tokens, that are not known. Returns what was
-    found, without shapes left when `SECONDS` have passed, and the keys of all."""
+    """Measures the layers' unknown shapes of up to `most` tokens.
+
+    Returns the found plans and the keys of all shapes. Shapes that remain after `SECONDS` have
+    passed are skipped."""
     groups: dict[ExpertsShape, list[TunedLayer]] = {}
     for layer in layers:
         groups.setdefault(ExpertsTimer([layer]).shape(1), []).append(layer)
@@ -253,6 +262,6 @@ def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entri
         "experts: %d of %d ranges of tokens measured; compiled for %.1f s, measured for %.1f s",
         len(found), len(wanted), compiled - began, time.perf_counter() - compiled,
     )  # fmt: skip
-    # What was captured has gone with its graphs.
+    # Memory of the captures is free once their graphs are deleted.
     torch.cuda.empty_cache()
     return found, keys

@@ -1,1 +1,1 @@
-"""Low-rank adapters beside linear layers."""
+"""Low-rank adapters on linear layers."""

@@ -1,10 +1,9 @@
 """Linear layers with low-rank adapters for few rows: one kernel for both.
 
 The kernel is `skinny_kernel` with further programs before its own, which multiply by A. Each
-program of the layer adds B times that to its tile, once its sums are whole. So a layer with
-adapters has as many launches as one without, and reads A beside its weight. Sums are those of
-`skinny_kernel`: rows without an adapter keep their bits.
-"""
+program of the layer adds B times that result to its tile, once its sums are whole. So a layer with
+adapters has as many launches as one without, and reads A in addition to its weight. The sums equal
+those of `skinny_kernel`: rows without an adapter keep their bits."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ from quire.ops.triton.products.common import (
 )
 from quire.ops.triton.products.plan import GemmPlan, shape_of
 from quire.ops.triton.products.quantized_tiles import Operands
-from quire.ops.triton.products.skinny import MAX_SPLIT_TILES, meet, product, store_tile
+from quire.ops.triton.products.skinny import MAX_SPLIT_TILES, product, reduce_split_k, store_tile
 from quire.ops.triton.products.small import LinearArgs, choose, default_workspace
 from quire.ops.triton.products.table import BUCKETS, fixed_plan
 from quire.ops.weight import Weight
@@ -88,9 +87,9 @@ def _adapted_kernel(
     PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     FIXED: tl.constexpr, EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] as `skinny_kernel` does of x whose norm, if any, is applied, with
-    adapters. Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. turn: see
-    TURNS."""
+    """Computes y [M, N] as `skinny_kernel` does, with adapters, for x with its norm applied.
+
+    Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. turn: see TURNS."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -104,9 +103,9 @@ def _adapted_kernel(
     k_begin = pid_k * steps_per_split * BK
     k_end = tl.minimum(K, k_begin + steps_per_split * BK)
     count = tl.load(count_ptr)
-    # Here, and not where they are needed, as nothing hides their latency there.
+    # Loaded early, because nothing hides their latency where they are used.
     own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
-    # Programs of a tile share its adapters; but what is added before the scales is scaled.
+    # A tile's programs share its adapters, unless scales would apply to the adapters' sums too.
     SHARED: tl.constexpr = SPLIT and not HAS_SCALES
     part = 0
     parts = 1
@@ -172,7 +171,7 @@ def _adapted_kernel(
         last = True
         if SPLIT and not SHARED:
             tile = pid_m * tiles_n + pid_n
-            acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
+            acc, last = reduce_split_k(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
         if last:
             if HAS_SCALES:
                 acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
@@ -194,7 +193,7 @@ def _adapted_kernel(
                 acc = tl.where((own >= 0)[:, None], acc + added, acc)
         if SHARED:
             tile = pid_m * tiles_n + pid_n
-            acc, last = meet(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
+            acc, last = reduce_split_k(acc, parts_ptr, counters_ptr, tile, pid_k, splits, BM, R)
         if last:
             store_tile(
                 acc, w_scale_ptr, bias_ptr, res_ptr, y_ptr, rows, ms, cols, M, N, stride_sn,
@@ -229,7 +228,8 @@ def adapted_gemm(
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
     tiles = AdapterTiles.of(x, weights, most_inputs=256)
     counters = counters_of(x.device)
-    # The interpreter runs programs one after the other, so the first does what others wait for.
+    # The interpreter runs programs one after the other, so the first program does the work that
+    # others wait for.
     most = _WORKERS if x.device.type == "cuda" else 1
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, most)
     values = operands.values

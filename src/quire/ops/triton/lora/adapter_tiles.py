@@ -1,13 +1,12 @@
-"""Pieces of kernels with low-rank adapters: x Aᵀ of tiles of tokens, and B times that.
+"""Parts of kernels with low-rank adapters: x Aᵀ of tiles of tokens, and B times the result.
 
 Tokens that share a slot stand together in tiles of `AdapterRows`. `shrink` multiplies tiles by
-their slot's A. The inputs are cut into as many parts as it takes to keep its programs busy, and the
-last part of a tile to arrive adds them up. `expand` multiplies that by the rows of B that a tile of
-a layer's outputs needs (Sheng et al. 2023, "S-LoRA"; Chen et al. 2023, "Punica").
+their slot's A. It cuts the inputs into enough parts to keep its programs busy, and the last program
+to arrive adds a tile's parts. `expand` multiplies the result by the rows of B for a tile of a
+layer's outputs (Sheng et al. 2023, "S-LoRA"; Chen et al. 2023, "Punica").
 
-Programs of a kernel may wait for those before them: programs are started in order, so that those
-that are waited for never wait for a place.
-"""
+Programs of a kernel may wait for programs before them. Programs start in order, so the awaited ones
+always have a multiprocessor."""
 
 from __future__ import annotations
 
@@ -19,12 +18,12 @@ from quire.ops.adapters import HEAD, WORDS
 HEAD_WORDS: tl.constexpr = tl.constexpr(HEAD)
 PLACE_WORDS: tl.constexpr = tl.constexpr(WORDS)
 READY: tl.constexpr = tl.constexpr(0)
-"""Word of the counters: tiles that are done, of the kernels that clear it themselves."""
+"""Word of the counters: tiles that are done, for kernels that clear it themselves."""
 DONE: tl.constexpr = tl.constexpr(1)
-"""Word of the counters: programs that no longer wait for that."""
+"""Word of the counters: programs that have stopped waiting for READY."""
 TURNS: tl.constexpr = tl.constexpr(2)
-"""First of two words of the counters, which kernels take in turn: tiles that are multiplied by A. A
-kernel clears the other word, and a step begins with clear ones."""
+"""First of two words of the counters that kernels take in turn: tiles that have been multiplied by
+A. A kernel clears the other word, and a step begins with both words clear."""
 ARRIVED: tl.constexpr = tl.constexpr(4)
 """First of the counters of each tile's parts."""
 
@@ -34,8 +33,8 @@ def _store_inner(
     acc, inverse, inner_ptr, line, token, tokens, r, total, inner_stride,
     BM: tl.constexpr, BR: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scaled product with A: each projection's ranks in columns of its own, and zeros
-    up to a multiple of 8."""
+    """Stores the scaled product with A: each projection's ranks in its own columns, and zeros up to
+    a multiple of 8."""
     column = tl.zeros([BR], tl.int32)
     scale = tl.zeros([BR], tl.float32)
     for place in tl.static_range(PLACES):
@@ -74,7 +73,7 @@ def cut(count, K, workers, most_parts, BK: tl.constexpr, FIXED: tl.constexpr):
 
 @triton.jit
 def _ask(ptrs, mask, spare_ptr):
-    """Asks for lines to be brought into L2. spare: asked for in place of those without `mask`."""
+    """Prefetches lines into L2. Places without `mask` prefetch `spare_ptr` instead."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [tl.where(mask, ptrs, spare_ptr)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -116,12 +115,17 @@ def shrink(
 ):  # fmt: skip
     """Multiplies tiles of x [T, K], or of its RMS norm, by A of their slot and by its scales.
 
-    worker, workers: which of how many programs this is. inner: [T, PLACES * WIDTH], the result;
-    columns behind a projection's rank are left. parts: fp32 [workers, BM, ranks + 1], where there
-    are several parts of a tile. counters: see ARRIVED. ready: raised by 1 for each tile.
-    most_parts: of a tile. FIXED: the number of parts, 0 where it follows from the number of tiles.
-    EVEN: BK divides K.
-    SIGNAL: programs of the same kernel wait for the result.
+    Args:
+        worker, workers: index of this program, and number of programs.
+        inner_ptr: [T, PLACES * WIDTH], the result; columns past a projection's rank are not
+            written.
+        parts_ptr: fp32 [workers, BM, ranks + 1], used if a tile has several parts.
+        counters_ptr: see ARRIVED.
+        ready_ptr: raised by 1 for each tile.
+        most_parts: the most parts of a tile.
+        FIXED: the number of parts; 0: it follows from the number of tiles.
+        EVEN: BK divides K.
+        SIGNAL: programs of the same kernel wait for the result.
     """
     count = tl.load(count_ptr)
     per, splits = cut(count, K, workers, most_parts, BK, FIXED)
@@ -218,7 +222,7 @@ def shrink(
 
 @triton.jit
 def _look(ptr, ASM: tl.constexpr):
-    """Returns a counter. What was written before it was raised is then seen."""
+    """Reads a counter, and acquires all writes before the counter's increment."""
     if ASM:
         # Other than an atomic, looks of many programs do not queue.
         value = tl.inline_asm_elementwise(
@@ -232,7 +236,7 @@ def _look(ptr, ASM: tl.constexpr):
 
 @triton.jit
 def await_tiles(ready_ptr, count, ASM: tl.constexpr):
-    """Waits until `count` tiles are done. ASM: on a GPU."""
+    """Waits until `count` tiles are done. ASM: the instruction on a GPU."""
     ready = _look(ready_ptr, ASM)
     while ready < count:
         ready = _look(ready_ptr, ASM)
@@ -263,8 +267,8 @@ def find_b(slot, place, table_ptr, table_stride):
 
 @triton.jit
 def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
-    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where they are not kept. r:
-    [1, 1, ranks]."""
+    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where not `kept`. r is [1, 1,
+    ranks]."""
     begin, width = slot.to(tl.int64) * slot_stride + at, (rank + 7) // 8 * 8
     at = (begin[None, :] + n[:, None] * width[None, :])[:, :, None] + r
     # Widths are multiples of 8.
@@ -275,23 +279,24 @@ def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
 
 @triton.jit
 def _load_inner(inner_ptrs, own, r):
-    """Returns tokens' products with A, [BM, 1, ranks]; zeros where they have no slot. Ranks that an
-    adapter does not have are not those of anything."""
+    """Returns tokens' products with A, [BM, 1, ranks]; zeros for tokens without a slot.
+
+    Columns past an adapter's rank are undefined."""
     at = inner_ptrs[:, None, None] + r
     return tl.load(at, mask=(own >= 0)[:, None, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
 def _spread(values, own, slot, rank, r):
-    """Returns what `_load_inner` gave in the columns of a token's own slot, and zeros in those of
-    others, [BM, slots, ranks]."""
+    """Returns `_load_inner`'s values in the columns of a token's own slot, and zeros in other
+    columns, [BM, slots, ranks]."""
     mine = (own[:, None] == slot[None, :])[:, :, None] & (r < rank[None, :, None])
     return tl.where(mine, values, 0.0)
 
 
 @triton.jit
 def _add_product(sums, b, h, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
-    """Returns `sums` with those of `h` times B added."""
+    """Returns `sums` plus `h` times B."""
     h = tl.reshape(h, [sums.shape[0], COLUMNS])
     b = tl.reshape(b, [sums.shape[1], COLUMNS])
     if UPCAST:
@@ -323,13 +328,19 @@ def expand(
 ):  # fmt: skip
     """Returns a part of the outputs `rows` of B times `inner` of `shrink`, fp32 [BM, ROWS].
 
-    rows: [ROWS], of which those behind the layer's last are repeated. place, last, start, end: see
-    `projections_of`. ms: [BM] tokens. own: their slots. The steps of `COLUMNS` ranks of the `used`
-    slots are dealt to `parts`. slot, at, rank: of the first step, see `find_b`, then those of
-    the second, and the slots of the third. starts: int32 [PLACES + 1], where the projections begin.
+    The parts share the steps of `COLUMNS` ranks of the `used` slots. While one step is multiplied,
+    the next step's B, the place of the B after it and the slots of the third step are loaded. So no
+    load waits for an address that was loaded just before.
 
-    While a step is multiplied, the next one's B is loaded, where that of the one behind it is, and
-    which slots come then: nothing that is loaded is asked for by what was loaded just before.
+    Args:
+        rows: [ROWS]; rows past the layer's last are repeated.
+        place, last, start, end: see `projections_of`.
+        ms: [BM] tokens.
+        own: the tokens' slots.
+        slot, at, rank: of the first step, see `find_b`.
+        slot1, at1, rank1: of the second step.
+        slot2: slots of the third step.
+        starts_ptr: int32 [PLACES + 1], the first row of each projection.
     """
     EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
     SLOTS: tl.constexpr = COLUMNS // EACH
@@ -377,7 +388,7 @@ def expand_pair(
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, UPCAST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Returns what `expand` does for the same rows `n` of two projections, gate and up
+    """Returns the result of `expand` for the same rows `n` of two projections, gate and up
     alternating."""
     EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
     SLOTS: tl.constexpr = COLUMNS // EACH

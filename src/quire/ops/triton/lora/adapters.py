@@ -1,9 +1,8 @@
 """Low-rank adapters on linear layers of any kind: a kernel after the layer's own.
 
 Tokens are grouped by their slot once for all layers, into tiles of one slot. Programs walk over the
-tiles that there are, so padding costs nothing, and a slot's weights are read once for each tile of
-its tokens. `adapted_gemm` has layers that need no kernel of their own for it.
-"""
+existing tiles, so padding costs no time. A slot's weights are read once for each tile of its
+tokens. `adapted_gemm` serves layers that need no separate kernel."""
 
 from __future__ import annotations
 
@@ -41,7 +40,8 @@ from quire.ops.triton.products.table import BUCKETS, fixed_plan
 from quire.ops.weight import Weight
 
 _FEW_TOKENS = 256
-"""Up to here tiles are as small as tensor cores take them: most hold few tokens."""
+"""Up to this number of tokens, tiles are as small as tensor cores take them, because most hold few
+tokens."""
 _OUTPUTS = 128
 """Outputs of a tile of `_adapt`."""
 VALUES = 8192
@@ -83,7 +83,7 @@ def _token_slots(
 def _group_tokens(
     slots_ptr, order_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Writes the tokens of one slot behind those of all slots before it, and their number. Grid
+    """Writes the tokens of one slot after the tokens of all earlier slots, and their number. Grid:
     (slots)."""
     slot = tl.program_id(0)
     if PDL:
@@ -174,10 +174,11 @@ def _adapt(
     WIDTH: tl.constexpr, FIXED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     NORM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds B times `shrink` of x to tiles of `out`: both in one kernel, whose first `workers`
-    programs shrink, or one of them. blocks: int32 [num_blocks, 4], runs of at most BN outputs of
-    one projection: its place, the first output in the projection, the first in the layer, how
-    many. EVEN_N: all are of BN outputs."""
+    """Adds B times `shrink` of x to tiles of `out`, in one kernel or in one for each of the two.
+
+    In one kernel, the first `workers` programs shrink. `blocks_ptr` is int32 [num_blocks, 4], runs
+    of at most BN outputs of one projection: its place, the first output in the projection, the
+    first in the layer, and their number. EVEN_N: all runs have BN outputs."""
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -252,8 +253,11 @@ def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters of the kernels that a thread launches on a device, zero at first. turn: which of the
-    words from `TURNS` on the next kernel takes."""
+    """Counters of the kernels that a thread launches on a device, zero at first.
+
+    Attributes:
+        turn: index of the word from `TURNS` on that the next kernel takes.
+    """
 
     words: Tensor
     turn: int = 0
@@ -275,10 +279,11 @@ def counters_of(device: torch.device) -> Counters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """Sizes of tiles of A and B, and buffers, of a layer's kernel.
+    """Tile sizes of A and B, and buffers, of a layer's kernel.
 
-    width: columns of a projection in `inner` [T, projections * width]. br, bk: of a tile of A, rows
-    and inputs.
+    Attributes:
+        width: columns of a projection in `inner` [T, projections * width].
+        br, bk: rows and inputs of a tile of A.
     """
 
     width: int
@@ -340,7 +345,7 @@ def add_adapters(
     if few:
         start(workers + expanders, shrink=True, expand=True)
     else:
-        # Many tokens: who waited would hold places that others need.
+        # With many tokens, waiting programs would occupy multiprocessors that others need.
         start(workers, shrink=True, expand=False)
         start(expanders, shrink=False, expand=True)
     return out

@@ -1,13 +1,13 @@
-"""One row times a weight in 8-bit floats with scales for each 128 inputs; the row is rounded to
-such floats on the way.
+"""GEMV of one row and a weight in 8-bit floats with a scale for each 128 inputs.
 
-To widen 8-bit floats to pairs of 16-bit ones takes one instruction where those are fp16, and is
-exact, for the row too. A program's warps share K: each takes neighbouring groups of 16 weight rows.
-It asks for their weights before the predecessor has ended, then rounds its own share of the row,
-each input once, and keeps it in shared memory with a scale for each group. Programs whose tiles
-take turns ask for the weights that follow while they multiply. A row that is normed first is so as
-by the norm itself: the sum of its squares is a sum over warps, before anything is rounded.
-"""
+The kernel rounds the row to 8-bit floats as well. One instruction widens 8-bit floats to pairs of
+fp16, which is exact for the weights and for the rounded row.
+
+A program's warps share K: each takes neighbouring groups of 16 weight rows. A warp requests its
+weights before the preceding kernel has ended. Then it rounds its own share of the row, each input
+once, and keeps it in shared memory with a scale for each group. Programs that take several tiles
+request the next weights while they multiply. If the row is normed first, a reduction over the warps
+gives the sum of its squares before anything is rounded."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -56,7 +56,7 @@ _SHAPES = (
     (8, 8), (8, 10), (8, 12), (8, 6), (8, 4), (16, 4), (4, 12), (4, 8), (4, 10), (4, 6), (4, 4),
     (2, 8), (2, 6), (2, 4), (2, 2), (1, 4), (1, 2),
 )  # fmt: skip
-"""Warps of a program, and chunks that each has under way."""
+"""Warps of a program, and chunks that each has in flight."""
 _MOST_PARTS = 6
 """Times that many which a row may have."""
 
@@ -131,7 +131,7 @@ def _keep_inputs(
     largest = tl.maximum(tl.abs(even[0]), tl.abs(odd[0]))
     for each in tl.static_range(1, 8):
         largest = tl.maximum(largest, tl.maximum(tl.abs(even[each]), tl.abs(odd[each])))
-    # Of numbers that are not negative, bits have the same order.
+    # Bits of non-negative floats have the same order as their values.
     bits = largest.to(tl.int32, bitcast=True)
     bits = tl.maximum(bits, of_other_lane(bits, 1))
     bits = tl.maximum(bits, of_other_lane(bits, 2))
@@ -186,11 +186,17 @@ def block_gemv_kernel(
     LOOP: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_RES: tl.constexpr, PDL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [N] of x [K] and w [N, K / 4 words] (gated: twice as many rows), 16 weight rows a
-    tile, one tile a program, or with LOOP every so many.
+    """Computes y [N] of x [K] and w [N, K / 4 words]; a gated layer has 2 N weight rows.
 
-    x_ptr, g_ptr: int32 pairs of bf16 numbers. stride_wn: in words. COUNT: chunks of a warp that are
-    under way, of PARTS times as many."""
+    A tile is 16 weight rows. Grid: one program a tile, or with LOOP fewer programs, each of which
+    takes every so many tiles.
+
+    Args:
+        x_ptr, g_ptr: int32 pairs of bf16 inputs and norm weights.
+        stride_wn: words from a weight row to the next.
+        COUNT: chunks that a warp has in flight.
+        PARTS: a warp has PARTS times COUNT chunks.
+    """
     if PDL:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -308,8 +314,13 @@ def block_gemv_kernel(
 
 
 class BlockPlan(NamedTuple):
-    """warps: of a program. count: chunks that each has under way. programs: that share the tiles;
-    0: as many as tiles."""
+    """One way to run `block_gemv`.
+
+    Attributes:
+        warps: warps of a program.
+        count: chunks that each warp has in flight.
+        programs: programs that share the tiles; 0: one program a tile.
+    """
 
     warps: int
     count: int
@@ -317,8 +328,8 @@ class BlockPlan(NamedTuple):
 
 
 def plans_of(args: LinearArgs) -> list[BlockPlan]:
-    """Returns plans in which warps share all chunks evenly, that of a sweep over an 8B model's
-    layers first."""
+    """Returns plans in which warps share all chunks evenly; the winner of a sweep over an 8B
+    model's layers is first."""
     chunks, sms = args.k // (4 * CHUNK_WORDS), traits(args.x.device).num_sms
     tiles, found = _tiles(args), []
     for warps, count in _SHAPES:
@@ -333,8 +344,8 @@ def plans_of(args: LinearArgs) -> list[BlockPlan]:
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: one row in bf16, 8-bit floats with scales for each 128
-    inputs, of x too."""
+    """Whether the kernel serves a layer: one row in bf16, and 8-bit floats with a scale for each
+    128 inputs, for x too."""
     weight, x, norm = args.weight, args.x, args.norm
     form, values, scales = weight.format, weight.values, weight.scales
     if form.values != torch.float8_e4m3fn or form.inputs != "group" or form.group != _GROUP:
@@ -364,7 +375,7 @@ def _tiles(args: LinearArgs) -> int:
 
 
 def block_gemv(args: LinearArgs, out: Tensor, plan: BlockPlan, *, pdl: bool) -> Launch:
-    """`args`, whose x has one row, into `out` [1, N]."""
+    """Writes the layer `args`, whose x has one row, to `out` [1, N]."""
     weight, norm, res, x = args.weight, args.norm, args.residual, args.x
     assert weight.scales is not None
     words, pairs = weight.values.view(torch.int32), x.view(torch.int32)

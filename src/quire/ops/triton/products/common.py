@@ -26,7 +26,8 @@ __all__ = [
 
 @triton.jit
 def wait_for_predecessor(EAGER: tl.constexpr):
-    """Before this only weights may be read: the predecessor may still be writing x."""
+    """Waits for the preceding kernel. Before this only weights may be read, because the predecessor
+    may still be writing x."""
     gdc_wait()
     if not EAGER:
         gdc_launch_dependents()
@@ -34,11 +35,11 @@ def wait_for_predecessor(EAGER: tl.constexpr):
 
 @triton.jit
 def tile_rows(pid, N, BN: tl.constexpr, GLU: tl.constexpr):
-    """Weight rows of output tile `pid`: [BN], or [2 BN] with gate and up rows alternating.
+    """Returns the weight rows of output tile `pid`: [BN], or [2 BN] with gate and up rows
+    alternating.
 
-    Rows behind the last are clamped to it: loading a row twice costs less than a mask, and what is
-    computed from it is not stored.
-    """
+    Rows past the last are clamped to it, because loading a row twice costs less than a mask. Their
+    results are not stored."""
     if GLU:
         r = tl.arange(0, 2 * BN)
         rows = tl.minimum(pid * BN + r // 2, N - 1) + (r % 2) * N
@@ -65,7 +66,8 @@ def norm_weight(g_ptr, k, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def normalise(x, scale, g, dtype: tl.constexpr, g_dtype: tl.constexpr):
-    """Returns fp32 x * scale * g, rounded where `ops.rms_norm` rounds. g_dtype: of the weights."""
+    """Returns fp32 x * scale * g, rounded where `ops.rms_norm` rounds. g_dtype is the dtype of the
+    weights."""
     return ((x * scale).to(g_dtype).to(tl.float32) * g).to(dtype).to(tl.float32)
 
 
@@ -83,10 +85,10 @@ def finish(y, SHAPE: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(w_ptr, rows, stride_wn, k_begin, k_end):
-    """Ask for columns [k_begin, k_end) of the given weight rows to be brought into L2.
+    """Prefetches columns [k_begin, k_end) of the given weight rows into L2.
 
-    One instruction per 128-byte line; nothing waits for it. Columns behind the end are clamped.
-    """
+    It takes one instruction per 128-byte line, and waits for none. Columns past the end are
+    clamped."""
     LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, 32) * LINE
     base = w_ptr + rows.to(tl.int64)[:, None] * stride_wn

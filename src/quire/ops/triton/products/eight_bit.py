@@ -1,8 +1,7 @@
-"""Matrix products of inputs and weights that are both in 8 bits, for many rows.
+"""Matrix products of 8-bit inputs and 8-bit weights, for many rows.
 
-int8 products are summed in int32, exactly; those of 8-bit floats in fp32. Scales apply to the sums:
-to the whole one, or, where groups of inputs have scales, to that of each group.
-"""
+int8 products are summed in int32, exactly; products of 8-bit floats in fp32. Scales apply to sums:
+to the whole sum, or to the sum of each group of inputs that has a scale."""
 
 from __future__ import annotations
 
@@ -18,12 +17,12 @@ from quire.ops.triton.launch import launch, options, traits
 from quire.ops.triton.products.common import load_k, tile_rows, wait_for_predecessor
 from quire.ops.triton.products.plan import LinearArgs
 from quire.ops.triton.products.round_inputs import quantize_inputs
-from quire.ops.triton.products.skinny import meet, store_tile
+from quire.ops.triton.products.skinny import reduce_split_k, store_tile
 from quire.ops.triton.products.small import default_workspace
 from quire.ops.weight import Weight
 
 _LIBRARY_ROWS = 128
-"""Rows up to which the kernel here, with all that is behind the product, is as fast as cuBLAS."""
+"""Up to this number of rows the kernel here, with its epilogue, is as fast as cuBLAS."""
 _LONG = 8192
 """Inputs from which on two programs of a multiprocessor share them rather than one."""
 _MOST_SPLITS = 4
@@ -32,8 +31,12 @@ _BAND = 8
 
 
 class EightBitTile(NamedTuple):
-    """A program's share of the result, and how it is computed. bn: weight rows, and as many gates
-    where the layer is gated. splits: programs that share a tile's inputs, each a run of them."""
+    """The tile of a program, and how many programs share its K.
+
+    Attributes:
+        bn: weight rows; a gated layer has as many gate rows besides.
+        splits: programs that share a tile's inputs, each a run of them (split-K).
+    """
 
     bm: int
     bn: int
@@ -51,9 +54,15 @@ def eight_bit_kernel(
     EVEN_K: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, GROUP: tl.constexpr,
     INTEGERS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). x_scale_ptr: [M, 1] or
-    [M, groups]; w_scale_ptr: [N, 1] or [N, groups]. share: inputs of a split. Grid: tiles of the
-    result, in bands; splits."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
+
+    Grid: tiles of the result, in bands; splits.
+
+    Args:
+        x_scale_ptr: [M, 1] or [M, groups].
+        w_scale_ptr: [N, 1] or [N, groups].
+        share: inputs of a split.
+    """
     R: tl.constexpr = 2 * BN if GLU else BN
     SUM: tl.constexpr = tl.int32 if INTEGERS else tl.float32
     tiles_m = tl.cdiv(M, BM)
@@ -94,7 +103,9 @@ def eight_bit_kernel(
     last = True
     if SPLIT:
         part, parts = tl.program_id(1), tl.num_programs(1)
-        acc, last = meet(acc, parts_ptr, counters_ptr, tl.program_id(0), part, parts, BM, R)
+        acc, last = reduce_split_k(
+            acc, parts_ptr, counters_ptr, tl.program_id(0), part, parts, BM, R
+        )
     if last:
         y = acc.to(tl.float32)
         if GROUP == 0:
@@ -150,8 +161,10 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def _library_takes(args: LinearArgs) -> bool:
-    """Whether cuBLAS multiplies a weight: 8-bit floats with a scale for each output, and so many
-    rows that what it leaves to other kernels costs less than it gains."""
+    """Whether cuBLAS multiplies a weight.
+
+    It does for 8-bit floats with one scale per output, and for enough rows: there its gain exceeds
+    the cost of the separate kernels around it."""
     weight = args.weight
     assert weight.scales is not None
     floats = weight.dtype == torch.float8_e4m3fn and not weight.format.group
@@ -163,10 +176,12 @@ def _library_takes(args: LinearArgs) -> bool:
 def eight_bit_gemm(
     q: Tensor, scales: Tensor, args: LinearArgs, tile: EightBitTile, pdl: bool | None = None
 ) -> Tensor:
-    """Returns y [T, N] of inputs in 8 bits, see `LinearArgs`, whose x gives the dtype alone.
+    """Returns y [T, N] of inputs in 8 bits.
 
-    q: [T, inputs] in the dtype of the weight. scales: fp32 [T, 1] or [T, groups], or [1, 1] of all
-    rows.
+    Args:
+        q: [T, inputs], in the dtype of the weight.
+        scales: fp32 [T, 1] or [T, groups], or [1, 1] for all rows.
+        args: the layer; its x gives the dtype of y only.
     """
     rows, n, k = len(q), args.n, args.k
     weight, res = args.weight, args.residual

@@ -1,11 +1,10 @@
-"""One to four rows times a weight matrix: each program streams a few weight rows once.
+"""GEMV of one to four rows: each program streams a few weight rows once.
 
-At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so what counts is
-keeping that read going. With programmatic dependent launch a program loads its first tile into
-registers, and asks for the rest into L2, before waiting for its predecessor; where a tile spans all
-of K, nothing but x is left to fetch after the wait. Longer rows go tile by tile, the next one under
-way in registers (`stages` 1) or several in shared memory.
-"""
+At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so the kernel must
+keep that read going. With programmatic dependent launch a program loads its first tile into
+registers, and prefetches the rest into L2, before it waits for its predecessor. Where a tile spans
+all of K, only x is left to fetch after the wait. Longer rows go tile by tile. The next tile is in
+flight in registers (`stages` 1), or several are in shared memory."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -101,7 +100,9 @@ def gemv_kernel(
     APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K], M <= MB, and w [N, K] (gated: [2 N, K]), one tile of outputs
-    per program. For w, w_scale_ptr and w_zero_ptr see `Operands`."""
+    per program.
+
+    For w, w_scale_ptr and w_zero_ptr see `Operands`."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)

@@ -1,5 +1,5 @@
-"""Products of more than a few rows with weights and inputs in 8-bit floats that have scales for
-each 128 inputs, on Hopper cards: the launch of `hopper_blocks_kernel.py`."""
+"""Launches `hopper_blocks_kernel.py`: products in 8-bit floats with a scale for each 128 inputs, on
+Hopper cards, for more than a few rows."""
 
 from __future__ import annotations
 
@@ -22,13 +22,18 @@ INPUTS = 128
 _ROWS = 128
 """Weight rows of a tile."""
 _SHARED = 166 << 10
-"""Bytes of shared memory for the ring; the outputs' way through it takes the rest."""
+"""Bytes of shared memory for the ring; the staging of outputs takes the rest."""
 _BUSY = 0.7
 """Tiles of a multiprocessor from which on each program has whole ones."""
 
 
 class BlockTile(NamedTuple):
-    """bn: rows of x. shared: programs share tiles, else each has whole ones."""
+    """The tile of a program.
+
+    Attributes:
+        bn: rows of x.
+        shared: programs share tiles; otherwise each program has whole tiles.
+    """
 
     bn: int
     shared: bool
@@ -40,7 +45,7 @@ class BlockTile(NamedTuple):
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: 8-bit floats with scales for each 128 inputs, of x too,
+    """Whether the kernel serves a layer: 8-bit floats with a scale for each 128 inputs, for x too,
     and rows that TMA takes."""
     weight, values = args.weight, args.weight.values
     form, scales = weight.format, weight.scales
@@ -55,8 +60,9 @@ def takes(args: LinearArgs) -> bool:
 
 
 def tile_for(rows: int, args: LinearArgs) -> BlockTile:
-    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers: as large
-    as leaves few multiprocessors without one, else one that programs share."""
+    """Returns the tile of a product of `rows` rows, from a sweep over an 8B model's layers.
+
+    It is the largest tile that leaves few multiprocessors idle, else a tile that programs share."""
     most = min(max(32, triton.next_power_of_2(rows)), 128)
     enough = _BUSY * traits(args.x.device).num_sms
     for bn in (most, max(32, most // 2)):
@@ -66,8 +72,10 @@ def tile_for(rows: int, args: LinearArgs) -> BlockTile:
 
 
 def programs_for(tile: BlockTile, args: LinearArgs) -> int:
-    """Returns the number of programs. Where each tile is shared by two or more, all tiles are cut
-    alike: a program then has a share of one tile only."""
+    """Returns the number of programs.
+
+    Where two or more programs share each tile, all tiles are cut alike: a program then has a share
+    of one tile only."""
     most, tiles = traits(args.x.device).num_sms, _tiles(len(args.x), tile.bn, args)
     if not tile.shared:
         return min(most, tiles)
@@ -94,10 +102,13 @@ def hopper_blocks(
     q: Tensor, scales: Tensor, args: LinearArgs, out: Tensor, tile: BlockTile, counters: Tensor,
     programs: int, *, pdl: bool,
 ) -> Launch:  # fmt: skip
-    """`args` with x as it was rounded, see `quantize_inputs`, into `out` [M, N].
+    """Writes the layer `args` to `out` [M, N], for x as `quantize_inputs` rounded it.
 
-    q: 8-bit floats [M, K]. scales: fp32 [M, K / 128], neighbours in M side by side. counters:
-    int32, zero between kernels, two for each program."""
+    Args:
+        q: 8-bit floats [M, K].
+        scales: fp32 [M, K / 128]; neighbours in M are adjacent in memory.
+        counters: int32, two for each program, zero between kernels.
+    """
     weight, res, n = args.weight, args.residual, args.n
     assert weight.scales is not None
     m_tiles, n_tiles = triton.cdiv(len(q), tile.bn), triton.cdiv(weight.outputs, _ROWS)

@@ -1,17 +1,16 @@
-"""The kernel of `hopper_blocks.py`: inputs and weights in 8-bit floats, with scales for each 128
-inputs, by wgmma.
+"""The kernel of `hopper_blocks.py`: wgmma on 8-bit floats with a scale for each 128 inputs.
 
-A tile is some weight rows, which are the left operand, by BN rows of x. One warp copies both and
-the scales of x by TMA to a ring in shared memory, ahead of two warpgroups that share the weight
-rows. The product of a chunk of 128 inputs goes to registers of its own; times the scales of its
-inputs and weights it is added to the sums in fp32. While one warpgroup scales and adds, the tensor
-cores work for the other. Of a gated layer, a tile's weight rows are 8 gate rows, their 8 up rows,
-and so on, so that a thread has sums of both.
+A tile is some weight rows, the left operand, by BN rows of x. One warp copies both and the scales
+of x by TMA to a ring in shared memory. It runs ahead of two warpgroups that share the weight rows.
+The product of a chunk of 128 inputs goes to its own registers. It is multiplied by the scales of
+its inputs and weights and added to the accumulator in fp32. While one warpgroup scales and adds,
+the tensor cores work for the other. In a gated layer a tile's weight rows are 8 gate rows, their 8
+up rows, and so on, so that a thread has sums of both.
 
-Where tiles are few, programs share all tiles' inputs evenly: each has a run of chunks, which may
-begin and end within a tile, and sums meet as those of `hopper_gemm_kernel.py` do. Else each has
-whole tiles, those at the same time close to each other, so that they find operands in L2.
-"""
+Where tiles are few, programs share all tiles' inputs evenly (stream-K): each has a run of chunks,
+which may begin and end within a tile. `reduce_split_k` of `hopper_gemm_kernel.py` adds their sums.
+Otherwise each program has whole tiles. Tiles that run at the same time are close to each other, so
+that they find operands in L2."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,7 +35,7 @@ from quire.ops.triton.products.hopper_gemm_kernel import (
     activate,
     begin_of,
     halves,
-    meet,
+    reduce_split_k,
     stored_rows,
 )
 
@@ -71,7 +70,7 @@ def _tile(place, SHARED: gl.constexpr):
 
 @gluon.jit
 def _where(tile, m_tiles, n_tiles):
-    """Returns a tile's number among those of outputs and among those of rows of x."""
+    """Returns a tile's index along the outputs and along the rows of x."""
     band = tile // (BAND * n_tiles)
     inside = tile % (BAND * n_tiles)
     height = gl.minimum(m_tiles - band * BAND, BAND)
@@ -94,9 +93,10 @@ def _run(chunks, total, SHARED: gl.constexpr):
 
 @gluon.jit
 def _span(position, end, chunks, m_tiles, n_tiles, SHARED: gl.constexpr):
-    """Returns of a position's tile the number among those of outputs and among those of rows of x,
-    where its chunks begin, and where those up to `end` end. Divisions take as long as a chunk's
-    products."""
+    """Returns the tile of a position as two indices, along outputs and rows of x, and its chunks.
+
+    The chunks are given as a first one and an end, which is at most `end`. Divisions take as long
+    as a chunk's products."""
     place = position // chunks
     nt, mt = _where(_tile(place, SHARED), m_tiles, n_tiles)
     start = place * chunks
@@ -134,7 +134,7 @@ def _produce(
     BN: gl.constexpr, STAGES: gl.constexpr, SHARED: gl.constexpr,
     GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's chunks take, as soon as there is room."""
+    """Copies the operands of the program's chunks as soon as the ring has room."""
     BYTES: gl.constexpr = (BN + CONSUMERS * ROWS) * INPUTS + BN * 4
     begin, end = _run(chunks, total, SHARED)
     # Weights do not depend on the predecessor.
@@ -167,8 +167,8 @@ def _produce(
 
 @gluon.jit
 def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr):
-    """Stores y [outputs, rows of x] at outputs from `col` on, through shared memory: neighbouring
-    outputs of a row lie side by side."""
+    """Stores y [outputs, rows of x] at outputs from `col` on, through shared memory. Neighbouring
+    outputs of a row are then adjacent."""
     OUTPUTS: gl.constexpr = y.shape[0]
     BN: gl.constexpr = y.shape[1]
     layout: gl.constexpr = _lines(OUTPUTS)
@@ -178,7 +178,7 @@ def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.const
     mask = (ms < M)[:, None] & (cols < N)[None, :]
     m64 = ms.to(gl.int64)[:, None]
     if RES:
-        # Rounded once: sums meet the residual in fp32.
+        # The sums are rounded once: they are added to the residual in fp32.
         added = gl.load(res_ptr + (m64 * stride_rm + cols[None, :]), mask=mask, other=0.0)
         z = gl.convert_layout(gl.permute(y, (1, 0)), layout)
         z = (z + added.to(gl.float32)).to(kind)
@@ -192,7 +192,7 @@ def _finish(
     sums, row, mt, pointers, sizes, strides, GLU: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, RES: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Ends sums of weight rows from `row` on and stores them: bias, activation and residual."""
+    """Epilogue of weight rows from `row` on: adds bias, activation and residual, and stores."""
     bias_ptr, res_ptr, y_ptr = pointers
     M, N = sizes
     _, stride_rm, stride_ym = strides
@@ -211,7 +211,7 @@ def _finish(
 
 @gluon.jit
 def _multiply(x_tiles, w_tiles, full, chunk, product, STAGES: gl.constexpr, WHICH: gl.constexpr):
-    """Begins the product of a chunk, as soon as it is there."""
+    """Starts the product of a chunk, as soon as the chunk has arrived."""
     stage = chunk % STAGES
     mbarrier.wait(full.index(stage), chunk // STAGES & 1)
     x = x_tiles.index(stage).permute((1, 0))
@@ -250,8 +250,9 @@ def _consume(
         rows = stored_rows(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), N, GLU)
         scales = w_scale_ptr + rows * strides[0] - start
         sums = gl.zeros([ROWS, BN], gl.float32, layout)
-        # Two chunks a round, and none is under way between rounds: the assembler would wait for
-        # each single instruction. If they are odd, the first is by itself.
+        # A round takes two chunks, and none is in flight between rounds: otherwise the
+        # assembler would wait for each single instruction. If the number of chunks is odd,
+        # the first goes alone.
         if (until - position) % 2 == 1:
             own = gl.load(scales + position)
             chunk = position - begin
@@ -276,7 +277,7 @@ def _consume(
             sums = _add(sums, b, own_b, s_tiles, empty, chunk + 1, STAGES)
         if SHARED:
             sums = gl.convert_layout(sums, sums_layout(BN), assert_trivial=True)
-            sums, whole = meet(
+            sums, whole = reduce_split_k(
                 sums, start // chunks, chunks, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
             )
             if whole:
@@ -298,10 +299,17 @@ def multiply_blocks(
     GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr, RES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight
-    rows for each of CONSUMERS warpgroups, and BN rows of x. s_desc: scales of x, [K / 128,
-    M]. w_scale_ptr: [outputs, K / 128]. total: chunks of all tiles. SHARED: programs share tiles.
-    w_desc: rows; of a gated layer, [N / 8, gate or up, 8, K]."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
+
+    A tile is ROWS weight rows for each of CONSUMERS warpgroups, by BN rows of x.
+
+    Args:
+        s_desc: scales of x, [K / 128, M].
+        w_desc: weight rows; of a gated layer, [N / 8, gate or up, 8, K].
+        w_scale_ptr: [outputs, K / 128].
+        total: chunks of all tiles.
+        SHARED: programs share tiles.
+    """
     kind: gl.constexpr = x_desc.dtype
     TILE: gl.constexpr = CONSUMERS * ROWS
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 8, 2)
@@ -331,7 +339,7 @@ def multiply_blocks(
     copying: gl.constexpr = (BN, STAGES, SHARED, GLU, PDL)
     first: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 0)
     second: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 1)
-    # What the copying warp does not need of the registers goes to the others.
+    # The copying warp gives registers that it does not need to the others.
     gl.warp_specialize(
         [
             (_consume, joined(work, first)), (_consume, joined(work, second)),

@@ -1,5 +1,5 @@
-"""Products of more than a few rows with weights of 4 and 8 bits on Hopper cards: the launch of
-`hopper_gemm_kernel.py`."""
+"""Launches `hopper_gemm_kernel.py`: weights of 4 and 8 bits on Hopper cards, for more than a few
+rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PART = 64
 _WORDS = 32
 """Words of a weight row in a step."""
 _CHUNK = 128
-"""Inputs that share a scale, or a divisor of those that do."""
+"""Inputs that share a scale, or a divisor of that number."""
 _MOST_ROWS = 512
 """Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
 _TOGETHER = 8
@@ -38,7 +38,12 @@ _SHARED = 226 << 10
 
 
 class HopperTile(NamedTuple):
-    """groups: warpgroups that multiply, 2 or 3. bn: rows of x."""
+    """The tile of a program.
+
+    Attributes:
+        groups: warpgroups that multiply, 2 or 3.
+        bn: rows of x.
+    """
 
     groups: int
     bn: int
@@ -49,17 +54,17 @@ class HopperTile(NamedTuple):
         return self.groups * _ROWS
 
     def stages(self, bits: int) -> int:
-        """Returns the number of steps under way."""
+        """Returns the number of steps in flight."""
         return min(8, _SHARED // (self.bn * step_inputs(bits) * 2 + self.rows * _WORDS * 4))
 
 
 def _four_bits(dtype: torch.dtype) -> str:
-    """Returns instructions for words $8 and $9 of a row: of each, pairs of values 4 places apart.
+    """Returns instructions that unpack words $8 and $9 of a row to pairs of values 4 places apart.
 
-    Bits that are a subnormal bf16, or of the lowest exponent, are whole numbers times 2^-133: the
-    zero is subtracted without rounding, and the scale is the one rounding. Factors for bits as they
-    are and for those 4 places further are $10 and $11, zeros $12 and $13. fp16 has no room for such
-    factors: values go to the mantissa of 1024, which zeros include."""
+    As a bf16 of the lowest exponent or a subnormal one, 4 bits are a whole number times 2^-133.
+    Subtracting the zero does not round; multiplying by the scale rounds once. $10 and $11 are the
+    factors for bits in place and for bits 4 places further, $12 and $13 the zeros. fp16 has no room
+    for such factors. There the bits go to the mantissa of 1024, which the zeros include."""
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
         for place in range(4):
@@ -79,9 +84,10 @@ def _four_bits(dtype: torch.dtype) -> str:
 
 
 def _integers(dtype: torch.dtype) -> str:
-    """Returns instructions for words $4 and $5: of each, pairs of bytes 2 places apart.
+    """Returns instructions that unpack words $4 and $5 to pairs of bytes 2 places apart.
 
-    Signed bytes plus 128 are numbers as those of 4 bits. The factor is $6, 128 the zero $7."""
+    Signed bytes plus 128 become numbers in the way 4-bit integers do. The factor is $6; the zero,
+    128, is $7."""
     above = "0" if dtype == torch.bfloat16 else "0x64646464"
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
@@ -95,8 +101,10 @@ def _integers(dtype: torch.dtype) -> str:
 
 
 def _floats(dtype: torch.dtype) -> str:
-    """Returns the same for 8-bit floats, whose exponent and mantissa move to their places: the
-    difference of the exponents' biases is part of the factor."""
+    """Returns instructions that unpack 8-bit floats.
+
+    Exponent and mantissa are shifted into place; the factor includes the difference of the
+    exponents' biases."""
     shift, mask = (4, "0x07F007F0") if dtype == torch.bfloat16 else (1, "0x3F803F80")
     lines = ["{", ".reg .b32 t, high;"]
     for word in range(2):
@@ -120,20 +128,21 @@ INSTRUCTIONS = {
     )
     for dtype in TYPES
 }  # fmt: skip
-"""By the dtype of stored values and that of x."""
+"""Instructions by the dtype of stored values and the dtype of x."""
 
 
 def factor_of(values: torch.dtype, dtype: torch.dtype) -> float:
-    """Returns the factor of scales that makes weights of what instructions have unpacked, less what
-    inputs are multiplied by."""
+    """Returns the factor of a weight's scales that undoes unpacking and the lift of the inputs."""
     if dtype == torch.bfloat16:
         return 2.0 ** (120 if values.is_floating_point else 133) / LIFT
     return 2.0**8 if values.is_floating_point else 1.0
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: words of 4-bit integers, of bytes or of 8-bit floats,
-    whole chunks of inputs and of groups, rows that TMA takes, and not too many of x."""
+    """Whether the kernel serves a layer.
+
+    It serves words of 4-bit integers, bytes and 8-bit floats. K must be whole chunks and whole
+    groups, TMA must take the rows, and x must not have too many."""
     weight, dtype = args.weight, args.x.dtype
     form, values, scales = weight.format, weight.values, weight.scales
     if form.code != "integer" or form.ordered or weight.first or scales is None:
@@ -157,8 +166,10 @@ def _tiles(tile: HopperTile, args: LinearArgs) -> int:
 
 
 def tile_for(args: LinearArgs) -> HopperTile:
-    """Returns the tile of a product, by a sweep over an 8B model's layers: three groups where each
-    program then has whole tiles, since sums that meet take 3 to 8 µs."""
+    """Returns the tile of a product, from a sweep over an 8B model's layers.
+
+    It has three groups if each program then has whole tiles, because adding sums of several
+    programs takes 3 to 8 µs."""
     bn = min(max(16, triton.next_power_of_2(len(args.x))), 128)
     wide = HopperTile(3, bn)
     whole = _tiles(wide, args) % programs_for(wide, args) == 0
@@ -166,8 +177,10 @@ def tile_for(args: LinearArgs) -> HopperTile:
 
 
 def programs_for(tile: HopperTile, args: LinearArgs) -> int:
-    """Returns the number of programs: so many that each tile has as many, or each has whole tiles,
-    unless that leaves many multiprocessors without; then one for each of these."""
+    """Returns the number of programs.
+
+    Each tile gets equally many programs, or each program gets whole tiles. If that leaves many
+    multiprocessors idle, there is one program for each multiprocessor."""
     most = traits(args.x.device).num_sms
     tiles = _tiles(tile, args)
     if 2 * tiles <= most:
@@ -195,10 +208,13 @@ def _bits(args: LinearArgs) -> int:
 def hopper_gemm(
     args: LinearArgs, out: Tensor, tile: HopperTile, counters: Tensor, programs: int, *, pdl: bool
 ) -> Launch:
-    """`args`, whose x is in the order of `order_inputs` and has no norm, into `out` [M, N].
+    """Writes the layer `args` to `out` [M, N]; x is in the order of `order_inputs` and has no norm.
 
-    counters: int32, zero between kernels, one for each warpgroup of all programs. programs: at most
-    as many as multiprocessors, for those of a tile wait for each other."""
+    Args:
+        counters: int32, one for each warpgroup of all programs, zero between kernels.
+        programs: at most one for each multiprocessor, because the programs of a tile wait for each
+            other.
+    """
     x, own, res, n = args.x, Operands(args.weight), args.residual, args.n
     bits, stored = _bits(args), args.weight.format.values
     words = args.weight.values.view(torch.int32)

@@ -1,18 +1,17 @@
-"""The kernel of `hopper_gemm.py`: weights of 4 and 8 bits by wgmma, whose left operand they are.
+"""The kernel of `hopper_gemm.py`: wgmma with weights of 4 or 8 bits as the left operand.
 
 A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
-ring in shared memory, 32 words of a row at a time, ahead of two or three warpgroups that share the
-weight rows. A thread reads from there the words that hold its part of the left operand, and unpacks
-64 inputs into registers where the instruction takes them, while the tensor cores multiply the 64
-before. The right operand are inputs in the order that makes this so, see `order_inputs`. Of a gated
-layer, a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums
-of both.
+ring in shared memory, 32 words of a row at a time. It runs ahead of two or three warpgroups that
+share the weight rows. A thread reads the words of its part of the left operand from there. It
+unpacks 64 inputs into the registers of the instruction while the tensor cores multiply the previous
+64. The right operand is x in the order that makes this possible, see `order_inputs`. In a gated
+layer a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums of
+both.
 
-Where each tile has as many programs, they wait for each other's sums, which go through a workspace;
-each adds those of some rows of x, in order, and stores them. Else programs share all tiles' inputs
-evenly: each has a run of steps, which may begin and end within a tile, and the last to arrive adds
-a tile's sums.
-"""
+Where each tile has equally many programs, they exchange their sums through a workspace. Each adds
+the sums of some rows of x, in order, and stores them. Otherwise programs share all tiles' inputs
+evenly (stream-K): each has a run of steps, which may begin and end within a tile. The last program
+to arrive adds a tile's sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -38,12 +37,14 @@ ROWS = gl.constexpr(64)
 WORDS = gl.constexpr(32)
 """Words of 32 bits of a weight row in a step: 128 bytes, the width of the swizzle."""
 PART = gl.constexpr(64)
-"""Inputs that are unpacked at a time: with more, two parts and the sums would not fit."""
+"""Inputs that are unpacked at a time. With more, two parts and the sums would not fit the
+registers."""
 
 
 @gluon.constexpr_function
 def _lot_layout() -> gl.DistributedLinearLayout:
-    """Each thread has eight neighbouring words of two rows: no two of a load are in one bank."""
+    """Returns a layout in which each thread has eight neighbouring words of two rows, without bank
+    conflicts."""
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 4], [8, 0]],
         [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -67,7 +68,8 @@ def parts_of(bits: int) -> int:
 
 @gluon.constexpr_function
 def _part_layout(bits: int) -> gl.DistributedLinearLayout:
-    """Each thread has a part's words, 2 or 4, of two rows, of [rows, threads of four, words]."""
+    """Returns the layout of a part, [rows, threads of four, words]: each thread has 2 or 4 words of
+    two rows."""
     more = [[0, 0, 2]] if bits == 8 else []
     return gl.DistributedLinearLayout(
         [[0, 0, 1], *more, [8, 0, 0]],
@@ -109,7 +111,7 @@ def _parts(tiles, tile, BITS: gl.constexpr):
 
 @gluon.jit
 def _keep_order():
-    """Does nothing, in what looks like a loop: the assembler moves no arithmetic across loops."""
+    """Does nothing, but looks like a loop: the assembler moves no arithmetic across loops."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred again;
@@ -173,7 +175,7 @@ def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr, BITS: gl.cons
 
 @gluon.jit
 def _owner(position, total, programs):
-    """Returns the program whose run has a position."""
+    """Returns the program whose run contains a position."""
     return (((position + 1).to(gl.int64) * programs - 1) // total).to(gl.int32)
 
 
@@ -191,7 +193,7 @@ def _first_row(nt, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def stored_rows(rows, N, GLU: gl.constexpr):
-    """Returns where rows of tiles are stored; rows behind the last stand for it."""
+    """Returns the weight rows of tiles; rows past the last are clamped to it."""
     if GLU:
         rows = gl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows // 8 % 2 * N
     else:
@@ -234,8 +236,8 @@ def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.co
 
 @gluon.jit
 def _next(nt, mt, step, m_tiles, steps):
-    """Returns the step behind one, of the next tile where a tile ends. Divisions would take as long
-    as a step's copies."""
+    """Returns the next step, of the next tile where a tile ends. Divisions would take as long as a
+    step's copies."""
     step += 1
     ended = step == steps
     step = gl.where(ended, 0, step)
@@ -257,7 +259,7 @@ def _produce(
     CONSUMERS: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, BITS: gl.constexpr,
     GLU: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's steps take, as soon as there is room."""
+    """Copies the operands of the program's steps as soon as the ring has room."""
     BYTES: gl.constexpr = BN * step_inputs(BITS) * 2 + CONSUMERS * ROWS * WORDS * 4
     programs = gl.num_programs(0)
     begin = begin_of(gl.program_id(0), total, programs)
@@ -291,7 +293,8 @@ def _produce(
 
 @gluon.jit
 def _slot(program, behind, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
-    """Returns where a warpgroup's sums of a tile go: of the program's first, or that behind it."""
+    """Returns the slot of a warpgroup's sums of a tile: its program's first tile's, or with
+    `behind` its next one's."""
     return (2 * program + behind) * CONSUMERS + WHICH
 
 
@@ -304,18 +307,20 @@ def _at(ptr, slot, BN: gl.constexpr):
 
 @gluon.jit
 def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
-    """Returns a warpgroup's sums, zeros unless `wanted`. Reads past L1, which does not see what
-    other programs wrote."""
+    """Returns a warpgroup's sums, or zeros unless `wanted`.
+
+    The load bypasses L1, which does not see other programs' writes."""
     return gl.load(_at(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
-def meet(
+def reduce_split_k(
     sums, tile, chunks, total, parts_ptr, counters_ptr, CONSUMERS: gl.constexpr, BN: gl.constexpr,
     WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
-    others' are not whole."""
+    """Returns a tile's sums over its programs, and whether they are complete.
+
+    Only the last program to arrive has the complete sums."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first = _owner(tile * chunks, total, programs)
@@ -324,12 +329,13 @@ def meet(
     if count > 1:
         behind = begin_of(program, total, programs) // chunks != tile
         gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
-        barrier()  # all are written before the one atomic that says so
+        barrier()  # All parts are written before the one atomic that signals them.
         counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = begin_of(first, total, programs) // chunks != tile
-            # Where registers suffice, two at a time: a load takes longer than all sums.
+            # Where registers suffice, two loads are in flight, because a load takes
+            # longer than all sums.
             PAIRS: gl.constexpr = CONSUMERS == 2 or BN <= 32
             sums = _load_sums(parts_ptr, _slot(first, behind, CONSUMERS, WHICH), True, BN)
             for other in range(first + 1, first + count, 2 if PAIRS else 1):
@@ -399,7 +405,7 @@ def _finish(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of sums and stores it: scales of outputs, bias, activation and residual."""
+    """Epilogue of a tile: applies scales of outputs, bias, activation and residual, and stores."""
     scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
     _, stride_rm, stride_ym = strides
@@ -433,15 +439,15 @@ def _finish_together(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of TOGETHER programs, which are all under way: there are no more programs than
-    multiprocessors."""
+    """Epilogue of a tile of TOGETHER programs. They all run at once, because there are no more
+    programs than multiprocessors."""
     SLICES: gl.constexpr = min(1 << (TOGETHER.bit_length() - 1), BN // 8)
     COLUMNS: gl.constexpr = BN // SLICES
     _, _, _, _, _, parts_ptr, counters_ptr = pointers
     program = gl.program_id(0)
     own = program % TOGETHER
     gl.store(_at(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
-    barrier()  # all are written before the one atomic that says so
+    barrier()  # All parts are written before the one atomic that signals them.
     counter_ptr = counters_ptr + tile * CONSUMERS + WHICH
     there = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
     while there < TOGETHER:
@@ -471,7 +477,7 @@ def _numbers(
     scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout(BITS)))
     zero = gl.full([ROWS, 4], 1 << BITS - 1, gl.uint8, gl.SliceLayout(2, _part_layout(BITS)))
     if GROUP > 0:
-        # Of a step of 256 inputs, two threads have the first half.
+        # Two threads hold the first half of a step of 256 inputs.
         chunk = 2 * step + threads // 2 if BITS == 4 else step + threads * 0
         group = gl.minimum(chunk // GROUP, groups - 1)
         at = rows[:, None] * stride + group[None, :]
@@ -483,8 +489,8 @@ def _numbers(
 
 @gluon.jit
 def _constants(numbers, dtype: gl.constexpr, FACTOR: gl.constexpr):
-    """Returns what `INSTRUCTIONS` of `hopper_gemm.py` take: factors of places that are even and
-    odd, and zeros. FACTOR: of scales."""
+    """Returns the operands of `INSTRUCTIONS` of `hopper_gemm.py`: factors for even and odd places,
+    and zeros. FACTOR multiplies the scales."""
     scale, zero = numbers
     s0 = (scale.to(gl.float32) * FACTOR).to(dtype)
     if dtype == gl.bfloat16:
@@ -534,8 +540,8 @@ def _consume(
         a = _unpack(parts[0], constants, ASM, BN, BITS)
         for i in range(position, until):
             next_stage, next_phase = _turn(stage, phase, STAGES)
-            # No product is under way from one round to the next: the assembler would wait for each
-            # single one.
+            # No product is in flight from one round to the next: the assembler would
+            # wait for each single one.
             for part in gl.static_range(PARTS):
                 x = x_tiles.index(stage * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(a, x, acc, is_async=True)
@@ -566,7 +572,7 @@ def _consume(
                 RES, APART, TOGETHER, WHICH,
             )  # fmt: skip
         else:
-            sums, whole = meet(
+            sums, whole = reduce_split_k(
                 acc, tile, steps, total, parts_ptr, counters_ptr, CONSUMERS, BN, WHICH
             )
             if whole:
@@ -592,11 +598,16 @@ def multiply_steps(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). A tile is ROWS weight rows for
-    each of CONSUMERS warpgroups, and BN rows of x. GROUP: a group's inputs / 128; 0: each output
-    has one scale, if SCALED. total: steps of all tiles. TOGETHER: programs of each tile; 1: they
-    share all tiles evenly. w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8,
-    words]."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
+
+    A tile is ROWS weight rows for each of CONSUMERS warpgroups, by BN rows of x.
+
+    Args:
+        w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8, words].
+        total: steps of all tiles.
+        GROUP: a group's inputs / 128; 0: each output has one scale, if SCALED.
+        TOGETHER: programs of each tile; 1: programs share all tiles evenly.
+    """
     x_tiles = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * parts_of(BITS), BN, PART], gl.NVMMASharedLayout(128, 16, 2)
     )
@@ -631,7 +642,7 @@ def multiply_steps(
         CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
         TOGETHER, PDL, 2,
     )  # fmt: skip
-    # What the copying warp does not need of the registers goes to the others.
+    # The copying warp gives registers that it does not need to the others.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [

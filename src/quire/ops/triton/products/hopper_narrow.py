@@ -1,12 +1,11 @@
-"""The kernel of `hopper_narrow.py`: few rows of x times weights of 16 bits by TMA and wgmma, whose
-left operand the weights are.
+"""Products of 17 to 32 rows and weights of 16 bits by TMA and wgmma, on Hopper cards.
 
-A tile is 64 weight rows by BN rows of x. One warp copies weights and inputs by TMA to a ring in
-shared memory, ahead of the warpgroup that multiplies.
+A tile is 64 weight rows, the left operand, by BN rows of x. One warp copies weights and inputs by
+TMA to a ring in shared memory, ahead of the warpgroup that multiplies.
 
-Programs share all tiles' inputs evenly: each has a run of chunks, which may begin and end within a
-tile. The sums of a tile's programs meet in a workspace, and the last to arrive adds them in order.
-"""
+Programs share all tiles' inputs evenly (stream-K): each has a run of chunks, which may begin and
+end within a tile. A workspace collects the sums of a tile's programs. The last to arrive adds them
+in order."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def _begin(program, total, programs):
 
 @gluon.jit
 def _owner(position, total, programs):
-    """Returns the program whose run has a position."""
+    """Returns the program whose run contains a position."""
     return ((position + 1) * programs - 1) // total
 
 
@@ -74,7 +73,7 @@ def _produce(
     x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total,
     BN: gl.constexpr, STAGES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Copies what the program's chunks take, as soon as there is room."""
+    """Copies the operands of the program's chunks as soon as the ring has room."""
     X_BYTES: gl.constexpr = BN * INPUTS * 2
     BYTES: gl.constexpr = X_BYTES + ROWS * INPUTS * 2
     programs = gl.num_programs(0)
@@ -83,7 +82,8 @@ def _produce(
     # Weights do not depend on the predecessor.
     first = gl.minimum(end, begin + STAGES)
     if PDL:
-        # Rows behind the last are zeros: this only brings the descriptor to the multiprocessor.
+        # Rows past the last are zeros. This load only brings the descriptor to the
+        # multiprocessor.
         warm = full.index(STAGES)
         mbarrier.expect(warm, X_BYTES)
         load_box(x_desc, [M, 0], warm, x_tiles.index(0))
@@ -105,8 +105,8 @@ def _produce(
 
 @gluon.jit
 def _flat(sums, BN: gl.constexpr):
-    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4], in which a thread has whole rows: it stores
-    and loads 16 bytes at a time."""
+    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4]. A thread then has whole rows, and stores and
+    loads 16 bytes at a time."""
     x = gl.reshape(sums, [ROWS // 16, 2, 8, BN // 8, 4, 2])
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [ROWS * BN // 4, 4])
 
@@ -120,7 +120,8 @@ def _square(flat, BN: gl.constexpr):
 
 @gluon.jit
 def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
-    """Returns where a program's sums of a tile go: of its first, or of that behind it."""
+    """Returns the address of a program's sums of a tile: its first tile's, or with `behind` its
+    next one's."""
     slot = 2 * program + behind
     rows = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
@@ -128,11 +129,12 @@ def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def _meet(
+def _reduce_split_k(
     sums, tile, chunks, total, parts_ptr, counters_ptr, BN: gl.constexpr
 ):  # fmt: skip
-    """Returns the sums of all of a tile's programs, and whether this is the last one to come: the
-    others' are not whole."""
+    """Returns a tile's sums over its programs, and whether they are complete.
+
+    Only the last program to arrive has the complete sums."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     first = _owner(tile * chunks, total, programs)
@@ -144,13 +146,14 @@ def _meet(
         layout: gl.constexpr = flat.type.layout
         behind = (_begin(program, total, programs) // chunks != tile).to(gl.int32)
         gl.store(_at(parts_ptr, program, behind, layout, SIZE), flat)
-        barrier()  # all are written before the one atomic that says so
+        barrier()  # All parts are written before the one atomic that signals them.
         counter_ptr = counters_ptr + first
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = (_begin(first, total, programs) // chunks != tile).to(gl.int32)
-            # Reads past L1, which does not see what other programs wrote. As many at a time as
-            # registers hold: a load takes longer than all sums.
+            # These loads bypass L1, which does not see other programs' writes. As many
+            # are in flight as registers hold, because a load takes longer than all
+            # sums.
             flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
             STEP: gl.constexpr = 2 * SIZE
             last = first + count
@@ -179,7 +182,7 @@ def _residual(nt, mt, M, N, res_ptr, stride_rm, BN: gl.constexpr):
 def _finish(
     y, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN: gl.constexpr, BIAS: gl.constexpr
 ):  # fmt: skip
-    """Ends a tile of sums and stores it: bias and residual."""
+    """Epilogue of a tile: adds bias and residual, and stores."""
     layout: gl.constexpr = sums_layout(BN)
     cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     if BIAS:
@@ -187,7 +190,7 @@ def _finish(
     y = y + added.to(gl.float32)
     ms = mt * BN + gl.arange(0, BN, layout=gl.SliceLayout(0, layout))
     mask = (cols < N)[:, None] & (ms < M)[None, :]
-    # M is few: offsets fit 32 bits.
+    # M is small, so offsets fit 32 bits.
     at = y_ptr + (ms[None, :] * stride_ym + cols[:, None])
     gl.store(at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
@@ -224,7 +227,7 @@ def _consume(
         mbarrier.arrive(empty.index((until - begin - 1) % STAGES), count=1)
         # Asked for before the sums of others are.
         added = _residual(nt, mt, M, N, res_ptr, stride_rm, BN)
-        sums, whole = _meet(acc, tile, chunks, total, parts_ptr, counters_ptr, BN)
+        sums, whole = _reduce_split_k(acc, tile, chunks, total, parts_ptr, counters_ptr, BN)
         if whole:
             _finish(sums, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN, BIAS)
         position = until
@@ -240,8 +243,10 @@ def narrow_kernel(
     M, N, m_tiles, chunks, total, stride_rm, stride_ym,
     BN: gl.constexpr, STAGES: gl.constexpr, BIAS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K], w [N, K] and a residual. A tile is ROWS weight rows by BN rows
-    of x. total: chunks of all tiles. Each chunk in flight is a stage."""
+    """Computes y [M, N] of x [M, K], w [N, K] and a residual.
+
+    A tile is ROWS weight rows by BN rows of x. `total` counts the chunks of all tiles. Each chunk
+    in flight is a stage."""
     dtype: gl.constexpr = x_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, INPUTS], layout)
@@ -263,32 +268,33 @@ def narrow_kernel(
     copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total)
     multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
     copying: gl.constexpr = (BN, STAGES, PDL)
-    # What the copying warp does not need of the registers goes to the others.
+    # The copying warp gives registers that it does not need to the others.
     gl.warp_specialize(
         [(_consume, joined(work, multiplying)), (_produce, joined(copies, copying))], [1], [24]
     )
 
 
-# Products of 17 to 32 rows with weights of 16 bits on Hopper cards: the launch of
-# `hopper_narrow.py`.
+# The launch: products of 17 to 32 rows with weights of 16 bits on Hopper cards.
 
 _ROWS = 64
 """Weight rows of a tile."""
 _INPUTS = 64
 """Inputs of a chunk."""
 _STAGES = 9
-"""Chunks in flight: as many as leave room for a second program on a multiprocessor."""
+"""Chunks in flight: the most that leave room for a second program on a multiprocessor."""
 _REGISTERS = 128
 """The most of a thread, for the same reason."""
 _MOST_PARTS = 5
-"""Programs that share a tile at most: one has to add all their sums."""
+"""The most programs that share a tile, because one of them has to add all their sums."""
 FEWEST, MOST = 17, 32
 """Rows for which this was the fastest within a layer; up to 16 and 64 others are as fast."""
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel is for a layer: 17 to 32 rows, weights of x's 16 bits, in rows that TMA
-    takes, a residual and no norm or activation, and so few outputs that programs share tiles."""
+    """Whether the kernel serves a layer.
+
+    It serves 17 to 32 rows and weights of x's 16 bits, in rows that TMA takes. The layer has a
+    residual and no norm or activation, and so few outputs that programs share tiles."""
     x, values = args.x, args.weight.values
     if not FEWEST <= len(x) <= MOST or args.norm is not None or args.act is not None:
         return False
@@ -300,8 +306,9 @@ def takes(args: LinearArgs) -> bool:
 
 
 def parts_of(args: LinearArgs) -> int:
-    """Returns how many programs share a tile: as many as run at once, each of two chunks or more;
-    0 where there are more tiles."""
+    """Returns how many programs share a tile, or 0 where there are more tiles than programs.
+
+    It is the largest number that runs at once, with two chunks or more for each program."""
     tiles = triton.cdiv(args.n, _ROWS)
     most = min(_MOST_PARTS, triton.cdiv(args.k, _INPUTS) // 2)
     return min(traits(args.x.device).num_sms // tiles, most)
@@ -317,10 +324,12 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def narrow(args: LinearArgs, out: Tensor, parts: int, counters: Tensor, *, pdl: bool) -> Launch:
-    """`args`, which have a residual, but neither norm nor activation, into `out` [M, N].
+    """Writes the layer `args`, with a residual and without norm and activation, to `out` [M, N].
 
-    parts: programs that share a tile. counters: int32, zero between kernels, one for each
-    program."""
+    Args:
+        parts: programs that share a tile.
+        counters: int32, one for each program, zero between kernels.
+    """
     x, values, res = args.x, args.weight.values, args.residual
     if res is None:
         raise ConfigError("the kernel adds a residual", "residual")

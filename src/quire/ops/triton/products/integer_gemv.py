@@ -1,19 +1,19 @@
-"""One to four rows times a weight of 4 or 8 bits: tensor cores multiply integers.
+"""GEMV of one to four rows and a weight of 4 or 8 bits: tensor cores multiply integers.
 
-To make pairs of 16-bit floats of 4 bits takes 28 instructions for 512 weights. To make bytes of
-them takes six: a mask for the even ones, a shift and a mask for the odd ones. So inputs become
-integers too: those of a group, relative to the largest of them, are numbers of 15 bits, and each is
-two bytes, `256 high + low`, which are two columns of the product. `mma.sync` (m16n8k32) adds
-products of bytes to integers, exactly. A group's sum times its scale is fp32.
+Unpacking 512 weights of 4 bits to pairs of 16-bit floats takes 28 instructions. Unpacking them to
+bytes takes six: a mask for the even ones, a shift and a mask for the odd ones. Inputs therefore
+become integers too. Relative to the largest of its group, an input is a number of 15 bits. It is
+stored as two bytes, `256 high + low`, which are two columns of the product. `mma.sync` (m16n8k32)
+sums products of bytes exactly. A group's sum times its scale is fp32.
 
-Weights of 8 bits are bytes already, and have one scale for each output, which its sum takes.
+Weights of 8 bits are bytes already. They have one scale for each output, which applies to the
+output's sum.
 
-A program's warps share K: each takes neighbouring groups of 16 weight rows. It asks for their
-weights before the predecessor has ended, then makes bytes of its own share of x, each input once,
-and keeps them in shared memory. The sum of a row's squares, for a norm, is a sum over warps. Rows
-of more groups than registers and shared memory hold are read in segments: a program goes through
-all its tiles with the bytes of one segment, and keeps the sums until the last.
-"""
+A program's warps share K: each takes neighbouring groups of 16 weight rows. A warp requests its
+weights before the preceding kernel has ended. Then it rounds its own share of x to bytes, each
+input once, and keeps them in shared memory. For a norm, a reduction over the warps gives the sum of
+a row's squares. A row of more groups than registers and shared memory hold is read in segments. A
+program goes through all its tiles for one segment, then through all of them for the next."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -70,8 +70,8 @@ from quire.ops.triton.products.thread_words import (
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 INPUTS: tl.constexpr = tl.constexpr(INTEGER_INPUTS)
 MAGIC: tl.constexpr = tl.constexpr(12583040.0)
-"""1.5 * 2^23 + 128: the low 16 bits of its sum with an integer are that integer plus 128, so that
-the high byte is the nearest multiple of 256, and the low byte, less 128, the rest."""
+"""1.5 * 2^23 + 128. Its sum with an integer has that integer plus 128 in the low 16 bits. The high
+byte is then the nearest multiple of 256, and the low byte minus 128 is the rest."""
 SUM_OF_MAGIC: tl.constexpr = tl.constexpr(0x68001000)
 """32 times the bits of `MAGIC`, modulo 2^32."""
 
@@ -124,8 +124,8 @@ def bytes_of(i0, i1, i2, i3):
 
 @triton.jit
 def exponent_of(pairs, WIDE: tl.constexpr):
-    """Returns the exponent of the largest of 32 inputs, at least 14, of a thread, or, WIDE, of four
-    neighbours."""
+    """Returns the exponent of the largest of a thread's 32 inputs, at least 14; with WIDE, of four
+    neighbouring threads'."""
     largest = larger(pairs[0], pairs[1])
     for each in tl.static_range(2, 16):
         largest = larger(largest, pairs[each])
@@ -138,21 +138,23 @@ def exponent_of(pairs, WIDE: tl.constexpr):
 
 @triton.jit
 def factor_of(exponent):
-    """Returns what makes integers of 15 bits of inputs whose largest has an exponent."""
+    """Returns the factor that makes 15-bit integers of inputs whose largest has an exponent."""
     return ((267 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_of(exponent):
-    """Returns the bits of the fp32 number that such an integer's 1 stands for: NaN if an input is
-    no number."""
+    """Returns the bits of the fp32 value of such an integer's 1: NaN if an input is NaN or
+    infinite."""
     return tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
 
 
 @triton.jit
 def digits_of(pairs, exponent, IN_TURNS: tl.constexpr):
-    """Returns 32 inputs as bytes, for each eight two words of low and two of high ones, and the sum
-    of the integers. IN_TURNS: of eight, the even ones come first."""
+    """Returns 32 inputs as bytes, two words of low and two of high bytes for each eight, and the
+    sum of the integers.
+
+    With IN_TURNS the even ones of each eight come first."""
     factor = factor_of(exponent)
     total = tl.full(exponent.shape, -SUM_OF_MAGIC, tl.int32)
     kept = ()
@@ -181,12 +183,14 @@ def _keep_inputs(
     x_ptrs, g_ptrs, wanted, own, address, about, leads,
     ROWS: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Puts bytes of 32 inputs of each thread, of one row of x, into shared memory, at `address`;
-    and of each four threads' group the sum of integers, and what one of them stands for, at
-    `about`. Returns the sum of squares of the thread's inputs. own: whether it has a place.
+    """Stores bytes of 32 inputs of each thread, of one row of x, in shared memory at `address`.
 
-    The inputs are those of 16 neighbouring bytes of a weight row of 4 bits, or of 16 in each half
-    of a group of 8 bits."""
+    For each four threads' group it stores the sum of the integers, and the value of one, at
+    `about`. It returns the sum of squares of the thread's inputs. `own` says whether the thread has
+    a place.
+
+    The inputs belong to 16 neighbouring bytes of a weight row of 4 bits, or to 16 bytes in each
+    half of a group of 8 bits."""
     pairs = ()
     squares = tl.zeros(wanted.shape, tl.float32)
     for part in tl.static_range(4):
@@ -247,8 +251,10 @@ def _load_scales(
     low_scale, high_scale, low_zero, high_zero, begin, PART: tl.constexpr, CHUNKS, more,
     HAS_ZEROS: tl.constexpr, QUADS: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Returns scales and zeros of four groups of both rows: in pairs and in fours to each thread,
-    or, without QUADS, those of one group to each of four threads."""
+    """Returns the scales and zeros of four groups of both rows.
+
+    Each thread gets pairs of scales and fours of zeros; without QUADS, each of four threads gets
+    one group's."""
     zeros = ()
     if QUADS:
         wanted = _wanted(begin, 4 * PART, CHUNKS, more, True, EVEN)
@@ -381,7 +387,7 @@ def _add_chunk(
 
 @triton.jit
 def rows_of_tile(tile, eighth, N, GLU: tl.constexpr):
-    """Returns each thread's two weight rows of a tile, the last ones behind the end."""
+    """Returns each thread's two weight rows of a tile, clamped to the last."""
     if GLU:
         low = tl.minimum(tile * 8 + eighth, N - 1)
         high = low + N
@@ -401,13 +407,20 @@ def integer_gemv_kernel(
     ACT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
     PDL: tl.constexpr, EAGER: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K BITS / 32 words] (gated: twice as many rows), 16
-    weight rows a tile, one tile a program, or with LOOP every so many.
+    """Computes y [M, N] of x [M, K] and w [N, K BITS / 32 words]; a gated layer has 2 N weight
+    rows.
 
-    x_ptr, g_ptr: int32 pairs. w_scale_ptr, w_zero_ptr: with QUADS int32, two scales and four zeros
-    each; else one 16-bit word and int8; of 8 bits, a float for each output. Strides are in these.
-    COUNT: chunks of each warp in a segment. EVEN: none is missing. More than one of SEGMENTS take
-    LOOP. ROWS: of x, 1, 2 or 4, at least M.
+    A tile is 16 weight rows. Grid: one program a tile, or with LOOP fewer programs, each of which
+    takes every so many tiles.
+
+    Args:
+        x_ptr, g_ptr: int32 pairs; strides are in units of what a pointer points to.
+        w_scale_ptr, w_zero_ptr: with QUADS int32, two scales or four zeros each; else a 16-bit word
+            and an int8. Of 8 bits, a float for each output.
+        COUNT: chunks of each warp in a segment.
+        SEGMENTS: segments of a row; more than one take LOOP.
+        ROWS: rows of x, 1, 2 or 4, at least M.
+        EVEN: no warp lacks a chunk.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -431,7 +444,8 @@ def integer_gemv_kernel(
         ),
         begin, CHUNKS, COUNT, HAS_ZEROS, QUADS, EVEN, BITS,
     )  # fmt: skip
-    # What ends the sums is asked for before them: at the end nothing would hide its latency.
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     m = quarter
     mine = tl.where(turn == 0, M, 0)
     if PDL:
@@ -447,7 +461,7 @@ def integer_gemv_kernel(
     parity = 0
     for segment in range(SEGMENTS):
         begin = (segment * WARPS + turn) * COUNT
-        # Bytes of x: four threads make those of a chunk.
+        # Four threads make the bytes of x of a chunk.
         for part in tl.static_range((COUNT + 7) // 8):
             chunk = 8 * part + eighth
             own = chunk < COUNT
@@ -485,7 +499,7 @@ def integer_gemv_kernel(
             next_tile = follow
             next_begin = begin
             if SEGMENTS > 1:
-                # Behind the last tile comes the first one's next segment.
+                # The first tile's next segment follows the last tile.
                 next_tile = tl.where(follow < TILES, follow, pid)
                 next_begin = begin + tl.where(follow < TILES, 0, WARPS * COUNT)
                 more = more | (begin < (SEGMENTS - 1) * WARPS * COUNT).to(tl.int32)

@@ -1,18 +1,16 @@
-"""One to eight rows times a weight of 8 or 4 bits, or up to 16 times one of 16: tensor cores
-multiply what registers unpack.
+"""GEMV on tensor cores: up to 8 rows times a weight of 8 or 4 bits, or up to 16 rows times one of
+16 bits.
 
-A product of so few rows is a read of the weight. But to widen 37 values of 4 bits a clock to fp32,
-and to multiply each by each row, takes more instructions than a multiprocessor issues. So pairs of
-values become pairs of 16-bit floats with two instructions, and `mma.sync` (m16n8k16) multiplies 16
+A product of so few rows is a read of the weight. But widening 37 values of 4 bits a clock to fp32,
+and multiplying each by each row, takes more instructions than a multiprocessor issues. So two
+instructions make pairs of 16-bit floats of pairs of values. `mma.sync` (m16n8k16) multiplies 16
 weight rows by up to 8 rows of x. Each thread loads 16 neighbouring bytes of two weight rows, and
-the same inputs of one row of x, into the registers where the instruction takes them: the order in
-which a sum runs over inputs is free, so nothing is shuffled, and only the sums of a program's warps
-go through shared memory.
+the same inputs of one row of x, into the registers of the instruction. A sum over inputs may run in
+any order, so nothing is shuffled. Only the sums of a program's warps go through shared memory.
 
-A program's warps share K in turns of 64 bytes of a row. What a warp reads first is asked for before
-the predecessor has ended. A group's scale is applied to the group's sum, which is fp32. For a norm
-before weights of 16 bits, each row's squares are summed from the same inputs on the way.
-"""
+A program's warps share K in turns of 64 bytes of a row. A warp requests its first chunks before the
+preceding kernel has ended. A group's scale is applied to the group's sum, which is fp32. For a norm
+before weights of 16 bits, each row's squares are summed from the same inputs on the way."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc"
@@ -52,8 +50,9 @@ CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 
 
 def _four_bits(dtype: torch.dtype) -> str:
-    """Returns instructions for a word of two rows, $4 and $5, and 8 inputs, $8 to $11. $6, $7: what
-    is added to 2^7 (bf16) or 2^10 (fp16) + value. Values 4 places apart make a pair."""
+    """Returns instructions for a word of two rows, $4 and $5, and 8 inputs, $8 to $11.
+
+    $6 and $7 are added to 2^7 (bf16) or 2^10 (fp16) + value. Values 4 places apart make a pair."""
     t, (magic, one) = TYPES[dtype], FOUR_BITS[dtype]
     lines = [f"mov.b32 y0, {one};"]
     for source, out, zero in (("$4", "a", "$6"), ("$5", "b", "$7")):
@@ -71,7 +70,10 @@ def _four_bits(dtype: torch.dtype) -> str:
 def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
     """Returns instructions for a word of two rows, $4 and $5, and 4 inputs, $6 and $7.
 
-    unpack: makes pairs o0 and o1 of the word w. count: registers that it needs of a row."""
+    Args:
+        unpack: instructions that make pairs o0 and o1 of the word w.
+        count: registers that `unpack` needs for a row.
+    """
     text = "\n".join(
         unpack.replace("o0", f"{out}0").replace("o1", f"{out}1").replace("o2", f"{out}2")
         .replace("o3", f"{out}3").replace("w,", f"${word},")
@@ -93,7 +95,7 @@ INSTRUCTIONS = {
 def load_words(pointers, wanted):
     """Returns four neighbouring words of each thread, which no other thread reads; anything where
     they are not `wanted`."""
-    # A warp asks for half of each line, and soon for the other: the hint has both come at once.
+    # A warp reads half of each line, and soon the other half. The hint loads both at once.
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
@@ -104,8 +106,10 @@ def load_words(pointers, wanted):
 
 @triton.jit
 def keep_order(thread):
-    """Keeps loads before it there: the assembler moves those of the next round to where they are
-    used, and nothing is under way while a warp computes."""
+    """Keeps loads before this point.
+
+    Otherwise the assembler moves the next round's loads to their use, and nothing is in flight
+    while a warp computes."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [thread], dtype=tl.int32,
         is_pure=False, pack=1,
@@ -163,7 +167,8 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 
 @triton.jit
 def multiply_pairs(ASM: tl.constexpr, a0, a1, a2, a3, x0, x1, sums):
-    """Returns sums of 16 weight rows and 8 of x plus the products of 16 inputs: see `PRODUCT`."""
+    """Returns the sums of 16 weight rows and 8 rows of x plus the products of 16 inputs, see
+    `PRODUCT`."""
     return tl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
         [a0, a1, a2, a3, x0, x1, sums[0], sums[1], sums[2], sums[3]],
@@ -182,7 +187,7 @@ def _add_plain(
     v0, v1, v2, v3 = high
     p0, p1, p2, p3 = load_inputs(x_ptrs)
     if not EVEN:
-        # What was not loaded may be no number.
+        # Registers that were not loaded may hold NaN.
         w0 = tl.where(inside, w0, 0)
         w1 = tl.where(inside, w1, 0)
         w2 = tl.where(inside, w2, 0)
@@ -212,8 +217,10 @@ def _add_plain(
 
 @triton.jit
 def _inverse_of_rows(squares, m, K, eps, WARPS: tl.constexpr):
-    """Returns 1 / RMS of each lane's row m. squares: of each thread's inputs, of the row that is an
-    eighth of its warp."""
+    """Returns 1 / RMS of each lane's row m.
+
+    `squares` are of each thread's inputs, which belong to the row with the thread's index in its
+    eighth of the warp."""
     of_rows = tl.sum(tl.sum(tl.reshape(squares, [WARPS, 8, 4]), 0), 1)
     mine = tl.arange(0, 8)[:, None] == m[None, :]
     total = tl.sum(tl.where(mine, of_rows[:, None], 0.0), 0)
@@ -240,8 +247,10 @@ def _load_chunks(
     HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns COUNT chunks of words of both rows from `first` on, with their groups' scales and
-    zeros. Pointers are at the warp's turn. Of chunks behind the last, unless all are WHOLE, words
-    may be anything."""
+    zeros.
+
+    Pointers stand at the warp's turn. Words of chunks past the last are undefined, unless all are
+    WHOLE."""
     chunks = ()
     for index in tl.static_range(COUNT):
         at = first + index * WARPS * CHUNK
@@ -319,7 +328,7 @@ def _add_chunk(
 
 @triton.jit
 def load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
-    """Returns each thread's element of a residual in fp32, 0 where it has none."""
+    """Returns each thread's element of a residual in fp32, 0 past its end."""
     value = 0.0
     if HAS_RES:
         mask = (m < M) & (cols < N)
@@ -349,8 +358,10 @@ def _finish_rows(
     sums, even, odd, s0, s1, b0, b1, residuals, y_ptr, stride_ym, m, cols, M, N,
     WARPS: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Stores rows m and m + 1 of each lane: the warps' sums, times 1 / RMS of the row and scales of
-    the outputs, biases, activation and residual."""
+    """Stores rows m and m + 1 of each lane.
+
+    An output is the sum over the warps, times 1 / RMS of the row and the output's scale, then bias,
+    activation and residual."""
     y0, y1, y2, y3 = sums
     if WARPS > 1:
         total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
@@ -390,9 +401,13 @@ def mma_gemv_kernel(
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
 
-    x_ptr: int32 pairs, stride_xm in them. COUNT: chunks that a warp has under way. SINGLE: these
-    are all. EVEN: none is missing. PER_GROUP: chunks of a group; 0: each output has one scale.
-    BLOCKS: of 8 rows of x; with BITS below 16 there is one.
+    Args:
+        x_ptr: int32 pairs; stride_xm is in pairs.
+        COUNT: chunks that a warp has in flight.
+        SINGLE: a warp has no more than these.
+        EVEN: no warp lacks a chunk.
+        PER_GROUP: chunks of a group; 0: each output has one scale.
+        BLOCKS: blocks of 8 rows of x; one if BITS is below 16.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -416,7 +431,8 @@ def mma_gemv_kernel(
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
         SINGLE and EVEN, PER_GROUP, HAS_ZEROS,
     )  # fmt: skip
-    # What ends the sums is asked for before them: at the end nothing would hide its latency.
+    # The epilogue's operands are loaded early, because nothing would hide their latency at the
+    # end.
     lane = tl.arange(0, 32)
     m = lane % 4 * 2
     cols = pid * (8 if GLU else 16) + lane // 4

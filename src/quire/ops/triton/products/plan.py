@@ -1,4 +1,4 @@
-"""The arguments and the plan of a linear layer: data that kernels and chooser share."""
+"""The arguments and the plan of a linear layer: data that kernels and planner share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.ops.triton.launch import launch
 from quire.ops.weight import Weight, WeightFormat
 
 GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh"}
-"""Activations of a layer whose weight stacks gate rows on up rows: act(gate) * up."""
+"""Activations of a layer whose weight stacks gate rows and up rows: act(gate) * up."""
 PLAIN = ("gelu", "gelu_tanh")
 """Activations of each output by itself."""
 
@@ -28,7 +28,7 @@ MMA_PLAIN_ROWS = 16
 INTEGER_ROWS = 4
 """The most rows of x that `integer_gemv` takes."""
 INTEGER_INPUTS = 128
-"""Inputs whose largest its integers are relative to."""
+"""Inputs that `integer_gemv` rounds relative to their largest."""
 INTEGER_BYTES = 48 << 10
 """Bytes of shared memory that a program of it has."""
 
@@ -37,17 +37,21 @@ NormMode = Literal["none", "exact", "late", "separate"]
 
 @dataclass(frozen=True, slots=True)
 class LinearArgs:
-    """y [M, N] = act(norm(x) @ weight^T + bias) + residual.
+    """A layer y [M, N] = act(norm(x) @ weight^T + bias) + residual.
 
-    x: [M, K], last axis contiguous. weight: [N, K], last axis of its values contiguous; with a
-    gated activation [2 N, K]. bias: one per weight row. residual: [M, N]. x and residual of one
-    dtype (bf16, fp16 or fp32), which is the weight's too unless it has scales; sums are fp32 and
-    rounded once, at the end.
-    apart: of a gated layer, y is [M, 2 N]: gate and up as they are before the activation, which is
-        left out.
+    Sums are fp32 and rounded once, at the end. The kernel reads weight, scales and bias before the
+    preceding kernel on the stream has finished (programmatic dependent launch). So that kernel must
+    not write them.
 
-    Weight, its scales and bias are read before the preceding kernel on the stream has finished
-    (programmatic dependent launch), so that kernel must not write them.
+    Attributes:
+        x: [M, K], bf16, fp16 or fp32, last axis contiguous.
+        weight: [N, K], of x's dtype unless it has scales, last axis of its values contiguous; with
+            a gated activation [2 N, K].
+        bias: one number for each weight row.
+        norm: RMSNorm applied to x.
+        residual: [M, N], in x's dtype.
+        act: activation of the product.
+        apart: a gated layer leaves the activation out; y is then gate and up, [M, 2 N].
     """
 
     x: Tensor
@@ -80,20 +84,25 @@ class LinearArgs:
 class GemmPlan:
     """One way to run a linear layer.
 
-    kernel: "gemv", "mma" (a GEMV on tensor cores, for few bits or rows), "integer" (one in
-        integers, for 4 bits), "skinny", or "torch" (cuBLAS, the rest as kernels of its own).
-    bm, bn, bk: tile in rows of x, outputs, and K; gated tiles read 2 bn weight rows. bm is the
-        padded M of a GEMV. "mma" and "integer" have tiles of their own.
-    stages: tiles under way; of "mma" and "integer", chunks that each of their `warps` has under
-        way.
-    split_k: programs that share one tile's K; the last to arrive adds their sums in fixed order.
-    swap: weights as the left operand, which fills a Hopper warpgroup's 64 rows with them.
-    norm: "exact" needs each row's mean square before the product; "late" scales the sums afterwards
-        (one pass over x, and one rounding less); "separate" leaves the norm to its own kernel.
-    prefetch: bytes of each weight row to ask into L2 before waiting for the predecessor.
-    masked: rows of a tile that are none are not read, rather than the last one again.
-    programs: of "integer", programs that share the tiles; 0: as many as tiles.
-    eager: let the successor start before, not after, that wait: it prefetches earlier.
+    Attributes:
+        kernel: "gemv", "mma" (GEMV on tensor cores, for few bits or rows), "integer" (GEMV in
+            integers, for 4 or 8 bits), "skinny", or "torch" (cuBLAS, with the other steps as
+            separate kernels).
+        bm, bn, bk: tile in rows of x, outputs and K; gated tiles read 2 bn weight rows. bm is the
+            padded M of a GEMV. "mma" and "integer" have their own tiles.
+        warps: warps of a program.
+        stages: tiles in flight; for "mma" and "integer", chunks that each warp has in flight.
+        split_k: programs that share one tile's K; the last to arrive adds their sums in fixed
+            order.
+        swap: weights are the left operand, and fill the 64 rows of a Hopper warpgroup.
+        norm: "exact" computes each row's mean square before the product. "late" scales the sums
+            afterwards: one pass over x, and one rounding less. "separate" leaves the norm to its
+            own kernel.
+        prefetch: bytes of each weight row to prefetch into L2 before waiting for the predecessor.
+        eager: let the successor start before that wait, not after it, so that it prefetches
+            earlier.
+        masked: mask a tile's rows past the last, instead of reading the last row again.
+        programs: for "integer", programs that share the tiles; 0: one program a tile.
     """
 
     kernel: Literal["gemv", "mma", "integer", "skinny", "torch"]
@@ -111,7 +120,7 @@ class GemmPlan:
     programs: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        """Only what differs from the defaults."""
+        """Returns the fields that differ from the defaults."""
         default = {
             "warps": 4,
             "stages": 1,
@@ -133,9 +142,18 @@ TORCH = GemmPlan("torch", norm="separate")
 
 
 class Shape(NamedTuple):
-    """The shape that a choice depends on. m: rows of x; n: outputs; k: inputs; dtype: of x; format:
-    of a weight with scales, None where it is stored in `dtype`; aligned: rows of x and of the
-    weight begin at multiples of 16 bytes."""
+    """The shape that the choice of a plan depends on.
+
+    Attributes:
+        m: rows of x.
+        n: outputs.
+        k: inputs.
+        dtype: dtype of x.
+        norm: x is normed first.
+        gated: the activation is gated.
+        format: format of a weight with scales; None for a weight stored in `dtype`.
+        aligned: rows of x and of the weight begin at multiples of 16 bytes.
+    """
 
     m: int
     n: int
@@ -166,7 +184,7 @@ def _aligned(x: Tensor) -> bool:
 
 
 def stored_bits(form: WeightFormat | None) -> int:
-    """Returns the bits of a value of a weight that `mma_gemv` takes; None: as x is stored."""
+    """Returns the bits of a stored value that `mma_gemv` takes; 16 for a format of None."""
     return 16 if form is None or form.scales is None else form.bits or 8
 
 
@@ -208,8 +226,10 @@ def integer_segments(k: int, plan: GemmPlan) -> int:
 
 
 def integer_resident(shape: Shape, warps: int, count: int) -> int:
-    """Returns the programs of "integer" that fit into a multiprocessor at once by the registers
-    that `count` chunks of each warp take, 0 where a thread has no room for them."""
+    """Returns how many programs of "integer" fit into a multiprocessor by their registers.
+
+    `count` is the number of chunks of each warp. The result is 0 where a thread has no room for
+    them."""
     held = count * (8 if shape.format and shape.format.bits == 4 else 16)
     return 0 if held > (64 if warps == 16 else 104) else 65536 // (32 * warps * (held + 64))
 

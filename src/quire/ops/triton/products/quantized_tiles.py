@@ -1,9 +1,8 @@
-"""Tiles of weights in few bits, widened in registers; and whole weights, for products of many rows.
+"""Widens tiles of weights of few bits in registers, and whole weights for products of many rows.
 
-Weights of 4 bits are loaded as int32 words of eight neighbouring inputs. Bits that are put into the
-mantissa of 2^23 make a float that is exact, so a value takes a mask, a subtraction and a product
-with the scale: no conversion, of which a multiprocessor does half as many as of these.
-"""
+Weights of 4 bits are loaded as int32 words of eight neighbouring inputs. Bits in the mantissa of
+2^23 make an exact float. A value therefore takes a mask, a subtraction and a product with the
+scale. It takes no conversion, an instruction that a multiprocessor runs at half the rate."""
 
 from __future__ import annotations
 
@@ -17,13 +16,15 @@ from quire.ops.triton.products.common import load_k
 from quire.ops.weight import Weight
 
 LIFT = tl.constexpr(2.0**63)
-"""The square root of what 4-bit floats are too small by when they become fp32."""
+"""Square root of the factor by which 4-bit floats come out too small in fp32."""
 
 
 @triton.jit
 def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
-    """Returns stored values of inputs [k0, k0 + BK), 0 from K on: [R, BK], or [R, BK / 8] words of
-    4 bits. w_ptrs: [R, 1], at the rows' starts."""
+    """Returns stored values of inputs [k0, k0 + BK), and 0 from K on: [R, BK], or [R, BK / 8] words
+    of 4-bit values.
+
+    w_ptrs [R, 1] point to the starts of the rows."""
     if BITS == 4:
         words = k0 // 8 + tl.arange(0, BK // 8)[None, :]
         w = load_k(w_ptrs + words, words, K // 8, EVEN_K)
@@ -37,7 +38,10 @@ def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.co
 def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.constexpr):
     """Returns scales or zeros of the groups of inputs [k0, k0 + BK), fp32 [R, groups].
 
-    ptrs: [R, 1], to bytes where scales are bare exponents. GROUP: inputs of a group; 0: all."""
+    Args:
+        ptrs: [R, 1]; they point to bytes where scales are bare exponents.
+        GROUP: inputs of a group; 0: all inputs.
+    """
     if GROUP == 0:
         groups = tl.arange(0, 1)[None, :]
         value = tl.load(ptrs + groups)
@@ -45,7 +49,8 @@ def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.c
         groups = k0 // GROUP + tl.arange(0, BK // GROUP if BK > GROUP else 1)[None, :]
         value = load_k(ptrs + groups, groups * GROUP, K, EVEN_K)
     if ptrs.dtype.element_ty == tl.uint8:
-        # The exponent of a float, except that 0 stands for 2^-127, which has none.
+        # The byte is the exponent of a float, except that 0 stands for 2^-127, which fp32
+        # has only as a subnormal number.
         exponent = value.to(tl.int32)
         wide = tl.where(exponent == 0, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
     else:
@@ -72,8 +77,10 @@ def _nibble(words, zeros, scales, PLACE: tl.constexpr):
 
 @triton.jit
 def _float4(words, scales, PLACE: tl.constexpr):
-    """Returns value * scale of the 4-bit float at PLACE of each word. Its exponent and mantissa are
-    put where those of fp32 end, which makes it 2^126 times smaller, subnormal numbers included."""
+    """Returns value * scale of the 4-bit float at PLACE of each word.
+
+    Its exponent and mantissa go to the low end of fp32's. That makes the value 2^126 times smaller,
+    subnormal numbers included."""
     small = ((words << (22 - 4 * PLACE)) & 0x1C00000) | ((words << (28 - 4 * PLACE)) & -0x80000000)
     return small.to(tl.float32, bitcast=True) * scales
 
@@ -112,8 +119,8 @@ _UNPACK: tl.constexpr = tl.constexpr(_unpack_pairs())
 
 @triton.jit
 def widen_pairs(w, scales, R: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Returns bf16 [R, BK] of words of 4 bits, (value - 8) * scale rounded. scales: bf16,
-    widened."""
+    """Returns bf16 [R, BK] of words of 4 bits: (value - 8) * scale, rounded. Scales are bf16, and
+    are widened first."""
     GROUPS: tl.constexpr = BK // GROUP if BK > GROUP else 1
     s = tl.broadcast_to(_spread(scales.to(tl.bfloat16), R, GROUPS, BK // 8 // GROUPS), [R, BK // 8])
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -134,9 +141,14 @@ def widen(
     w, scales, zeros, R: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
-    """Returns fp32 [R, BK] of a tile: (value - zero) * scale. scales: of groups, not read if GROUP
-    is 0; zeros: not read without HAS_ZEROS, and then 8 for 4 bits. E2M1: 4 bits are floats, which
-    come out 1 / LIFT as large: a product more for each would show."""
+    """Returns fp32 [R, BK] of a tile: (value - zero) * scale.
+
+    Args:
+        scales: of the tile's groups; not read if GROUP is 0.
+        zeros: not read without HAS_ZEROS, where the zero of 4 bits is 8.
+        E2M1: 4 bits are floats; they come out 1 / LIFT as large, because one more product for each
+            would cost time.
+    """
     GROUPS: tl.constexpr = BK // GROUP if GROUP > 0 and BK > GROUP else 1
     if BITS == 4:
         z = zeros if HAS_ZEROS else 8.0
@@ -154,7 +166,7 @@ def widen(
             tl.join(_number(w, z, s, 1, E2M1), _number(high, z, s, 0, E2M1)),
             tl.join(_number(w, z, s, 3, E2M1), _number(high, z, s, 2, E2M1)),
         )
-        # Axes: word, place / 4, place / 2 % 2, place % 2.
+        # The axes are word, place / 4, place / 2 % 2, place % 2.
         wide = tl.reshape(tl.join(even, odd), [R, BK])
     else:
         wide = w.to(tl.float32)
@@ -193,12 +205,15 @@ def _dequantize_kernel(
 
 
 class Operands:
-    """A weight as kernels take it, and what of its format is known at compile time.
+    """A weight as kernels take it, and the compile-time constants of its format.
 
-    values: [outputs, inputs], or int32 [outputs, inputs / 8]. scales, zeros: [outputs, groups];
-    where there are none, `values` stands for them. bits: 4 for words, else 0. group: inputs of a
-    scale, 0 for all. has_scales: each output has one scale, which applies to its sum. e2m1: 4 bits
-    are floats.
+    Attributes:
+        values: [outputs, inputs], or int32 [outputs, inputs / 8].
+        scales, zeros: [outputs, groups]; `values` fills the place of absent ones.
+        bits: 4 for words, else 0.
+        group: inputs that share a scale; 0: all inputs.
+        has_scales: each output has one scale, which applies to its sum.
+        e2m1: 4 bits are floats.
     """
 
     __slots__ = ("bits", "e2m1", "group", "has_scales", "has_zeros", "scales", "values", "zeros")

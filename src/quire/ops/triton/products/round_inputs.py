@@ -15,7 +15,7 @@ from quire.ops.triton.products.common import normalise, wait_for_predecessor
 from quire.ops.weight import Weight
 
 LIFT = 2.0**64
-"""The factor of bf16: the kernel's weights are as much too small."""
+"""The factor of bf16 inputs, because the kernel's weights are too small by it."""
 _BLOCK = 1024
 """Inputs of a program that applies no norm."""
 
@@ -25,13 +25,17 @@ def _order_kernel(
     x_ptr, g_ptr, out_ptr, K, width, eps, stride_xm, VALUES: tl.constexpr, NORM: tl.constexpr,
     LIFT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: rows, blocks of inputs. VALUES: of a word. NORM: RMSNorm comes first; a program then
-    has a whole row."""
+    """Reorders and lifts inputs. Grid: rows, blocks of inputs.
+
+    Args:
+        VALUES: values of a word.
+        NORM: RMSNorm comes first; a program then has a whole row.
+    """
     if PDL:
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Of a step: thread of four, word of the thread, place in the word.
+    # The axes of a step are a thread of four, a word of the thread, and a place in the word.
     STEP: tl.constexpr = 32 * VALUES
     thread, word = at % 8 // 2, at % STEP // (4 * VALUES)
     place = at % (4 * VALUES) // 8 + VALUES // 2 * (at % 2)
@@ -47,12 +51,18 @@ def _order_kernel(
 
 
 def order_inputs(x: Tensor, norm: RmsScale | None = None, bits: int = 4) -> Tensor:
-    """Returns norm(x) [rows, K up to a multiple of a step], each step's inputs in the kernel's
-    order, zeros behind the last; bf16 times LIFT, which is exact: inputs are below 2^63.
+    """Returns norm(x) times LIFT as bf16, [rows, K rounded up to a step], in the kernel's order.
 
-    bits: of a weight. A step is 32 words of a weight row. A thread of the kernel reads 8 words of
-    v = 32 / bits neighbouring weights, and unpacks values v / 2 apart in a word together; so input
-    8 v q + v w + v e / 2 + c of a step goes to 4 v w + 8 c + 2 q + e."""
+    The lift is exact, because inputs are below 2^63. Zeros fill the last step. A step is 32 words
+    of a weight row. A thread of the kernel reads 8 words of v = 32 / bits neighbouring weights. It
+    unpacks values v / 2 apart in a word together. So input 8 v q + v w + v e / 2 + c of a step goes
+    to 4 v w + 8 c + 2 q + e.
+
+    Args:
+        x: [rows, K].
+        norm: RMSNorm applied first, or None.
+        bits: bits of a weight.
+    """
     rows, inputs = x.shape
     step = 1024 // bits
     width = triton.cdiv(inputs, step) * step
@@ -73,13 +83,13 @@ def order_inputs(x: Tensor, norm: RmsScale | None = None, bits: int = 4) -> Tens
 # The rounding of a layer's inputs to the 8 bits of its weights.
 
 _ELEMENTS = 4096
-"""Inputs of a program, of which each group has a scale."""
+"""Inputs of a program, which rounds each group by its own scale."""
 _MOST = 16384
 """The most of a program that norms a token."""
 
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)
-"""The least scale that inputs are given: its reciprocal is a number."""
+"""The smallest scale of inputs: its reciprocal is finite."""
 
 
 @triton.jit
@@ -103,12 +113,16 @@ def _round_kernel(
     NORM: tl.constexpr, STORED: tl.constexpr, CAST: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rounds GROUPS groups of a token's inputs. A group are WIDTH inputs, which share a scale; the
-    first of all begins `first` inputs before the first input.
+    """Rounds GROUPS groups of a token's inputs. A group is WIDTH inputs that share a scale.
 
-    TOP: the largest rounded number. NORM: RMSNorm comes first; a program then has the whole token.
-    STORED: rounded numbers and their scales are stored, else what both stand for. CAST: the card
-    rounds to 8-bit floats as it stores them. BLOCK: WIDTH or more."""
+    Args:
+        first: inputs by which the first group begins before the first input.
+        TOP: the largest rounded number.
+        NORM: RMSNorm comes first; a program then has the whole token.
+        STORED: store rounded numbers and scales; otherwise store their product.
+        CAST: the card rounds to 8-bit floats as it stores them.
+        BLOCK: WIDTH or more.
+    """
     if PDL:
         wait_for_predecessor(False)
     row = tl.program_id(0).to(tl.int64)
@@ -148,17 +162,17 @@ def _round_kernel(
 
 
 def round_inputs(x: Tensor, weight: Weight, norm: RmsScale | None = None) -> Tensor:
-    """Returns norm(x) [T, inputs] as it is after quantization, see
-    `reference.quantized.round_inputs`."""
+    """Returns norm(x) [T, inputs] rounded and restored, see `reference.quantized.round_inputs`."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _run(x, weight, norm, out, None)
     return out
 
 
 def quantize_inputs(x: Tensor, weight: Weight, norm: RmsScale | None) -> tuple[Tensor, Tensor]:
-    """Returns norm(x) [T, inputs] in the dtype of the weight, and fp32 scales [T, groups] that
-    restore it; [T, 1] where the format has no groups. Scales of neighbouring tokens lie side by
-    side, those of a group from a multiple of 16 bytes on."""
+    """Returns norm(x) [T, inputs] in the weight's dtype, and its fp32 scales [T, groups].
+
+    The scales are [T, 1] where the format has no groups. Scales of neighbouring tokens are
+    adjacent. Those of a group begin at a multiple of 16 bytes."""
     groups = _groups(weight)[0]
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     room = triton.cdiv(len(x), 4) * 4
@@ -168,8 +182,8 @@ def quantize_inputs(x: Tensor, weight: Weight, norm: RmsScale | None) -> tuple[T
 
 
 def _groups(weight: Weight) -> tuple[int, int, int]:
-    """Returns how many groups of inputs have a scale, how many inputs a group has, and how many
-    places of the first group are before the first input."""
+    """Returns the number of groups with a scale, the inputs of a group, and the offset of the first
+    input in its group."""
     if weight.format.inputs != "group":
         return 1, triton.next_power_of_2(weight.inputs), 0
     width = weight.format.group

@@ -1,9 +1,9 @@
 """Small-batch matrix products on tensor cores: few rows of x, padded, times a streamed weight.
 
-Tiles are narrow in N so that the weight's read spreads over all multiprocessors; where N is too
-small for that, programs share a tile's K. Their partial sums meet in a workspace and the last to
-arrive adds them in order of K, so the result does not depend on who that was.
-"""
+Tiles are narrow in N, so that the read of the weight spreads over all multiprocessors. Where N is
+too small for that, programs share a tile's K (split-K). They store their partial sums in a
+workspace. The last to arrive adds them in order of K, so the result does not depend on the order of
+arrival."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ MAX_SPLIT_TILES = 16384
 class Workspace:
     """Arrival counters of split-K tiles: int32 [MAX_SPLIT_TILES], zero between kernels.
 
-    Kernels of one stream may share it; streams that run at once need one each.
-    """
+    Kernels of one stream may share it. Streams that run at once need one each."""
 
     counters: Tensor
 
@@ -71,8 +70,13 @@ def product(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
     IN_PAIRS: tl.constexpr = False, TURN: tl.constexpr = True, live=None,
 ):  # fmt: skip
-    """fp32 sums over [k_begin, k_end): [BM, R], with SWAP and without TURN [R, BM]; x_ptrs [BM, 1],
-    w_ptrs, s_ptrs, z_ptrs [R, 1]. live: which rows of x are read, [BM, 1]; None: all."""
+    """Returns fp32 sums over [k_begin, k_end): [BM, R], with SWAP and without TURN [R, BM].
+
+    Args:
+        x_ptrs: [BM, 1].
+        w_ptrs, s_ptrs, z_ptrs: [R, 1].
+        live: mask of the rows of x to read, [BM, 1]; None: all.
+    """
     ks = tl.arange(0, BK)
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
     acc = tl.zeros([R, BM] if SWAP else [BM, R], tl.float32)
@@ -130,8 +134,8 @@ def store_tile(
     stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Ends a tile of fp32 sums [BM, R] and stores it: scales of its weight rows, bias, activation
-    and residual."""
+    """Epilogue of a tile of fp32 sums [BM, R]: applies scales of its weight rows, bias, activation
+    and residual, and stores."""
     if HAS_SCALES:
         acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -151,7 +155,7 @@ def store_tile(
 
 @triton.jit
 def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
-    """Read past L1, which does not see what other programs wrote."""
+    """Adds the parts, with loads that bypass L1: it does not see other programs' writes."""
     total = tl.load(parts_ptr + offsets, cache_modifier=".cg")
     for s in range(1, parts):
         total += tl.load(parts_ptr + s * PART + offsets, cache_modifier=".cg")
@@ -159,13 +163,17 @@ def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
 
 
 @triton.jit
-def meet(acc, parts_ptr, counters_ptr, tile, part, parts, BM: tl.constexpr, R: tl.constexpr):
-    """Returns the sum [BM, R] of the parts of all programs of a tile, and whether this is the last
-    one to come: the others' sums are not whole. part: which of `parts` this one has."""
+def reduce_split_k(
+    acc, parts_ptr, counters_ptr, tile, part, parts, BM: tl.constexpr, R: tl.constexpr
+):
+    """Returns a tile's sum [BM, R] over its programs, and whether it is complete.
+
+    Only the last program to arrive has the complete sum. `part` is the index of this program's part
+    of `parts`."""
     parts_ptr += tile.to(tl.int64) * parts * BM * R
     offsets = tl.arange(0, BM)[:, None] * R + tl.arange(0, R)[None, :]
     tl.store(parts_ptr + part * BM * R + offsets, acc)
-    tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+    tl.debug_barrier()  # Every thread's part is written before the one atomic that signals it.
     last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == parts - 1
     if last:
         acc = _sum_of_parts(parts_ptr, offsets, parts, BM * R)
@@ -217,7 +225,7 @@ def skinny_kernel(
     last = True
     if SPLIT:
         tile = pid_m * tl.num_programs(0) + pid_n
-        acc, last = meet(
+        acc, last = reduce_split_k(
             acc, parts_ptr, counters_ptr, tile, pid_k, tl.num_programs(1), BM, R
         )  # fmt: skip
     if last:

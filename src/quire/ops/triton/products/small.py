@@ -1,8 +1,7 @@
 """Linear layers for few rows: norm, product, bias, activation and residual in one kernel.
 
-`small_linear` is what the dispatcher calls; it returns None where cuBLAS, with the other steps as
-kernels of their own, is the better road.
-"""
+The dispatcher calls `small_linear`. It returns None where cuBLAS with separate kernels for the
+other steps is faster."""
 
 from __future__ import annotations
 
@@ -68,8 +67,10 @@ def _workspace(device: torch.device, thread: int) -> Workspace:
 
 
 def default_workspace(device: torch.device) -> Workspace:
-    """One per device and thread: who launches from one thread on several streams at once must bring
-    a workspace for each. The first call must not happen while a graph is captured."""
+    """Returns the workspace of a device and thread.
+
+    A thread that launches on several streams at once must bring a workspace for each. The first
+    call must not happen during the capture of a graph."""
     return _workspace(device, threading.get_ident())
 
 
@@ -155,11 +156,14 @@ def run(
     out_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Run a layer by a plan of one of our kernels, the norm fused.
+    """Runs a layer by a plan of one of our kernels, with the norm fused.
 
-    out: [M, N] ([M, 2 N] of a layer `apart`) to write, made if None, in `out_dtype` or x's dtype.
-        It may be the residual, not x.
-    workspace: for split-K; default one per device and thread. pdl: default, where the card can.
+    Args:
+        out: [M, N] ([M, 2 N] of a layer `apart`) to write; by default a new tensor. It may be the
+            residual, not x.
+        out_dtype: dtype of a new `out`; by default x's.
+        workspace: for split-K; by default one per device and thread.
+        pdl: programmatic dependent launch; by default where the card has it.
     """
     if out is None:
         shape = (args.x.shape[0], args.weight.outputs if args.apart else args.n)
@@ -173,10 +177,9 @@ def small_linear(
     args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """y = act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
+    """Returns act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
 
-    rms_norm: the norm as a kernel of its own, used where fusing it costs more than it saves.
-    """
+    `rms_norm` is the norm as a separate kernel, used where fusing it costs more than it saves."""
     plan = choose(args)
     if plan.kernel == "torch":
         return None
@@ -186,8 +189,9 @@ def small_linear(
 
 
 def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor]) -> Tensor:
-    """Runs a layer of any number of rows by a plan of one order of sums: a row's result is the same
-    to the bit, whatever else is in the batch."""
+    """Runs a layer of any number of rows by one plan with one order of sums.
+
+    A row's result is the same to the bit whatever else is in the batch."""
     if args.norm is not None:
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, rows_plan(shape_of(args), traits(args.x.device)))

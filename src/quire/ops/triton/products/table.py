@@ -1,9 +1,7 @@
-"""The choice of kernel and tile for a linear layer: a table measured once per card, or rules of
-thumb.
+"""Chooses kernel and tile of a linear layer: by a table measured once per card, or by rules.
 
-A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `gemm_tune` measures entries;
-`keep` adds them to the user's table, which goes before the one shipped for the card.
-"""
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `tune` measures entries.
+`keep` adds them to the user's table, which overrides the one shipped for the card."""
 
 from __future__ import annotations
 
@@ -44,13 +42,15 @@ HEURISTIC_MAX_M = 64
 
 
 def bucket(m: int) -> int | None:
-    """The smallest tabulated number of rows that holds m, None if there is none."""
+    """Returns the smallest tabulated number of rows that holds m, or None."""
     return next((size for size in BUCKETS if m <= size), None)
 
 
 def key_of(shape: Shape) -> str:
-    """E.g. "bfloat16/m1/n4096/k1024/norm"; m is its bucket's. A weight with scales puts its format
-    behind: "bfloat16/m1/n4096/k1024/norm/int8"."""
+    """Returns the key of a shape, such as "bfloat16/m1/n4096/k1024/norm".
+
+    m is its bucket's. The format of a weight with scales comes last:
+    "bfloat16/m1/n4096/k1024/norm/int8"."""
     parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
     parts += [f"n{shape.n}", f"k{shape.k}"]
     parts += ["norm"] if shape.norm else []
@@ -75,7 +75,11 @@ class GemmTable:
 
     @classmethod
     def loads(cls, text: str) -> GemmTable:
-        """Raises ValueError, KeyError or TypeError on anything but what `dumps` writes."""
+        """Returns the table in a text that `dumps` wrote.
+
+        Raises:
+            ValueError, KeyError, TypeError: the text is something else.
+        """
         data = json.loads(text)
         entries = {key: GemmPlan(**plan) for key, plan in data["entries"].items()}
         return cls(str(data["card"]), str(data["triton"]), entries)
@@ -99,7 +103,7 @@ def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
 
 
 def _read(source: Traversable) -> dict[str, GemmPlan]:
-    """Returns a file's entries: none if there is no file, or one of another version."""
+    """Returns a file's entries; an empty dict if the file is missing or of another version."""
     try:
         return GemmTable.loads(source.read_text()).entries
     except (OSError, ValueError, KeyError, TypeError):
@@ -108,17 +112,20 @@ def _read(source: Traversable) -> dict[str, GemmPlan]:
 
 @functools.cache
 def table_for(card: str) -> GemmTable:
-    """Returns the shipped table of a card, overlaid with the user's own, as they were when first
-    asked for; empty if there is neither."""
-    shipped = importlib.resources.files("quire.ops.triton") / "gemm_tables" / f"{slug(card)}.json"
-    return GemmTable(card, entries={**_read(shipped), **_read(cache_path(card))})
+    """Returns the shipped table of a card, overridden by the user's own, both as of the first call;
+    empty if there is neither."""
+    folder = importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
+    shipped = _read(folder / f"{slug(card)}.json")
+    return GemmTable(card, entries={**shipped, **_read(cache_path(card))})
 
 
 @dataclass(slots=True)
 class Chosen:
-    """The products for which plans were chosen in this process, their rows rounded up to buckets.
+    """The products for which this process chose plans, with rows rounded up to buckets.
 
-    measured: keys of those that a table knows. by_rules: the others, by key.
+    Attributes:
+        measured: keys that a table has.
+        by_rules: shapes planned by rules, by key.
     """
 
     measured: set[str] = field(default_factory=set)
@@ -155,7 +162,7 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     else:
         bk, warps = 1024, 4
     tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
-    # A few programs more than run at once: the last of them have nothing else to hide behind.
+    # A grid slightly larger than one wave has a tail of programs that nothing else overlaps.
     tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
     stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
     mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
@@ -167,14 +174,14 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 _MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
-"""Bytes of a weight of 16 bits and of x up to which few rows go to `mma_gemv`. Each of its programs
-reads all of x, for which L1 has little room beside kernels that need shared memory."""
+"""Bytes of a weight of 16 bits, and of x, up to which few rows go to `mma_gemv`. Each program reads
+all of x, and kernels that need shared memory leave little L1 for it."""
 
 
 def _plain_mma_plan(shape: Shape) -> GemmPlan:
     inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
     chunks = triton.cdiv(shape.k, inputs)
-    # A short row is under way as a whole, by as few warps as hold it.
+    # A short row is in flight as a whole, by as few warps as hold it.
     warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
     stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
     return GemmPlan(
@@ -187,11 +194,12 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
-    # Programs that do not fit at once take turns: few warps of few registers leave room for more.
+    # Programs that do not fit at once run in turns: few warps with few registers leave room for
+    # more.
     wide = triton.cdiv(shape.n, outputs) > 4 * sms
     warps = 4 if wide or bits == 4 else 8
     turns = triton.cdiv(chunks, warps)
-    # A short row is under way as a whole.
+    # A short row is in flight as a whole.
     stages = turns if turns <= 8 and not (wide and bits == 8) else 2
     if chunks % (warps * stages):
         # A long turn in which chunks are missing costs less than many short ones.
@@ -204,8 +212,10 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
-    """Returns a plan of one row in integers: in as few segments as registers allow, with as few
-    chunks missing as possible, else some six to a warp. None where another kernel is faster."""
+    """Returns a plan of one row in integers, or None where another kernel is faster.
+
+    It has as few segments as registers allow, then as few missing chunks as possible, then about
+    six chunks a warp."""
     chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles = triton.cdiv(shape.n, outputs)
     bits = shape.format.bits if shape.format else 0
@@ -219,8 +229,9 @@ def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
                 missing = warps * segments * count - chunks
                 shares.append((missing, abs(count - 6), order, warps, count, resident))
         for _, _, _, warps, count, resident in sorted(shares):
-            # Programs that do not all fit at once take several tiles, each read during the last:
-            # not so of long rows of bytes, of which a program has enough under way.
+            # Programs that do not all fit at once take several tiles, and read the next
+            # tile during the current one. Long rows of bytes do not: a program has
+            # enough in flight anyway.
             turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
             turns = turns or segments > 1 or (bits == 4 and resident == 1)
             plan = GemmPlan(
@@ -241,7 +252,7 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     bm = min(128, max(16, triton.next_power_of_2(shape.m)))
     rows = shape.n * (2 if shape.gated else 1)
     bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
-    # What is unpacked takes instructions, which large tiles share with more rows of x.
+    # Unpacking takes instructions, which large tiles share with more rows of x.
     tile_rows = _power_of_two(rows / (2 * sms), 32 if shape.format is None else 64, 64)
     tiles = triton.cdiv(rows, tile_rows)
     split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
@@ -253,8 +264,8 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
-    """Returns a plan of 17 to 64 rows of 16 bits on Hopper cards and newer, None where those of
-    other cards do."""
+    """Returns a plan of 17 to 64 rows of 16 bits for sm_90 and newer, or None if the general rules
+    hold."""
     bm = max(16, triton.next_power_of_2(shape.m))
     if shape.format is not None or shape.dtype.itemsize != 2 or bm not in (32, 64):
         return None
@@ -264,7 +275,7 @@ def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
     tiles = triton.cdiv(shape.n, 32)
     if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
         return None
-    # Two programs run at once: with small tiles that many, or else larger ones.
+    # Two programs run at once: that many with small tiles, otherwise larger tiles.
     wide = bm == 64 and tiles > 2 * sms
     return GemmPlan(
         "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
@@ -273,8 +284,10 @@ def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
 
 
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
-    """A sane plan where nothing was measured. Large weights at many rows are left to cuBLAS, which
-    is near its limit there; so is what tensor cores do not take, beyond a GEMV."""
+    """Returns a plan by rules, for shapes that no table has.
+
+    cuBLAS gets large weights at many rows, where it is near its limit. It also gets dtypes that the
+    card's tensor cores do not take, beyond the rows of a GEMV."""
     if shape.m == 1 and counts(shape) and traits.capability >= (9, 0):
         plan = _integer_plan(shape, traits.num_sms)
         if plan is not None:
@@ -305,8 +318,10 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
 
 
 def fixed_plan(shape: Shape) -> GemmPlan:
-    """The plan of `--deterministic`: tile and order of sums do not depend on the number of rows, so
-    that a row's result does not depend on what else is in the batch."""
+    """Returns the plan of `--deterministic`: tile and order of sums do not depend on the number of
+    rows.
+
+    So a row's result does not depend on what else is in the batch."""
     return GemmPlan(
         "skinny", bm=64, bn=32 if shape.gated else 64, bk=64, warps=4, stages=3,
         norm="separate" if shape.norm else "none",
@@ -314,14 +329,17 @@ def fixed_plan(shape: Shape) -> GemmPlan:
 
 
 def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
-    """The plan of `--deterministic` for a layer without adapters. On Hopper cards, sums of products
-    on tensor cores along K have the same bits in tiles of any size, so that the tile follows the
-    rows. Weights with scales keep one tile: those of int8 were seen to differ."""
+    """Returns the plan of `--deterministic` for a layer without adapters.
+
+    On Hopper cards the tensor cores sum along K to the same bits in tiles of any size. There the
+    tile follows the rows. Weights with scales keep one tile, because int8 results were seen to
+    differ."""
     if card.capability != (9, 0) or shape.dtype.itemsize != 2 or shape.format is not None:
         return fixed_plan(shape)
     stacked = 2 if shape.gated else 1
     few = triton.cdiv(shape.n * stacked, 64) <= card.num_sms
-    # Rows, outputs, inputs of a step, steps under way, warps, weights as the left operand.
+    # A tile lists rows, outputs, inputs of a step, steps in flight, warps, and whether weights
+    # are the left operand.
     if shape.m <= 16:
         tile = (16, 64, 128, 6 if few else 4, 4, True)
     elif shape.m <= 32:
@@ -342,7 +360,7 @@ def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
 
 
 def _takes(plan: GemmPlan, shape: Shape) -> bool:
-    """Whether a plan's kernel takes a shape, of which its key does not tell all."""
+    """Whether a plan's kernel takes a shape, whose key does not contain everything."""
     if plan.kernel == "integer":
         return counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
     return plan.kernel != "mma" or shape.aligned

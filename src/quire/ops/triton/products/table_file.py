@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import torch
@@ -20,14 +21,19 @@ import triton
 def graph_us(
     calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
 ) -> float:
-    """Returns the µs per call of a graph of `calls`, replayed for about a millisecond, the best of
-    three. us_guess: about what a call takes. stream: where it is captured."""
+    """Returns the µs per call of a CUDA graph of `calls`: best of three replays of about a
+    millisecond.
+
+    Args:
+        us_guess: rough estimate of the µs of a call.
+        stream: stream of the capture.
+    """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
         for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
             call()
         stream.synchronize()
-        # Threads of a process group may ask the device meanwhile.
+        # Threads of a process group may call the device during the capture.
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             for call in calls:
@@ -48,7 +54,7 @@ def graph_us(
     return best / len(calls)
 
 
-# Files of what was measured on a card, in the user's cache directory.
+# Files of measurements on a card, in the user's cache directory.
 
 
 def slug(card: str) -> str:
@@ -57,8 +63,8 @@ def slug(card: str) -> str:
 
 
 def table_path(kind: str, card: str, *more: str) -> Path:
-    """Returns the path of this user's table of a kind for a card, this Triton, and what else it
-    depends on."""
+    """Returns the path of this user's table of a kind, for a card, this Triton, and the further
+    parts of its key."""
     root = os.environ.get("QUIRE_CACHE_DIR")
     base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     name = "-".join([slug(card), f"triton{triton.__version__}", *more])
@@ -77,22 +83,45 @@ def write_whole(path: Path, text: str) -> None:
     draft.replace(path)
 
 
+TIMED_FOLDERS = ("products", "experts")
+"""Folders of `quire.ops.triton` whose kernels and planners a table's times depend on. Their kernels
+share the files directly in that package (launch, norm, activation, ...), which count as well."""
+
+
+def hash_sources(package: Traversable) -> str:
+    """Returns a hash of the sources that a table's times and plans depend on.
+
+    Args:
+        package: the folder of `quire.ops.triton`.
+    """
+    digest = hashlib.sha256()
+    for name, source in sorted(_timed_sources(package, "")):
+        digest.update(f"{name}\0{len(source)}\0".encode() + source)
+    return digest.hexdigest()[:12]
+
+
+def _timed_sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
+    """Yields the path and the bytes of each source below a folder, inside the package."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            if prefix or entry.name in TIMED_FOLDERS:
+                yield from _timed_sources(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(".py"):
+            yield prefix + entry.name, entry.read_bytes()
+
+
 @functools.cache
 def sources_hash() -> str:
-    """Returns a hash of the sources of all kernels and plans here: what was measured with others
-    may not hold, or not even be a plan any more."""
-    folder = importlib.resources.files("quire.ops.triton")
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".py"):
-            digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()[:12]
+    """Returns the hash that names this user's tables: other kernels have other times, and another
+    planner may not know a stored plan."""
+    return hash_sources(importlib.resources.files("quire.ops.triton"))
 
 
 @contextlib.contextmanager
 def sole_writer(path: Path) -> Iterator[bool]:
-    """Yields whether this process alone may measure for a table's file now. The lock beside the
-    file goes with the process that holds it.
+    """Yields whether this process alone may measure for a table's file.
+
+    The process holds a lock next to the file, which ends with the process.
 
     Raises:
         OSError: the folder cannot be written to.

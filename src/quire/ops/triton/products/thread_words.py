@@ -1,8 +1,8 @@
-"""Words of single threads: loads of neighbours, shared memory that Triton does not manage, and
-exchange between the lanes of a warp, in inline assembly.
+"""Words of single threads, in inline assembly.
 
-Addresses of shared memory are int32 offsets, as the instructions take them.
-"""
+It loads neighbouring words, uses shared memory that Triton does not manage, and exchanges words
+between the lanes of a warp. Addresses of shared memory are int32 offsets, as the instructions take
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def larger(a, b):
 
 @triton.jit
 def of_lane(x, ASM: tl.constexpr):
-    """Returns what an instruction makes of int32 x of each thread."""
+    """Returns the result of an instruction on each thread's int32 x."""
     return tl.inline_asm_elementwise(ASM, "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -148,7 +148,7 @@ def keep_float(address, x):
 
 @triton.jit
 def keep_four(address, wanted, a, b, c, d):
-    """Stores four neighbouring words in shared memory, where they are `wanted`."""
+    """Stores four neighbouring words in shared memory, for threads that are `wanted`."""
     tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v4.b32 [$1], {$3, $4, $5, $6};\n"
         "mov.u32 $0, 0;\n}",
@@ -180,7 +180,7 @@ def high_halves(pairs):
 
 @triton.jit
 def add_squares(squares, pairs):
-    """Returns squares plus those of pairs of bf16 numbers."""
+    """Returns `squares` plus the squares of pairs of bf16 numbers."""
     low = low_halves(pairs)
     high = high_halves(pairs)
     return squares + low * low + high * high
@@ -188,7 +188,7 @@ def add_squares(squares, pairs):
 
 @triton.jit
 def sum_of_warps(shared, thread, WARPS: tl.constexpr):
-    """Returns sums over warps of what their threads keep there, to all of them."""
+    """Returns the sum over the warps of their threads' values in shared memory, to all warps."""
     total = kept_float(shared + thread % 32 * 4)
     for warp in tl.static_range(1, WARPS):
         total += kept_float(shared + warp * 128 + thread % 32 * 4)
@@ -256,8 +256,10 @@ def registers(count: int, text: str) -> str:
 
 
 def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str) -> list[str]:
-    """Returns instructions for a word. y0 holds pairs of 1. zero: minus what is added to the power
-    of two in `magic` + value. Values 4 places apart make a pair."""
+    """Returns instructions that unpack a word; values 4 places apart make a pair.
+
+    y0 holds a pair of ones. `zero` is minus the number added to the power of two in `magic` +
+    value."""
     lines = []
     for pair, out in enumerate(outs):
         place = word
@@ -270,9 +272,11 @@ def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str)
 
 
 def _four_bit_floats(word: str, outs: list[str], factor: str) -> list[str]:
-    """Returns instructions for a word of 4-bit floats, which as bf16 are 2^126 times too small,
-    subnormal numbers included, and are multiplied by `factor`, a pair of powers of two. A product
-    puts two copies of 4 bits where one has the sign and the other the rest in its place."""
+    """Returns instructions that unpack a word of 4-bit floats.
+
+    As bf16 their bits are 2^126 times too small, subnormal numbers included. `factor`, a pair of
+    powers of two, corrects that. A multiplication makes two copies of the 4 bits. One puts the sign
+    in its place, the other puts exponent and mantissa in theirs."""
     lines = []
     for pair, out in enumerate(outs):
         place = word
@@ -311,12 +315,12 @@ UNPACK = {
         1, "\n".join(_four_bit_floats("$4", ["$0", "$1", "$2", "$3"], "$5"))
     ),
 }
-"""Instructions that unpack a word of one row, by the code and dtype of stored values and the dtype
-of x. Of 4 bits: the word $4, and the pair that is added or multiplied, $5, become pairs $0 to $3.
-Of 8 bits: the word $2 becomes the pairs $0 and $1."""
+"""Instructions that unpack a word of one row, by code and dtype of stored values and dtype of x.
+With 4 bits, word $4 and the pair $5, which is added or multiplied, become pairs $0 to $3. With 8
+bits, word $2 becomes pairs $0 and $1."""
 PRODUCT = {
     dtype: MULTIPLY.format(t=name) + "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     for dtype, name in TYPES.items()
 }
-"""The instruction for pairs of a row, of the row 8 behind it, then the next pairs of both, $4 to
-$7; pairs of x, $8 and $9; and sums, $10 to $13."""
+"""The instruction for pairs of a row and of the row 8 further, then the next pairs of both ($4 to
+$7), pairs of x ($8, $9), and sums ($10 to $13)."""

@@ -1,10 +1,8 @@
 """Measures which kernel and tile runs each linear layer fastest on this card.
 
-Every candidate is first held against float64, then timed as replays of a CUDA graph that walks
-over enough copies of the weight to outgrow the L2, each launch waiting for the one before, as
-layers do.
-cuBLAS, with the other steps as kernels of their own, is one of the candidates.
-"""
+Every candidate is first checked against float64. Then it is timed as replays of a CUDA graph that
+walks over enough copies of the weight to exceed the L2. Each launch waits for the one before, as
+layers do. cuBLAS, with the other steps as separate kernels, is one of the candidates."""
 
 from __future__ import annotations
 
@@ -57,7 +55,7 @@ COLD_BYTES = 256 << 20
 TOLERANCE = 2e-2
 """Relative error of a bf16 result against float64."""
 GAIN = 0.98
-"""The share of the rules' time that a plan may take to be preferred: less is noise."""
+"""A plan replaces the rules' plan only below this share of its time; smaller gains are noise."""
 _MOST_INPUTS = 1 << 16
 """Inputs of a layer with a norm at most."""
 _REFERENCE_BYTES = 64 << 20
@@ -66,7 +64,7 @@ _REFERENCE_BYTES = 64 << 20
 # Weight rows of a tile, BK, warps, stages. A tile that spans K loads all of it before it waits.
 _GEMV_LOOPS = ((4, 1024, 4, 1), (2, 2048, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 4))
 _GEMV_FEW_ROWS = ((2, 1024, 4, 1), (4, 512, 4, 1))
-# Weight rows of a tile, BK, warps, stages, swap; by padded M.
+# By padded M: weight rows of a tile, BK, warps, stages, swap.
 _SKINNY = {
     16: (
         (16, 256, 4, 4, False),
@@ -91,7 +89,13 @@ _SKINNY = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """us: µs per launch; error: why the plan cannot serve, and then us is infinite."""
+    """The time of a plan.
+
+    Attributes:
+        plan: the plan.
+        us: µs per launch; infinite if the plan fails.
+        error: why the plan fails, or "".
+    """
 
     plan: GemmPlan
     us: float
@@ -159,8 +163,9 @@ def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
 
 
 def _integer_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
-    """Plans whose warps have words of a row in registers, and share its chunks almost evenly; in
-    several segments only of rows that registers do not hold."""
+    """Yields plans whose warps hold words of a row in registers and share its chunks almost evenly.
+
+    Plans have several segments only for rows that registers do not hold."""
     chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles, fewest = triton.cdiv(shape.n, outputs), 0
     for segments, warps in itertools.product((1, 2, 3, 4, 5), (1, 2, 4, 8, 16)):
@@ -216,7 +221,7 @@ def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
 
 
 class Turn(Protocol):
-    """Runs a piece of the device's work when its turn has come, and returns what it returns."""
+    """Runs a piece of the device's work when its turn comes, and returns its result."""
 
     def __call__(self, work: Callable[[], T], /) -> T: ...
 
@@ -227,10 +232,8 @@ def at_once(work: Callable[[], T], /) -> T:
 
 
 class Tuner:
-    """Times plans on one device. `pool_bytes` of random weights are shared by all shapes.
-
-    turn: runs each piece of the device's work, of some ms.
-    """
+    """Times plans on one device. All shapes share `pool_bytes` of random weights. `turn` runs each
+    piece of the device's work, of some ms."""
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30,
@@ -253,8 +256,10 @@ class Tuner:
         self._gains = self._noise[-_MOST_INPUTS:].abs()
 
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
-        """A layer of this shape with the pool's `copy`-th weight, and a residual if it has neither
-        norm nor gate nor a vocabulary of outputs (as o and down projections do)."""
+        """Returns a layer of this shape with the pool's `copy`-th weight.
+
+        It has a residual if it has no norm, no gate and no vocabulary of outputs, as o and down
+        projections do."""
         weight = self._weight(shape, copy)
         x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
         gain = self._gains[: shape.k]
@@ -285,7 +290,8 @@ class Tuner:
     def _full(
         self, rows: int, groups: int, dtype: torch.dtype, value: float, copy: int
     ) -> Tensor:  # fmt: skip
-        """Returns a matrix of one value. Copy 0's is kept: what only compiles writes nothing."""
+        """Returns a matrix of one value. Copy 0 is cached, because compiling alone writes nothing
+        to it."""
         key = rows, groups, dtype, value
         full = functools.partial(torch.full, key[:2], value, dtype=dtype, device=self.device)
         if copy:
@@ -296,7 +302,7 @@ class Tuner:
 
     @functools.cached_property
     def _bytes(self) -> Tensor:
-        """Values of formats: none of these bytes is an 8-bit float that is no number."""
+        """Random stored values of formats; no byte is a NaN as an 8-bit float."""
         values = torch.empty(self._pool.nbytes, dtype=torch.uint8, device=self.device)
         return self._turn(lambda: values.random_(0, 120))
 
@@ -329,7 +335,8 @@ class Tuner:
         return list(dict.fromkeys([rules, *candidates(shape, self.sms)]))
 
     def compile(self, shapes: Iterable[Shape], workers: int) -> None:
-        """Compiles what tuning these shapes may run, on so many threads; runs nothing."""
+        """Compiles every plan that tuning these shapes may run, on `workers` threads, and runs
+        none."""
         with compiling(workers):
             for shape in shapes:
                 for plan in self.plans(shape):
@@ -342,7 +349,7 @@ class Tuner:
                 self.launch(shape, plan).run()
 
     def reference(self, shape: Shape) -> Tensor:
-        """The layer with copy 0 of its weight, in fp32: its sums are those of float64."""
+        """Returns the layer with copy 0 of its weight in fp32, from sums in float64."""
         args = self.layer(shape)
         x = args.x.double()
         if args.norm is not None:
@@ -376,11 +383,12 @@ class Tuner:
             calls = [lambda args=args: self.call(args, plan, out) for args in layers]
             guess = shape.weight_bytes / 3.5e6 + 3.0
             return Measured(plan, graph_us(calls, guess, self.stream))
-        except Exception as error:  # whatever a compiler or driver makes of a bad tile
+        except Exception as error:  # A compiler or driver may raise anything for a bad tile.
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 
     def tune_shape(self, shape: Shape) -> list[Measured]:
-        """Every plan tried for a shape: the rules' first, then by their times."""
+        """Returns the measurements of every plan tried for a shape: the rules' plan first, then by
+        time."""
         expected = self.reference(shape)
         first, *others = dict.fromkeys([*self.plans(shape), TORCH])
         rules = self.measure(shape, first, expected)
@@ -397,15 +405,16 @@ class Tuner:
 
 
 def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
-    """Returns float64 x times so many of a weight's rows, rounded to fp32."""
+    """Returns float64 x times `rows` of a weight's rows from `first` on, rounded to fp32."""
     part = weight.rows(first, min(first + rows, weight.outputs))
     wide = part.values if part.scales is None else dequantize(part, torch.float32)
     return (x @ wide.double().T).float()
 
 
 def preferred(found: Sequence[Measured]) -> Measured | None:
-    """Returns the fastest of a shape's measurements, whose first is that of the rules: these stand
-    where nothing gains. None: no plan could be timed."""
+    """Returns the fastest of a shape's measurements, or None if no plan could be timed.
+
+    The first measurement is the rules' plan, which stays unless another gains enough."""
     rules, *others = found
     best = min(others, key=lambda measured: measured.us, default=rules)
     best = best if best.us < GAIN * rules.us else rules
@@ -415,9 +424,10 @@ def preferred(found: Sequence[Measured]) -> Measured | None:
 def tune(
     tuner: Tuner, shapes: Iterable[Shape], workers: int
 ) -> Iterator[tuple[Shape, list[Measured]]]:
-    """Yields shapes, each once, with their measurements (see `Tuner.tune_shape`), by their rows.
-    Kernels of equal rows are compiled first, on `workers` threads. What a shape fails by is logged,
-    and it is left out."""
+    """Yields each shape once with its measurements (see `Tuner.tune_shape`), in order of rows.
+
+    Kernels of equal rows are compiled first, on `workers` threads. A shape that fails is logged and
+    skipped."""
     wanted = {key_of(shape): shape for shape in shapes if bucket(shape.m)}
     by_rows = sorted(wanted.values(), key=lambda shape: shape.m)
     for _, group in itertools.groupby(by_rows, key=lambda shape: shape.m):

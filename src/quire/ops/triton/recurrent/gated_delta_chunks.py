@@ -1,21 +1,20 @@
 """The chunked form of the gated delta rule, for rows of many tokens.
 
-Three kernels. One program per chunk and value head inverts the chunk's triangular system and
-computes its attention within itself. Then one program per row, value head and block of the head's
-width goes through the row's chunks and carries the state in registers, so that no state between
-chunks goes to memory. The third makes what the second leaves of states before a chunk the copies
-that a row is to leave within it.
+It takes three kernels. The first has one program per chunk and value head. It inverts the chunk's
+triangular system and computes the attention within the chunk. The second has one program per row,
+value head and block of the head's width. It walks the row's chunks and carries the state in
+registers, so no state between chunks goes to memory. The third writes the copies of states that a
+row saves within a chunk, from the state before the chunk that the second leaves.
 
-The second kernel is a chain: a chunk's products wait for those of the chunk before. It holds
-everything transposed, [width, tokens]: so what one product leaves in registers is the next one's
-left operand as it is. Hopper cards have a kernel of their own for it (`hopper_delta.py`).
+The second kernel is a chain: a chunk's products wait for the products of the previous chunk. It
+holds everything transposed, [width, tokens], so that the registers of one product's result are the
+next product's left operand. Hopper cards have a separate kernel for it (`hopper_delta.py`).
 
-Row r's chunks of 64 tokens have the numbers from query_start[r] // 64 + r on, which no other row's
-have: so programs find their row by bisection, and nothing must be planned beforehand.
+Row r's chunks of 64 tokens have the numbers from query_start[r] // 64 + r on, which differ from all
+other rows' numbers. So programs find their row by bisection, and the host plans nothing.
 
-q and k stay as they are: that they are brought to unit length is a factor of products' rows and
-columns.
-"""
+q and k stay unnormalized in memory. Scaling them to unit length is a factor of the products' rows
+and columns."""
 
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 CHUNK = 64
 VECTORS = 6
-"""Vectors over a chunk that the first kernel leaves for the others: factors of keys times the
-state, of queries times the state, and of keys by what is written to them; what the decay leaves of
-the state, 64 times; the inverse lengths of keys; the running sum of the decay, as a power of 2."""
+"""Vectors over a chunk that the first kernel leaves for the others. They are factors of keys times
+the state, of queries times the state, and of keys times the writes; the decay's remainder of the
+state, 64 times; the inverse lengths of keys; and the running sum of the decay, as a power of 2."""
 
 
 @triton.jit
@@ -55,10 +54,12 @@ def find_row(query_start_ptr, chunk, num_rows, STEPS: tl.constexpr):
 
 @triton.jit
 def _joined(inverse, system, apart, SIZE: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the inverses of a system's blocks of 2 SIZE tokens on the diagonal, from those of its
-    blocks of SIZE. apart: row ^ column. Below the diagonal stands -D A C, for the inverses C and D
-    of two blocks and what is below the one and left of the other, A: all are small for any keys, so
-    that no digits are lost."""
+    """Returns the inverses of a system's diagonal blocks of 2 SIZE tokens, from the inverses of its
+    blocks of SIZE.
+
+    `apart` is row ^ column. Below the diagonal the result is -D A C, for the inverses C and D of
+    two blocks and the block A below the one and left of the other. All of them are small for any
+    keys, so no digits are lost."""
     below = tl.where(apart // SIZE == 1, system, 0.0).to(system.dtype)
     narrow = inverse.to(system.dtype)
     part = tl.dot(below, narrow, input_precision=PRECISION).to(system.dtype)
@@ -67,8 +68,8 @@ def _joined(inverse, system, apart, SIZE: tl.constexpr, PRECISION: tl.constexpr)
 
 @triton.jit
 def _inverse(system, apart, PRECISION: tl.constexpr):
-    """Returns the inverse of 1 + system for what is below the diagonal of `system`, [64, 64]."""
-    # Blocks of 16 first: each is in the registers of a warp.
+    """Returns the inverse of 1 + the part of `system` [64, 64] below the diagonal."""
+    # Blocks of 16 come first, because each is in the registers of a warp.
     block, place = tl.arange(0, 4), tl.arange(0, 16)
     own = block[:, None, None, None] == block[None, None, :, None]
     near = place[None, :, None] ^ place[None, None, :]
@@ -138,7 +139,7 @@ def _solve(
     tl.store(vectors + 256, k_inverse)
     tl.store(vectors + 320, total)
 
-    # Above the diagonal, of which nothing is kept, the power might overflow.
+    # Above the diagonal the power might overflow, and is dropped.
     seen = place[:, None] >= place[None, :]
     grown = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
     grown = tl.where(seen, grown * k_inverse[None, :], 0.0)
@@ -202,7 +203,8 @@ def _scan(
     vectors = vectors_ptr + number * COUNT * 64
     remains = tl.load(vectors + 192)
     one = (place[:, None] == place[None, :]).to(kind)
-    # Copies are made of the state before their chunk: `_advance_copies` does the rest.
+    # The saved state is that before the copy's chunk; `_advance_copies` adds the chunk's
+    # tokens.
     begin = 0
     while begin < length:
         for each in range(SAVES):
@@ -295,7 +297,7 @@ def _advance_copies(
             slot = tl.load(table + 2 + 2 * pair).to(tl.int64)
             copy = state_ptr + slot * state_stride + at
             matrix = tl.load(copy, mask=held, other=0.0)
-            # What is behind the copy's place changes nothing before it.
+            # Tokens past the copy's place change nothing before it.
             seen = place < end
             token = mixed_ptr + (first + chunk * 64 + place).to(tl.int64) * mixed_stride
             keys = token[:, None] + of_key[None, :]

@@ -1,10 +1,9 @@
 """Gated delta nets: the short convolution, the rule in its recurrent form, the gates.
 
-Nothing is added up by atomics, so that the same step gives the same bits every time. Where rows
-have drafts, a kernel first brings its part of a state up to the drafts that were accepted
-(`ops/state.py` says from what), and every program has an entry of its own that says how far its
-part is: programs of one launch come in any order.
-"""
+No sum uses atomics, so the same step gives the same bits every time. Where rows have drafts, a
+kernel first advances its part of a state over the accepted drafts (`ops/state.py` says from which
+tensors). Programs of one launch run in any order. So every program has its own entry that records
+how far its part has advanced."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from quire.ops.triton.recurrent.gated_delta_chunks import CHUNK, chunked, find_r
 
 _NEVER = 1 << 30
 SHORT = 16
-"""Rows of at most so many tokens take the recurrent form."""
+"""The most tokens of a row that takes the recurrent form."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -95,7 +94,7 @@ def _conv(
                 if DRAFTS > 0:
                     entry = base_ptr + slot * base_stride + channel
                     tl.store(entry, tl.zeros_like(channel) + 2 * (start + end), mask=inside)
-        # No thread may overwrite what another is yet to read.
+        # No thread may overwrite values that another has yet to read.
         tl.debug_barrier()
         _keep_inputs(
             x, state, state, certain, oldest, back, channels, x_stride, channel, inside, TAPS
@@ -114,8 +113,10 @@ def _conv(
 def _keep_inputs(
     x, state, to, end, oldest, back, channels, x_stride, channel, inside, TAPS: tl.constexpr
 ):  # fmt: skip
-    """Stores the last inputs before a row's token `end`. A thread has a channel to itself, and what
-    it stores comes from places that it has not yet written."""
+    """Stores the last inputs before a row's token `end`.
+
+    A thread has a channel to itself, and stores values from places that it has not yet overwritten.
+    """
     for tap in tl.static_range(TAPS - 1):
         at = tl.zeros_like(channel) + (end + 1 - TAPS + tap)
         here = x + at.to(tl.int64) * x_stride + channel
@@ -157,7 +158,7 @@ def _drafts(state: StateLayer, rows: StateRows) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _advance(matrix, k, v, a, b, a_factor, dt_bias):
-    """Returns the state after a token, whose k is of any length."""
+    """Returns the state after a token; k may have any length."""
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     x = a + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
@@ -175,8 +176,10 @@ def _recurrent(
     SAVES: tl.constexpr, DRAFTS: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, value heads, blocks of their width). Reads and writes the state once. Of long
-    rows, it brings the state up to the row's first token."""
+    """Computes short rows. Grid: (rows, value heads, blocks of their width).
+
+    It reads and writes the state once. For long rows, it advances the state to the row's first
+    token."""
     row, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, DK), tl.program_id(2) * BV + tl.arange(0, BV)
     a_factor = -tl.exp(tl.load(a_log_ptr + head))
@@ -233,7 +236,7 @@ def _recurrent(
         certain = tl.where((tl.load(flags_ptr + row) & 1) == 0, 1, length)
         certain = tl.where(long, 0, certain)
         count = tl.where(long, 0, length)
-        # What this launch reads of the last row's drafts, it does not write.
+        # This launch reads the drafts of the last row, and does not write them.
         which = 1 - seen % 2
         if long:
             tl.store(own + place, matrix, mask=known)

@@ -1,11 +1,10 @@
 """The scan over chunks of the gated delta rule on Hopper cards, see `gated_delta_chunks.py`.
 
-A program has three warpgroups. One carries the state of 64 of a head's columns: transposed, they
-are the rows of wgmma's left operand, in registers, as are what tokens want to write and what they
-do. One multiplies what the first leaves in shared memory by queries and by attention within the
-chunk. One copies chunks into rings, ahead of both. So only what the next chunk waits for is in the
-chain of products.
-"""
+A program has three warpgroups. The first carries the state of 64 of a head's columns. Transposed,
+these columns are the rows of wgmma's left operand, in registers, and so are the tokens' proposed
+and actual writes. The second multiplies the values that the first leaves in shared memory by
+queries and by the attention within the chunk. The third copies chunks into rings, ahead of both. So
+the chain of products contains only the work that the next chunk waits for."""
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 
 
 def takes(mixed: Tensor, key_dim: int, value_dim: int) -> bool:
-    """Whether the scan is for such heads: in 16 bits, of whole tiles."""
+    """Whether the scan takes such heads: 16 bits, and dimensions of whole tiles."""
     whole = key_dim in (64, 128) and value_dim % 64 == 0 and mixed.stride(0) % 16 == 0
     return whole and mixed.dtype in (torch.bfloat16, torch.float16)
 
@@ -45,7 +44,7 @@ def _copy_chunk(
     queries, values, inverses, withins, vectors, left, key_step, mixed_stride, rings, stage,
     DK: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a chunk, of which `left` tokens are of the row; others become zeros."""
+    """Starts the copies of a chunk; tokens past the row's `left` remaining ones become zeros."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     q_ring, k_ring, v_ring, inverse_ring, within_ring, vector_ring = rings
     token = gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
@@ -74,8 +73,8 @@ def _copy_chunks(
     queries, values, inverses, withins, vectors, length, heads, key_step, mixed_stride, rings,
     ready, empty, COUNT: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Copies chunks into the rings, each when the chunk three before it has been used, and says of
-    the one before it that it is there."""
+    """Copies chunks into the rings, each after the chunk three before it has been used, and signals
+    that the previous one has arrived."""
     stage = 0
     last = 0
     turn = 1
@@ -109,8 +108,8 @@ def _answer(
     outputs, length, heads, value_dim, rings, narrow, new, turned, ready, empty, bars,
     DK: gl.constexpr,
 ):  # fmt: skip
-    """Computes outputs, transposed: of a chunk's queries and the state before it, and of what its
-    tokens write."""
+    """Computes outputs, transposed: from a chunk's queries, the state before it, and its tokens'
+    writes."""
     kind: gl.constexpr = narrow.dtype
     sums: gl.constexpr = sums_layout(64)
     q_ring, within_ring, vector_ring = rings
@@ -153,8 +152,10 @@ def _advance(
     value_dim, state_stride, base_stride, rings, narrow, new_shared, ready, empty, bars,
     COUNT: gl.constexpr, SAVES: gl.constexpr, DRAFTS: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Moves the state on from chunk to chunk, and leaves for `_answer` what it was and what tokens
-    write, in 16 bits. Each barrier of `bars` is passed once a chunk."""
+    """Advances the state from chunk to chunk.
+
+    It leaves the previous state and the tokens' writes for `_answer`, in 16 bits. Each barrier of
+    `bars` is passed once a chunk."""
     kind: gl.constexpr = narrow.dtype
     sums: gl.constexpr = sums_layout(64)
     state_layout: gl.constexpr = sums_layout(DK)
@@ -178,7 +179,8 @@ def _advance(
     before = 0
     begin = 0
     while begin < length:
-        # Copies are made of the state before their chunk: `_advance_copies` does the rest.
+        # The saved state is that before the copy's chunk; `_advance_copies` adds the
+        # chunk's tokens.
         until = length
         for each in range(SAVES):
             end = gl.load(table + 1 + 2 * each) - start
@@ -259,7 +261,8 @@ def delta_scan(
     narrow = gl.allocate_shared_memory(kind, [BV, DK], shared)
     new = gl.allocate_shared_memory(kind, [BV, 64], shared)
     rings = (q_ring, k_ring, v_ring, inverse_ring, within_ring, vector_ring)
-    # A chunk is there; both have done with it; the state and what is written are there, and used.
+    # The barriers signal: a chunk has arrived, both readers have finished with it, the state
+    # and the writes are ready, and they have been read.
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     handed = gl.allocate_shared_memory(gl.int64, [4, 1], bar)

@@ -13,11 +13,12 @@ WORD = 8
 
 _CHUNK = 4096
 _PROGRAMS = 32
-"""Enough to keep a host link busy, and few enough to leave the device to the model: one megabyte
-is on its way at any time, several times what a link of 55 GB/s and 2 us holds."""
+"""Programs of a copy: enough to keep a host link busy, and few enough to leave the device to the
+model. One megabyte is in flight at any time, several times the capacity of a link of 55 GB/s and 2
+us."""
 
 
-# One compilation for all counts and sizes: a new one in mid-service would hold up a step.
+# One compilation for all counts and sizes, because compiling during service would hold up a step.
 @triton.jit(do_not_specialize=["count", "words", "chunks"])
 def _copy(addresses_ptr, count, words, chunks, CHUNK: tl.constexpr):
     """Programs share the pieces' chunks evenly. The first `count` addresses are sources, the next
@@ -36,8 +37,11 @@ def _copy(addresses_ptr, count, words, chunks, CHUNK: tl.constexpr):
 def copy_pieces(addresses: Tensor, size: int, programs: int = _PROGRAMS) -> None:
     """Copies n pieces of `size` bytes, a multiple of 16.
 
-    addresses: int64 [2, n], sources and destinations, multiples of 16, in device memory or pinned
-    host memory. That they are valid and no destination overlaps anything is the caller's word.
+    The caller guarantees valid addresses, and that no destination overlaps anything else.
+
+    Args:
+        addresses: int64 [2, n], sources and destinations, multiples of 16, in device memory or
+            pinned host memory.
     """
     count, words = addresses.shape[1], size // WORD
     chunks = triton.cdiv(words, _CHUNK)

@@ -1,4 +1,4 @@
-"""Drafts of a second model, between its passes. One program serves all lanes: they are few."""
+"""Drafts of a second model, between its passes. One program serves all lanes, which are few."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _keep_drafts(
     tl.store(ids_ptr + lane * width + place, drawn, mask=kept)
     goes_on = row & (counts > depth)
     count = tl.sum(goes_on.to(tl.int32), 0)
-    # Rows come in descending order of their drafts, so those that go on are the first.
+    # Rows come in descending order of their drafts, so the rows that continue are the first.
     tl.debug_barrier()
     tl.store(pass_lanes_ptr + at, tl.where(goes_on, lanes, -1), mask=inside)
     tl.store(lengths_ptr + at, length + 1, mask=inside)

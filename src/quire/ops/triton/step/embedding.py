@@ -31,10 +31,13 @@ def _embed(
 
 
 def embedding(ids: Tensor, table: Tensor, start: int = 0, *, pdl: bool | None = None) -> Tensor:
-    """ids: int [T]. table: [entries, width], the rows of ids from `start` on.
+    """Returns rows of an embedding table, [T, width] in the table's dtype.
 
-    Returns [T, width] in the table's type; zeros for ids outside it, such as padding (-1) or
-    another rank's shard.
+    Ids outside the table give zeros, such as padding (-1) or another rank's shard.
+
+    Args:
+        ids: int [T].
+        table: [entries, width], the rows of ids from `start` on.
     """
     entries, width = table.shape
     out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)

@@ -28,11 +28,10 @@ def _wait(flags_ptr, gate_ptr, tries):
 
 
 def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
-    """See `reference.mask`. Gives up after some twenty seconds, so that a host that has failed
-    does not leave the device busy for ever.
+    """See `reference.mask`.
 
-    What the host wrote before the flag is seen by copies and kernels queued behind.
-    """
+    It gives up after about twenty seconds, so that a failed host does not leave the device busy for
+    ever. Copies and kernels queued after it see the host's writes before the flag."""
     launch(_wait, (1,))(flags, gate, _TRIES, num_warps=1)
 
 
@@ -46,12 +45,14 @@ def _set(before_ptr, clock_ptr, layers):
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
-    """See `reference.layer_clock`. It starts when all before it is complete (no PDL), so that who
-    sees the count can read what kernels before have written, from any device."""
+    """See `reference.mask`.
+
+    It starts when all kernels before it have finished (no PDL). So a reader of the count, on any
+    device, can read the results of those kernels."""
     launch(_set, (1,))(before, clock, layers, num_warps=1)
 
 
-# Packed masks on logits, in place: one bit a token, and only what is not allowed is written.
+# Packed masks apply to logits in place: one bit a token, and only forbidden tokens are written.
 
 _TILE = 4096
 
@@ -71,7 +72,7 @@ def _mask(
         line = tl.load(lines_ptr + row).to(tl.int64)
         if line < 0:
             return
-    # Each word is read once: the mask may lie in the host's memory, behind a link.
+    # Each word is read once, because the mask may lie in the host's memory, across a link.
     place = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
     word = tl.load(mask_ptr + line * words + place, mask=place < words, other=-1)
     bit = tl.arange(0, 32)

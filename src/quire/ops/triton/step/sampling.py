@@ -1,9 +1,8 @@
 """From logits to tokens without a sort of the vocabulary and without the host.
 
-Temperature sampling by the Gumbel-max trick over counter-based noise, so that a token depends on
-its request's seed and position alone. Order and meaning of the truncations, and the noise, are
-those of `ops.reference.sample`: min-p, then top-k (ties kept), then top-p of what is left.
-"""
+Temperature sampling uses the Gumbel-max trick over counter-based noise. So a token depends on its
+request's seed and position alone. The noise, and the order and meaning of the truncations, are
+those of `ops.reference.sample`: min-p, then top-k (ties kept), then top-p of the rest."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def sample(
     truncate_rows: bool = True,
     cap: int = _CAP,
 ) -> Tensor:
-    """See `ops.sample`. cap: a power of two, entries that a truncating row sorts at most."""
+    """See `ops.sample`. A truncating row sorts at most `cap` entries, a power of two."""
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """Kernels of `sampling.py`: one scan of the vocabulary in tiles, then one program per row.
 
-The scan leaves each tile's best perturbed logit, and for rows that truncate the maximum of every
-`SUB` entries. The k-th largest of such maxima bounds the k-th largest logit from below, so the
-second step reads only the few stretches that can matter and sorts what it finds there.
+The scan stores each tile's best perturbed logit, and for rows that truncate the maximum of every
+`SUB` entries. The k-th largest of these maxima is a lower bound of the k-th largest logit. So the
+second step reads only the few stretches that can matter, and sorts the entries that it finds there.
 """
 
 import triton
@@ -77,7 +77,7 @@ def scan(
 
 @triton.jit
 def _likeliest(keys, count):
-    """The `count`-th largest (1: the largest) of int32 keys, by bisection over their bits."""
+    """Returns the `count`-th largest (1: the largest) of int32 keys, by bisection of their bits."""
     low = tl.min(keys, 0).to(tl.int64)
     high = tl.max(keys, 0).to(tl.int64)
     while low < high:
@@ -108,8 +108,10 @@ def _pick_by_scan(
     logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
     high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The road for rows too flat to collect: bisection over thresholds, a pass of the row each.
-    Entries tied at a threshold are all kept."""
+    """Draws a token of a row that is too flat to collect: bisects over thresholds, with one pass of
+    the row for each.
+
+    All entries tied at a threshold are kept."""
     first = _ordered(lowest).to(tl.int64)
     last = _ordered(peak).to(tl.int64)
     if top_k > 0:
@@ -154,8 +156,10 @@ def _collect(
     logits, vocab, temperature, bound, hit, stretch, found,
     SUBS_PAD: tl.constexpr, CAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Packs a row's entries at or above `bound` into `found`, out of the stretches that were `hit`,
-    and returns how many there are; those beyond CAP are only counted."""
+    """Packs a row's entries at or above `bound` into `found`, out of the stretches `hit`, and
+    returns their number.
+
+    Entries past CAP are only counted."""
     order = tl.cumsum(hit.to(tl.int32), 0) - 1
     num_hits = tl.sum(hit.to(tl.int32), 0)
     tl.store(stretch + order, tl.arange(0, SUBS_PAD), mask=hit)
@@ -170,7 +174,8 @@ def _collect(
         kept = inside & (x >= bound)
         flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
         place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
-        # The value above, the complement of the entry below: sorts by value, then entry.
+        # The value comes first, then the complement of the entry: this sorts by value, then
+        # entry.
         packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
         tl.store(found + place, packed, mask=kept & (place < CAP))
         count += tl.sum(flat, 0)
@@ -198,7 +203,8 @@ def _pick_cut(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """A truncating row: collect what is likely enough, sort it, cut it, draw from what is left."""
+    """Draws a truncating row's token: collects the likely entries, sorts them, cuts them, and draws
+    from the rest."""
     subs = tl.arange(0, SUBS_PAD)
     peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
     peak = tl.max(peaks, 0)
@@ -220,7 +226,7 @@ def _pick_cut(
         kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
     mass = tl.where(kept, tl.exp(x - peak), 0.0)
     whole = tl.sum(mass, 0)
-    # What was not collected counts too, unless top-k or min-p drops it anyway.
+    # Entries that were not collected count too, unless top-k or min-p drops them anyway.
     settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
     if not settled:
         everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
@@ -294,8 +300,10 @@ def logprob_tiles(
     logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
     logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles). Of rows that ask: the maximum of every `SUB` entries, and of each tile
-    the sum relative to its maximum and how many entries are above the row's token."""
+    """Scans the rows that ask for log-probabilities. Grid: (rows, tiles).
+
+    It stores the maximum of every `SUB` entries. For each tile it stores the sum relative to the
+    tile's maximum, and the number of entries above the row's token."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -322,7 +330,7 @@ def logprob_tiles(
 
 @triton.jit
 def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
-    """The likeliest of a row's entries behind (value, entry), ties by entry, and its value."""
+    """Returns the row's likeliest entry after (value, entry), ties by entry, and its value."""
     best = float("-inf")
     place = INT_MAX
     for start in range(0, vocab, BLOCK):

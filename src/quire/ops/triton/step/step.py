@@ -16,7 +16,8 @@ from quire.ops.triton.launch import launch, options, traits
 _BLOCK = 1024
 
 
-# One compilation for all sizes, here and below: a new one in mid-service would hold up a step.
+# One compilation for all sizes, here and below, because compiling during service would hold up a
+# step.
 @triton.jit(do_not_specialize=["num_segments"])
 def _scatter(memory_ptr, packed_ptr, num_segments, BLOCK: tl.constexpr):
     """Grid (segments, chunks of the longest)."""
@@ -60,7 +61,7 @@ def _place_drafts(
     text = tl.load(tokens_ptr + lane * tokens_stride + first + column, mask=before, other=0)
     agrees = tl.max((before & (text != claimed)).to(tl.int32), 0) == 0
     behind = held & (column >= known)
-    # The first place behind the text where nothing is claimed ends the drafts.
+    # The first unclaimed place after the text ends the drafts.
     gap = tl.min(tl.where(behind & (claimed < 0), column, width), 0)
     used = tl.minimum(gap - known, room)
     used = tl.where((known >= 0) & (known < width) & agrees, tl.maximum(used, 0), 0)
@@ -89,8 +90,10 @@ def _expand(
     BLOCK_TOKENS: tl.constexpr, FIRST: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + 1, chunks). Each row's chunk of tokens, table entries and logit rows; the last
-    row is the padding behind the others. FIRST: also writes what KV groups share."""
+    """Writes each row's chunk of tokens, table entries and logit rows. Grid: (rows + 1, chunks).
+
+    The last row of the grid is the padding after the others. FIRST: also write the values that KV
+    groups share."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -332,7 +335,7 @@ def finish_rows(
     )  # fmt: skip
 
 
-# The shares and lengths lie wherever a step's upload has room for them: their alignment varies.
+# The shares and lengths lie anywhere in a step's upload, so their alignment varies.
 @triton.jit(do_not_specialize_on_alignment=["shares_ptr", "lengths_ptr"])
 def _pool(
     hidden_ptr, lanes_ptr, query_start_ptr, shares_ptr, sums_ptr, lengths_ptr, out_ptr, width,
