@@ -6,7 +6,7 @@
 # make kernels TRITON=3.7.1   Hopper's kernels through another Triton's compiler, without a GPU
 # make lint    ruff, mypy, import rules and other checks
 # make lessons   the site of docs and lessons, in build/site
-# make core    counts the core and writes its table into ARCHITECTURE.md
+# make core    counts the core's lines of code and writes them into ARCHITECTURE.md
 # make bench   what a step costs the scheduler, and the engine on the embedded model
 # make bench-gpu-scaling   models on one to eight GPUs, on a machine that has them
 # make bench-gpu   all targets of docs/performance.md, on a machine with a GPU (MODELS="folder ...")
@@ -71,6 +71,7 @@ lint: $(VENV)/.dev
 	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_class_names.py
 	$(BIN)/python tools/check_import_circles.py
+	$(BIN)/python tools/core.py
 	$(BIN)/python bench/report.py --check
 
 lessons: $(VENV)/.docs
@@ -78,7 +79,7 @@ lessons: $(VENV)/.docs
 	@echo "Open build/site/index.html; search needs a server: python3 -m http.server -d build/site"
 
 core: $(VENV)/.serve
-	$(BIN)/python tools/core_lines.py --markdown
+	$(BIN)/python tools/core.py --markdown
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

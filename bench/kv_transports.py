@@ -27,7 +27,7 @@ from quire.features.disaggregation.messages import MemoryHandle, PeerChannel
 from quire.features.disaggregation.pulls import map_memory
 from quire.parallel import SingleGroup
 from quire.runner.transfer.copier import HostCopier
-from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
+from quire.runner.transfer.engine_memory import RankMemory, find_pieces, group_memory
 from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.nixl_agent import NixlAgent
@@ -114,7 +114,7 @@ def main() -> None:
 
     def direct() -> None:
         for ids in cache.batches(_LARGE_BATCH):
-            pieces = pieces_of(cache.layout, ids, remote.groups[0], ids)
+            pieces = find_pieces(cache.layout, ids, remote.groups[0], ids)
             assert pieces is not None
             read = Read([ReadPart(remote, WrittenPieces(pieces))], lambda: True)
             cache.agent.read(read)

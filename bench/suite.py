@@ -100,7 +100,7 @@ def settings_of(folder: str | None, device: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def limits_of(config: EngineConfig) -> Ceilings | None:
+def step_limits(config: EngineConfig) -> Ceilings | None:
     """Returns the device's ceilings; a CPU's are measured."""
     if config.device == "cpu":
         return measured_on_cpu(config.dtype)
@@ -122,7 +122,7 @@ class Grid:
             max_model_len=min(context, longest),
         )  # fmt: skip
         self.config = llm.config
-        self.limits = limits_of(self.config)
+        self.limits = step_limits(self.config)
         self.engine = QuireEngine(llm, self.limits)
         self.meter = GpuMeter.of_device(device)
         self._draw = np.random.default_rng(0)
@@ -249,7 +249,7 @@ def run_users(
     """Yields a record for each number of users."""
     end = time.monotonic() + options.seconds
     config = resolve(EngineArgs(**settings_of(folder, options.device)))
-    limits, work = limits_of(config), model_work(config)
+    limits, work = step_limits(config), model_work(config)
     given = {
         "device": options.device, "load-format": config.args.load_format,
         "max-model-len": min(2048, config.scheduler.max_model_len),

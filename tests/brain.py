@@ -79,7 +79,7 @@ def check_blocks(
                 owner = node.upto(place + 1)
                 assert owner.blocks[g][place - owner.start] == block
         else:
-            # What counts as available is: giving up an idle node frees its blocks.
+            # Evicting an idle node frees its blocks, so they do count as available.
             assert all((holders[list(node.blocks[g])] == 1).all() for node in tree._idle)
     check_free_list(manager)
 

@@ -192,7 +192,7 @@ class FakeExecutor:
         self._move(plan, "in")
         rows = [self._row(plan, i) for i in range(plan.num_rows)]
         alive = [work for work in rows if work.length]
-        # Lanes admitted now may share what this very step computes; `_read` checks what they get.
+        # New lanes may share blocks that this step computes; `_read` checks their contents.
         new = {admit.lane for admit in plan.admits}
         before = {n: state.position for n, state in self.lanes.items() if n not in new}
         for work in alive:

@@ -165,7 +165,7 @@ def test_what_the_template_is_given_anyway(llm: LLM, name: str) -> None:
 def test_counts_must_agree(llm: LLM) -> None:
     with pytest.raises(RequestError, match="2 sampling parameters"):
         llm.generate(["a"], [GREEDY, GREEDY])
-    with pytest.raises(RequestError, match="priorities"):
+    with pytest.raises(RequestError, match="priority has 2 entries for 1 prompts"):
         llm.generate(["a"], GREEDY, priority=[1, 2])
 
 

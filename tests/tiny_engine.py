@@ -119,7 +119,7 @@ class TinyEngine:
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             steps_in_flight=depth,
-            lag=stages,
+            pipeline_depth=stages,
             enable_prefix_caching=prefix_caching,
             policy=policy,  # type: ignore[arg-type]
         )

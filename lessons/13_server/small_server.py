@@ -9,7 +9,7 @@ import re
 from quire.engine.loop.core import EngineCore
 from quire.engine.loop.output import CompletionReader
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Progress
+from quire.scheduler import RequestProgress
 from quire.text.tokenizer import Tokenizer
 
 
@@ -18,7 +18,7 @@ class SmallServer:
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
         self.core, self.tokenizer = core, tokenizer
-        self.queues: dict[str, asyncio.Queue[Progress]] = {}
+        self.queues: dict[str, asyncio.Queue[RequestProgress]] = {}
         self.engine, self.work = asyncio.Lock(), asyncio.Event()
 
     async def drive(self) -> None:

@@ -1,5 +1,8 @@
-"""Settings. `EngineArgs` is the one schema behind keyword arguments, flags, QUIRE_* variables and
-the YAML file; the frozen `EngineConfig` is what it resolves to once model and device are known."""
+"""Settings of an engine.
+
+`EngineArgs` is the schema of keyword arguments, flags, QUIRE_* variables and the YAML file.
+`EngineConfig` is what it resolves to once model and device are known.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from quire.errors import ConfigError
 OPTIMIZATIONS = ("graphs", "overlap", "fusions", "skinny", "pdl", "symmetric")
 """The values of `EngineArgs.disable`.
 
-graphs: CUDA graphs. overlap: launching a step before the last one is read. fusions: norms,
-activations and residuals inside linear layers. skinny: our kernels for linear layers of few rows.
-pdl: programmatic dependent launch. symmetric: our kernels for sums over ranks.
+graphs: CUDA graphs.
+overlap: launching a step before the results of the last one are read.
+fusions: norms, activations and residuals inside linear layers.
+skinny: Quire's kernels for linear layers of few rows.
+pdl: programmatic dependent launch.
+symmetric: Quire's kernels for sums over ranks.
 """
 
 
@@ -48,7 +54,12 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_COUNTS, (lambda count: count > 0, "at least 1")),
     **dict.fromkeys(_SIZES, (lambda size: size >= 0.0, ">= 0")),
 }
-"""Limits of settings that are not None, and how errors put them."""
+"""Limits of settings that are not None: a check, and its wording in errors."""
+
+_SPELLINGS = {
+    "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
+}  # fmt: skip
+"""Other names of dtypes, which errors translate."""
 
 
 def _setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -191,18 +202,22 @@ class EngineArgs:
 
     def _check_tiers(self) -> None:
         if self.host_cache_gb and not self.enable_prefix_caching:
-            raise ConfigError("host_cache_gb needs enable_prefix_caching", "host_cache_gb")
+            raise ConfigError(
+                f"host_cache_gb={self.host_cache_gb:g} needs enable_prefix_caching", "host_cache_gb"
+            )
         if self.disk_cache is not None and not self.host_cache_gb:
             raise ConfigError(
                 "disk_cache needs host_cache_gb > 0: blocks travel through the host's memory",
                 "disk_cache",
             )
         if self.disk_cache is not None and not self.disk_cache_gb:
-            raise ConfigError("disk_cache needs disk_cache_gb > 0", "disk_cache_gb")
+            raise ConfigError(
+                f"disk_cache needs disk_cache_gb > 0, got {self.disk_cache_gb:g}", "disk_cache_gb"
+            )
 
     @property
     def ranks(self) -> int:
-        """Returns how many devices the engine runs on."""
+        """Number of devices that the engine runs on."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
@@ -214,7 +229,7 @@ class EngineArgs:
 
     @property
     def speculates(self) -> bool:
-        """Whether speculative decoding is asked for."""
+        """Whether the settings ask for speculative decoding."""
         return self.speculative is not None or self.speculative_model is not None
 
     @classmethod
@@ -254,19 +269,25 @@ def _checked(name: str, value: Any, kind: Any) -> Any:
 
 def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}", name)
+        better = _SPELLINGS.get(value)
+        hint = f"; use {better}" if better in allowed else ""
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}", name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """The settings of the scheduler and the cache."""
+    """The settings of the scheduler and the cache; see `EngineArgs`.
+
+    Attributes:
+        pipeline_depth: steps from the one that plans a generating request's token to the first one
+            that may plan its next: the number of the pipeline's stages.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int = 4096
     steps_in_flight: int = 1
-    lag: int = 1
-    """Steps after which a generating request may be planned again (1, or a pipeline's length)."""
+    pipeline_depth: int = 1
     enable_prefix_caching: bool = True
     enable_chunked_prefill: bool = True
     policy: Literal["fcfs", "priority"] = "fcfs"
@@ -277,10 +298,13 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Resolved settings: nothing here is a guess any more.
+    """Settings, resolved against the model and the device.
 
-    kv_cache_dtype: how KV is stored, dtype's name or one in 8 bits; auto: dtype. pooling: of
-    embeddings. matryoshka: the sizes they may be cut to, () for any, None for none.
+    Attributes:
+        kv_cache_dtype: the dtype of stored keys and values: `dtype`, a format of 8 bits, or auto
+            for `dtype`.
+        pooling: how embeddings are pooled.
+        matryoshka: sizes that embeddings may be shortened to; () for any, None for no other size.
     """
 
     args: EngineArgs

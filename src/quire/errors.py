@@ -62,8 +62,11 @@ class RefusedError(RequestError):
 
 
 class GrammarError(RequestError):
-    """A schema, regular expression or grammar cannot be enforced. `pointer` is the JSON pointer of
-    the keyword that is to blame, where there is one."""
+    """A schema, regular expression or grammar cannot be enforced.
+
+    Attributes:
+        pointer: JSON pointer of the keyword that cannot, or None.
+    """
 
     def __init__(
         self,
@@ -85,8 +88,10 @@ class CompilerBusyError(QuireError):
 
 
 class BrokenLogitsError(QuireError):
-    """A completion ended because the model's logits were not numbers: its weights are damaged, or
-    its values passed the range of the dtype."""
+    """A completion ended because a logit was not a number.
+
+    Either the model's weights are damaged, or its values exceed the range of the dtype.
+    """
 
     def __init__(self) -> None:
         super().__init__(
@@ -96,14 +101,14 @@ class BrokenLogitsError(QuireError):
 
 
 class PeerMismatchError(QuireError):
-    """Blocks of another engine cannot be used here, or the engine is not the one that was meant."""
+    """Another engine's blocks do not fit this engine, or it is not the engine that was named."""
 
 
 class EngineDeadError(QuireError):
     """The engine stopped; nothing can be served until it is started again."""
 
 
-# Limits, and checks of values that users give: each raises RequestError naming the field.
+# Limits, and checks of users' values. Each check raises a RequestError that names the field.
 
 MAX_STOP_TOKENS = 256
 MAX_BIAS_ENTRIES = 1024
@@ -120,7 +125,7 @@ def flag(name: str, value: object) -> None:
 
 def between(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    # An int is finite, however large; asking a very large one would overflow a float.
+    # An int is always finite, and `math.isfinite` would fail on a very large one.
     if not number or (isinstance(value, float) and not math.isfinite(value)):
         raise RequestError(f"{name} must be a finite number, got {value!r}", param=name)
     if not (low < value <= high if open_low else low <= value <= high):
@@ -134,14 +139,14 @@ def integer(name: str, value: int, low: int, high: int) -> None:
     between(name, value, low, high)
 
 
-# Advice on the packages that not everyone needs.
+# Advice on optional packages.
 
 NIXL = ("nixl_cu12", "nixl_cu13")
-"""Modules of NIXL, by the CUDA that they are for. On a CPU either will do."""
+"""Modules of NIXL, one for each version of CUDA. Either works on a CPU."""
 
 
 def installing(extra: str) -> str:
-    """Returns how to install an extra. The name on PyPI is another project's."""
+    """Returns how to install an extra. On PyPI, another project has the name."""
     return (
         f"install the extra '{extra}': pip install '.[{extra}]' in a checkout of Quire, or the "
         f"wheel of a release with [{extra}] behind its name"

@@ -1,4 +1,4 @@
-"""The brain's only view of the body."""
+"""The interface between the engine's loop and the workers that run its plans."""
 
 from __future__ import annotations
 
@@ -11,27 +11,35 @@ from quire.arrays import Int32
 from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
-"""Called as a start goes on: "weights", bytes loaded and in all; "graphs", captured and in all."""
+"""Called during a start with ("weights", bytes loaded, bytes in all) or ("graphs", number captured,
+number in all)."""
 
 
 FULL_STEP = 512
-"""Tokens, where nothing was measured, and at least."""
+"""Least value of `Capacity.full_step`, and its value if nothing was measured."""
 
 
 StepSeconds = dict[str, dict[int, float]]
-"""By what was measured, seconds by its size: `decode` steps by rows, `verify` steps, whose rows
-have drafts, by tokens, each with the head; and what hooks launch besides."""
+"""Measured seconds of a step, by kind and size.
+
+decode: steps of one token a row, with the head; by number of rows.
+verify: steps whose rows have drafts, with the head; by number of tokens.
+Hooks add further kinds for the passes that they launch.
+"""
 
 
 class Capacity(msgspec.Struct, frozen=True):
     """The limits of a started executor.
 
-    groups: KV groups. num_blocks: blocks of each. host_blocks: those that the host's memory holds
-        besides, if there is any.
-    seconds: how long parts of its start took ("weights", "graphs"), as far as it has them.
-    full_step: prompt tokens that fill a step: twice as many take about twice as long.
-    logit_rows: most rows that a step can sample from, drafts included; None: one per lane.
-    drafts: the most draft tokens of a generating row. step_seconds: what was measured for features.
+    Attributes:
+        groups: KV groups.
+        num_blocks: number of blocks of each group.
+        host_blocks: number of slots of each group in the host's memory; () without such memory.
+        seconds: seconds that parts of the start took ("weights", "graphs").
+        full_step: prompt tokens that fill a step: twice as many take about twice as long.
+        logit_rows: most logit rows of a step, those of drafts included; None: one per lane.
+        drafts: most draft tokens of a generating row.
+        step_seconds: measurements for features.
     """
 
     groups: tuple[KVGroup, ...]
@@ -45,27 +53,38 @@ class Capacity(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """A worker's memory once its weights are loaded. groups: KV groups, with the bytes that a block
-    takes on one rank. num_blocks: how many blocks of each group there is room for."""
+    """A worker's memory, after its weights are loaded.
+
+    Attributes:
+        groups: KV groups, with the bytes of a block on one rank.
+        num_blocks: how many blocks of each group fit.
+    """
 
     groups: tuple[KVGroup, ...]
     num_blocks: tuple[int, ...]
 
 
 class Worker(Protocol):
-    """One rank's device. All ranks get the same calls in the same order: `measure`, `allocate`,
-    `capture`, and then plans, of which those of one step are the same bytes everywhere."""
+    """One rank's device.
+
+    All ranks get the same calls in the same order: `measure`, `allocate`, `capture`, then plans.
+    The plan of a step is the same bytes on all ranks.
+    """
 
     def measure(self) -> Measurement:
-        """Loads the weights, and finds how much memory is left for the KV cache."""
+        """Loads the weights, and measures how much memory is left for the KV cache."""
         ...
 
     def allocate(self, num_blocks: tuple[int, ...]) -> None:
-        """Makes the KV cache, of so many blocks of each group, and the batch state."""
+        """Makes the KV cache and the batch state.
+
+        Args:
+            num_blocks: number of blocks of each KV group.
+        """
         ...
 
     def capture(self) -> Capacity:
-        """Gets ready to run, which on a GPU captures graphs, and says what there is."""
+        """Gets ready to run plans, and returns the limits. On a GPU this captures graphs."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
@@ -77,7 +96,7 @@ class Worker(Protocol):
         ...
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Answers whatever is not a step."""
+        """Answers a message that is not a step."""
         ...
 
     def shutdown(self) -> None:
@@ -88,43 +107,54 @@ class Worker(Protocol):
 class Executor(Protocol):
     """Runs plans. All calls take effect in the order they are made.
 
-    Tensor and pipeline parallelism are executors that fan one plan out; the scheduler's tests run
-    on a fake one.
+    With tensor or pipeline parallelism, an executor sends each plan to several workers. The
+    scheduler's tests run on a fake one.
     """
 
     def start(self) -> Capacity:
-        """Load weights, size the KV cache, and say what there is."""
+        """Loads the weights, sizes the KV cache, and returns the limits."""
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Launch a step. Returns before it has run where the device allows that."""
+        """Launches a step. On a GPU it returns before the step has run."""
         ...
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
-        """Returns memory for masks of a submitted step, for any thread to fill: int32 [rows,
-        ceil(vocab / 32)], uninitialized. Masks from elsewhere cost a copy."""
+        """Returns uninitialized memory for the masks of a submitted step, from any thread.
+
+        Int32 [rows, ceil(vocab / 32)]. Any thread may fill it. Masks in other memory are copied.
+        """
         ...
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Returns the claims (see `StepPlan`) that the body of a step reads whose GATED rows verify
-        drafts, from any thread: ids int32 [lanes, W] and start int32 [lanes], which hold until the
-        step is collected. None: they are not made yet; with `wait`, which waits for them and for
-        the step's submission, only where the executor ends."""
+        """Returns the claims (see `StepPlan`) that the body of a step reads, from any thread.
+
+        The step must have GATED rows that verify drafts. The claims are ids, int32 [lanes, W], and
+        start, int32 [lanes]. They hold until the step is collected. Returns None if they are not
+        made yet.
+
+        Args:
+            wait: wait for the step's submission and its claims. Returns None only if the executor
+                ends.
+        """
         ...
 
     def submit_head(self, inputs: HeadInputs) -> None:
-        """Bring the masks of a step with GATED rows, from any thread. The step, and all behind it,
-        wait for them, so nothing that they depend on may come after `submit` of a later step."""
+        """Submits the masks of a step with GATED rows, from any thread.
+
+        That step and all later ones wait for them. So a mask may not depend on a result that comes
+        only after `submit` of a later step.
+        """
         ...
 
     def collect(self) -> StepResult:
-        """Wait for the oldest step not yet collected, and return its result."""
+        """Waits for the oldest step not yet collected, and returns its result."""
         ...
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Everything that is not a step (statistics, adapters, profiling)."""
+        """Answers a message that is not a step (statistics, adapters, profiling)."""
         ...
 
     def shutdown(self) -> None:
-        """Release the device. Idempotent."""
+        """Releases the device. Idempotent."""
         ...

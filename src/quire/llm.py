@@ -13,19 +13,28 @@ from typing import TYPE_CHECKING, Any
 from quire.arrays import Int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
+from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
+from quire.engine.loop.embedding import embed_all
 from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
-from quire.engine.loop.prompts import Prompt, as_list, max_total, one_each, prompt_ids, read_prompt
-from quire.engine.loop.terminal import interrupts_held
+from quire.engine.loop.prompts import (
+    Prompt,
+    as_list,
+    chat_prompts,
+    max_total,
+    one_each,
+    prompt_ids,
+    read_prompt,
+)
+from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.errors import RequestError, integer
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Progress, StepProgress
+from quire.scheduler import RequestProgress, StepProgress
 from quire.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams
     from quire.engine.loop.stats import EngineStats
     from quire.features.lora import LoRARequest
 
@@ -34,8 +43,15 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Job:
-    """A request under way. `readers` follow the tokens of those that must be looked at as they
-    come; the others' tokens are read once, at the end."""
+    """A prompt of a call, with its completions.
+
+    Attributes:
+        requests: the engine's requests, one per completion.
+        readers: turn each completion's tokens into text. If the job is not `followed`, they read
+            all tokens at the end.
+        about_prompt: collects the prompt's log-probabilities, or None.
+        open: number of unfinished completions.
+    """
 
     text: str | None
     ids: Int32
@@ -48,6 +64,7 @@ class _Job:
 
     @property
     def followed(self) -> bool:
+        """Whether tokens must be read in the step that gives them."""
         p = self.params
         return bool(p.stop) or p.logprobs is not None or p.prompt_logprobs is not None
 
@@ -102,12 +119,10 @@ class LLM:
         for each in priorities:
             integer("priority", each, -(2**31), 2**31 - 1)
         if len(priorities) != len(many):
-            raise RequestError(f"{len(many)} prompts but {len(priorities)} priorities", "priority")
-        adapters = [""] * len(many)
-        if lora_request is not None:
-            from quire.features.lora.lora_request import load_requested
-
-            adapters = load_requested(self._core, lora_request, len(many))
+            raise RequestError(
+                f"priority has {len(priorities)} entries for {len(many)} prompts", "priority"
+            )
+        adapters = self._adapter_names(lora_request, len(many))
         self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
@@ -127,11 +142,22 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answers one conversation (a list of {"role", "content"}), or many. The template is shown
-        `tools` (in OpenAI's shape); calls are in the text, as the model writes them."""
-        # Generation does not need what conversations do.
-        from quire.engine.loop.prompts import chat_prompts
+        """Answers one conversation (a list of {"role", "content"}), or many.
 
+        Calls of tools are in the text, as the model writes them.
+
+        Args:
+            messages: one conversation or many.
+            sampling_params: for all conversations, or one each; None: the defaults.
+            use_tqdm: show a progress bar, on a terminal.
+            add_generation_prompt: end each prompt with the header of an answer.
+            chat_template: a Jinja template in place of the model's.
+            chat_template_kwargs: further variables of the template.
+            tools: tools that the template lists, in OpenAI's shape.
+
+        Raises:
+            RequestError, KeyboardInterrupt, EngineDeadError: as `generate`.
+        """
         variables = {**({"tools": tools} if tools else {}), **(chat_template_kwargs or {})}
         prompts = chat_prompts(
             self.get_tokenizer(), messages, add_generation_prompt, chat_template, variables
@@ -141,13 +167,11 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Finds the likeliest sequences behind each prompt, in the order of the prompts.
+        """Finds the likeliest continuations of each prompt, in the order of the prompts.
 
         Raises:
             RequestError, KeyboardInterrupt, EngineDeadError: as `generate`.
         """
-        from quire.engine.loop.beam_search import beam_search
-
         run = functools.partial(self.generate, use_tqdm=False)
         return beam_search(run, self.config, self._tokenizer, as_list(prompts), params)
 
@@ -164,15 +188,12 @@ class LLM:
             RequestError: a request is invalid. Nothing has run then.
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
-        # Generation does not need what embeddings do.
-        from quire.engine.loop.embedding import embed_all
-
         many = as_list(prompts)
-        wanted = {str(self._count + place): each for place, each in enumerate(many, 1)}
+        named = {str(self._count + place): each for place, each in enumerate(many, 1)}
         self._count += len(many)
-        with self._requests([*wanted]) as let_interrupt, _progress_bar(len(many), use_tqdm) as done:
+        with self._requests([*named]) as let_interrupt, _progress_bar(len(many), use_tqdm) as done:
             return embed_all(
-                self._core, self._tokenizer, wanted, pooling_params, let_interrupt, done
+                self._core, self._tokenizer, named, pooling_params, let_interrupt, done
             )
 
     def get_tokenizer(self) -> Tokenizer:
@@ -190,10 +211,24 @@ class LLM:
 
     # -- jobs ----------------------------------------------------------------------------------
 
+    def _adapter_names(
+        self, lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
+    ) -> list[str]:
+        """Loads the adapters of a call. Returns their names, one for each of `count` prompts."""
+        if lora_request is None:
+            return [""] * count
+        # A plugin point: a call may use a feature.
+        from quire.features.lora.lora_request import load_requested
+
+        return load_requested(self._core, lora_request, count)
+
     @contextlib.contextmanager
     def _requests(self, names: Sequence[str]) -> Iterator[Callable[[], None]]:
-        """Ends these requests where a block of code ends before them: by an interrupt, or as one
-        of them was refused. Yields what lets an interrupt through."""
+        """Aborts these requests at the end of a block of code, if they are unfinished.
+
+        An interrupt ends the block early, or an error of one of the requests. Yields a function
+        that lets a pending interrupt through.
+        """
         with interrupts_held() as let_interrupt:
             try:
                 yield let_interrupt
@@ -260,8 +295,8 @@ class LLM:
                     job.output.finished = True
                     advance()
 
-    def _look(self, job: _Job, item: Progress) -> bool:
-        """Reads what came for one completion; whether that ended it."""
+    def _look(self, job: _Job, item: RequestProgress) -> bool:
+        """Reads a step's tokens of one completion. Returns whether they ended it."""
         request = item.request
         reader = job.readers[request.sample_index]
         if reader.finished or not (job.followed or item.finished):
@@ -287,7 +322,7 @@ class LLM:
         return True
 
     def _close(self, job: _Job, request: Request) -> bool:
-        """Ends a completion that failed, with what it has; whether that ended the job."""
+        """Ends a completion that failed, with its tokens so far. Returns whether the job ended."""
         reader = job.readers[request.sample_index]
         if reader.finished:
             return False
@@ -298,8 +333,11 @@ class LLM:
         return job.output.finished
 
 
-def _worth_a_look(progress: StepProgress, followed: bool) -> Iterator[Progress]:
-    """With no one to follow, only those that ended: a step then costs nothing per request."""
+def _worth_a_look(progress: StepProgress, followed: bool) -> Iterator[RequestProgress]:
+    """Yields the requests to look at.
+
+    If no job must be followed, only those that ended are: then a step costs nothing per request.
+    """
     if followed:
         yield from progress
     else:
@@ -318,13 +356,8 @@ def _add(output: CompletionOutput, update: StreamUpdate) -> None:
     output.stop_reason = update.stop_reason
 
 
-def _progress_bar(
-    total: int, wanted: bool
-) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """A function to call for each request that is done."""
-    if not (wanted and sys.stderr.isatty()):
+def _progress_bar(total: int, shown: bool) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """Returns a context that gives a function to call for each request that is done."""
+    if not (shown and sys.stderr.isatty()):
         return contextlib.nullcontext(lambda: None)
-    # Few runs are watched.
-    from quire.engine.loop.terminal import request_bar
-
     return request_bar(total)

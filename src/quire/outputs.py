@@ -8,9 +8,15 @@ import msgspec
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """A token's log-probability; `rank` is 1 for the likeliest; `decoded_token` its text.
+    """A token's log-probability.
 
-    There may be millions: the garbage collector need not look at what refers to nothing.
+    There may be millions, so the garbage collector skips them (`gc=False`): they refer to no other
+    object.
+
+    Attributes:
+        logprob: natural logarithm.
+        rank: 1 for the likeliest token.
+        decoded_token: the token's text.
     """
 
     logprob: float
@@ -20,9 +26,14 @@ class Logprob(msgspec.Struct, gc=False):
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's `n` completions. `finish_reason` is None while it grows; `stop_reason` is
-    the stop string or stop token id that ended it, None for the end-of-sequence token.
-    finish_reason "error": the model's logits were not numbers, or a grammar failed."""
+    """One of a request's `n` completions.
+
+    Attributes:
+        index: its number among them.
+        finish_reason: None until it ends. "error": a logit was not a number, or a grammar failed.
+        stop_reason: the stop string or stop token id that ended it; None for an end-of-sequence
+            token.
+    """
 
     index: int
     text: str = ""
@@ -52,8 +63,11 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When a completion moved on, in seconds of `time.monotonic`; None: it has not. finished stays
-    None where it was aborted."""
+    """Times of a completion's events, in seconds of `time.monotonic`. None: it has not come.
+
+    Attributes:
+        finished: None also for an aborted completion.
+    """
 
     arrival: float
     first_scheduled: float | None = None
@@ -68,8 +82,12 @@ class RequestTimes:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request with all of its completions. `prompt_logprobs[0]` is None: nothing predicts the
-    first token. metrics: the times of the first completion."""
+    """A request with all of its completions.
+
+    Attributes:
+        prompt_logprobs: by token of the prompt; None for the first, which nothing predicts.
+        metrics: the times of the first completion.
+    """
 
     request_id: str
     prompt: str | None

@@ -1,13 +1,12 @@
-"""The messages between the brain and the body: a `StepPlan` down, a `StepResult` up.
+"""The messages between the scheduler and the workers: a `StepPlan` down, a `StepResult` up.
 
-Both are self-contained `msgspec` structs over int32 and float32 arrays, so that a plan can be sent
-to any number of ranks as the same bytes. A **lane** is a request's place in the device's batch
-state, stable for its life; a **slot** is a token's place in the KV cache; a **row** is one
-request's share of one step.
+Both are self-contained `msgspec` structs over int32 and float32 arrays, so that all ranks get a
+plan as the same bytes. A **lane** is a running request's place in the device's batch state. A
+**slot** is a token's place in the KV cache. A **row** is one request's part of one step.
 
-The device tracks each lane's position by itself: an admission sets it to `Admit.computed`, a PROMPT
-row advances it by `q_len`, a generating row by the number of tokens it accepted. So rows carry no
-positions, and steps can be planned before earlier results are known.
+The device tracks each lane's position by itself. An admission sets it to `Admit.computed`, a PROMPT
+row advances it by `q_len`, and a generating row by the number of tokens that it accepts. So rows
+carry no positions, and steps can be planned before earlier results are known.
 """
 
 from __future__ import annotations
@@ -26,9 +25,12 @@ DRAFT_IDS, DRAFT_START = "draft_ids", "draft_start"
 
 
 class RowFlag(enum.IntFlag):
-    """PROMPT: the row's tokens are known to the host (prompt, or tokens of a resumed request).
+    """Properties of a row.
+
+    PROMPT: the host knows the row's tokens (prompt, or tokens of a resumed request).
     SAMPLE: the row's last logits give a new token (generating rows always sample).
-    GATED: the step's head waits for `HeadInputs` (a grammar's mask)."""
+    GATED: the step's head waits for `HeadInputs` (a grammar's mask).
+    """
 
     PROMPT = 1
     SAMPLE = 2
@@ -36,8 +38,10 @@ class RowFlag(enum.IntFlag):
 
 
 class StopReason(enum.IntEnum):
-    """Why the device saw a row end. Stop strings are found later, on the text. BROKEN: the logits
-    were not numbers."""
+    """Why a request ended on the device. Stop strings are found later, in the text.
+
+    BROKEN: a logit was not a number.
+    """
 
     NONE = 0
     STOP_TOKEN = 1
@@ -50,23 +54,27 @@ NO_CLAIM = 2**30
 
 
 def claim_width(drafts: int) -> int:
-    """Returns the tokens of a claim (the column `draft_ids`) where a row has up to `drafts`.
+    """Returns the width of the column `draft_ids` if a row has up to `drafts` draft tokens.
 
-    A claim is made for a text that goes on growing while steps are in flight.
+    A claim is longer than that, because the text grows while steps are in flight.
     """
     return 4 * drafts
 
 
 STATE_SAVES = 8
-"""The most checkpoints that a row leaves."""
+"""Most checkpoints that a row leaves."""
 
 
 class KVGroup(msgspec.Struct, frozen=True):
     """Layers whose KV blocks are booked together.
 
-    `kind` full: every position is kept. window: the last `window` positions. state: a recurrent
-    state of fixed size, for which a block is a slot. `block_bytes` is the size of one block over
-    all layers of the group, on one rank.
+    Attributes:
+        layers: indices of the layers.
+        kind: "full" keeps every position, "window" the last `window` positions. "state" is a
+            recurrent state of fixed size; its blocks are slots of one state each.
+        tokens_per_block: tokens of a block.
+        block_bytes: bytes of a block, over all layers of the group, on one rank.
+        window: positions that a window group keeps, or None.
     """
 
     layers: tuple[int, ...]
@@ -76,9 +84,14 @@ class KVGroup(msgspec.Struct, frozen=True):
     window: int | None = None
 
     def table_width(self, length: int) -> int:
-        """Returns the entries of a lane's block table. That of a state has the lane's slot, then
-        pairs (position, slot): the body copies the state behind that many tokens to that slot when
-        it comes by."""
+        """Returns the number of entries of a lane's block table.
+
+        A state's table has the lane's slot, then pairs (position, slot): the body copies the state
+        at that position to that slot.
+
+        Args:
+            length: longest sequence.
+        """
         if self.kind == "state":
             return 1 + 2 * STATE_SAVES
         return -(-length // self.tokens_per_block)
@@ -87,14 +100,17 @@ class KVGroup(msgspec.Struct, frozen=True):
 class Admit(msgspec.Struct, array_like=True):
     """A request takes a lane.
 
-    tokens: all tokens the host knows, int32 [known]; the first `prompt_len` are the user's, more
-        follow where the request resumes after preemption.
-    computed: how many of them already have their KV in the blocks booked for the lane.
-    max_total: the length, prompt included, at which the device reports `StopReason.LENGTH`.
-    sample_index: which of the `n` completions; enters the random counter beside the seed.
-    params: as the device applies them; features may apply others (`Feature.device_params`).
-    lane_epoch: counts the requests that the lane has had, so that a late message for an earlier one
-        is recognized.
+    Attributes:
+        lane_epoch: number of requests that the lane had before. It tells a late message for an
+            earlier request apart.
+        tokens: int32 [known], all tokens that the host knows. After a preemption, generated tokens
+            follow the prompt.
+        prompt_len: number of tokens of the prompt.
+        computed: how many tokens have their KV in the lane's blocks already.
+        max_total: length, prompt included, at which the device reports `StopReason.LENGTH`.
+        params: parameters for the device; features may apply others (`Feature.device_params`).
+        seed: seed of the random numbers.
+        sample_index: number of the completion, of `n`; part of the random counter.
     """
 
     lane: int
@@ -110,8 +126,10 @@ class Admit(msgspec.Struct, array_like=True):
 
 
 class BlockAppends(msgspec.Struct, array_like=True):
-    """New entries of one group's block tables, ragged: lane `lanes[i]` gets `counts[i]` of `ids`
-    at table indices from `starts[i]` on."""
+    """New entries of one group's block tables.
+
+    Lane `lanes[i]` gets the next `counts[i]` of `ids`, at table indices from `starts[i]` on.
+    """
 
     lanes: Int32
     starts: Int32
@@ -120,27 +138,33 @@ class BlockAppends(msgspec.Struct, array_like=True):
 
 
 class BlockCopies(msgspec.Struct, array_like=True):
-    """Whole-block copies within a group, done before the body (copy-on-write), in this order: a
-    block whose contents are given up may be read by one copy and then written by the same or a
-    later one, or by the body. None reads what an earlier one has written."""
+    """Copies of whole blocks within a group (copy-on-write), done in this order before the body.
+
+    One copy may read a block that the same copy, a later one or the body overwrites. No copy reads
+    a block that an earlier one has written.
+    """
 
     src: Int32
     dst: Int32
 
 
 class Transfer(msgspec.Struct, array_like=True):
-    """A move of one group's blocks. in: towards the device. out: away from it.
+    """A move of one group's blocks. Each rank moves its own heads.
 
-    place: "host": between device `blocks` and `slots` of the host's pool. "disk": between `slots`
-        of the host's pool and files named by `keys`. "peer": between device `blocks` and `slots` of
-        the memory between peers, or of the peer's own, which `source` describes. On each rank it is
-        a move of the rank's own heads.
-    step: of the peer, in which its blocks are filled, layer by layer; -1: they have been.
-    blocks, slots: int32 [n]. keys: int32 [n, 4], the 16 bytes that stand for a block's contents.
+    A move "out" reads blocks as earlier steps have left them; its own step may overwrite them. A
+    move "in" has ended when `StepResult.finished_transfers` names it. Until then no step may read
+    or write either end.
 
-    What goes out is read as the steps before left it, and may be overwritten by this very step.
-    What comes in is in place once `StepResult.finished_transfers` says so, and not before: until
-    then nothing may read or write either end.
+    Attributes:
+        direction: "in" moves to the device, "out" from it.
+        place: "host" is between device `blocks` and `slots` of the host's pool. "disk" is between
+            `slots` of the host's pool and files named by `keys`. "peer" is between device `blocks`
+            and `slots` of the memory between peers, or of the peer's memory.
+        blocks: int32 [n].
+        slots: int32 [n].
+        keys: int32 [n, 4], the 16 bytes of each block's hash.
+        source: description of the peer's memory, or b"".
+        step: the peer's step that fills the blocks layer by layer; -1 if they are complete.
     """
 
     id: int
@@ -158,22 +182,31 @@ class StepPlan(msgspec.Struct):
     """One step, applied in this order: frees, admits, block appends, writes, transfers out, copies,
     transfers in, body, head.
 
-    lanes, q_len, n_logits, flags: int32 [R], one entry per row. A row's logit rows are its last
-        `n_logits` positions. A generating row has q_len = n_logits = 1 + k, where k bounds the
-        draft tokens that it verifies.
-    block_appends, copies: one entry per KV group.
-    writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}. A column keeps its
-        values until they are written again.
-    dummy_tokens: positions to compute and throw away, so that ranks keep step with others. The body
-        runs even if there are no rows.
-    A plan without rows is legal: it moves blocks, and its result comes when some have arrived, or
-    after a moment.
+    A plan may have no rows. It then moves blocks, and its result comes when a transfer has ended,
+    or after a moment.
+
+    Attributes:
+        lanes: int32 [R].
+        q_len: int32 [R], positions that each row computes. A generating row has 1 + k, where k is
+            the most draft tokens that it verifies.
+        n_logits: int32 [R]. A row's last `n_logits` positions are its logit rows; all positions of
+            a generating row are.
+        flags: int32 [R], a `RowFlag` each.
+        admits: requests that take lanes.
+        frees: lanes that requests have left.
+        block_appends: one per KV group.
+        copies: one per KV group.
+        writes: per-lane columns of features, {column: (lanes [n], values [n, ...])}. A column keeps
+            its values until the next write.
+        dummy_tokens: positions to compute and throw away, so that the rank takes part in a step of
+            the others. The body runs even without rows.
 
     **Drafts** are claims about text at absolute positions, in the columns `draft_ids`
     (int32 [n, W], padded with -1) and `draft_start` (int32 [n]): `draft_ids[j]` is the token at
-    position `draft_start + j`. A row whose last known token stands at position p verifies the
-    claimed tokens from p + 1 on, at most k of them, if the claim agrees with all known tokens that
-    it covers; otherwise none. So a claim that is late or wrong costs time but never changes tokens.
+    position `draft_start + j`. Let p be the position of a row's last known token. If the claim
+    agrees with all known tokens that it covers, the row verifies the claimed tokens from p + 1 on,
+    at most k. Otherwise it verifies none. So a claim that is late or wrong costs time, but never
+    changes tokens.
     """
 
     step_id: int
@@ -203,10 +236,10 @@ class StepPlan(msgspec.Struct):
 
     @property
     def mask_lines(self) -> Int32:
-        """Each logit row's line of `HeadInputs.mask`, -1 where there is none: int32 [sum n_logits].
+        """Each logit row's line of `HeadInputs.mask`, or -1 without one: int32 [sum n_logits].
 
-        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has one for
-        its last logit row, from which it samples.
+        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has a line
+        for its last logit row, from which it samples.
         """
         waits = (self.flags & RowFlag.GATED) != 0
         ends = np.cumsum(self.n_logits)
@@ -216,8 +249,12 @@ class StepPlan(msgspec.Struct):
 
 
 class HeadInputs(msgspec.Struct):
-    """Masks for the head of a step with GATED rows. mask: uint32 bits as int32 [mask lines,
-    ceil(vocab / 32)], in the order of `StepPlan.mask_lines`; a set bit allows the token."""
+    """Masks for the head of a step with GATED rows.
+
+    Attributes:
+        mask: int32 [mask lines, ceil(vocab / 32)], in the order of `StepPlan.mask_lines`. A token
+            is allowed if its bit is set.
+    """
 
     step_id: int
     mask: Int32
@@ -226,9 +263,13 @@ class HeadInputs(msgspec.Struct):
 class Logprobs(msgspec.Struct):
     """Log-probabilities of M tokens, in row order.
 
-    rows: int32 [M], index into the plan's rows. positions: int32 [M], the token's position.
-    ids, values: [M, 1 + W]; column 0 is the token itself, then the W likeliest, padded with -1
-        where a row asked for fewer. ranks: int32 [M], 1 for the likeliest token.
+    Attributes:
+        rows: int32 [M], each token's row of the plan.
+        positions: int32 [M], each token's position in its text.
+        ids: int32 [M, 1 + W], the token itself, then the likeliest tokens. A row that asked for
+            fewer than W is padded with -1.
+        values: float32 [M, 1 + W], their log-probabilities.
+        ranks: int32 [M], rank of the token itself; 1 is the likeliest.
     """
 
     rows: Int32
@@ -239,23 +280,31 @@ class Logprobs(msgspec.Struct):
 
 
 class Pooled(msgspec.Struct):
-    """Vectors in place of tokens. rows: int32 [M], index into the plan's rows, ascending. values:
-    float32 [M, width]."""
+    """Vectors in place of tokens.
+
+    Attributes:
+        rows: int32 [M], rows of the plan, ascending.
+        values: float32 [M, width].
+    """
 
     rows: Int32
     values: Float32
 
 
 class StepResult(msgspec.Struct):
-    """The output of a step, rows in the plan's order.
+    """The output of a step, with rows in the plan's order.
 
-    tokens: int32 [R, K + 1], -1 where there is none.
-    n_tokens: int32 [R], how many tokens each row accepted; 0 in mid-prompt.
-    stop_reason: int32 [R], a `StopReason`.
-    pooled: of the rows whose prompt has become one vector with this step, or None.
-    finished_transfers, failed_transfers: ids of those that ended since the last result; what a
-        failed one wrote to is undefined.
-    gpu_us: device time of the step in microseconds, 0 where it is not measured.
+    Attributes:
+        tokens: int32 [R, K + 1], each row's new tokens, padded with -1.
+        n_tokens: int32 [R], number of new tokens; 0 in mid-prompt.
+        stop_reason: int32 [R], a `StopReason` each.
+        logprobs: of new tokens, or None.
+        prompt_logprobs: of tokens of prompts, or None.
+        pooled: of rows whose prompt this step turned into a vector, or None.
+        finished_transfers: ids of transfers that finished since the last result.
+        failed_transfers: ids of transfers that failed since then. The blocks that they should have
+            filled are undefined.
+        gpu_us: microseconds that the step took on the device; 0 if it was not measured.
     """
 
     step_id: int

@@ -12,13 +12,14 @@ Pooling = Literal["last", "mean"]
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Says how a text's hidden states become one vector.
+    """Parameters that turn a text's hidden states into one vector.
 
     Attributes:
-        pooling: the last token's state, or the mean over all; None: the engine's setting.
-        normalize: to length 1.
-        dimensions: keep only the first ones, before normalizing; for models that were trained for
-            it (Kusupati et al., 2022, "Matryoshka").
+        pooling: "last" takes the last token's state, "mean" the mean of all; None: the engine's
+            setting.
+        normalize: scale the vector to length 1.
+        dimensions: keep only so many first dimensions, before normalizing. The model must be
+            trained for it (Kusupati et al., 2022, "Matryoshka").
     """
 
     pooling: Pooling | None = None

@@ -1,4 +1,4 @@
-"""A request as the brain sees it: its tokens, three counts, and its status."""
+"""A request in the scheduler: its tokens, three counts, and its status."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.sampling_params import SamplingParams
 
 class RequestStatus(enum.IntEnum):
     WAITING = 0
-    """Queued, holding nothing."""
+    """Queued; holds no lane and no blocks."""
     PARKED = 1
-    """A feature is not ready for it, or it waits for a sibling's prompt; `wake` queues it."""
+    """Waits for a feature, or for a sibling's prompt, until `wake` queues it."""
     RUNNING = 2
     """Holds a lane and blocks."""
     FINISHED = 3
@@ -31,7 +31,7 @@ class FinishReason(enum.StrEnum):
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `Request` that pass through the engine unread."""
+    """Keyword arguments of `Request` that the engine passes on unread."""
 
     priority: int
     cache_salt: str
@@ -42,10 +42,14 @@ class RequestOptions(TypedDict, total=False):
 
 
 class TokenBuffer:
-    """A request's tokens. Who has taken them over by `move` appends to them in bulk: a scheduler
-    that gives many requests a token each writes them with one numpy operation.
+    """A request's tokens.
 
-    count: int32 [1], keeps their number.
+    While the request runs, they lie in the scheduler's arrays (`move`). So the scheduler appends a
+    token to each of many requests with one numpy operation.
+
+    Args:
+        tokens: int32 [n].
+        count: int32 [1], memory for their number.
     """
 
     __slots__ = ("_count", "_data")
@@ -59,7 +63,7 @@ class TokenBuffer:
         return int(self._count[0])
 
     def move(self, data: Int32, count: Int32) -> None:
-        """Continues in `data`, int32 [room], with the length in `count`, int32 [1]."""
+        """Moves the tokens to `data`, int32 [room], and their number to `count`, int32 [1]."""
         n = int(self._count[0])
         data[:n] = self._data[:n]
         count[0] = n
@@ -74,29 +78,32 @@ class TokenBuffer:
 
 
 class Request:
-    """One completion in the making (`n` completions are `n` requests).
+    """One completion that an engine generates. A prompt with `n` completions is `n` requests.
 
-    Counts, all in tokens:
-        known: tokens the host has read (prompt and confirmed output).
-        planned: upper bound of the positions computed once every launched step has run.
-        computed: positions whose KV is confirmed.
-    While `planned < known` the host owns the positions (the prompt, or a resumption); once the last
-    known token is planned the request is `generating` and the device owns them.
-    While a request runs, its tokens and counts lie in the scheduler's arrays (`bind`), which change
-    many requests at once; they read the same from here.
+    While `planned < known` the host knows the tokens to compute: the prompt, or all tokens after a
+    preemption. Once the last known token is planned, the request is `generating`, and only the
+    device knows its position.
+
+    While a request runs, its tokens and counts lie in the scheduler's arrays (`bind`), so that one
+    operation changes many requests.
 
     Attributes:
+        known: number of tokens that the host has: prompt and confirmed output.
+        planned: upper bound of the positions that are computed once every launched step has run.
+        computed: number of positions whose KV is confirmed.
         max_total: length, prompt included, at which it must end.
         priority: lower runs first, as in vLLM.
-        arrival: seconds; ties are broken by `order`, which the scheduler assigns.
-        tenant: the API key that it runs for; tenants share the engine by their `share`, > 0.
-        charged: tokens that its tenant has been charged for.
+        arrival: time of its arrival, in seconds.
+        order: its number by arrival, which the scheduler assigns; breaks ties of `arrival`.
+        tenant: the API key that it runs for.
+        share: the tenant's weight in sharing the engine, > 0.
+        charged: number of tokens that its tenant was charged for.
         leader: the sibling whose prompt this one shares (n > 1), or None.
-        adapter: name of the LoRA adapter that it runs with, "" for none. lora_id: stands for the
-            adapter's contents, 0 for none; set before the request is queued.
+        adapter: name of its LoRA adapter, or "".
+        lora_id: stands for the adapter's contents; 0 without one. Set before the request is queued.
         pooling: how its prompt becomes one vector in place of tokens, or None.
-        times: when it moved on; kept by the engine.
-        lane_epoch: its lane's, while it has one (`Admit.lane_epoch`).
+        times: times of its events, which the engine records.
+        lane_epoch: `Admit.lane_epoch` of its lane, while it has one.
     """
 
     __slots__ = (
@@ -178,13 +185,16 @@ class Request:
         self.prompt_logprobs_done = 0
 
     def bind(self, row: Int32, counts: Int32) -> None:
-        """Keeps tokens in `row`, int32 [>= max_total], and counts in `counts`, int32 [3]."""
+        """Moves the tokens to `row`, int32 [>= max_total], and the counts to `counts`, int32 [3].
+
+        The request then changes when these arrays do.
+        """
         counts[:] = self._counts
         self._counts = counts
         self.tokens.move(row, counts[:1])
 
     def unbind(self) -> None:
-        """Takes tokens and counts back into arrays of its own."""
+        """Moves tokens and counts back to arrays of its own."""
         self.bind(np.empty(len(self.tokens), dtype=np.int32), np.empty(3, dtype=np.int32))
 
     @property
@@ -209,7 +219,7 @@ class Request:
 
     @property
     def namespace(self) -> tuple[int, str]:
-        """Equal, besides the tokens, for requests that may share KV."""
+        """Requests share KV of equal tokens only if their namespaces are equal."""
         return self.lora_id, self.cache_salt
 
     @property

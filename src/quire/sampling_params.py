@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Iterable, Sequence, Sized
 from typing import Any, Literal
 
@@ -24,14 +25,14 @@ MAX_ALLOWED = 100_000
 MAX_BAD = 256
 """Most sequences of `bad_token_ids`."""
 MAX_BAD_LENGTH = 64
-"""Most tokens of each."""
+"""Most tokens of a sequence of `bad_token_ids`."""
 
 
 def check_token_rules(allowed: Sequence[int], bad: Sequence[Sequence[int]]) -> None:
-    """Checks `allowed_token_ids` and `bad_token_ids`, but for the vocabulary's end.
+    """Checks `allowed_token_ids` and `bad_token_ids`, except against the vocabulary's size.
 
     Raises:
-        RequestError: naming the field.
+        RequestError: a value is wrong; `param` names the field.
     """
     if len(allowed) > MAX_ALLOWED:
         raise _too_many("allowed_token_ids", len(allowed), MAX_ALLOWED)
@@ -41,7 +42,9 @@ def check_token_rules(allowed: Sequence[int], bad: Sequence[Sequence[int]]) -> N
     for tokens in bad:
         if not isinstance(tokens, list | tuple) or not 1 <= len(tokens) <= MAX_BAD_LENGTH:
             raise RequestError(
-                f"bad_token_ids must be lists of 1 to {MAX_BAD_LENGTH} token ids", "bad_token_ids"
+                f"bad_token_ids must be lists of 1 to {MAX_BAD_LENGTH} token ids, got "
+                f"{reprlib.repr(tokens)}",
+                "bad_token_ids",
             )
         _check_ids("bad_token_ids", tokens)
 
@@ -82,7 +85,7 @@ class TokenRules:
         free[[tokens[0] for tokens in bad if len(tokens) == 1]] = 0
         if not free.any():
             name = "allowed_token_ids" if allowed else "bad_token_ids"
-            raise RequestError(f"{name} leaves no token that may come", name)
+            raise RequestError(f"{name} bars all {vocab_size} tokens of the vocabulary", name)
         self._free: Int32 = np.packbits(free, bitorder="little").view(np.int32)
         self._behind: dict[int, list[tuple[list[int], int]]] = {}
         """By the token before the last: the tokens before the last, and the last."""
@@ -149,7 +152,8 @@ def _check_stops(stop: Sequence[object], detokenize: bool) -> None:
     for text in stop:
         if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
             raise RequestError(
-                f"a stop string must be a string of 1 to {MAX_STOP_LENGTH} characters",
+                f"a stop string must be a string of 1 to {MAX_STOP_LENGTH} characters, got "
+                f"{reprlib.repr(text)}",
                 param="stop",
             )
     if stop and not detokenize:
@@ -208,14 +212,14 @@ _FLAGS = (
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Says what a completion's text must match; exactly one field is set. Names are vLLM's.
+    """The rule that a completion's text must match. Exactly one field is set. Names are vLLM's.
 
     Attributes:
-        json: a JSON Schema, as JSON text; an object becomes text.
-        json_object: any JSON object.
-        regex: a regular expression that the whole text matches.
-        choice: the text is one of these.
-        grammar: a grammar in llguidance's dialect of Lark (which may embed schemas with `%json`).
+        json: a JSON Schema, as JSON text. An object is turned into text.
+        json_object: the text must be a JSON object.
+        regex: a regular expression that the whole text must match.
+        choice: strings; the text must be one of them.
+        grammar: a grammar in llguidance's dialect of Lark, which may embed schemas with `%json`.
     """
 
     json: str | None = None
@@ -251,47 +255,50 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling parameters of one request.
 
-    Every numeric field is checked to be finite and within bounds on construction; a violation is a
-    `RequestError` whose `param` names the field.
-
     Attributes:
-        n: completions per prompt; they share the prompt's KV blocks.
+        n: completions per prompt. They share the prompt's KV blocks.
         temperature: 0, or less than `MIN_TEMPERATURE`, means greedy.
-        top_k: 0 or -1 keeps all tokens.
-        top_p, min_p: nucleus and minimum-probability (relative to the likeliest token) truncation.
-        presence_penalty, frequency_penalty: OpenAI's, over generated tokens.
+        top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the likeliest tokens up to this total probability (nucleus sampling).
+        min_p: keep tokens with at least this probability, relative to the likeliest token's.
+        presence_penalty: OpenAI's, over generated tokens.
+        frequency_penalty: OpenAI's, over generated tokens.
         repetition_penalty: CTRL's (Keskar et al., 2019), over prompt and generated tokens.
-        seed: same seed, same request, same tokens. None lets the engine draw one.
-        stop: strings that end the completion; not part of the text unless
+        seed: the same request with the same seed gives the same tokens. None: the engine draws one.
+        stop: strings that end the completion. They are not part of the text, unless
             `include_stop_str_in_output`.
         stop_token_ids: token ids that end it, besides the model's end-of-sequence ids.
         ignore_eos: generate past the model's end-of-sequence ids.
-        max_tokens: None means as many as the context holds.
-        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many.
-        logprobs: number of most likely alternatives to return per token (the sampled one is always
-            included); None returns none; -1 is refused (a whole vocabulary per token).
+        max_tokens: most tokens to generate; None: as many as the context holds.
+        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
+        logprobs: how many of the likeliest tokens to return per position. The sampled token is
+            always included. None: no logprobs. -1, the whole vocabulary, is refused.
         prompt_logprobs: the same for the prompt's tokens.
-        logit_bias: token id to additive bias.
-        allowed_token_ids: all other tokens are never sampled; none given: all are allowed.
-        bad_token_ids: sequences of tokens whose last token is not sampled behind the others. Only
-            generated tokens count.
-        typical_p: keeps the tokens whose surprise is closest to the expected one, up to this much
+        logit_bias: additive bias by token id.
+        allowed_token_ids: only these tokens may be sampled; empty: all.
+        bad_token_ids: sequences of tokens that may not be generated.
+        typical_p: keep the tokens whose surprise is closest to the expected one, up to this total
             probability (Meister et al., 2023); 1 keeps all.
-        xtc_probability: how often all tokens but the least likely of those of `xtc_threshold` and
-            more are left out ("exclude top choices"); 0: never.
-        xtc_threshold: above 0.5 there is never a choice to leave out.
+        xtc_probability: probability with which a position excludes top choices: of the tokens with
+            a probability of at least `xtc_threshold`, only the least likely one stays.
+        xtc_threshold: above 0.5 no token is ever excluded.
         dry_multiplier: weight of the penalty on tokens that would repeat a sequence of the text
-            ("don't repeat yourself"); 0: none. The penalty is `dry_base` to the power of what the
-            sequence is longer than `dry_allowed_length`, times this.
-        dry_penalty_last_n: the last tokens that are looked at; -1: all.
-        dry_breaker_ids: tokens over which no sequence goes on.
+            ("don't repeat yourself"); 0 turns it off. The penalty is this weight times `dry_base`
+            to the power of the sequence's length minus `dry_allowed_length`.
+        dry_penalty_last_n: search only so many last tokens for the sequence; -1: all.
+        dry_breaker_ids: tokens that end a sequence.
         logits_processors: functions of the generated tokens (a list) and the logits (float32
-            [vocab]) that return logits; in the caller's process only. They cost a wait for the
-            device at every step.
-        skip_special_tokens, spaces_between_special_tokens: detokenization.
+            [vocab]) that return logits. Only in the caller's process. Every step then waits for
+            the device.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: put spaces between special tokens in the text.
         detokenize: False leaves `text` empty; stop strings are then refused.
-        structured_outputs: what the text must match; a dict becomes `StructuredOutputsParams`.
-        speculative: "off" verifies no drafts for it.
+        structured_outputs: the rule that the text must match; a dict becomes
+            `StructuredOutputsParams`.
+        speculative: "off": no drafts are verified for this request.
+
+    Raises:
+        RequestError: a field has the wrong type, is not finite or out of bounds; `param` names it.
     """
 
     n: int = 1
@@ -333,8 +340,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._normalize()
         self._check_ranges()
         if any(getattr(self, name) for name in _LISTS) or self.logit_bias is not None:
-            pass  # nothing left to import
-
             check_lists(self)
 
     def _normalize(self) -> None:
@@ -352,8 +357,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise wrong_type("speculative", "auto or off", self.speculative)
         given: object = self.structured_outputs
         if isinstance(given, dict):
-            pass  # nothing left to import
-
             check_structured(given, StructuredOutputsParams.__struct_fields__)
             params = StructuredOutputsParams(**given)
             msgspec.structs.force_setattr(self, "structured_outputs", params)
@@ -394,12 +397,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def reshapes(self) -> bool:
-        """Whether the distribution is changed by what no graph holds."""
+        """Whether any field needs a sampler that graphs are not captured with."""
         extra = self.typical_p < 1.0, self.xtc_probability, self.dry_multiplier
         return any(extra) or bool(self.logits_processors)
 
     @property
     def masked(self) -> bool:
-        """Whether the host says which tokens may come next."""
+        """Whether the host makes masks of the allowed tokens."""
         rules = self.allowed_token_ids or self.bad_token_ids
         return self.structured_outputs is not None or bool(rules)

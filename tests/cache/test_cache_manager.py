@@ -315,7 +315,7 @@ def test_equal_work_done_twice_is_entered_once() -> None:
     manager.insert(int32([1]), rows(1, [1] * 9), int32([9]))
     assert [node.tokens for node in nodes_of(manager.tree)] == [8]
     check_blocks(manager, [0, 1])
-    # What the second computes beyond is entered when it ends.
+    # The second lane's further blocks enter the tree when it ends.
     manager.book(int32([1]), int32([12]))
     manager.insert(int32([1]), rows(1, [1] * 12), int32([12]))
     manager.release(1, int32([1] * 12), 12)

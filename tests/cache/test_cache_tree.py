@@ -1,4 +1,4 @@
-"""The prefix tree: what matches, how its nodes are cut, and in which order it gives up what."""
+"""The prefix tree: matches, splits of nodes, and the order of eviction."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
     match = find(tree, [1, 1, 1, 1, 5, 6, 7, 8])
     assert (match.length, match.whole, match.source, match.tail) == (6, 1, [7], one)
     assert find(tree, [1, 1, 1, 1, 5]).length == 5
-    # What begins a tail is not entered; what a longer one begins with makes way.
+    # The start of a tail is not entered. A longer tail replaces one that it begins with.
     assert tail(tree, last, [5], 8) is None
     assert tail(tree, last, [5, 6], 8) is None
     other = tail(tree, last, [5, 6, 7], 9)
@@ -417,7 +417,7 @@ class TreeMachine(RuleBasedStateMachine):
         last, tokens = self.lasts.pop(data.draw(st.integers(0, len(self.lasts) - 1)))
         self.tree.leave(last)
         used = {p for _, other in self.lasts for p in self.prefixes(other)}
-        # Nodes of which others use the first part keep that part.
+        # If other requests use the first part of a node, that part stays in use.
         self.order += [p for p in reversed(self.prefixes(tokens)) if p not in used]
 
     @precondition(lambda self: self.order)

@@ -35,8 +35,7 @@ class Cache:
         return match.length
 
     def plan(self) -> tuple[list[tuple[int, int]], dict[int, int]]:
-        """Returns a plan's copies of states, and the positions and slots of those that it leaves
-        on the way."""
+        """Returns a plan's copies of states, and the slots of its new checkpoints by position."""
         appends = self.manager.take_appends()[1]
         copies = self.manager.take_copies()[1]
         left: dict[int, int] = {}

@@ -105,7 +105,7 @@ def test_a_feature_that_drafts_is_known_at_the_start() -> None:
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
     config = SimpleNamespace(args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler)
     core = EngineCore(config, executor)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="Drafts must be known"):
+    with pytest.raises(ConfigError, match="Drafts proposes drafts, so it must be known"):
         core.scheduler.add_feature(Drafts())
 
 
@@ -115,7 +115,7 @@ def test_hooks_with_columns_are_known_at_the_start(tmp_path: Path) -> None:
             return [ColumnSpec("kept")]
 
     engine = TinyEngine(model_folder(tmp_path / "model", TINY))
-    with pytest.raises(QuireError, match="Keeps must be known"):
+    with pytest.raises(QuireError, match="must be known when the runner starts"):
         engine.runner.add_hook(Keeps())
 
 
@@ -125,7 +125,7 @@ def test_a_runner_without_masks_refuses_plans_that_wait(tmp_path: Path) -> None:
     plan = engine.scheduler.plan()
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED])
-    with pytest.raises(QuireError, match="no hook lets a head wait"):
+    with pytest.raises(QuireError, match="no hook makes a head wait"):
         engine.executor.submit(plan)
     with pytest.raises(QuireError, match="takes masks"):
         engine.executor.mask_room(plan.step_id, 1)

@@ -17,6 +17,7 @@ import quire
 from quire import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
+from quire.engine.loop.prompts import prompt_ids
 from quire.errors import BrokenLogitsError, ConfigError, ModelError, RequestError
 from quire.sampling_params import MIN_TEMPERATURE
 
@@ -233,3 +234,23 @@ def test_a_generation_config_of_the_wrong_type(content: str, message: str, tmp_p
     args = EngineArgs(model=str(tmp_path), device="cpu", skip_tokenizer_init=True)
     with pytest.raises(ModelError, match=re.escape(message)):
         resolve(args)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "better"),
+    [
+        ("dtype", "fp16", "float16"),
+        ("dtype", "half", "float16"),
+        ("dtype", "bf16", "bfloat16"),
+        ("kv_cache_dtype", "fp16", "float16"),
+    ],
+)
+def test_other_names_of_dtypes_are_translated(name: str, value: str, better: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got '{value}'; use {better}$"):
+        EngineArgs(**{name: value})
+
+
+@pytest.mark.parametrize("id", [2**31, -(2**40)])
+def test_a_token_id_that_is_no_int32_is_named(id: int) -> None:
+    with pytest.raises(RequestError, match=f"token id {id} is out of range, 0 to 2147483647"):
+        prompt_ids([5, id], SamplingParams(), resolve(EngineArgs()), None)

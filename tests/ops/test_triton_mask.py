@@ -74,7 +74,7 @@ def test_lines(kernel_device: str) -> None:
 def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int) -> None:
     """The same holds for a later step's flag, and for a gate that names no flag."""
     ring = MaskRing(torch.device(kernel_device), depth=3, rows=1, words=1)
-    ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
+    ring.put(step_id, np.zeros((1, 1), dtype=np.int32))
     flags = ring.flags.clone()
     for gate in (ring.gate(step_id), ring.gate(max(0, step_id - 3)), (-1, 0, 0)):
         words = torch.tensor(gate, dtype=torch.int32, device=kernel_device)
@@ -89,7 +89,7 @@ def test_a_flag_that_comes_late_is_waited_for(
     """The kernel looks again until the host has set it, or has failed to for too long."""
     monkeypatch.setattr(host, "_TRIES", 3)
     ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
-    ring.bring(step_id - 2, np.zeros((1, 1), dtype=np.int32))
+    ring.put(step_id - 2, np.zeros((1, 1), dtype=np.int32))
     before = int(ring.flags[step_id % 2])
     gate = torch.tensor(ring.gate(step_id), dtype=torch.int32)
     if torch.cuda.is_available():
@@ -106,7 +106,7 @@ def test_a_flag_that_comes_late_is_waited_for(
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", watched)
     wait_for_flag(gate, ring.flags)
     assert looks == [before] * 4
-    ring.bring(step_id, np.zeros((1, 1), dtype=np.int32))
+    ring.put(step_id, np.zeros((1, 1), dtype=np.int32))
     looks.clear()
     wait_for_flag(gate, ring.flags)
     assert looks == [int(ring.flags[step_id % 2])]

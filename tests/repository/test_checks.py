@@ -62,10 +62,56 @@ def test_lines_of_code(tmp_path: Path) -> None:
     file.write_text(
         '"""One\ntwo."""\n\n# no\nx = (\n    1,  # yes\n\n)\ny = """a\nb"""\n"""y."""\n'
     )
-    assert tool("core_lines").code_lines(file) == 5
-    table = tool("core_lines").markdown({"quire.llm": 5, "quire.engine": 0}, 5)
-    assert table.splitlines()[2:] == ["| `llm.py` | 5 |", "| **1 files** | **5** |"]
+    core = tool("core")
+    assert core.code_lines(file) == 5
+    table = core.markdown(
+        {"llm.py": 5, "quantization/a.py": 2, "quantization/b.py": 1, "version.py": 0}
+    )
+    rows = ["| `llm.py` | 5 |", "| `quantization/` | 3 |", "| **4 files** | **8** |"]
+    assert table.splitlines()[2:] == rows
     page = "a\n<!-- core: begin -->\nold\n<!-- core: end -->\nb\n"
-    assert "old" not in tool("core_lines").with_table(page, table)
+    assert "old" not in core.with_table(page, table)
     with pytest.raises(SystemExit, match="markers"):
-        tool("core_lines").with_table("a", table)
+        core.with_table("a", table)
+
+
+CORE_FILE = """
+import json
+from typing import TYPE_CHECKING
+
+from quire import plan, server
+from quire.plan import StepPlan
+
+if TYPE_CHECKING:
+    from quire.server import App
+
+def late():
+    import quire.plan
+
+def device():
+    return importlib.import_module("quire.kernels")
+"""
+
+
+def test_the_core_imports_only_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tool("core")
+    for name in ("llm", "plan", "server"):
+        (tmp_path / f"{name}.py").write_text(CORE_FILE if name == "llm" else "")
+    monkeypatch.setattr(core, "CORE", ("llm.py", "plan.py"))
+    files = core.core_files(tmp_path)
+    assert files == [tmp_path / name for name in ("llm.py", "plan.py", "__init__.py")]
+    found = list(core.breaches(files[0], set(files), tmp_path))
+    assert [each.split(": ")[1].split(" is ")[0] for each in found] == [
+        "quire.server",
+        "quire.plan",
+        "?",
+    ]
+    monkeypatch.setattr(core, "PLUGIN_POINTS", {"llm.py:device": "the device"})
+    monkeypatch.setattr(core, "LATE", {"llm.py:late": "a circle"})
+    assert len(list(core.breaches(files[0], set(files), tmp_path))) == 1
+    assert core.stale(files[:1], tmp_path) == []
+    monkeypatch.setattr(core, "LATE", {"llm.py:early": "a circle"})
+    assert core.stale(files[:1], tmp_path) == ["llm.py:early"]
+    monkeypatch.setattr(core, "CORE", ("llm.py", "gone.py"))
+    with pytest.raises(SystemExit, match=r"gone\.py"):
+        core.core_files(tmp_path)

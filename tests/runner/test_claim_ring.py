@@ -99,5 +99,5 @@ def test_a_closed_ring_lets_those_go_who_wait() -> None:
     found = ring.get(4, wait=True)
     assert found is not None
     assert np.array_equal(found[0], [[0, 0]])
-    # What a later step has taken the place of is gone.
+    # A later step has taken the place of step 2.
     assert ring.get(2, wait=True) is None

@@ -26,13 +26,13 @@ from quire.runner.transfer import ipc_agent
 from quire.runner.transfer.engine_memory import (
     MemoryPieces,
     RankMemory,
+    find_pieces,
     group_memory,
-    pieces_of,
 )
 from quire.runner.transfer.ipc_agent import IpcAgent, open_ipc_agent
 from quire.runner.transfer.layer_reads import LayerPieces, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.process_memory import Allocation, ProcessMemory, start_of
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, start_time
 from quire.runner.transfer.remote_reads import Read, ReadPart
 from quire.runner.transfer.shared_pages import SharedFile, SharedPages
 from tests.features.disaggregation.test_disagg_engines import alone, check, config_of, folders, make
@@ -219,7 +219,7 @@ class Reader:
 
     def read(self, memory: RankMemory, blocks: int) -> bool:
         ids = int32(range(blocks))
-        pieces = pieces_of(self.layout, ids, memory.groups[0], ids)
+        pieces = find_pieces(self.layout, ids, memory.groups[0], ids)
         assert pieces is not None
         read = Read([ReadPart(memory, WrittenPieces(pieces))], lambda: True)
         self.agent.read(read)
@@ -276,7 +276,7 @@ def test_memory_of_a_process_that_has_ended_is_given_back(reader: Reader) -> Non
     process = multiprocessing.get_context("spawn").Process(target=signal.pause)
     process.start()
     assert process.pid is not None
-    started = start_of(process.pid)
+    started = start_time(process.pid)
     allocation = Allocation(
         source.data_ptr(), source.nbytes, source.data_ptr().to_bytes(64, "little")
     )

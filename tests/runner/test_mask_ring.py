@@ -21,7 +21,7 @@ def lines(*values: int) -> np.ndarray:
 def test_a_mask_is_there_once_it_was_brought() -> None:
     ring = MaskRing(CPU, depth=3, rows=2, words=2)
     assert not ring.has(3, wait=False)
-    ring.bring(3, lines(4, 5))
+    ring.put(3, lines(4, 5))
     assert ring.has(3, wait=False)
     assert not ring.has(4, wait=False)
     assert not ring.has(6, wait=False)  # the same place, for a later step
@@ -32,11 +32,11 @@ def test_a_mask_is_there_once_it_was_brought() -> None:
 def test_steps_in_flight_have_places_of_their_own() -> None:
     ring = MaskRing(CPU, depth=3, rows=2, words=2)
     for step in (5, 3, 4):
-        ring.bring(step, lines(10 + step, 20 + step))
+        ring.put(step, lines(10 + step, 20 + step))
     for step in (3, 4, 5):
         first = ring.first_line(step)
         assert ring.masks[first : first + 2, 0].tolist() == [10 + step, 20 + step]
-    ring.bring(6, lines(1))
+    ring.put(6, lines(1))
     assert ring.masks[ring.first_line(6), 0] == 1
     assert ring.masks[ring.first_line(4), 0] == 14
     assert ring.has(6, wait=False)
@@ -45,21 +45,21 @@ def test_steps_in_flight_have_places_of_their_own() -> None:
 def test_a_place_never_goes_back() -> None:
     """A mask of a step that is over must not close what a later step has opened."""
     ring = MaskRing(CPU, depth=2, rows=1, words=2)
-    ring.bring(4, lines(1))
-    ring.bring(2, lines(2))
+    ring.put(4, lines(1))
+    ring.put(2, lines(2))
     assert ring.has(4, wait=False)
     ring.close()
-    ring.bring(6, lines(3))
+    ring.put(6, lines(3))
     assert ring.has(10**9, wait=False)
 
 
 def test_a_mask_may_be_built_in_place() -> None:
     ring = MaskRing(CPU, depth=2, rows=3, words=2)
-    room = ring.room(7, 2)
+    room = ring.buffer(7, 2)
     assert room.shape == (2, 2)
     room[:] = lines(8, 9)
     assert not ring.has(7, wait=False)
-    ring.bring(7, room)
+    ring.put(7, room)
     first = ring.first_line(7)
     assert ring.has(7, wait=False)
     assert ring.masks[first : first + 3, 1].tolist() == [8, 9, 0]
@@ -73,9 +73,9 @@ def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
     value = (low & 0xFFFFFFFF) + (high << 32)
     assert place == step % 3
     if step >= 3:
-        ring.bring(step - 3, lines(1))
+        ring.put(step - 3, lines(1))
     assert ring.flags[place] < value
-    ring.bring(step, lines(1))
+    ring.put(step, lines(1))
     assert ring.flags[place] >= value
 
 
@@ -83,7 +83,7 @@ def test_rings_over_one_memory_are_one() -> None:
     """Several ranks have a ring each over one memory, and each looks for itself."""
     memory = np.zeros(MaskRing.size(3, 2, 2), dtype=np.int8)
     ours, theirs = (MaskRing(CPU, 3, 2, 2, memory) for _ in range(2))
-    waiting = threading.Timer(0.05, ours.bring, (4, lines(6, 7)))
+    waiting = threading.Timer(0.05, ours.put, (4, lines(6, 7)))
     assert not theirs.has(4, wait=False)
     waiting.start()
     assert theirs.has(4, wait=True)
@@ -94,7 +94,7 @@ def test_rings_over_one_memory_are_one() -> None:
 
 def test_waiting_for_another_thread() -> None:
     ring = MaskRing(CPU, depth=3, rows=1, words=2)
-    brought = threading.Thread(target=lambda: [ring.bring(i, lines(i)) for i in (4, 5)])
+    brought = threading.Thread(target=lambda: [ring.put(i, lines(i)) for i in (4, 5)])
     waiting = threading.Timer(0.05, brought.start)
     waiting.start()
     assert ring.has(5, wait=True)

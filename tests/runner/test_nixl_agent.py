@@ -16,7 +16,7 @@ import torch
 
 from quire.arrays import int32
 from quire.errors import NIXL, ConfigError
-from quire.runner.transfer.engine_memory import RankMemory, group_memory, pieces_of
+from quire.runner.transfer.engine_memory import RankMemory, find_pieces, group_memory
 from quire.runner.transfer.layer_reads import WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.nixl_agent import NixlAgent
@@ -61,7 +61,7 @@ class Reader:
 
     def read(self, writer: Writer, blocks: int = BLOCKS) -> Read:
         ids = int32(range(blocks))
-        pieces = pieces_of(self.layout, ids, writer.memory.groups[0], ids)
+        pieces = find_pieces(self.layout, ids, writer.memory.groups[0], ids)
         assert pieces is not None
         read = Read([ReadPart(writer.memory, WrittenPieces(pieces))], lambda: True)
         self.agent.read(read)

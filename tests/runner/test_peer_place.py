@@ -24,8 +24,8 @@ from quire.runner.transfer.engine_memory import (
     RankMemory,
     decode_memory,
     encode_memory,
+    find_pieces,
     group_memory,
-    pieces_of,
 )
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
 from quire.runner.transfer.peer import PeerPlace, StagingPool
@@ -93,7 +93,7 @@ def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: 
 
 
 def whole_state(drafts: int) -> StateLayout:
-    """Eight key heads of 2 numbers, each of which serves two value heads of 3."""
+    """Eight key heads of 2 numbers. Each serves two value heads of 3 numbers."""
     return StateLayout(16, 2, 3, 8 * 2 * 2 + 16 * 3, 3, torch.float32, drafts)
 
 
@@ -146,7 +146,7 @@ def test_any_ranks_read_any_ranks_states(
         for number, layout in enumerate(layouts):
             memory = group_memory(layout, number == 0)
             for layers in (range(1), range(1, 2)) if layered else (None,):
-                pieces = pieces_of(target, int32([1, 2]), memory, int32([2, 0]), layers)
+                pieces = find_pieces(target, int32([1, 2]), memory, int32([2, 0]), layers)
                 for here, there, size in () if pieces is None else pieces.each():
                     ctypes.memmove(here, there, size)
         for was, *now in zip(wanted, staged, direct, strict=True):
@@ -178,7 +178,7 @@ def test_any_ranks_read_any_ranks_memory(
         written: list[int] = []
         for remote in decode_memory(told).ranks:
             for layers in (range(1), range(1, 2)) if layered else (None,):
-                pieces = pieces_of(layout, int32([1, 2]), remote.groups[0], int32([2, 0]), layers)
+                pieces = find_pieces(layout, int32([1, 2]), remote.groups[0], int32([2, 0]), layers)
                 for here, there, size in () if pieces is None else pieces.each():
                     ctypes.memmove(here, there, size)
                     written += range(here, here + size)
@@ -194,7 +194,7 @@ def test_blocks_that_a_peer_does_not_have_are_not_read() -> None:
     memory = group_memory(layout, owner=True)
     for blocks in ([3], [-1]):
         with pytest.raises(ValueError, match="of 3"):
-            pieces_of(layout, int32([0]), memory, int32(blocks))
+            find_pieces(layout, int32([0]), memory, int32(blocks))
 
 
 def test_a_move_fails_if_it_does_on_any_rank() -> None:

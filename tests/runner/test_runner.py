@@ -15,8 +15,7 @@ from quire.errors import QuireError
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
-from quire.runner import Hook
-from quire.runner.hooks import HeadContext
+from quire.runner.hooks import HeadContext, HostHook, ProgramHook
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step
 from quire.runner.state import ColumnSpec, Limits
@@ -253,7 +252,7 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
 
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
-    class Forbid(Hook):
+    class Forbid(ProgramHook, HostHook):
         """Lets nothing but token 67 out."""
 
         def __init__(self) -> None:

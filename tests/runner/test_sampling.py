@@ -1,4 +1,4 @@
-"""The sampler against float64 oracles, and the statistics of what it draws."""
+"""The sampler against float64 oracles, and statistics of its draws."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_penalties_and_bias_match_float64() -> None:
     assert torch.equal(ctx.logits[1], logits[1])
     assert ctx.raw is logits
     assert head.sample(logits, 5).tolist() == [3, int(logits[1].argmax())]
-    # What was just sampled counts from now on.
+    # The sampled token counts from now on.
     assert int(head.penalties.counts[0, 3]) >> 1 == 1
 
 

@@ -12,9 +12,9 @@ from quire.arrays import int32
 from quire.models import Decoder, build_model, load_config, load_weights, spec_from_config
 from quire.ops.rows import PROMPT
 from quire.plan import KVGroup
-from quire.runner.hooks import HeadContext, Hook, Level
+from quire.runner.hooks import HeadContext, Level, ProgramHook
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, HeadShape, ModelLanes, StepProgram
+from quire.runner.program import BodyShape, BoundModel, HeadShape, StepProgram
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
 EMBEDDED = Path(quire.__file__).parent / "embedded"
@@ -24,7 +24,7 @@ BLOCK = 16
 CPU = torch.device("cpu")
 
 
-class Likeliest(Hook):
+class Likeliest(ProgramHook):
     """Moves lanes past what was computed, and keeps the likeliest token of each.
 
     text: int32 [lanes, max_len], gets it behind what is there, or None.
@@ -80,7 +80,7 @@ def test_two_models_follow_one_text() -> None:
     second = state.columns["second_position"]
     hooks = [Likeliest(state.tokens, state.position), Likeliest(None, second)]
     programs = [
-        StepProgram(ModelLanes(model, state, cache.layers, groups, position), [hook])
+        StepProgram(BoundModel(model, state, cache.layers, groups, position), [hook])
         for model, cache, groups, position, hook in zip(
             models, caches, ranges, (state.position, second), hooks, strict=True
         )
@@ -98,7 +98,7 @@ def test_two_models_follow_one_text() -> None:
         query_start[:] = 0, lengths[0], sum(lengths)
         logit_start[:] = 0, 1, 2
         state.inputs.copy_(torch.from_numpy(packed))
-        # The second reads what the first has read, and not yet what it has written.
+        # The second program runs first, so that both read the same tokens.
         for program in reversed(programs):
             program.body(BodyShape(sum(lengths), 2, max(lengths)))
             program.head(HeadShape(2, Level.PLAIN))

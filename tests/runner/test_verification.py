@@ -1,4 +1,4 @@
-"""Drafts on their way through a step: what is accepted is what the plain definition says."""
+"""Drafts in a step: the accepted tokens are those of a plain definition."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ MOST = 3
 
 @dataclass
 class Row:
-    """A generating row, and what the target would draw at each position.
+    """A generating row, and the tokens that the target would draw.
 
-    text: the tokens that stand; the row computes the last of them first.
-    truth: [MAX_LEN + 1], the target's token at each position, -1 where it fails, given that all
-        before are the target's own.
+    Attributes:
+        text: the known tokens; the row computes the last of them first.
+        truth: [MAX_LEN + 1], the token that the target draws at each position if all tokens before
+            it are the target's; -1 if its logits are broken.
     """
 
     lane: int

@@ -53,7 +53,7 @@ def test_lanes_even_out_between_two_floods() -> None:
     assert min(held.values()) >= 3
     loop.drain()
     order = [one.tenant for one in loop.finished.values()]
-    # Beside what ran already, neither is ahead of the other by much at any time.
+    # Apart from the requests that ran at first, neither tenant ever leads by much.
     lead = [order[:n].count("a") - order[:n].count("b") for n in range(40)]
     assert max(lead) <= 20
     assert min(lead) >= -20

@@ -16,7 +16,7 @@ def test_each_logit_row_of_a_gated_row_has_a_mask_line() -> None:
     flags = [_SAMPLE | _GATED, _SAMPLE, _SAMPLE | _GATED, _PROMPT, _PROMPT | _SAMPLE | _GATED]
     n_logits = int32([3, 2, 1, 0, 4])
     plan = StepPlan(0, int32(range(5)), int32([3, 2, 1, 5, 6]), n_logits, int32(flags))
-    # Of a prompt's logit rows only the last is sampled from.
+    # A prompt samples from its last logit row only.
     assert plan.mask_lines.tolist() == [0, 1, 2, -1, -1, 3, -1, -1, -1, 4]
 
 

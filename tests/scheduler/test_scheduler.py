@@ -175,7 +175,7 @@ def test_no_more_steps_in_flight_than_allowed() -> None:
 
 
 def test_lag_spaces_a_lanes_rows() -> None:
-    loop = make(steps_in_flight=3, lag=3)
+    loop = make(steps_in_flight=3, pipeline_depth=3)
     for i in range(3):
         loop.scheduler.add(request(f"r{i}", own(i, 3), 6))
         loop.launch()
@@ -430,7 +430,7 @@ def test_without_chunking_prompts_go_whole() -> None:
     loop.drain()
     prompts = [row for plan in loop.plans for row in rows(plan) if row[3] & _PROMPT]
     assert [row[1] for row in prompts] == [10, 10, 10]
-    with pytest.raises(RefusedError, match="must fit a step of 16"):
+    with pytest.raises(RefusedError, match="must fit a step of max_num_batched_tokens=16"):
         loop.scheduler.add(request("long", own(9, 17)))
 
 
@@ -500,7 +500,7 @@ def test_siblings_compute_only_the_last_prompt_token() -> None:
     admits = {a.request_id: a.computed for plan in loop.plans for a in plan.admits}
     assert admits == {"r0": 0, "r1": 9, "r2": 9}
     assert loop.plans[1].copies[0].src.tolist() == [parent[2]] * 2
-    # What the parent had when it was forked is still what it has.
+    # The parent's blocks still hold the tokens that they held at the fork.
     after = loop.executor.store[0].reshape(-1, 4)[parent]
     assert (after.ravel()[:10] == filled.ravel()[:10]).all()
     for one in (leader, *siblings):

@@ -92,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes=st.sampled_from([1, 3, 8]),
         budget=st.sampled_from([1, 3, 9, 60]),
         depth=st.integers(1, 3),
-        lag=st.sampled_from([1, 3]),
+        pipeline_depth=st.sampled_from([1, 3]),
         caching=st.booleans(),
         chunked=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -109,7 +109,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lanes: int,
         budget: int,
         depth: int,
-        lag: int,
+        pipeline_depth: int,
         caching: bool,
         chunked: bool,
         policy: str,
@@ -151,7 +151,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_num_batched_tokens=budget,
             max_model_len=_LONGEST,
             steps_in_flight=depth,
-            lag=min(lag, depth),
+            pipeline_depth=min(pipeline_depth, depth),
             enable_prefix_caching=caching,
             enable_chunked_prefill=chunked,
             policy="priority" if policy == "priority" else "fcfs",
@@ -203,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         before = _STEMS[stem][:shared]
         if self.loop.finished and data.draw(st.booleans()):
-            # The next turn of what was said before.
+            # The next turn of an earlier conversation.
             earlier = self.loop.finished[data.draw(st.sampled_from(sorted(self.loop.finished)))]
             before = earlier.tokens.view().tolist()[: _LONGEST - 10]
         prompt = int32(before + own)

@@ -1,7 +1,7 @@
 """The KV cache's bookkeeping: which blocks requests hold, and which token prefixes they contain.
 
-The scheduler uses `BlockManager` only. Beside it, `host_tier.py` and `loading.py` keep the books of
-lower tiers, and `inspect.py` summarizes the state for display.
+The scheduler uses `BlockManager` only. Features use `host_tier.py` and `loading.py`, which do the
+bookkeeping of lower tiers. `inspect.py` summarizes the state for display.
 """
 
 from quire.cache.block_hash import Namespace, next_hash

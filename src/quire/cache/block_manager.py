@@ -10,7 +10,9 @@ from quire.cache.block_hash import Namespace
 from quire.cache.block_tables import BlockTables
 from quire.cache.node import NO_BLOCK, Node
 from quire.cache.prefix_tree import EvictedRun, Match, PrefixTree
+from quire.cache.state_slots import StateSlots
 from quire.cache.tree_lanes import TreeLanes
+from quire.cache.window_blocks import WindowTables
 from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, KVGroup
 
@@ -20,7 +22,7 @@ _LOADING_LANES = 64
 
 @dataclass(slots=True)
 class Usage:
-    """Blocks of one group: `used` by requests, `cached` for reuse, `free`."""
+    """Numbers of blocks of one group: `used` by requests, `cached` for reuse, and `free`."""
 
     total: int
     used: int
@@ -32,9 +34,12 @@ class Usage:
 class DetachedBlocks:
     """Blocks that a request's lane held, until they are freed.
 
-    blocks: block ids per group, from table entry `starts` on. last: the request's last node in the
-    tree. tail: tokens of the partly filled block after that node, packed int32. length: tokens that
-    stay for reuse.
+    Attributes:
+        blocks: block ids per group.
+        starts: by group, the table entry of the first of them.
+        last: the request's last node in the tree; None once they are freed.
+        tail: tokens of the partly filled block after that node, packed int32.
+        length: number of tokens that stay for reuse.
     """
 
     blocks: list[Int32]
@@ -56,12 +61,17 @@ class Evicted:
 class BlockManager:
     """All blocks of an engine.
 
-    A call that books blocks either books all of them or changes nothing and returns False. Only a
-    lane itself writes its blocks: shared blocks are whole, and complete before the first step that
-    shares them ends its writes; a partly filled block is shared by copying it.
+    A call that books blocks either books all of them, or changes nothing and returns False.
+
+    A lane writes only blocks that no other lane has. Shared blocks are whole, and an earlier step,
+    or the writes of the same one, complete them. A partly filled block is not shared but copied.
 
     Attributes:
+        on_evict: called with the blocks that leave the tree, before they may be overwritten.
         loading_lanes: free lanes beyond those of requests, for `PrefixLoader`.
+        slides: whether any group has a window.
+        evicted: number of blocks, of all groups, evicted for others or by `evict_all`.
+        copied: number of blocks, of all groups, copied because they are shared only in part.
     """
 
     def __init__(
@@ -81,21 +91,20 @@ class BlockManager:
         ]
         self.caching = caching
         self.on_evict: Sequence[Callable[[Sequence[Evicted]], None]] = ()
-        """Called with the blocks that leave the tree, before they may be overwritten."""
         self.tree = PrefixTree(self.block_size, [group.sparse for group in self.groups])
         self._sparse = [group for group in self.groups if group.sparse is not None]
         self.slides = any(group.window is not None for group in self.groups)
         self.lanes = TreeLanes(self.tree, self.groups, lanes)
         self.loading_lanes = list(range(num_lanes, lanes))
         self.evicted = 0
-        """Blocks of all groups evicted for others, or by `evict_all`."""
         self.copied = 0
-        """Blocks of all groups copied because they are shared only in part."""
 
     @property
     def inserted(self) -> Int32:
-        """int32 [lanes], tokens of each lane's blocks that the tree has; more than a lane can have
-        if `insert` has nothing to do for it."""
+        """int32 [lanes], number of tokens of each lane's blocks that the tree has.
+
+        It is larger than any length for a lane that `insert` must skip.
+        """
         return self.lanes.inserted
 
     @property
@@ -104,8 +113,15 @@ class BlockManager:
         return len(self.loading_lanes) < _LOADING_LANES
 
     def check_fits(self, tokens: int, chunk: int) -> None:
-        """Raises `RequestTooLargeError` if a sequence that computes `tokens` positions, at most
-        `chunk` at a time, could not run even alone."""
+        """Checks that a sequence could run alone.
+
+        Args:
+            tokens: positions that it computes.
+            chunk: most positions that it computes in one step.
+
+        Raises:
+            RequestTooLargeError: it needs more blocks than a group has.
+        """
         for group in self.groups:
             needed = group.most_needed(tokens, chunk)
             if needed > group.pool.num_blocks:
@@ -116,8 +132,13 @@ class BlockManager:
     def match(
         self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
     ) -> Match:
-        """Returns the longest cached prefix of at most `limit` tokens; its last block may be shared
-        in part (unless `whole_only`)."""
+        """Returns the longest cached prefix.
+
+        Args:
+            tokens: int32 [n].
+            limit: most tokens of the prefix.
+            whole_only: match whole blocks only, no part of a block to copy.
+        """
         limit = limit if self.caching else 0
         return self.tree.match(namespace, tokens, limit, whole_only=whole_only)
 
@@ -132,13 +153,17 @@ class BlockManager:
         known: int,
         spare: int,
     ) -> bool:
-        """Gives an empty lane the matched blocks, shared, and new ones. A partly matched block is
-        copied to the first new one before the next body runs.
+        """Gives an empty lane the matched blocks, shared, and new ones.
 
-        All of its `known` tokens are booked at once where every position is kept, so that a prompt
-        once begun never waits for blocks; groups with a window book up to `chunk_end`. `computed`
-        (>= match.length) is where the request's first row starts. `spare` blocks must stay
-        available in each group of which a lane needs more as it goes on.
+        The source of a match is copied to the first new block before the next body runs. A group
+        that keeps every position books all known tokens at once, so that a prompt that has begun
+        never waits for blocks. A group with a window books up to `chunk_end`.
+
+        Args:
+            computed: where the request's first row starts, at least `match.length`.
+            chunk_end: where that row ends.
+            known: number of known tokens.
+            spare: blocks that must stay available in each group whose lanes grow.
         """
         shares, sources, ends = [], [], []
         for g, group in enumerate(self.groups):
@@ -162,8 +187,12 @@ class BlockManager:
         return True
 
     def reclaimed(self, g: int, match: Match, shared: Int32) -> int:
-        """Counts the matched blocks of group `g` that count as available until a request uses
-        them. shared: int32, the ones a lane would share."""
+        """Returns how many matched blocks of a group would no longer be available.
+
+        Args:
+            g: the group's index.
+            shared: int32, the matched blocks that a lane would share.
+        """
         if self.groups[g].sparse is None:
             return self.tree.idle_blocks(match)
         return int((self.groups[g].pool.holders[shared] == 1).sum())
@@ -175,12 +204,18 @@ class BlockManager:
     def fork(
         self, lane: int, namespace: Namespace, parent: int, length: int, known: int, spare: int
     ) -> bool:
-        """Gives an empty lane the first `length` positions of another lane: whole blocks by
-        reference, a partly filled one by copy before the next body runs. Books room up to `known`
-        tokens.
+        """Gives an empty lane the first positions of another lane.
 
-        Returns False as well if the parent has released a block that is needed, or has diverged
-        from the tree: blocks that lanes share must belong to nodes that all of them use.
+        The lanes share whole blocks. A partly filled block is copied before the next body runs.
+
+        Returns False also if the parent has released a block that is needed. It does so, too, if
+        the parent has diverged: lanes can share only the blocks of nodes that all of them use.
+
+        Args:
+            parent: the other lane.
+            length: number of positions.
+            known: number of tokens to book.
+            spare: blocks that must stay available in each group.
         """
         if self.lanes.diverged(parent):
             return False
@@ -206,52 +241,69 @@ class BlockManager:
 
     def book(self, lanes: Int32, ends: Int32) -> bool:
         """Books room up to `ends` tokens for these distinct lanes, in every group."""
-        lacking = [group.lacking(lanes, ends) for group in self.groups]
-        for g, (_, _, total) in enumerate(lacking):
+        missing = [group.missing(lanes, ends) for group in self.groups]
+        for g, (_, _, total) in enumerate(missing):
             if total and total > self.available(g):
                 return False
-        for g, (short, counts, total) in enumerate(lacking):
+        for g, (short, counts, total) in enumerate(missing):
             if total:
                 self._reclaim(g, total)
                 self.groups[g].append(short, counts, total)
         return True
 
     def _reach(self, lanes: Int32, ends: list[Int32]) -> None:
-        """Books room up to each group's `ends`; the blocks are known to be available."""
+        """Books room up to each group's `ends`. The caller knows that the blocks are available."""
         for g, group in enumerate(self.groups):
-            short, counts, total = group.lacking(lanes, ends[g])
+            short, counts, total = group.missing(lanes, ends[g])
             if total:
                 self._reclaim(g, total)
                 group.append(short, counts, total)
 
     def slide(self, lanes: Int32, positions: Int32) -> None:
-        """Frees blocks that no query of these distinct lanes from `positions` on reads."""
+        """Frees blocks that no later query of these distinct lanes reads.
+
+        Args:
+            lanes: int32 [n].
+            positions: int32 [n], the first position of each lane's later queries.
+        """
         for group in self._sparse:
             group.slide(lanes, positions, self.lanes.last)
 
     def insert(self, lanes: Int32, tokens: Int32, lengths: Int32, *, ahead: bool = False) -> None:
-        """Enters the whole blocks among these distinct lanes' first `lengths` tokens into the tree.
+        """Enters the whole blocks of distinct lanes into the tree.
 
-        tokens: int32 [all lanes, room], each lane's tokens from column 0. ahead: the plan that is
-        being made computes the blocks; otherwise earlier plans have.
+        If the tree already has a lane's next block from another lane, the lane diverges: it keeps
+        its own blocks, and inserts no more until it ends. If it used the other lane's node without
+        holding its block, nobody could reuse the block although no request needs it.
 
-        A lane whose next block the tree already has from another lane diverges: it keeps its own
-        blocks and inserts no more until it ends. If it used that node without holding its block,
-        the block could not be reused although no request needs it.
+        Args:
+            lanes: int32 [n].
+            tokens: int32 [all lanes, room], each lane's tokens from column 0.
+            lengths: int32 [n], how many of them are computed.
+            ahead: whether the next plan computes the blocks; otherwise earlier plans have.
         """
         if self.caching:
             self.lanes.insert(lanes, tokens, lengths, ahead)
 
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
-        """Notes that the plan that is being made computes positions `start` to `end` of a lane's
-        `known` tokens. tokens: int32 [>= known], of this lane, for as long as it runs."""
+        """Records that the next plan computes positions `start` to `end` of a lane.
+
+        Args:
+            tokens: int32 [>= known], the lane's tokens; the array must stay as long as it runs.
+            known: number of the lane's known tokens.
+        """
         if self.caching:
             for group in self._sparse:
                 group.compute(lane, tokens, start, end, known)
 
     def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
-        """Enters the whole blocks of a lane that is about to be released; known blocks stay as they
-        are. tokens: int32 [>= length]."""
+        """Enters the whole blocks of a lane that is about to be released.
+
+        Blocks that the tree has already stay as they are.
+
+        Args:
+            tokens: int32 [>= length].
+        """
         self.lanes.enter_rest(lane, tokens, length)
 
     # -- release -------------------------------------------------------------------------------
@@ -263,9 +315,13 @@ class BlockManager:
     def detach(
         self, lane: int, tokens: Int32 | None = None, length: int = 0, *, exact: bool = True
     ) -> DetachedBlocks:
-        """Empties the lane, but keeps its blocks as they are until `free`. tokens: int32
-        [>= length], the first `length` of which are computed and stay for reuse. exact: no step in
-        flight computes further ones."""
+        """Empties the lane, but keeps its blocks as they are until `free`.
+
+        Args:
+            tokens: int32 [>= length], or None to keep nothing for reuse.
+            length: number of computed tokens, which stay for reuse.
+            exact: whether no step in flight computes more tokens.
+        """
         tail, kept = b"", 0
         if tokens is not None and self.caching:
             if self.lanes.diverged(lane):
@@ -296,7 +352,7 @@ class BlockManager:
         detached.blocks, detached.starts, detached.last = [], [], None
 
     def _keep_tail(self, detached: DetachedBlocks, last: Node) -> Node:
-        """Enters the partly filled last block; returns the last node of the blocks."""
+        """Enters the partly filled last block. Returns the last node of the blocks."""
         if not detached.tail or any(start > last.end for start in detached.starts):
             return last
         blocks = [
@@ -313,24 +369,28 @@ class BlockManager:
         return group.pool.num_free + group.evictable(self.tree.num_idle)
 
     def _reclaim(self, g: int, n: int) -> None:
-        """Makes `n` blocks of a group free; they are known to be available."""
+        """Makes `n` blocks of a group free. The caller knows that they are available."""
         group = self.groups[g]
-        lacking = n - group.pool.num_free
-        if lacking <= 0:
+        missing = n - group.pool.num_free
+        if missing <= 0:
             return
         if group.sparse is not None:
-            group.pool.drop(int32([group.sparse.take() for _ in range(lacking)]))
-            self.evicted += lacking
+            group.pool.drop(int32([group.sparse.take() for _ in range(missing)]))
+            self.evicted += missing
             return
-        self.evict(g, lacking)
+        self.evict(g, missing)
 
     def evict_all(self) -> None:
         """Evicts every prefix that no request uses, as if the blocks were needed."""
         self.evict(0, self.tree.num_idle)
 
     def evict(self, g: int, count: int) -> None:
-        """Evicts `count` blocks of group `g`, which keeps every position, and the other groups'
-        blocks for the same tokens."""
+        """Evicts blocks of a group that keeps every position, and the others' for the same tokens.
+
+        Args:
+            g: the group's index.
+            count: number of blocks.
+        """
         evicted = self.tree.evict(count, hashed=bool(self.on_evict))
         if self.on_evict:
             blocks_left = [
@@ -344,7 +404,7 @@ class BlockManager:
         self.evicted += self._return_to_pool(evicted)
 
     def _return_to_pool(self, evicted: EvictedRun) -> int:
-        """Frees evicted blocks in the pools; returns how many of all groups there were."""
+        """Frees evicted blocks in the pools. Returns their number, of all groups."""
         count = 0
         for group, ids in zip(self.groups, evicted.blocks, strict=True):
             left = ids if group.sparse is None else ids[ids != NO_BLOCK]
@@ -353,7 +413,7 @@ class BlockManager:
         return count
 
     def reset_cache(self) -> bool:
-        """Forgets every prefix that no request uses; returns whether the tree is empty now."""
+        """Forgets every prefix that no request uses. Returns whether the tree is empty."""
         self._return_to_pool(self.tree.evict(self.tree.num_idle, hashed=False))
         return self.tree.num_nodes == 0
 
@@ -364,8 +424,10 @@ class BlockManager:
         return [group.take_appends() for group in self.groups]
 
     def take_copies(self) -> list[BlockCopies]:
-        """Returns the copies asked for since the last call, per group. Completes the plan: later
-        plans can copy from the blocks that it computes."""
+        """Returns the copies that were requested since the last call, per group.
+
+        Completes the plan: later plans can copy the blocks that it computes.
+        """
         self.tree.mark_written()
         self.lanes.adjust()
         for group in self._sparse:
@@ -385,15 +447,8 @@ class BlockManager:
 def _tables(group: KVGroup) -> type[BlockTables]:
     """Returns the rules of a group's kind."""
     if group.kind == "window":
-        # Many models have only layers that see everything.
-        from quire.cache.window_blocks import WindowTables
-
         return WindowTables
-    if group.kind == "state":
-        from quire.cache.state_slots import StateSlots
-
-        return StateSlots
-    return BlockTables
+    return StateSlots if group.kind == "state" else BlockTables
 
 
 def _check(groups: Sequence[KVGroup]) -> None:
@@ -401,4 +456,7 @@ def _check(groups: Sequence[KVGroup]) -> None:
         raise ConfigError("a model without KV groups cannot be scheduled")
     sizes = {group.tokens_per_block for group in groups if group.kind != "state"}
     if len(sizes) > 1:
-        raise ConfigError("all KV groups must have the same number of tokens per block")
+        listed = ", ".join(map(str, sorted(sizes)))
+        raise ConfigError(
+            f"all KV groups must have the same number of tokens per block, got {listed}"
+        )

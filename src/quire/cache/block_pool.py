@@ -10,12 +10,15 @@ from quire.arrays import Int32
 class BlockPool:
     """Block ids 0 to `num_blocks - 1`.
 
-    A holder is a request, a node of the prefix tree, or a transfer; a block is free again when the
-    last one drops it. Blocks that only the tree holds are reusable too: the tree keeps those in
+    A holder is a request, a node of the prefix tree, or a transfer. A block is free again when the
+    last holder drops it. Blocks that only the tree holds can be had as well: the tree keeps them in
     the order of their last use, and gives up the oldest when the pool runs out.
 
-    Every operation costs O(blocks it is given), whatever the size of the pool; creating one touches
-    no memory of its arrays, so that it costs nothing either.
+    An operation on n blocks takes O(n) time, however large the pool is. A new pool touches no
+    memory of its arrays.
+
+    Attributes:
+        holders: int32 [num_blocks], number of each block's holders.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,7 +34,7 @@ class BlockPool:
         return self.num_blocks - self._fresh + self._num_returned
 
     def take(self, n: int) -> Int32:
-        """Takes `n` free blocks, int32 [n], each with one holder: the caller."""
+        """Takes `n` free blocks, int32 [n]. The caller is their holder."""
         if n > self.num_free:
             raise RuntimeError(f"took {n} of {self.num_free} free blocks")
         reused = min(n, self._num_returned)
@@ -44,7 +47,7 @@ class BlockPool:
         return ids
 
     def hold(self, ids: Int32) -> None:
-        """Counts one more holder for each of these distinct blocks, which must not be free."""
+        """Adds a holder to each of these distinct blocks, which must not be free."""
         index = ids.astype(np.intp)  # two to three times as fast as int32
         counts = self.holders[index]
         if len(counts) and counts.min() < 1:
@@ -52,7 +55,7 @@ class BlockPool:
         self.holders[index] = counts + 1
 
     def drop(self, ids: Int32) -> None:
-        """Counts one holder less for each of these distinct blocks, and frees those without any."""
+        """Removes a holder of each of these distinct blocks, and frees blocks without holders."""
         index = ids.astype(np.intp)
         counts = self.holders[index] - 1
         least = counts.min(initial=1)

@@ -20,17 +20,19 @@ _NO_COPIES = BlockCopies(src=_NONE, dst=_NONE)
 class BlockTables:
     """The blocks that each lane holds in one group, and the changes that the next plan must carry.
 
-    This is the kind `full`, which keeps every position. Other kinds differ in what they override.
-
-    index: the group's. window: in tokens, for display.
-    sparse: the blocks that only the tree holds, of a kind of which a node may lack some; None where
-        nodes have all.
-    grows: lanes need further blocks as they go on.
+    This class is the kind `full`, which keeps every position. Other kinds override the rules.
 
     Attributes:
-        table: int32 [lanes, blocks of the longest sequence]; a lane holds its entries from `start`
-            up to `end`. Entries before `start` have left the window.
-        start, end: int32 [lanes], in blocks. booked: int32 [lanes], `end` in tokens.
+        index: the group's index.
+        window: number of tokens, or None.
+        sparse: the blocks that only the tree holds, of a kind whose blocks can leave their nodes;
+            None for other kinds.
+        grows: whether a lane needs more blocks as its request goes on.
+        table: int32 [lanes, blocks of the longest sequence]. A lane holds its entries from `start`
+            to `end - 1`; earlier ones have left the window.
+        start: int32 [lanes], number of blocks.
+        end: int32 [lanes], number of blocks.
+        booked: int32 [lanes], `end` in tokens.
     """
 
     window: int | None = None
@@ -60,31 +62,43 @@ class BlockTables:
         return -(-tokens // self.block_size)
 
     def most_needed(self, tokens: int, chunk: int) -> int:
-        """Returns the most blocks that a sequence of `tokens` tokens holds at once when it is
-        computed at most `chunk` tokens at a time."""
+        """Returns the most blocks that a sequence holds at once.
+
+        Args:
+            tokens: length of the sequence.
+            chunk: most tokens that a step computes.
+        """
         return self.blocks(tokens)
 
     def booked_at_once(self, known: int, chunk_end: int) -> int:
-        """Returns up to which token a request with `known` tokens books when it is admitted."""
+        """Returns the number of tokens that a request books when it is admitted.
+
+        Args:
+            known: number of known tokens.
+            chunk_end: where its first row ends.
+        """
         return known
 
     # -- what requests share -------------------------------------------------------------------
 
     def share(self, match: Match, computed: int) -> tuple[int, Int32]:
-        """Returns the matched blocks that a request from position `computed` on shares, int32, and
-        the table entry of the first."""
+        """Returns the matched blocks that a request shares, int32, after the first one's entry.
+
+        Args:
+            computed: the first position that the request computes.
+        """
         start = self.first_needed(computed)
         return start, match.node.path(self.index, start, match.whole)
 
     def source(self, match: Match) -> int | None:
-        """Returns the block that a request copies to the one in which it goes on, or None."""
+        """Returns the block to copy to the request's first own block, or None."""
         return None if match.source is None else match.source[self.index]
 
     def note(self, lane: int, match: Match) -> None:
-        """Notes that a lane begins behind a match."""
+        """Records that a lane starts after a match."""
 
     def can_fork(self, parent: int, length: int) -> bool:
-        """Whether a lane still has what another one needs to go on from position `length`."""
+        """Whether a lane still has the blocks that another one needs from position `length` on."""
         return True
 
     def held(self, lane: int) -> Int32:
@@ -99,9 +113,15 @@ class BlockTables:
         """Returns one block of each lane, int32 [n]; -1 as in `entries`."""
         return self.table[lanes, places]
 
-    def lacking(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
-        """Returns (lanes, counts, total) of the blocks that these distinct lanes lack to reach
-        `ends` tokens; only of lanes that lack some."""
+    def missing(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
+        """Returns the blocks that lanes must get to hold `ends` tokens.
+
+        Returns the lanes that must get any, int32 [m], how many each, int32 [m], and the total.
+
+        Args:
+            lanes: int32 [n], distinct.
+            ends: int32 [n].
+        """
         short = ends > self.booked[lanes]
         if not short.any():
             return _NONE, _NONE, 0
@@ -126,7 +146,7 @@ class BlockTables:
         self._appends.append((lanes, starts, counts, ids))
 
     def begin(self, lane: int, start: int, shared: Int32) -> None:
-        """Gives an empty lane these blocks of others, from entry `start` on."""
+        """Gives an empty lane shared blocks, from entry `start` on."""
         end = start + len(shared)
         self.pool.hold(shared)
         self.table[lane, start:end] = shared
@@ -142,29 +162,40 @@ class BlockTables:
         self._copies.append((src, dst))
 
     def slide(self, lanes: Int32, positions: Int32, last: Callable[[int], Node]) -> None:
-        """Frees blocks that no query of these distinct lanes from `positions` on reads. last:
-        returns a lane's last node."""
+        """See `BlockManager.slide`. last: returns a lane's last node."""
 
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
         """See `BlockManager.compute`."""
 
     def planned(self, last: Callable[[int], Node]) -> None:
-        """Completes the plan that is being made. last: returns a lane's last node."""
+        """Completes the next plan. last: returns a lane's last node."""
 
     def adopt(self, lane: int, last: Node, first: int) -> Int32:
-        """Gives the nodes of the path to `last` a lane's blocks that they lack, from place `first`
-        on. Returns those blocks, which the tree is yet to hold."""
+        """Gives nodes that have lost blocks those of a lane.
+
+        Returns these blocks, int32. The caller makes the tree their holder.
+
+        Args:
+            last: the end of the path.
+            first: the first place on the path that may get a block.
+        """
         return _NONE
 
     # -- release -------------------------------------------------------------------------------
 
     def leave(self, lane: int, last: Node) -> None:
-        """Enters what a lane that is about to be emptied holds for the tree alone. last: its last
-        node."""
+        """Enters blocks that a lane has made for the tree, before the lane is emptied.
+
+        Args:
+            last: the lane's last node.
+        """
 
     def detach(self, lane: int, exact: bool) -> Int32:
-        """Empties a lane, and returns the blocks that it held. exact: nothing in flight changes
-        what they hold."""
+        """Empties a lane, and returns the blocks that it held.
+
+        Args:
+            exact: whether no step in flight changes their contents.
+        """
         held = self.held(lane).copy()
         self.clear(lane)
         return held
@@ -174,12 +205,21 @@ class BlockTables:
         return int(blocks[index])
 
     def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
-        """Drops detached blocks, from table entry `start` on. last: where the tree has the lane's
-        `length` tokens, as far as it has them."""
+        """Drops detached blocks.
+
+        Args:
+            start: table entry of the first block.
+            last: the node in which the lane's tokens end, as far as the tree has them.
+            length: number of the lane's tokens.
+        """
         self.pool.drop(blocks)
 
     def evictable(self, idle: int) -> int:
-        """Counts the blocks that only the tree holds. idle: those of nodes that nobody uses."""
+        """Returns how many blocks can be evicted.
+
+        Args:
+            idle: number of blocks of nodes without users.
+        """
         return idle
 
     # -- contents of the next plan -------------------------------------------------------------
@@ -192,7 +232,7 @@ class BlockTables:
         return len(self._appends)
 
     def forget_appends(self, mark: int) -> None:
-        """Leaves what was appended since `mark` out of the next plan."""
+        """Leaves the entries appended since `mark` out of the next plan."""
         del self._appends[mark:]
 
     def take_appends(self) -> BlockAppends:
@@ -207,7 +247,7 @@ class BlockTables:
         return BlockAppends(lanes=lanes, starts=starts, counts=counts, ids=ids)
 
     def take_copies(self) -> BlockCopies:
-        """Returns the copies asked for since the last call."""
+        """Returns the copies that were requested since the last call."""
         if not self._copies:
             return _NO_COPIES
         src, dst = zip(*self._copies, strict=True)

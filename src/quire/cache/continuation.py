@@ -1,4 +1,4 @@
-"""Texts of the prefix tree that begin as another one, and how they go on."""
+"""Continuations of a text that the prefix tree has."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from quire.cache.prefix_tree import pack
 
 
 def continuation(last: Node, tokens: Int32, block_size: int, count: int) -> Int32:
-    """Returns what the tree has behind a text, int32 [at most `count`]: where several texts went on
-    from it, the latest or one of the closest.
+    """Returns the tokens that follow a text in the tree, int32 [at most `count`].
 
-    last: the node up to which the tree has the text's own blocks. tokens: the text, int32 [n]. Only
-    tokens behind that node's end are compared, whole runs at a time.
+    If several texts continue it, the result follows the latest or one of the closest.
+
+    Args:
+        last: the last node of the text's own blocks. Only tokens after its end are compared.
+        tokens: the text, int32 [n].
+        block_size: tokens of a block.
+        count: most tokens to return.
     """
     stride = 4 * block_size
     data = pack(tokens[last.end * block_size :])
@@ -28,11 +32,11 @@ def continuation(last: Node, tokens: Int32, block_size: int, count: int) -> Int3
         node, place = child, 0
     elif 4 * shared < len(rest):
         return int32([])
-    found = bytes(node.run[place + len(rest) : place + len(rest) + 4 * count])
-    while len(found) < 4 * count and node.children:
+    following = bytes(node.run[place + len(rest) : place + len(rest) + 4 * count])
+    while len(following) < 4 * count and node.children:
         node = next(reversed(node.children.values()))
-        found += bytes(node.run[: 4 * count - len(found)])
-    return np.frombuffer(found, dtype=np.int32)
+        following += bytes(node.run[: 4 * count - len(following)])
+    return np.frombuffer(following, dtype=np.int32)
 
 
 def _child(node: Node, rest: bytes) -> Node | None:

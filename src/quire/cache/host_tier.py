@@ -8,12 +8,16 @@ from collections.abc import Iterator, Sequence
 
 
 class HostTier:
-    """`slots` places for blocks, each known by its block hash.
+    """Slots of the host's pool, found by block hash.
 
-    An entry is *arriving* while its bytes are on their way into the slot, *pinned* while something
-    reads the slot, else *resident*. Resident entries are kept in the order of their last use, and
-    the oldest is evicted when a new one needs its slot. So no slot changes its contents while a
-    copy touches it. Every operation is O(1) per block.
+    An entry is *arriving* while its bytes are copied into the slot, *pinned* while somebody reads
+    the slot, and otherwise *resident*. Resident entries are in the order of their last use, and the
+    oldest is evicted when a new one needs its slot. So no slot changes while a copy uses it. Every
+    operation is O(1) per block.
+
+    Attributes:
+        num_slots: number of slots.
+        evictions: number of entries evicted for others.
     """
 
     def __init__(self, slots: int) -> None:
@@ -23,7 +27,6 @@ class HostTier:
         self._pinned: dict[bytes, tuple[int, int]] = {}
         self._arriving: dict[bytes, int] = {}
         self.evictions = 0
-        """Entries evicted for others."""
 
     def __len__(self) -> int:
         return len(self._resident) + len(self._pinned) + len(self._arriving)
@@ -44,17 +47,23 @@ class HostTier:
         return block_hash in self._resident or block_hash in self._pinned
 
     def note(self, block_hash: bytes, saves: int) -> None:
-        """Notes a use of a block that spares so many tokens, or is about to arrive."""
+        """Records a use of a block, or its arrival.
+
+        Args:
+            saves: number of tokens that it saves a request.
+        """
         self.touch(block_hash)
 
     def touch(self, block_hash: bytes) -> None:
-        """Notes a use of the block."""
+        """Records a use of the block."""
         if block_hash in self._resident:
             self._resident.move_to_end(block_hash)
 
     def expect(self, block_hash: bytes) -> int | None:
-        """Returns a slot for a block that is about to arrive, an evicted entry's if none is free.
-        None: every slot is being copied to or from. The block must not be there."""
+        """Returns a slot for a block that is about to arrive, which must not be there yet.
+
+        Evicts an entry if no slot is free. Returns None if copies use all slots.
+        """
         if self._free:
             slot = self._free.pop()
         elif self._resident:
@@ -66,11 +75,11 @@ class HostTier:
         return slot
 
     def _evict(self) -> int:
-        """Evicts the resident entry that goes first; returns its slot."""
+        """Evicts the first resident entry in eviction order. Returns its slot."""
         return self._resident.popitem(last=False)[1]
 
     def arrived(self, block_hash: bytes, good: bool) -> None:
-        """Notes that an expected block has arrived, or failed to."""
+        """Records that an expected block has arrived, or failed to (`good` false)."""
         slot = self._arriving.pop(block_hash)
         if good:
             self._resident[block_hash] = slot
@@ -78,13 +87,13 @@ class HostTier:
             self._free.append(slot)
 
     def pin(self, block_hash: bytes) -> int:
-        """Returns the slot of a block that is there; it stays until `unpin`."""
+        """Returns the slot of a block that is there, and keeps it until `unpin`."""
         slot, count = self._pinned.get(block_hash) or (self._resident.pop(block_hash), 0)
         self._pinned[block_hash] = slot, count + 1
         return slot
 
     def unpin(self, block_hash: bytes, good: bool = True) -> None:
-        """Counts one reader less; the last one says whether the block is worth keeping."""
+        """Removes a reader. After the last one, the block stays only if it is `good`."""
         slot, count = self._pinned.pop(block_hash)
         if count > 1:
             self._pinned[block_hash] = slot, count - 1
@@ -102,7 +111,7 @@ class HostTier:
         self._free.append(self._resident.pop(block_hash))
 
     def clear(self) -> None:
-        """Evicts every resident entry; entries being copied stay until their copies end."""
+        """Evicts every resident entry. Other entries stay until their copies end."""
         self._free.extend(self._resident.values())
         self._resident.clear()
 
@@ -114,15 +123,17 @@ class HostTier:
 
 
 class StateTier(HostTier):
-    """`slots` places for recurrent states, of which those go first that save the fewest tokens and
-    were not used for long (GreedyDual, as `Checkpoints`). An eviction takes time in proportion to
-    the slots, of which there are few.
+    """Slots for recurrent states.
+
+    States that save few tokens, and were not used for long, are evicted first (GreedyDual, as in
+    `Checkpoints`). An eviction is O(slots), but these slots are few.
     """
 
     def __init__(self, slots: int) -> None:
         super().__init__(slots)
         self._credits: dict[bytes, tuple[int, int]] = {}
-        """By hash, the tokens that a state saves, and its credit; as many as fit twice."""
+        """By hash, the number of tokens that a state saves, and its credit. At most two entries per
+        slot."""
         self._spent = 0
 
     def note(self, block_hash: bytes, saves: int) -> None:
@@ -147,7 +158,7 @@ class StateTier(HostTier):
 
 
 class HashList:
-    """The blocks believed to be in files: at most `limit`, in the order of their last use."""
+    """Hashes of the blocks that should be in files, at most `limit`, in the order of last use."""
 
     def __init__(self, limit: int, hashes: Sequence[bytes] = ()) -> None:
         self._limit = limit

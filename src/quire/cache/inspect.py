@@ -25,13 +25,16 @@ _STEPS = 4096
 
 @dataclass(slots=True)
 class PoolSummary:
-    """One KV group's pool as cells of `per_cell` blocks, the last of which may have fewer.
+    """One KV group's pool as cells of `per_cell` blocks. The last cell may have fewer.
 
-    window: the group's sliding window in tokens, or None. num_blocks: size of the pool.
-    owner: int32 [cells], a lane that holds blocks of the cell, `CACHED` if only the tree holds
-        some, or `FREE`.
-    holders: int32 [cells], the most holders of any of the cell's blocks.
-    filled: int32 [cells], how many of the cell's blocks are not free.
+    Attributes:
+        window: tokens of the group's sliding window, or None.
+        num_blocks: size of the pool.
+        per_cell: blocks of a cell.
+        owner: int32 [cells], a lane that holds blocks of the cell; `CACHED` if only the tree holds
+            some; or `FREE`.
+        holders: int32 [cells], most holders of a block of the cell.
+        filled: int32 [cells], number of blocks that are not free.
     """
 
     window: int | None
@@ -46,9 +49,12 @@ class PoolSummary:
 class TreeRun:
     """A run of tokens that is shared as a whole: nodes of the tree without a fork between them.
 
-    parent: index of the run before it, -1 for a namespace's root (which has no tokens).
-    length: in tokens. tokens: int32, the first ones. users: requests that use it.
-    hidden: children that the summary leaves out.
+    Attributes:
+        parent: index of the run before it, or -1 for a namespace's root, which has no tokens.
+        length: number of tokens.
+        tokens: int32, the first tokens.
+        users: number of requests that use the run.
+        hidden: number of children that the summary leaves out.
     """
 
     parent: int
@@ -60,8 +66,13 @@ class TreeRun:
 
 @dataclass(slots=True)
 class CacheSummary:
-    """pools: one per KV group. runs: the top of the prefix tree, parents before children, newest
-    children first. num_nodes: nodes in the whole tree."""
+    """The state of a block manager.
+
+    Attributes:
+        pools: one per KV group.
+        runs: the top of the prefix tree, parents before children, newest children first.
+        num_nodes: number of nodes in the whole tree.
+    """
 
     pools: list[PoolSummary]
     runs: list[TreeRun]
@@ -69,8 +80,13 @@ class CacheSummary:
 
 
 def summarize(manager: BlockManager, cells: int, runs: int, shown: int) -> CacheSummary:
-    """Summarizes all pools in at most `cells` cells each, and the tree in at most `runs` runs with
-    their first `shown` tokens."""
+    """Returns a summary of bounded size.
+
+    Args:
+        cells: most cells of a pool.
+        runs: most runs of the tree.
+        shown: most tokens of a run.
+    """
     return CacheSummary(
         [summarize_pool(tables, cells) for tables in manager.groups],
         summarize_tree(manager.tree, runs, shown),

@@ -12,12 +12,14 @@ from quire.cache.prefix_tree import Match, pack
 
 @dataclass(slots=True)
 class LoadingPrefix:
-    """Blocks booked for a prefix on its way.
+    """Blocks booked for a prefix that a transfer brings.
 
-    lane: the loading lane that holds them.
-    tokens: int32 [n], the prefix; its first `start` tokens are on the device already.
-    places: by group, the table entry of the first block that is to be filled. blocks: by group,
-        int32 [n], the blocks from there on; of a recurrent state one.
+    Attributes:
+        lane: the loading lane that holds the blocks.
+        tokens: int32 [n], the prefix.
+        start: number of its first tokens that are on the device already.
+        places: by group, the table entry of the first block to fill.
+        blocks: by group, int32 [n], the blocks from there on. A recurrent state has one.
     """
 
     lane: int
@@ -30,8 +32,8 @@ class LoadingPrefix:
 class PrefixLoader:
     """Books blocks for prefixes that transfers bring, and enters them into the prefix tree.
 
-    Until a transfer ends, a lane of `BlockManager.loading_lanes` holds its blocks and the prefix
-    before them, as a request's lane would.
+    Until a transfer ends, a lane of `BlockManager.loading_lanes` holds its blocks, and the blocks
+    of the prefix before them, like a request's lane.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -42,15 +44,21 @@ class PrefixLoader:
         return self._manager.tree.block_hash(match, namespace)
 
     def kept(self, match: Match, tokens: Int32) -> Match:
-        """Returns the longest prefix of `tokens`, int32 [n], in whole blocks, whose KV is on the
-        device, whether or not a request could go on behind it. match: where one could."""
+        """Returns the longest prefix, in whole blocks, whose KV is on the device.
+
+        Not every group may be able to resume after it.
+
+        Args:
+            match: the longest prefix after which every group can resume.
+            tokens: int32 [n].
+        """
         size = self._manager.block_size
         above = match.node.parent or match.node
         node, whole, _ = above.follow(pack(tokens[above.end * size :]), 4 * size)
         return Match(whole * size, whole, node, known=whole)
 
     def kept_tail(self, kept: Match, tokens: Int32) -> Match | None:
-        """Returns such a prefix that ends with a tail behind the whole blocks of `kept`."""
+        """Returns the prefix `kept` with a tail after it, or None if the tree has no such tail."""
         size = self._manager.block_size
         if kept.whole < kept.node.end:
             return None
@@ -74,11 +82,14 @@ class PrefixLoader:
     def begin(
         self, namespace: Namespace, match: Match, tokens: Int32, known: int
     ) -> LoadingPrefix | None:
-        """Books blocks for the rest of `tokens`, int32 [n], after a match. A recurrent state is
-        booked whatever the match has of one.
+        """Books blocks for the rest of a prefix after a match, and one for a recurrent state.
 
         Returns None if there is no room now for `known` tokens and one spare block for each
         running request.
+
+        Args:
+            tokens: int32 [n], the prefix.
+            known: number of tokens of the request that waits for it.
         """
         manager, length = self._manager, len(tokens)
         spare = int((manager.groups[0].end > 0).sum())
@@ -110,8 +121,10 @@ class PrefixLoader:
         return LoadingPrefix(lane, tokens, match.length, places, blocks)
 
     def _has_room(self, match: Match, known: int, spare: int) -> bool:
-        """Whether the request can be booked when the prefix is there. Groups that do not keep every
-        position need no more then than the prefix does."""
+        """Whether the request can be booked when the prefix is there.
+
+        Only groups that keep every position are checked; in others the prefix needs as much.
+        """
         manager = self._manager
         return all(
             group.blocks(known) - match.whole + manager.reclaimed(g, match, int32([])) + spare
@@ -121,10 +134,14 @@ class PrefixLoader:
         )
 
     def hold(self, namespace: Namespace, tokens: Int32) -> LoadingPrefix | None:
-        """Keeps the blocks that a request behind `tokens`, int32 [whole blocks], would go on from,
-        until `release`. A recurrent state is copied by the plan that is made next.
+        """Holds the blocks that a request would need to resume after a prefix, until `release`.
 
-        Returns None if the prefix is not there, or there is no room for such a copy.
+        The next plan copies a recurrent state.
+
+        Returns None if the prefix is not there, or there is no room for the copy of a state.
+
+        Args:
+            tokens: int32 [n], the prefix, in whole blocks.
         """
         manager, length = self._manager, len(tokens)
         match = manager.match(namespace, tokens, length, whole_only=True)
@@ -145,12 +162,12 @@ class PrefixLoader:
         return LoadingPrefix(lane, tokens, length, places, blocks)
 
     def release(self, held: LoadingPrefix) -> None:
-        """Gives up what `hold` has kept."""
+        """Releases the blocks of `hold`."""
         self._manager.release(held.lane)
         self._manager.loading_lanes.append(held.lane)
 
     def end(self, loading: LoadingPrefix, good: bool) -> None:
-        """Frees the lane; the prefix enters the tree if its contents have arrived (`good`)."""
+        """Frees the lane. The prefix enters the tree if its contents have arrived (`good`)."""
         length = len(loading.tokens) if good else 0
         if good:
             self._manager.enter_rest(loading.lane, loading.tokens, length)

@@ -15,22 +15,23 @@ NO_BLOCK = -1
 
 
 class Node:
-    """Tokens that follow those of its ancestors, one block for every `block_size` of them.
+    """A run of tokens that follows the runs of its ancestors, with one block per `block_size`.
 
-    A run is whole blocks, but for a *tail*: tokens of one block that is partly filled. A tail has
-    no children and no users; requests copy its block.
+    A run is whole blocks. Only a *tail* is not: it has the tokens of one block that is partly
+    filled. A tail has no children and no users, because requests copy its block.
 
     Attributes:
-        run: the tokens, packed int32. first_tokens: those of its first block.
-        blocks: block ids per KV group; `NO_BLOCK` where a window group has lost one.
-        start: number of blocks of its ancestors.
-        written: how many of its blocks hold their KV before the body of the plan that is being made
-            runs. Other requests may read the rest in that body, but not copy it.
-        users: number of requests that use it. A request uses each node from its root to its last.
-        children: child nodes by the tokens of their first block.
+        run: the tokens, packed int32.
+        first_tokens: the tokens of the first block, packed int32.
+        blocks: block ids per KV group; `NO_BLOCK` where a sparse group has lost one.
+        start: number of blocks of the ancestors.
+        written: number of blocks that hold their KV before the body of the next plan runs. Requests
+            of that plan may read the other blocks, but not copy them.
+        users: number of requests that use the node. A request uses all nodes on its path.
+        children: child nodes, by the tokens of their first block.
         order: `first_tokens` of the children whose first block is written; None without children.
-        block_hashes: hashes of its blocks (`cache/block_hash.py`), concatenated, as far as they
-            were asked for. A root has one, of the empty prefix.
+        block_hashes: concatenated hashes of the first blocks (`cache/block_hash.py`). They are
+            computed when somebody asks. A root has one, of the empty prefix.
     """
 
     __slots__ = (
@@ -62,12 +63,12 @@ class Node:
 
     @property
     def count(self) -> int:
-        """Number of its blocks."""
+        """Number of blocks."""
         return len(self.blocks[0])
 
     @property
     def end(self) -> int:
-        """Blocks from the root to its end."""
+        """Number of blocks from the root to the node's end."""
         return self.start + len(self.blocks[0])
 
     @property
@@ -81,15 +82,17 @@ class Node:
     # -- the path from the root ----------------------------------------------------------------
 
     def upto(self, whole: int) -> Node:
-        """Returns the node on the path to this one's end in which the first `whole` blocks end."""
+        """Returns the node on this node's path in which the first `whole` blocks end."""
         node = self
         while node.start >= whole and node.parent is not None:
             node = node.parent
         return node
 
     def path(self, group: int, first: int, last: int) -> Int32:
-        """Returns a group's blocks `first` to `last - 1` on the path to this node, which has the
-        last: int32 [last - first]."""
+        """Returns a group's blocks `first` to `last - 1` on this node's path, int32.
+
+        The node itself has block `last - 1`.
+        """
         parts: list[bytes] = []
         at: Node | None = self
         while at is not None and last > first:
@@ -99,9 +102,15 @@ class Node:
         return np.frombuffer(b"".join(reversed(parts)), dtype=np.int32)
 
     def follow(self, data: memoryview, stride: int) -> tuple[Node, int, int]:
-        """Follows `data`, packed tokens that continue this node's end, as far as its descendants
-        know them, in blocks of `stride` bytes. Returns the node in which they end, whole blocks
-        from the root, and the number of tokens shared with that node's next block."""
+        """Follows tokens down from this node's end, as far as the tree has them.
+
+        Returns the node in which they end, the number of whole blocks from the root, and the number
+        of further tokens that the node's next block begins with.
+
+        Args:
+            data: packed int32 tokens.
+            stride: bytes of a block's tokens.
+        """
         node, at = self, 0
         while at + stride <= len(data):
             child = node.children.get(bytes(data[at : at + stride]))
@@ -118,14 +127,19 @@ class Node:
     # -- growing and shrinking -----------------------------------------------------------------
 
     def grow(self, data: bytes | memoryview, blocks: Sequence[bytes]) -> None:
-        """Appends tokens and their blocks per group; all packed int32."""
+        """Appends tokens, and their blocks per group. All are packed int32."""
         self.run += data
         for ids, more in zip(self.blocks, blocks, strict=True):
             ids.frombytes(more)
 
-    def cut(self, count: int, stride: int) -> Node:
-        """Moves the first `count` blocks of this node, of `stride` bytes of tokens each, to a new
-        node between it and its parent, with the same users. Returns the new node."""
+    def split(self, count: int, stride: int) -> Node:
+        """Moves the first `count` blocks to a new node between this one and its parent.
+
+        The new node has the same users, and is returned.
+
+        Args:
+            stride: bytes of a block's tokens.
+        """
         upper = Node(self.parent, self.first_tokens, self.start, self.users, 0)
         size = count * stride
         upper.run, upper.block_hashes = self.run[:size], self.block_hashes[: count * HASH_BYTES]
@@ -141,9 +155,19 @@ class Node:
         self.parent = upper
         return upper
 
-    def join(self) -> None:
-        """Merges the parent, which has no other child, into this node. The old parent then points
-        here, so that `upto` from it still works."""
+    def absorb_parent(self) -> None:
+        """Takes over the run and the blocks of the parent, which has no other child.
+
+        The parent leaves the tree, but others may still hold it: `SparseBlocks` keeps a block with
+        the node that owned it. So the parent stays as an empty node whose own parent is the node
+        that took over its blocks. `upto` from it then finds them::
+
+                  root                        root
+                    │                           │
+                 parent  blocks 0-3            node  blocks 0-5  <── parent  (empty, start 6)
+                    │
+                  node   blocks 4-5
+        """
         above = self.parent
         if above is None:
             raise RuntimeError("a root cannot be merged into its child")
@@ -156,13 +180,13 @@ class Node:
         for ids, more in zip(above.blocks, self.blocks, strict=True):
             ids += more
         self.blocks, above.blocks = above.blocks, [array("i") for _ in self.blocks]
-        # Beyond all of its places, so that `upto` goes on to its new parent.
+        # The old parent starts past all places, so that `upto` always goes on to this node.
         self.start, above.start = above.start, self.end
         self.first_tokens = above.first_tokens
         self.parent, above.parent = above.parent, self
 
     def trim(self, count: int, stride: int) -> list[array[int]]:
-        """Removes its last `count` blocks; returns their ids per group."""
+        """Removes the last `count` blocks. Returns their ids per group."""
         rest = self.count - count
         if not rest:
             taken, self.blocks = self.blocks, [array("i") for _ in self.blocks]
@@ -184,10 +208,13 @@ class Node:
         self.order.add(key)
 
     def closest(self, tokens: bytes) -> tuple[Node | None, int]:
-        """Finds the child to copy from that shares the most first tokens with `tokens`, packed
-        int32. Returns it (or None) and the number of shared tokens.
+        """Finds the child whose first block shares the longest prefix with `tokens`.
 
-        In sorted order, the longest shared prefix is with a neighbour of the string.
+        Returns it (or None) and the number of shared tokens. Only children whose first block is
+        written count. In sorted order, the longest shared prefix is with a neighbour.
+
+        Args:
+            tokens: packed int32.
         """
         if self.order is None or not tokens:
             return None, 0
@@ -201,8 +228,10 @@ class Node:
     # -- block hashes --------------------------------------------------------------------------
 
     def block_hash(self, index: int, stride: int) -> bytes:
-        """Returns the hash of its block `index`; -1 is the block before its first. All missing
-        hashes of a node are computed at once."""
+        """Returns the hash of block `index`; -1 is the last block of the parent.
+
+        All missing hashes of a node are computed at once.
+        """
         if index < 0:
             above = self.parent
             return self.block_hashes if above is None else above.block_hash(above.count - 1, stride)
@@ -216,8 +245,7 @@ class Node:
         return self.block_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def _compute_hashes(self, stride: int) -> None:
-        """Computes all of its block hashes; its parent has them already. That of a tail stands for
-        its tokens."""
+        """Computes all block hashes, from those of the parent. A tail's hash is of its tokens."""
         known = len(self.block_hashes) // HASH_BYTES
         above = self.block_hashes if known or self.parent is None else self.parent.block_hashes
         last, hashes = above[-HASH_BYTES:], [self.block_hashes]

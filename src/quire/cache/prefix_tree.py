@@ -1,8 +1,8 @@
 """An index from token prefixes to KV blocks: a radix tree whose nodes are runs of tokens.
 
 Prefix sharing by a tree over tokens follows SGLang's RadixAttention (Zheng et al., 2024). Here
-nodes begin at block boundaries, so that a block belongs to one node, and what two prompts share of
-a block that they do not share as a whole is copied.
+nodes begin at block boundaries, so that a block belongs to one node. If two prompts share the first
+tokens of a block only, the second prompt copies the block.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ def pack(tokens: Int32) -> memoryview:
 class Match:
     """The longest reusable prefix. Valid until the tree changes.
 
-    length: in tokens. whole: in whole blocks, which are shared. node: where they end, maybe before
-        its own end.
-    source: the block per group that holds the remaining tokens, to be copied; None if there are
-        none. tail: the node of that block, if it is a tail.
-    known: how many whole blocks the tree has of the prompt; not every group can resume there.
+    Attributes:
+        length: number of tokens.
+        whole: number of whole blocks, which the request shares.
+        node: the node in which the whole blocks end, maybe before its own end.
+        source: the block per group to copy for the remaining tokens, or None without such tokens.
+        tail: the node of `source` if it is a tail, or None.
+        known: number of whole blocks that the tree has of the prompt. Not every group can resume
+            after them.
     """
 
     length: int
@@ -46,10 +49,12 @@ class Match:
 
 
 class SparseBlocks(Protocol):
-    """One group's blocks that only the tree holds, where any can be taken from its node, which
-    lives on for the other groups.
+    """One group's blocks that only the tree holds.
 
-    exact: a request can go on behind a block's last token only.
+    Any of them can be taken from its node, which keeps the blocks of the other groups.
+
+    Attributes:
+        exact: whether a request can resume only after a block's last token.
     """
 
     exact: bool
@@ -65,20 +70,31 @@ class SparseBlocks(Protocol):
         ...
 
     def take(self) -> int:
-        """Takes the block that is needed least from its node."""
+        """Takes the least useful block from its node."""
         ...
 
     def resumable(self, blocks: Int32, held: Int32) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Tells where a request could go on, bool [n + 1]: before the first of these n blocks on a
-        path (or `NO_BLOCK`), and behind each. held: int32 [n + 1], in tokens; the last may lie
-        within the block behind the path's."""
+        """Returns where a request could resume on a path, bool [n + 1].
+
+        Entry 0 is the start of the path, entry i is the end of block i - 1.
+
+        Args:
+            blocks: int32 [n], the path's blocks, or `NO_BLOCK`.
+            held: int32 [n + 1], number of tokens up to each of these places. The last one may
+                include tokens of a block to copy.
+        """
         ...
 
 
 @dataclass(slots=True)
 class EvictedRun:
-    """Blocks that the tree evicted: ids per group (or `NO_BLOCK`), and block hashes, b"" for a
-    tail that nobody below can use. `hashes` is empty if they were not asked for."""
+    """Blocks that the tree evicted.
+
+    Attributes:
+        blocks: block ids per group, or `NO_BLOCK`.
+        hashes: their block hashes, b"" for a tail that lower tiers cannot use. Empty if the caller
+            wanted none.
+    """
 
     blocks: list[Int32]
     hashes: list[bytes]
@@ -88,26 +104,31 @@ class PrefixTree:
     """The tree of one engine. Keeps block ids but never touches the pools.
 
     **Shape.** A node's children differ in their first block. A request holds its last node, and
-    uses that and its ancestors to their ends: where a match ends inside a node, the part before is
-    split off as a new node above, and the old one stays the last of those that it was the last of.
-    A node that one request uses, and nothing hangs on, grows in place with that request. Where all
-    but one child of a node are gone, it merges with that again when a request uses both.
+    uses that node and its ancestors to their ends. If a match ends inside a node, the node is
+    split: its first blocks move to a new node above it. Requests whose last node was the old one
+    keep it. A node with one user and no children grows in place with that request. A node that has
+    lost all children but one merges with it when a request uses both.
 
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
-    Leaving happens from the last node up to the root, and a request that uses a node uses its
-    ancestors, so a node always comes after all of its descendants: the first of the list is a leaf,
-    and the least recently used one, which loses as many blocks from its end as are wanted.
-    `OrderedDict` is a hash table with a doubly linked list through it, so adding, removing and
-    taking the first are O(1). A split node above is made for a request that uses it, so it joins
-    the list after the rest.
+    A request leaves its nodes from the last one up to the root, so a node comes after all of its
+    descendants. The first of the list is therefore the least recently used leaf. It loses its last
+    blocks, as many as the caller needs. `OrderedDict` is a hash table with a doubly linked list
+    through it, so adding, removing and taking the first are O(1). The upper node of a split is made
+    for a request that uses it, so it joins the list after its descendants.
 
-    **Tails.** What a request leaves in a partly filled block becomes a child of its last node with
-    fewer tokens than a block, unless another child begins with them. Such a child goes when one
-    comes that begins with all of its tokens. So the tokens of no tail begin a sibling's.
+    **Tails.** When a request ends in a partly filled block, the block's tokens become a child of
+    its last node, with fewer tokens than a block. It is not added if another child begins with
+    these tokens, and removed when such a child comes. So no tail is a prefix of a sibling.
 
-    **Sparse groups.** Of some groups (with windows, with states) the tree can lose any block that
-    no request holds, and the node lives on for the other groups. sparse: those blocks, by group;
-    None for a group whose blocks come and go with their nodes.
+    **Sparse groups.** Groups with windows or states can lose any block that no request holds, while
+    its node keeps the blocks of the other groups.
+
+    Args:
+        sparse: by group, the blocks that only the tree holds; None for a group whose blocks come
+            and go with their nodes.
+
+    Attributes:
+        num_idle: number of evictable blocks, in each group that keeps every position.
     """
 
     def __init__(self, block_size: int, sparse: Sequence[SparseBlocks | None]) -> None:
@@ -123,15 +144,21 @@ class PrefixTree:
         self._dropped_tails: list[list[int]] = []
         self.num_nodes = 0
         self.num_idle = 0
-        """Evictable blocks, in each group that keeps every position."""
 
     # -- finding -------------------------------------------------------------------------------
 
     def match(
         self, namespace: Namespace, tokens: Int32, limit: int, *, whole_only: bool = False
     ) -> Match:
-        """Returns the longest prefix of `tokens`, int32 [n], of at most `limit` tokens, at which
-        every group can resume. Changes nothing; `enter` it before anything else happens."""
+        """Returns the longest prefix after which every group can resume.
+
+        Changes nothing. The caller must `enter` the match before anything else happens.
+
+        Args:
+            tokens: int32 [n].
+            limit: most tokens of the prefix.
+            whole_only: match whole blocks only.
+        """
         root = self._roots.get(namespace)
         if root is None:
             return Match(0, 0, Node(None, b"", 0, 0, self.num_groups))
@@ -145,8 +172,11 @@ class PrefixTree:
         return match
 
     def _find_source(self, match: Match, data: memoryview, more: int) -> None:
-        """Lengthens a match by tokens of a block to copy. more: tokens shared with the node's next
-        block."""
+        """Lengthens a match by the tokens of a block to copy.
+
+        Args:
+            more: number of tokens that the node's next block begins with.
+        """
         node, index = match.node, match.whole - match.node.start
         if index == node.count:
             at = match.whole * self._stride
@@ -166,7 +196,7 @@ class PrefixTree:
         match.source = source
 
     def _fall_back(self, match: Match) -> None:
-        """Shortens a match to the longest at which every group can resume."""
+        """Shortens a match to the longest one after which every group can resume."""
         whole = match.whole
         held = np.arange(whole + 1, dtype=np.int32) * self.block_size
         held[whole] = match.length
@@ -191,8 +221,10 @@ class PrefixTree:
     # -- using ---------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace, node: Node, whole: int) -> Node:
-        """Starts a request's use of the path to the end of the first `whole` blocks, which is in
-        `node`. Returns its last node."""
+        """Starts a request's use of its first `whole` blocks, which end in `node`.
+
+        Returns the request's last node.
+        """
         if node.parent is None and node not in self._namespaces:
             self._roots[namespace] = node
             self._namespaces[node] = namespace
@@ -200,13 +232,19 @@ class PrefixTree:
         return self._use(node, whole, None)
 
     def advance(self, node: Node, data: memoryview) -> Node:
-        """Extends a request's use from its last node `node` through the known part of `data`,
-        packed tokens. Returns its new last node."""
+        """Extends a request's use from its last node, as far as the tree has the tokens `data`.
+
+        Returns the request's new last node.
+
+        Args:
+            data: packed int32 tokens after the node's end.
+        """
         last, whole, _ = node.follow(data, self._stride)
         return self._use(last, whole, node)
 
     def _use(self, last: Node, whole: int, after: Node | None) -> Node:
-        """Counts one more user on the path from node `after` to the end of `whole` blocks."""
+        """Counts one more user of the nodes from `after` (not included) to the end of `whole`
+        blocks, which is in `last`."""
         if whole < last.end:
             last = self._split(last, whole - last.start)
         at: Node | None = last
@@ -217,29 +255,32 @@ class PrefixTree:
             at.users += 1
             above = at.parent
             if above is not None and above is not after and len(above.children) == 1:
-                self._join(at, above)
+                self._merge(at, above)
             at = at.parent
         return last
 
-    def _join(self, node: Node, above: Node) -> None:
-        """Merges a node and its parent `above`, which has no other child, if both will have the
-        same users and the parent's blocks are written. `node` has its new user already."""
+    def _merge(self, node: Node, above: Node) -> None:
+        """Merges a node and its parent `above`, which has no other child, if that is possible.
+
+        It is if both will have the same users and the parent's blocks are written. The new user of
+        `node` is counted already, the one of `above` is not.
+        """
         parent = above.parent
         if parent is None or above.users + 1 != node.users or above.written < above.count:
             return
         if not above.users:
             del self._idle[above]
             self.num_idle -= above.count
-        node.join()
+        node.absorb_parent()
         parent.children[node.first_tokens] = node
         self.num_nodes -= 1
 
     def _split(self, node: Node, count: int) -> Node:
-        """Splits the first `count` blocks of a node off into a new parent, which is returned."""
+        """Moves the first `count` blocks of a node to a new parent, which is returned."""
         parent = node.parent
         if parent is None:
             raise RuntimeError("split a root")
-        upper = node.cut(count, self._stride)
+        upper = node.split(count, self._stride)
         parent.children[upper.first_tokens] = upper
         upper.children[node.first_tokens] = node
         if node.written:
@@ -265,12 +306,11 @@ class PrefixTree:
             at = at.parent
 
     def touch(self, tail: Node) -> None:
-        """Notes the use of a tail that is copied. Its parent is in use, so it stays behind it in
-        eviction order."""
+        """Records that a tail is copied. Its parent is in use, so it will be evicted later."""
         self._idle.move_to_end(tail)
 
     def _prune(self, root: Node) -> None:
-        """Forgets a root without users and children, so that salts used once leave no trace."""
+        """Forgets a root without users and children, so that unused cache salts take no memory."""
         if not root.users and not root.children:
             del self._roots[self._namespaces.pop(root)]
 
@@ -279,11 +319,13 @@ class PrefixTree:
     def extend(
         self, node: Node, data: bytes | memoryview, blocks: Sequence[bytes], ahead: bool
     ) -> Node:
-        """Appends whole blocks to the path of a request whose last node is `node`; no child begins
-        with the first of them. Returns the request's new last node.
+        """Appends whole blocks to the path of a request. Returns its new last node.
 
-        data: their tokens. blocks: their ids per group. Both are packed int32. ahead: the plan that
-        is being made will fill them.
+        Args:
+            node: the request's last node, none of whose children begins with the first new block.
+            data: the blocks' tokens, packed int32.
+            blocks: their ids per group, packed int32.
+            ahead: whether the next plan will fill them.
         """
         key = bytes(data[: self._stride])
         if node.children:
@@ -296,7 +338,7 @@ class PrefixTree:
         pending = node.written < count
         node.grow(data, blocks)
         if pending:
-            pass  # until `mark_written`
+            pass  # `mark_written` counts these blocks, too.
         elif ahead:
             self._ahead.append(node)
         elif count:
@@ -306,7 +348,7 @@ class PrefixTree:
         return node
 
     def mark_written(self) -> None:
-        """Makes the blocks that the completed plan will fill available for later plans' copies."""
+        """Lets later plans copy the blocks that the completed plan will fill."""
         for node in self._ahead:
             if node.count:
                 self._mark_written(node)
@@ -319,8 +361,14 @@ class PrefixTree:
             node.parent.index(node.first_tokens)
 
     def add_tail(self, node: Node, data: bytes, blocks: Sequence[bytes]) -> Node | None:
-        """Keeps a partly filled block of tokens `data` after a node's end, for requests to copy.
-        Returns its node, or None if the tree has such tokens already. All are packed int32."""
+        """Keeps a partly filled block after a node's end, for requests to copy.
+
+        Returns its node, or None if a child begins with these tokens.
+
+        Args:
+            data: the block's tokens, packed int32.
+            blocks: its id per group, packed int32.
+        """
         if node.order is not None:
             _, after = node.order.around(data)
             if after is not None and after.startswith(data):
@@ -345,15 +393,19 @@ class PrefixTree:
         return match.node.block_hash(match.whole - match.node.start - 1, self._stride)
 
     def evict(self, count: int, hashed: bool) -> EvictedRun:
-        """Evicts `count` blocks of each group that keeps every position: the last blocks of the
-        least recently used nodes. There must be as many. With `hashed`, they come in the order in
-        which lower tiers should evict them: longer prefixes before shorter ones."""
+        """Evicts the last blocks of the least recently used nodes.
+
+        Args:
+            count: number of blocks of each group that keeps every position. There must be as many.
+            hashed: return hashes, too. The blocks then come in the order in which lower tiers
+                should evict them: longer prefixes before shorter ones.
+        """
         parts: list[list[array[int]]] = []
         hashes: list[bytes] = []
         while count:
             node = next(iter(self._idle))
             if node.children:
-                raise RuntimeError("evicted a node that others hang on")
+                raise RuntimeError("evicted a node that has children")
             size = node.count
             take = min(count, size)
             count -= take
@@ -372,8 +424,10 @@ class PrefixTree:
         return EvictedRun(blocks, hashes)
 
     def _last_hashes(self, node: Node, count: int) -> list[bytes]:
-        """Returns the hashes of a node's last `count` blocks, b"" for a tail behind which there is
-        no state."""
+        """Returns the hashes of a node's last `count` blocks.
+
+        A tail has b"", unless a recurrent state is stored with it.
+        """
         if len(node.run) < self._stride and not self._exact:
             return [b""]
         node.block_hash(node.count - 1, self._stride)
@@ -396,7 +450,7 @@ class PrefixTree:
             self._prune(parent)
 
     def _drop_shadowed_tail(self, parent: Node, key: bytes) -> None:
-        """Removes the tail under `parent` whose tokens are a prefix of `key`, if there is one."""
+        """Removes a child of `parent` that is a tail and a prefix of `key`, if there is one."""
         before = None if parent.order is None else parent.order.around(key)[0]
         if before is not None and key.startswith(before):
             tail = parent.children[before]
@@ -406,7 +460,7 @@ class PrefixTree:
             self._forget_sparse(tail.trim(1, self._stride))
 
     def take_dropped_tails(self) -> list[list[int]]:
-        """Returns the tails dropped since the last call: a block (or `NO_BLOCK`) per group each."""
+        """Returns each dropped tail's block (or `NO_BLOCK`) per group, since the last call."""
         dropped, self._dropped_tails = self._dropped_tails, []
         return dropped
 

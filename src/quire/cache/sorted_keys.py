@@ -9,8 +9,10 @@ _MOST = 1024
 
 
 class SortedKeys:
-    """Distinct keys, in parts that are short enough for a key to be put into or taken out of a list
-    at little cost, however many there are. `_lasts` has each part's last key."""
+    """Distinct keys, in several short lists, so that adding and removing one is cheap.
+
+    `_lasts` has each list's last key.
+    """
 
     __slots__ = ("_lasts", "_parts")
 

@@ -1,14 +1,14 @@
 """The KV kind `state`: a recurrent state of fixed size, which every step overwrites.
 
-A lane has one slot. Others can go on from *checkpoints*: slots that hold the state behind
-a prefix and are never written again. The prefix tree has them in place of blocks: entry i of a path
-is the state behind block i, or `NO_BLOCK`; that of a tail is the state behind the tail's tokens.
+A lane has one slot. Other lanes can resume from *checkpoints*: slots that hold the state after a
+prefix and are never written again. The prefix tree has checkpoints in place of blocks. Entry i of a
+path is the state after block i, or `NO_BLOCK`. The entry of a tail is the state after its tokens.
 
-Where checkpoints come from:
+Checkpoints come from two sources:
 
-- a request that ends or is preempted leaves its slot, if no step in flight changes it;
-- the body of a step copies the state on its way through a prompt: near the prompt's end, where the
-  tree's other prompts branched off, and at distances from the end that grow by a factor.
+- A request that ends or is preempted leaves its slot, if no step in flight changes it.
+- The body of a step copies the state at some positions of a prompt: near its end, where other
+  prompts branched off, and at distances from the end that grow by a factor.
 """
 
 from __future__ import annotations
@@ -27,13 +27,21 @@ from quire.cache.prefix_tree import Match, pack
 from quire.plan import STATE_SAVES, KVGroup
 
 _FIRST_ANCHOR, _FACTOR = 64, 4
-"""Distances of checkpoints from a prompt's end: of the nearest, and from each to the next."""
+"""Distance of the nearest checkpoint from a prompt's end, in tokens, and the factor by which the
+distance of each further one grows."""
 _NONE = int32([])
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """credit: see `Checkpoints`. serial: of its newest line in the heap."""
+    """A checkpoint of the tree.
+
+    Attributes:
+        credit: see `Checkpoints`.
+        serial: the serial number of its newest entry in the heap.
+        node: the node that owned it when it was added.
+        place: its place, in blocks from the root.
+    """
 
     credit: int
     serial: int
@@ -44,16 +52,16 @@ class _Checkpoint:
 class Checkpoints:
     """One group's states that only the prefix tree holds, by slot.
 
-    All are of one size, and what one saves is the tokens between the checkpoint before it on its
-    path and itself. The one with the least credit goes first, where credit is what it saves plus
-    the credit of the last that went when it was last used (GreedyDual, Cao and Irani 1997): so
-    those that save little go soon, and those that are not used in time.
+    A checkpoint saves the tokens between the checkpoint before it on its path and itself. The one
+    with the least credit is evicted first (GreedyDual, Cao and Irani 1997). When a checkpoint is
+    used, its credit becomes the tokens that it saves, plus the credit of the last one evicted. So
+    checkpoints that save few tokens go soon, and unused ones go in time.
 
     Attributes:
-        saves: int32 [slots], tokens that each slot's checkpoint saved when it was last used, also
-            of one that has just gone.
-        on_take: called with the block hash and the slot of each checkpoint that goes while its node
-            stays. What the slot holds may be overwritten from the next step on.
+        saves: int32 [slots], number of tokens that each slot's checkpoint saved at its last use;
+            kept after it is evicted.
+        on_take: called with the block hash and the slot of each checkpoint that is evicted while
+            its node stays. The next step may overwrite the slot.
     """
 
     exact = True
@@ -81,7 +89,7 @@ class Checkpoints:
         self.touch(block)
 
     def touch(self, slot: int) -> None:
-        """Notes the use of a checkpoint."""
+        """Records the use of a checkpoint."""
         entry = self._entries[slot]
         self.saves[slot] = self._saves(entry)
         entry.credit = self._spent + int(self.saves[slot])
@@ -97,7 +105,7 @@ class Checkpoints:
         heapq.heappush(self._heap, (entry.credit, entry.serial, slot))
 
     def _saves(self, entry: _Checkpoint) -> int:
-        """Counts the tokens that a checkpoint spares a request that goes on from it."""
+        """Returns the number of tokens that a checkpoint saves a request."""
         node = entry.node.upto(entry.place + 1)
         before = np.flatnonzero(node.path(self._group, 0, entry.place) != NO_BLOCK)
         return self._size * (entry.place - (int(before[-1]) if len(before) else -1))
@@ -108,7 +116,7 @@ class Checkpoints:
 
     @property
     def least(self) -> int:
-        """The credit of the checkpoint that goes next."""
+        """The credit of the checkpoint that would be evicted next."""
         while self._heap[0][2] not in self._entries or (
             self._entries[self._heap[0][2]].serial != self._heap[0][1]
         ):
@@ -116,7 +124,7 @@ class Checkpoints:
         return self._heap[0][0]
 
     def worth(self, tokens: int) -> bool:
-        """Whether a new checkpoint that saves so many tokens would outlast another one."""
+        """Whether a new checkpoint would outlast another one, if it saved so many tokens."""
         return self._spent + tokens > self.least
 
     def take(self) -> int:
@@ -131,16 +139,22 @@ class Checkpoints:
         return slot
 
     def resumable(self, blocks: Int32, held: Int32) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """See `SparseBlocks`: a checkpoint must be exactly there."""
+        """See `SparseBlocks`: a request can resume only at a checkpoint."""
         good = np.concatenate([[True], blocks != NO_BLOCK])
-        # A match that goes on within a block ends with a tail, which has its own.
+        # A match that ends within a block ends with a tail, which has its own checkpoint.
         good[-1] |= int(held[-1]) > len(blocks) * self._size
         return good
 
 
 @dataclass(slots=True)
-class _Saved:
-    """A checkpoint on its way into the tree: slot, and its place in blocks. tokens: the lane's."""
+class _NewCheckpoint:
+    """A checkpoint that the tree does not have yet.
+
+    Attributes:
+        place: its place, in blocks from the root.
+        slot: the slot that holds it.
+        tokens: int32, the lane's tokens.
+    """
 
     place: int
     slot: int
@@ -150,8 +164,8 @@ class _Saved:
 class StateSlots(BlockTables):
     """The slot of each lane, and the checkpoints that its prompt leaves.
 
-    A lane's table has its slot, then pairs of a position and a slot: the body copies the state
-    behind that many tokens to that slot when it comes by.
+    A lane's table has its slot, then pairs of a position and a slot. The body copies the state at
+    that position to that slot.
     """
 
     sparse: Checkpoints
@@ -168,10 +182,10 @@ class StateSlots(BlockTables):
         self.sparse = Checkpoints(index, self._size, num_blocks)
         self._branch: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self._from: Int32 = np.zeros(num_lanes, dtype=np.int32)
-        self._saved: dict[int, list[_Saved]] = {}
-        """By lane, what the tree does not have yet."""
+        self._saved: dict[int, list[_NewCheckpoint]] = {}
+        """By lane, the checkpoints that the tree does not have yet."""
         self._new: list[int] = []
-        """Lanes with checkpoints of the plan that is being made."""
+        """Lanes with checkpoints of the next plan."""
 
     def booked_at_once(self, known: int, chunk_end: int) -> int:
         return 1
@@ -189,7 +203,7 @@ class StateSlots(BlockTables):
         else:
             return None
         if slot == NO_BLOCK:
-            return None  # it comes from elsewhere, to a lane that loads
+            return None  # A transfer brings it, to a loading lane.
         self.sparse.touch(slot)
         return slot
 
@@ -198,7 +212,7 @@ class StateSlots(BlockTables):
         self._branch[lane] = match.known * self._size
 
     def can_fork(self, parent: int, length: int) -> bool:
-        return False  # the parent's state is that of a later position
+        return False  # The parent's state is of a later position.
 
     def append(self, lanes: Int32, counts: Int32, total: int) -> None:
         super().append(lanes, counts, total)
@@ -221,23 +235,26 @@ class StateSlots(BlockTables):
             if slot is None:
                 continue
             pairs += [place * self._size, slot]
-            self._saved.setdefault(lane, []).append(_Saved(place - 1, slot, tokens))
+            self._saved.setdefault(lane, []).append(_NewCheckpoint(place - 1, slot, tokens))
         if pairs:
             self._new.append(lane)
             one = int32([lane]), int32([1]), int32([len(pairs)]), int32(pairs)
             self._appends.append(one)
 
     def _places(self, lane: int, start: int, end: int, known: int) -> list[tuple[int, bool]]:
-        """Returns where to leave checkpoints while positions `start` to `end` are computed, in
-        blocks, the most useful first, and whether each is worth evicting any other."""
+        """Returns where to leave checkpoints while positions `start` to `end` are computed.
+
+        Returns places, in blocks, the most useful first, and whether each is worth the eviction of
+        any other checkpoint.
+        """
         size = self._size
-        wanted = {int(self._branch[lane]) // size: True, (known - 1) // size: True}
+        places = {int(self._branch[lane]) // size: True, (known - 1) // size: True}
         distance = _FIRST_ANCHOR
         while known - distance >= max(_FIRST_ANCHOR, int(self._from[lane])):
-            wanted.setdefault((known - distance) // size, False)
+            places.setdefault((known - distance) // size, False)
             distance *= _FACTOR
         least = max(start, int(self._from[lane]))
-        return [(at, needed) for at, needed in wanted.items() if least < at * size <= end]
+        return [(at, needed) for at, needed in places.items() if least < at * size <= end]
 
     def _take(self, tokens: int, needed: bool) -> int | None:
         if not self.pool.num_free:
@@ -247,14 +264,14 @@ class StateSlots(BlockTables):
         return int(self.pool.take(1)[0])
 
     def planned(self, last: Callable[[int], Node]) -> None:
-        # The next plan may copy from them: its copies run after this one's body.
+        # The next plan may copy these checkpoints, because its copies run after this plan's body.
         for lane in self._new:
             self._enter(lane, last(lane))
         self._new = []
 
     def _enter(self, lane: int, last: Node) -> None:
         """Enters a lane's new checkpoints, as far as the tree knows their tokens."""
-        rest: list[_Saved] = []
+        rest: list[_NewCheckpoint] = []
         for saved in self._saved.pop(lane, []):
             node, known = last, last.end
             if known <= saved.place:
@@ -303,7 +320,7 @@ class StateSlots(BlockTables):
         return _NONE
 
     def tail(self, blocks: Int32, index: int) -> int:
-        return NO_BLOCK  # until `drop`
+        return NO_BLOCK  # `drop` gives the slot to the tree.
 
     def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
         if len(blocks) and last.start * self._size + last.tokens == length:

@@ -16,11 +16,11 @@ _DIVERGED = np.iinfo(np.int32).max
 
 
 class TreeLanes:
-    """Keeps the pools' holder counts in step with the tree: both change here together.
+    """Changes the tree and the pools' holder counts together.
 
     Attributes:
-        inserted: int32 [lanes], tokens of each lane's blocks that the tree has; more than there can
-            be for a lane that has diverged.
+        inserted: int32 [lanes], number of tokens of each lane's blocks that the tree has. It is
+            larger than any length for a lane that has diverged.
     """
 
     def __init__(self, tree: PrefixTree, groups: Sequence[BlockTables], num_lanes: int) -> None:
@@ -47,7 +47,7 @@ class TreeLanes:
         self.inserted[lane] = whole * self._size
 
     def clear(self, lane: int) -> Node | None:
-        """Empties the lane. Returns its last node, whose use is not ended yet."""
+        """Empties the lane. Returns its last node, which the caller must still `leave`."""
         last, self._last[lane] = self._last[lane], None
         self.inserted[lane] = 0
         return last
@@ -67,14 +67,13 @@ class TreeLanes:
                 self._insert(lane, tokens[lane], length // self._size, ahead)
 
     def _insert_one_each(self, lanes: Int32, tokens: Int32, ahead: bool) -> None:
-        """Inserts one block of each lane, gathered at once: in steady decoding every step fills
-        some."""
+        """Inserts one block of each lane at once. In steady decoding every step fills some."""
         tree, size = self._tree, self._size
         starts = self.inserted[lanes]
         places = starts // size
         data = tokens[lanes[:, None], starts[:, None] + np.arange(size)].tobytes()
-        found = [group.entry_each(lanes, places) for group in self._groups]
-        packed = [ids.tobytes() for ids in found]
+        fresh = [group.entry_each(lanes, places) for group in self._groups]
+        packed = [ids.tobytes() for ids in fresh]
         diverged: list[int] = []
         for i, lane in enumerate(lanes.tolist()):
             last, key = self.last(lane), data[i * 4 * size : (i + 1) * 4 * size]
@@ -86,8 +85,8 @@ class TreeLanes:
         self.inserted[lanes] = starts + size
         if diverged:
             self.inserted[lanes[diverged]] = _DIVERGED
-            found = [np.delete(ids, diverged) for ids in found]
-        self.adjust(found)
+            fresh = [np.delete(ids, diverged) for ids in fresh]
+        self.adjust(fresh)
 
     def _insert(self, lane: int, tokens: Int32, whole: int, ahead: bool) -> None:
         """Extends a lane's place to `whole` blocks, unless the tree has an equal prefix."""
@@ -96,10 +95,10 @@ class TreeLanes:
         if bytes(data[: 4 * size]) in last.children:
             self.inserted[lane] = _DIVERGED
             return
-        found = [group.entries(lane, last.end, whole) for group in self._groups]
-        self._last[lane] = self._tree.extend(last, data, [ids.tobytes() for ids in found], ahead)
+        fresh = [group.entries(lane, last.end, whole) for group in self._groups]
+        self._last[lane] = self._tree.extend(last, data, [ids.tobytes() for ids in fresh], ahead)
         self.inserted[lane] = whole * size
-        self.adjust(found)
+        self.adjust(fresh)
 
     # -- release -------------------------------------------------------------------------------
 

@@ -16,12 +16,11 @@ from quire.plan import KVGroup
 
 
 class WindowBlocks:
-    """One group's blocks that only the prefix tree holds, in the order in which requests released
-    them.
+    """One group's blocks that only the prefix tree holds, in the order of their release.
 
-    Any of them can be taken from its node, which lives on for the other groups. A block is kept
-    with the node that owned it and its place, counted in blocks from the root. If that node was
-    cut since, the owner is an ancestor.
+    Any of them can be taken from its node, which keeps the blocks of the other groups. A block is
+    stored with the node that owned it and its place, in blocks from the root. If that node was
+    split, the owner is an ancestor.
     """
 
     exact = False
@@ -40,8 +39,12 @@ class WindowBlocks:
         return dict(self._blocks)
 
     def add(self, last: Node, place: int, block: int) -> None:
-        """Adds a block that its last request released, if the tree holds it at that place on the
-        path to node `last`."""
+        """Adds a block that its last request released, if the tree holds it.
+
+        Args:
+            last: a node after it on its path.
+            place: its place, in blocks from the root.
+        """
         if place < last.end:
             owner = last.upto(place + 1)
             if owner.blocks[self._group][place - owner.start] == block:
@@ -60,10 +63,10 @@ class WindowBlocks:
         return block
 
     def resumable(self, blocks: Int32, held: Int32) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """See `SparseBlocks`: the last window must be there."""
+        """See `SparseBlocks`: all blocks of the last window must be there."""
         lost = blocks == NO_BLOCK
         count = len(blocks)
-        # Where the unbroken run before each block begins, in tokens.
+        # The token at which the unbroken run of blocks before each place begins.
         begins = np.maximum.accumulate(np.where(lost, np.arange(1, count + 1), 0))
         begins = np.concatenate([[0], begins]) * self._size
         good: np.ndarray[Any, np.dtype[np.bool_]] = begins == 0
@@ -71,8 +74,7 @@ class WindowBlocks:
 
 
 class WindowTables(BlockTables):
-    """The blocks of a group of sliding-window layers. Entries before a lane's `start` have left its
-    window."""
+    """The blocks of a group of sliding-window layers."""
 
     window: int
     sparse: WindowBlocks
@@ -105,14 +107,14 @@ class WindowTables(BlockTables):
 
     def entries(self, lane: int, first: int, last: int) -> Int32:
         places = np.arange(first, last, dtype=np.int32)
-        found = self.table[lane, first:last].copy()
-        found[places < self.start[lane]] = -1
-        return found
+        entries = self.table[lane, first:last].copy()
+        entries[places < self.start[lane]] = -1
+        return entries
 
     def entry_each(self, lanes: Int32, places: Int32) -> Int32:
-        found = self.table[lanes, places]
-        found[places < self.start[lanes]] = -1
-        return found
+        entries = self.table[lanes, places]
+        entries[places < self.start[lanes]] = -1
+        return entries
 
     def slide(self, lanes: Int32, positions: Int32, last: Callable[[int], Node]) -> None:
         needed = np.maximum(positions - (self.window - 1), 0) // self.block_size

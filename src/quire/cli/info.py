@@ -245,7 +245,7 @@ def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:
 
 def settings_section(config: EngineConfig) -> Section:
     scheduler = asdict(config.scheduler)
-    scheduler.pop("lag")
+    scheduler.pop("pipeline_depth")
     return {
         "device": config.device,
         "dtype": config.dtype,

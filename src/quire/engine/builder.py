@@ -91,7 +91,7 @@ def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> Sche
         picked["steps_in_flight"] = 1
     return SchedulerConfig(
         **picked,
-        lag=args.pipeline_parallel_size,
+        pipeline_depth=args.pipeline_parallel_size,
         max_model_len=_max_model_len(args.max_model_len, max_positions),
         enable_prefix_caching=args.enable_prefix_caching,
         enable_chunked_prefill=args.enable_chunked_prefill,

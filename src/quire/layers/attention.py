@@ -145,9 +145,6 @@ class Attention(nn.Module):
             self.k_norm = spec.qk_norm.layer(dim, build.within("k_norm"))
         self.sinks: Any = None
         if spec.sinks:
-            # Few models have them.
-            pass  # nothing left to import
-
             self.sinks = Sinks(spec.heads, build.within("sinks"))
         query, kv = (size // dim for size in self.qkv.sizes[:2])
         self.layout = KVLayout(kv, dim, query, spec.window)

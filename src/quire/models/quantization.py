@@ -109,9 +109,6 @@ def model_quantization(
     """
     folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
     if any(map(config.get, _KEYS)) or any((folder / name).exists() for name in _FILES):
-        # Imported here: most models are not quantized.
-        pass  # nothing left to import
-
         found = checkpoint_quantization(folder, config, spec, wanted)
         if found is not None:
             return found

@@ -15,23 +15,25 @@ from quire.parallel.torch_group import TorchGroup
 
 
 def choose_tiles(model: Decoder, most: int) -> None:
-    """Chooses tiles for the model's experts in steps of up to `most` tokens: those that the cache
-    directory knows, and measures the others, which takes seconds. The first rank decides for all.
-    Under a deterministic policy tiles are fixed, and nothing is done."""
+    """Chooses tiles for the model's experts in steps of up to `most` tokens.
+
+    Tiles that the cache directory does not have are measured, which takes seconds. The first rank
+    decides for all. Does nothing under a deterministic policy, whose tiles are fixed.
+    """
     layers = [tuned(module) for module in model.modules() if isinstance(module, Experts)]
     if not layers or ops.current_policy().deterministic:
         return
     group = model.group
-    told: list[Any] = [None]
+    plans: list[Any] = [None]
     if group.rank == 0:
-        told = [plan.dumps(known_or_measured(layers, most))]
+        plans = [plan.dumps(known_or_measured(layers, most))]
     if isinstance(group, TorchGroup):
-        dist.broadcast_object_list(told, group=group.handle, device=model.device, group_src=0)
-    plan.use(plan.loads(told[0]))
+        dist.broadcast_object_list(plans, group=group.handle, device=model.device, group_src=0)
+    plan.use(plan.loads(plans[0]))
 
 
 def tuned(layer: Experts) -> TunedLayer:
-    """Returns what is measured of a layer."""
+    """Returns the parts of a layer that are measured."""
     return TunedLayer(
         layer.up.weights, layer.down.weights, layer.spec.act, layer.spec.routing.top_k,
         layer.router.local[0], layer.router.weight.dtype,

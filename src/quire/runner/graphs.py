@@ -1,8 +1,9 @@
 """Programs as CUDA graphs: a body per token bucket, a head per bucket of logit rows and level.
-Where a hook can change what the model computes, bodies are captured with and without that.
 
-A replay costs the host some ten microseconds, where launching the kernels of a step one by one
-costs milliseconds.
+If a hook can change what the model computes, bodies are captured with and without that change.
+
+A replay takes the host about ten microseconds. Launching the kernels of a step one by one takes
+milliseconds.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch
 from quire.executor import FULL_STEP
 from quire.ops.launches import compiling
 from quire.parallel.torch_group import sum_over_all
-from quire.runner.hooks.hook import Hook, Level
+from quire.runner.hooks.hook import Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
 
 Progress = Callable[[int, int], None]
-"""Told the graphs captured and the graphs in total."""
+"""Called with the number of captured graphs, and of all graphs."""
 
 FEW_ROWS = 8
-"""Mixed steps of so few rows have graphs of their own: rows of padding are not free."""
+"""Mixed steps of at most so many rows have graphs of their own, because padded rows cost time."""
 SHORT_ROW = 8
-"""The most tokens of a row that short-row kernels take: one, and drafts."""
+"""Most tokens of a row that short-row kernels take: one, and drafts."""
 
 
 def row_buckets(most: int) -> list[int]:
@@ -45,9 +46,16 @@ def mixed_buckets(tokens: int) -> list[int]:
 
 
 def full_step(seconds: Callable[[int], float], most: int) -> int:
-    """Returns the least tokens, by powers of two, of which twice as many take more than half as
-    long again: of two such prompts the first tokens then come sooner, on average, one after the
-    other than together. seconds: of a step of so many tokens; most: of any step."""
+    """Returns the number of prompt tokens that fill a step.
+
+    It is the first power of two (from `FULL_STEP` on) for which a step of twice as many tokens
+    takes more than 1.5 times as long. From there on, two prompts of that size get their first
+    tokens sooner, on average, in two steps than in one.
+
+    Args:
+        seconds: returns how long a step of so many tokens takes.
+        most: most tokens of a step.
+    """
     seconds = functools.cache(seconds)
     tokens = min(FULL_STEP, most)
     while 2 * tokens <= most and seconds(2 * tokens) <= 1.5 * seconds(tokens):
@@ -59,13 +67,13 @@ def _up_to(limit: int, sizes: Sequence[int]) -> list[int]:
     return sorted({min(size, limit) for size in (*sizes, limit)})
 
 
-def _at_least(sizes: Sequence[int], wanted: int) -> int:
-    """Returns the smallest of the sorted sizes that holds `wanted`."""
-    return sizes[bisect.bisect_left(sizes, wanted)]
+def _at_least(sizes: Sequence[int], size: int) -> int:
+    """Returns the smallest of the sorted sizes that is at least `size`."""
+    return sizes[bisect.bisect_left(sizes, size)]
 
 
 class Buckets:
-    """The shapes that steps within limits are padded to."""
+    """The shapes to which steps are padded."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
@@ -74,7 +82,7 @@ class Buckets:
         self._logit_rows = _up_to(
             limits.logit_rows, [*self._rows, *range(limits.lanes, limits.logit_rows, 64)]
         )
-        # Rows of a few drafts have as many logit rows as tokens.
+        # Rows with a few drafts have a logit row for each token.
         short = _up_to(min(limits.tokens, limits.logit_rows), self._logit_rows)
         self._short = [size for size in short if size > 1] if limits.drafts else []
 
@@ -95,7 +103,7 @@ class Buckets:
         return [HeadShape(rows, level) for rows in reversed(self._logit_rows) for level in levels]
 
     def body(self, tokens: int, rows: int, longest: int) -> BodyShape | None:
-        """Returns the smallest shape that holds a step; None: none does."""
+        """Returns the smallest shape that holds a step, or None."""
         limits = self._limits
         if rows > limits.lanes or tokens > limits.tokens or not tokens:
             return None
@@ -111,25 +119,26 @@ class Buckets:
         return BodyShape(size, min(FEW_ROWS, most) if rows <= FEW_ROWS else most, size)
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
-        """Returns the smallest shape that holds a step's logit rows; None: none does."""
+        """Returns the smallest shape that holds a step's logit rows, or None."""
         if logit_rows > self._limits.logit_rows:
             return None
         return HeadShape(_at_least(self._logit_rows, logit_rows), level)
 
     def few(self, tokens: int) -> BodyShape:
-        """Returns the shape for so many tokens of few rows."""
+        """Returns the shape of a mixed step of `tokens` tokens in few rows."""
         size = _at_least(self._mixed, tokens)
         return BodyShape(size, min(FEW_ROWS, self._most_rows(size)), size)
 
     def _most_rows(self, tokens: int) -> int:
-        """Returns the rows that a step of so many tokens can have: one has more than one."""
+        """Returns the most rows of a mixed step, in which at least one row has two tokens."""
         return min(tokens - 1, self._limits.lanes)
 
 
 class Graphs:
     """Captured programs by shape or name, in one memory pool.
 
-    What passes between them lives outside of it: each overwrites what others used there.
+    Each program overwrites the memory of the others in the pool. So values that pass from one
+    program to another lie outside it.
     """
 
     def __init__(self, device: torch.device, limits: Limits) -> None:
@@ -146,54 +155,60 @@ class Graphs:
         return key in self._graphs
 
     def body(self, step: BodyShape) -> BodyShape | None:
-        """Returns the shape of the captured body that a step is padded to; None: none holds it."""
+        """Returns the shape of the captured body that a step is padded to, or None."""
         shape = self._buckets.body(step.tokens, step.rows, step.longest)
         if shape is not None and step.altered:
             shape = replace(shape, altered=True)
         return shape if shape in self else None
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
-        """Returns the shape of the captured head for a step; None: none holds it."""
+        """Returns the shape of the captured head that a step is padded to, or None."""
         shape = self._buckets.head(logit_rows, level)
         return shape if shape in self else None
 
-    def capture_steps(
-        self, program: StepProgram, hooks: Sequence[Hook], progress: Progress | None = None
-    ) -> int:
-        """Captures all bodies, heads and hooks' own programs, with the fastest tiles. Returns the
-        tokens of a full step."""
-        # Buckets are asked for without a GPU, too.
-        from quire.runner.expert_tiles import choose_tiles
+    def capture_steps(self, program: StepProgram, progress: Progress | None = None) -> int:
+        """Captures all bodies, heads and hooks' own programs, with the fastest kernels.
 
-        choose_tiles(program.model, self._limits.tokens)
-        if program.model.group.world > 1:
-            from quire.runner.halves import choose_halves
-
-            choose_halves(program, Graphs(self._device, self._limits), self._buckets.few)
-            # What was captured there has gone with its graphs.
-            torch.cuda.empty_cache()
-        more = {name: run for hook in hooks for name, run in hook.programs().items()}
+        Returns the number of tokens of a full step.
+        """
+        self._tune(program)
+        more = {name: run for hook in program.hooks for name, run in hook.programs().items()}
         self.capture(program_works(program, self._buckets, more), progress)
-        for hook in hooks:
+        for hook in program.hooks:
             hook.capture({name: functools.partial(self.replay, name) for name in hook.programs()})
 
         def seconds(tokens: int) -> float:
-            # The sum over ranks, so that all of them replay the same bodies next.
-            taken = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
-            return float(sum_over_all(taken))
+            # Summed over ranks, so that all of them replay the same bodies next.
+            duration = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
+            return float(sum_over_all(duration))
 
         return full_step(seconds, self._limits.tokens)
+
+    def _tune(self, program: StepProgram) -> None:
+        """Measures and chooses the fastest tiles of experts, and from where on steps are halved."""
+        # A plugin point: these modules import Triton, and this one is imported on a CPU, too.
+        from quire.runner.expert_tiles import choose_tiles
+        from quire.runner.halves import choose_halves
+
+        choose_tiles(program.model, self._limits.tokens)
+        if program.model.group.world > 1:
+            choose_halves(program, Graphs(self._device, self._limits), self._buckets.few)
+            # Frees the memory of the graphs that were captured to be timed.
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def capture(
         self, works: Mapping[Any, Callable[[bool], None]], progress: Progress | None = None
     ) -> None:
-        """Captures programs by key, in order: largest first, so that others fit in their memory.
+        """Captures programs by key, in order. The largest comes first, so that others reuse its
+        memory.
 
-        works: called with whether one layer of each kind is enough, which compiles for all.
+        Args:
+            works: functions that run a program. Their argument says whether one layer of each kind
+                is enough, because that compiles the kernels of all layers.
         """
-        # Kernels are compiled on all cores, then loaded by running once: neither may happen within
-        # a capture.
+        # The first run compiles kernels, on all cores, and the second one loads them. Neither may
+        # happen within a capture.
         with compiling(os.cpu_count() or 1):
             for work in works.values():
                 work(True)
@@ -206,7 +221,7 @@ class Graphs:
                 progress(done, len(works))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.stream(stream):
-                # Threads of a process group may ask the device meanwhile.
+                # Threads of a process group may query the device meanwhile.
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     work(False)
@@ -221,7 +236,7 @@ class Graphs:
         self._graphs[key].replay()
 
     def seconds(self, key: Any) -> float:
-        """Returns how long a replay takes; measures it."""
+        """Measures how long a replay takes."""
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         self.replay(key)
@@ -235,7 +250,7 @@ class Graphs:
 def program_works(
     program: StepProgram, buckets: Buckets, more: Mapping[str, Callable[[], None]]
 ) -> dict[Any, Callable[[bool], None]]:
-    """Returns what there is to capture: bodies, hooks' own programs, heads."""
+    """Returns the programs to capture: bodies, hooks' own programs, heads."""
     works: dict[Any, Callable[[bool], None]] = {}
     bodies = buckets.bodies()
     if any(hook.alters for hook in program.hooks):

@@ -1,4 +1,4 @@
-"""The tokens from which steps are faster as two halves, measured at the start."""
+"""Measures, at the start, from how many tokens on steps are faster as two halves."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from quire.runner.program import BodyShape, StepProgram
 logger = logging.getLogger("quire.parallel")
 
 _FEWEST = 512
-"""The fewest tokens that are measured."""
+"""Steps with fewer tokens are not measured."""
 _GAIN = 0.99
-"""The share of a whole step's time that one in halves may take: less is noise."""
+"""A step in halves counts as faster if it takes less than this part of a whole step's time."""
 _REPLAYS = 3
 
 
-class Measuring(Protocol):
-    """Programs that are captured to be timed."""
+class ProgramTimer(Protocol):
+    """Captures programs and times them."""
 
     def capture(self, works: Mapping[Any, Callable[[bool], None]]) -> None:
         """Captures programs by key, see `Graphs.capture`."""
@@ -36,24 +36,32 @@ class Measuring(Protocol):
 
 
 Seconds = Callable[[int, bool], float]
-"""The time of a step of so many tokens, as halves or whole."""
+"""Returns the seconds of a step, by its number of tokens and whether it runs as halves."""
 
 
 def halves_from(seconds: Seconds, most: int) -> int:
-    """Returns the tokens from which steps are to be computed as halves, the most or a half of them
-    or a fourth and so on: halves are faster there, and at all that are more. `sys.maxsize`: they
-    are at none."""
-    found, tokens = sys.maxsize, most
+    """Returns the least number of tokens from which on steps are faster as halves.
+
+    Tries `most` tokens, then half of them, and so on, while halves are faster. Returns
+    `sys.maxsize` if they never are.
+    """
+    least, tokens = sys.maxsize, most
     while tokens >= _FEWEST and seconds(tokens, True) < _GAIN * seconds(tokens, False):
-        found, tokens = tokens, tokens // 2
-    return found
+        least, tokens = tokens, tokens // 2
+    return least
 
 
 def choose_halves(
-    program: StepProgram, graphs: Measuring, shape_of: Callable[[int], BodyShape]
+    program: StepProgram, graphs: ProgramTimer, shape_of: Callable[[int], BodyShape]
 ) -> None:
-    """Finds it for a program whose group asks for that; all ranks find the same. graphs: of its
-    own. shape_of: the shape that a step of so many tokens is padded to."""
+    """Sets `HalvesGroup.halves_from` if the program's group wants it measured.
+
+    All ranks get the same number.
+
+    Args:
+        graphs: captures programs; it must hold no others.
+        shape_of: returns the shape to which a step of so many tokens is padded.
+    """
     group = program.model.group
     if not (isinstance(group, HalvesGroup) and group.measured):
         return
@@ -62,9 +70,9 @@ def choose_halves(
         key = shape_of(tokens), halves
         graphs.capture({key: functools.partial(_run, group, program, *key)})
         best = min(graphs.seconds(key) for _ in range(_REPLAYS))
-        # The sum over ranks, so that all of them choose alike.
-        taken = sum_over_all(torch.tensor(best, device=program.model.device))
-        mean = float(taken) / torch.distributed.get_world_size()
+        # Summed over ranks, so that all of them choose alike.
+        total = sum_over_all(torch.tensor(best, device=program.model.device))
+        mean = float(total) / torch.distributed.get_world_size()
         how = "in halves" if halves else "whole"
         logger.info("steps of %d tokens %s: %.2f ms", tokens, how, 1e3 * mean)
         return mean
@@ -74,7 +82,7 @@ def choose_halves(
 
 
 def described(tokens: int) -> str:
-    """Returns what is said of `HalvesGroup.halves_from`."""
+    """Returns a description of `HalvesGroup.halves_from`, for people."""
     return "off" if tokens == sys.maxsize else f"steps of at least {tokens} tokens are two halves"
 
 

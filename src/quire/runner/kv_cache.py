@@ -1,4 +1,4 @@
-"""The KV cache: tensors per KV group that hold what layers keep on the device."""
+"""The KV cache: the tensors of each KV group on the device."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ from quire.ops import KVFormat
 from quire.plan import KVGroup
 
 _COPY_BYTES = 64 << 20
-"""Most bytes of blocks that are copied at once."""
+"""Most bytes of blocks to copy at once."""
 
 
 class KVCache:
-    """A group's tensors are [blocks, layers, *shape], for each part of its layout. Values of
-    attention are [blocks, layers, 2, kv_heads, block_size, head_dim], the scales of its tokens,
-    float32, the same without the last dimension.
+    """The tensors that hold the KV of all groups.
 
-    A block is contiguous over its group's layers, so that one copy moves it, and heads come before
-    tokens, so that one slice takes a range of heads.
+    A group has a tensor [blocks, layers, *shape] for each part of its layout. Keys and values of
+    attention are [blocks, layers, 2, kv_heads, block_size, head_dim]. Scales of tokens are the same
+    without the last dimension, float32.
 
-    Zeros at first, as attention may read what nobody wrote.
+    A block is contiguous over its group's layers, so that one copy moves it. Heads come before
+    tokens, so that one slice takes a range of heads. The tensors are zeros at first, because
+    attention may read places that nobody has written.
 
-    layouts: by group. head_scales: by layer float32 [2, kv_heads], where heads have fixed ones.
+    Args:
+        layouts: the layout of each group.
+        head_scales: scales of each layer's heads, float32 [2, kv_heads], or None.
+
+    Attributes:
+        layers: the KV of each layer.
     """
 
     def __init__(
@@ -57,14 +63,16 @@ class KVCache:
         self.layers: list[Any] = [by_layer[layer] for layer in sorted(by_layer)]
 
     def block_tensors(self, group: int) -> list[Tensor]:
-        """All that holds a group's blocks; the first dimension of each is the block."""
+        """Returns the tensors of a group, [blocks, ...] each."""
         return self._tensors[group]
 
     def copy_blocks(self, group: int, src: Tensor, dst: Tensor) -> None:
-        """Copies whole blocks `src[i]` to `dst[i]`, int64 [n], as `BlockCopies` says, a bounded
-        number at a time."""
+        """Copies whole blocks `src[i]` to `dst[i]`, int64 [n]; see `BlockCopies`.
+
+        It copies a bounded number at a time, to bound the memory that this takes.
+        """
         for tensor in self._tensors[group]:
-            # As integers, wide ones where that can be: not every type can be indexed.
+            # As integers, because not every dtype can be indexed. Wide ones are faster.
             raw = tensor.flatten(1).view(torch.uint8)
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)
@@ -72,7 +80,7 @@ class KVCache:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros. On a CPU a page of them takes memory, and time, once it is first used."""
+    """Returns zeros. On a CPU a page takes memory, and time, only when it is first used."""
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size == 0:
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The first life of a worker: models with their weights, and no memory for requests yet."""
+"""The first life of a worker: models with their weights, without memory for requests."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from quire.runner.state import Limits
 logger = logging.getLogger("quire.engine")
 
 _CACHED_WEIGHTS = 1 << 24
-"""Weights that a CPU's caches may hold."""
+"""A CPU's caches may hold so many weights."""
 
 Build = Callable[..., models.Decoder]
-"""Makes a decoder of a spec, as `build_model` does."""
+"""Makes a decoder of a spec, like `build_model`."""
 
 
 class LoadedModel:
-    """The model that gives the tokens, and the further ones that hooks bring.
+    """The model that gives the tokens, and further models of hooks.
 
     Attributes:
-        model: gives the tokens.
-        models: all of them. The KV groups of each stand behind those of the one before.
+        model: the model that gives the tokens.
+        models: all models, in the order of their KV groups.
         groups: the KV groups of all models.
         kv_format: how keys and values are stored.
         seconds: how long loading took.
@@ -78,13 +78,13 @@ class LoadedModel:
         self.seconds = time.perf_counter() - began
 
     def measure(self) -> Measurement:
-        """Returns how many blocks of each KV group there is room for."""
+        """Returns the KV groups, and how many blocks of each fit."""
         budget = self._cache_budget()
         blocks = blocks_per_group(self.config, self.groups, budget, self.limits.drafts)
         return Measurement(self.groups, blocks)
 
     def head_scales(self) -> Sequence[torch.Tensor] | None:
-        """Returns the scales of 8-bit keys and values that come with a checkpoint."""
+        """Returns the checkpoint's scales of 8-bit keys and values, or None for other formats."""
         if self.kv_format.scales != "head":
             return None
         path, load_format = Path(self.config.model_path), self.config.args.load_format
@@ -114,15 +114,15 @@ class LoadedModel:
             "drafts": self.limits.drafts,
         }
         model = build(spec, **options)
-        told = None if progress is None else functools.partial(progress, "weights")
-        models.load_weights(model, path, args.load_format, args.seed, told)
+        on_bytes = None if progress is None else functools.partial(progress, "weights")
+        models.load_weights(model, path, args.load_format, args.seed, on_bytes)
         return model
 
     def _prepack(self) -> None:
         if self.device.type != "cpu" or self.policy.deterministic:
             return
         for model in self.models:
-            # Smaller models stay in a CPU's caches, where nothing is gained.
+            # Smaller models stay in a CPU's caches, where prepacking gains nothing.
             if sum(parameter.numel() for parameter in model.parameters()) >= _CACHED_WEIGHTS:
                 prepack_weights(model)
 

@@ -14,13 +14,16 @@ from quire.errors import QuireError
 
 
 class ClaimRing:
-    """A ring of copies of the claims, each as the body of one step reads it.
+    """A ring of host copies of the claims, each as the body of one step reads them.
 
-    A copy is queued behind what makes a step's drafts and before its body, so that masks are built
-    while the body runs. A step's place is free again when the step was collected, so the ring is
-    longer than steps in flight.
+    The copy is queued after the step's drafts are made and before its body, so that the host builds
+    masks while the body runs. A step's place is free again when the step was collected, so the ring
+    has more places than there are steps in flight.
 
-    depth: places. ids: int32 [lanes, W]. start: int32 [lanes]. Both are columns on the device.
+    Args:
+        depth: number of places.
+        ids: int32 [lanes, W], a column on the device.
+        start: int32 [lanes], a column on the device.
     """
 
     def __init__(self, depth: int, ids: Tensor, start: Tensor) -> None:
@@ -35,7 +38,7 @@ class ClaimRing:
             for _ in range(depth)
         ]
         self._events: list[Any] = [
-            # A thread that waits for one sleeps.
+            # With blocking=True a thread that waits for the event sleeps.
             torch.cuda.Event(blocking=True) if pinned else None  # type: ignore[no-untyped-call]
             for _ in range(depth)
         ]
@@ -55,9 +58,11 @@ class ClaimRing:
             self._sent.notify_all()
 
     def get(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Returns a step's claims, ids int32 [lanes, W] and start int32 [lanes], which hold until
-        the step is collected. None: they are not there, with `wait` that the ring was closed. From
-        any thread, before or after `send`."""
+        """Returns a step's claims, ids int32 [lanes, W] and start int32 [lanes].
+
+        They hold until the step is collected. Returns None if they have not come; with `wait`, only
+        if the ring was closed. From any thread, before or after `send`.
+        """
         place = step_id % len(self._steps)
         with self._sent:
             while self._steps[place] < step_id and not self._closed:
@@ -75,13 +80,13 @@ class ClaimRing:
         return ids.numpy(), start.numpy()
 
     def close(self) -> None:
-        """Lets those go who wait, for good. Idempotent."""
+        """Wakes every thread that waits, for good. Idempotent."""
         with self._sent:
             self._closed = True
             self._sent.notify_all()
 
 
-# Masks that other threads bring for steps that have been launched already.
+# Masks of steps that have been launched already.
 
 _EVER = np.iinfo(np.int64).max
 _WORD = 0xFFFFFFFF
@@ -90,15 +95,21 @@ _GLANCE = 2e-4
 
 
 class MaskRing:
-    """A ring of masks in host memory, each with a flag that names the last step it was brought for.
+    """A ring of masks in host memory, each with a flag that names the last step it was put for.
 
-    A GPU waits by itself: the flag is looked at by a kernel of the step's head, and steps are
-    queued behind. A step's place is free again when the step was collected, so the ring is longer
-    than steps in flight. Ranks share one ring: they are given the same memory.
+    A GPU waits by itself: a kernel of the step's head polls the flag, and later steps queue up. A
+    step's place is free again when the step was collected, so the ring has more places than there
+    are steps in flight. All ranks use the same memory.
 
-    depth: places. rows: lines of a mask, one for each logit row of a GATED row. words: of a line.
-    memory: int8 [`size`], or None for memory of its own.
-    masks: int32 [depth * rows, words]. flags: int64 [depth]. Both are pinned for a GPU.
+    Args:
+        depth: number of places.
+        rows: most lines of a mask; a mask has one for each logit row of a GATED row.
+        words: 32-bit words of a line.
+        memory: int8 [`size`], or None to allocate it.
+
+    Attributes:
+        masks: int32 [depth * rows, words], pinned for a GPU.
+        flags: int64 [depth], pinned for a GPU.
     """
 
     def __init__(
@@ -129,29 +140,29 @@ class MaskRing:
         """Returns the bytes of a ring's memory."""
         return 8 * depth + 4 * depth * rows * words
 
-    def room(self, step_id: int, rows: int) -> Int32:
-        """Returns where the mask of a step may be built, int32 [rows, words]. From any thread."""
+    def buffer(self, step_id: int, rows: int) -> Int32:
+        """Returns memory to build a step's mask in, int32 [rows, words]. From any thread."""
         first = self.first_line(step_id)
         return self._host[first : first + rows]
 
-    def bring(self, step_id: int, mask: Int32) -> None:
+    def put(self, step_id: int, mask: Int32) -> None:
         """Sets a step's mask, int32 [lines, words]. From any thread."""
-        room = self.room(step_id, len(mask))
-        if not np.may_share_memory(room, mask):
-            room[:] = mask
+        buffer = self.buffer(step_id, len(mask))
+        if not np.may_share_memory(buffer, mask):
+            buffer[:] = mask
         place = step_id % len(self._host_flags)
         with self._brought:
             self._host_flags[place] = max(step_id + 1, self._host_flags[place])
             self._brought.notify_all()
 
     def has(self, step_id: int, *, wait: bool) -> bool:
-        """Tells whether a step's mask is there; with `wait`, once it is."""
+        """Whether a step's mask is there. With `wait`, waits for it first."""
         place = step_id % len(self._host_flags)
         while True:
             with self._brought:
                 if self._host_flags[place] > step_id or not wait:
                     return bool(self._host_flags[place] > step_id)
-                # Another process brings masks without a word to this one's threads.
+                # Another process sets a flag without notifying this one's threads.
                 self._brought.wait(_GLANCE if self._shared else None)
 
     def first_line(self, step_id: int) -> int:
@@ -159,18 +170,20 @@ class MaskRing:
         return step_id % len(self._host_flags) * self._rows
 
     def gate(self, step_id: int) -> tuple[int, int, int]:
-        """Returns what the op `wait_for_flag` waits for: the flag's place, and the low and the high
-        word of the value that it then has at least."""
+        """Returns the arguments of the op `wait_for_flag`.
+
+        They are the flag's place, and the low and the high word of the value to wait for.
+        """
         low, high = (step_id + 1) & _WORD, (step_id + 1) >> 32
         return step_id % len(self._host_flags), low - (low >> 31 << 32), high
 
     def close(self) -> None:
-        """Lets everything through, for good. Idempotent."""
+        """Sets all flags, for good, so that nothing waits any more. Idempotent."""
         with self._brought:
             self._host_flags[:] = _EVER
             self._brought.notify_all()
         if self._pinned:
-            # A step may still look at a flag.
+            # A step in flight may still poll a flag.
             torch.cuda.synchronize()
             unpin(self._memory.numpy())
             self._pinned = False

@@ -22,8 +22,11 @@ def cache_budget(
 
 
 def activation_bytes(config: EngineConfig, model: Decoder) -> int:
-    """Returns an upper bound of what a step needs beside weights and cache: the model's
-    intermediates for the token budget, and logits with their copies while sampling."""
+    """Returns an upper bound of a step's memory, without weights and KV cache.
+
+    It covers the model's intermediates for the token budget, and logits with their copies while
+    sampling.
+    """
     limits = config.scheduler
     body = model.workspace_bytes(limits.max_num_batched_tokens)
     # Logits with their copies, and the sampler's token counts.
@@ -32,22 +35,27 @@ def activation_bytes(config: EngineConfig, model: Decoder) -> int:
 
 
 def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> tuple[int, ...]:
-    """Returns the device memory in which each group's blocks wait for their copy to the host: as
-    much as a step of prompts can push out, and at most a fiftieth of the cache, or a quarter of a
-    GB. Of recurrent states a step pushes out few."""
+    """Returns bytes of each group's staging buffer, where blocks wait for their copy to the host.
+
+    A buffer holds the blocks that a step of prompts can move out, but at most a fiftieth of the
+    cache or a quarter of a GB, whichever is more. A step moves out few recurrent states.
+    """
     if not config.args.host_cache_gb:
         return tuple(0 for _ in groups)
     blocks = -(-config.scheduler.max_num_batched_tokens // config.block_size)
     most = max(budget // 50, GB // 4)
-    wanted = [(2 if group.kind == "state" else blocks) * group.block_bytes for group in groups]
+    sizes = [(2 if group.kind == "state" else blocks) * group.block_bytes for group in groups]
     return tuple(
-        max(group.block_bytes, min(size, most)) for group, size in zip(groups, wanted, strict=True)
+        max(group.block_bytes, min(size, most)) for group, size in zip(groups, sizes, strict=True)
     )
 
 
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
-    """Bytes for the KV cache on a GPU: the allowed share of its memory, less what is in use (by
-    anyone) and `reserve` for activations."""
+    """Returns the bytes for the KV cache on a GPU.
+
+    They are the allowed share of the GPU's memory, less the memory in use by any process, less
+    `reserve`, the bytes for activations.
+    """
     if config.args.kv_cache_gb is not None:
         return int(config.args.kv_cache_gb * GB)
     torch.cuda.synchronize(device)
@@ -60,20 +68,22 @@ def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int
 # The split of memory between KV and recurrent states.
 
 _MEAN_TOKENS = 4096
-"""Tokens that a request is assumed to have, prompt and answer: a split that suits most work."""
+"""Assumed tokens of a mean request, prompt and answer."""
 _MEAN_STATES = 3
-"""States per request: its own, and checkpoints near the end of its prompt and of its turn."""
+"""Assumed states of a mean request: its own, and checkpoints near the ends of its prompt and of its
+turn."""
 
 
 def split_with_states(
     config: EngineConfig, groups: Sequence[KVGroup], budget: int | None, drafts: int
 ) -> tuple[int, ...]:
-    """Returns the blocks of each group, of which some are states: as many of each as a number of
-    mean requests hold. How many requests run at once follows from the states there are.
+    """Returns the number of blocks of each group, where some groups hold recurrent states.
+
+    All groups hold the same number of mean requests. The number of states limits how many requests
+    run at once.
 
     Raises:
-        ConfigError: not even one sequence of `max_model_len` fits, with two states; rows may have
-            drafts.
+        ConfigError: one sequence of `max_model_len` tokens does not fit with two states.
     """
     limits, size = config.scheduler, config.block_size
     longest = -(-limits.max_model_len // size)
@@ -92,7 +102,7 @@ def split_with_states(
             states = min(states, most)
         blocks = max(0, (budget - states * state) // kv)
         if blocks < longest:
-            # One long sequence must fit.
+            # The longest sequence must fit, so there are fewer states.
             blocks, states = longest, (budget - longest * kv) // state if state else 2
         if config.device == "cpu":
             blocks = min(blocks, longest * limits.max_num_seqs)
@@ -106,22 +116,24 @@ def split_with_states(
     return tuple(states if group.kind == "state" else blocks for group in groups)
 
 
-# Sizes of the KV cache: how many blocks fit into the memory that is left.
+# How many blocks fit into the memory that is left.
 
 _CPU_DEFAULT_GB = 4.0
 GB = 1_000_000_000
 
 
 def cpu_budget(config: EngineConfig) -> int:
-    """Returns bytes for the KV cache on a CPU: what was asked, else 4 GB or a quarter of the memory
-    that can be had, whichever is less."""
+    """Returns the bytes for the KV cache on a CPU.
+
+    The default is 4 GB, or a quarter of the available memory if that is less.
+    """
     if config.args.kv_cache_gb is not None:
         return int(config.args.kv_cache_gb * GB)
     return min(int(_CPU_DEFAULT_GB * GB), available_memory() // 4)
 
 
 def available_memory() -> int:
-    """Returns bytes of host memory that can be had without swapping."""
+    """Returns the bytes of host memory that are available without swapping."""
     try:
         with open("/proc/meminfo") as file:
             for line in file:
@@ -135,18 +147,19 @@ def available_memory() -> int:
 def blocks_per_group(
     config: EngineConfig, groups: Sequence[KVGroup], budget: int | None, drafts: int = 0
 ) -> tuple[int, ...]:
-    """Blocks of each group within `budget` bytes, no more than all lanes at full length can use.
-    drafts: the most draft tokens of a row.
+    """Returns the number of blocks of each group.
 
-    Every group gets as many blocks, as a token takes a place in each.
+    Every group gets the same number, because a token takes a place in each. On a CPU they are no
+    more than all lanes can use at full length.
+
+    Args:
+        budget: bytes of all blocks, or None for as many blocks as all lanes can use.
+        drafts: most draft tokens of a row.
 
     Raises:
-        ConfigError: not even one sequence of `max_model_len` fits.
+        ConfigError: one sequence of `max_model_len` tokens does not fit.
     """
     if any(group.kind == "state" for group in groups):
-        # Few models have states.
-        pass  # nothing left to import
-
         return split_with_states(config, groups, budget, drafts)
     if config.args.num_kv_blocks is not None:
         return (config.args.num_kv_blocks,) * len(groups)
@@ -158,7 +171,7 @@ def blocks_per_group(
     each = sum(group.block_bytes for group in groups)
     count = min(useful, max(0, budget) // each)
     if config.device != "cpu":
-        # What is not needed by running requests keeps prefixes.
+        # Blocks that running requests do not need keep prefixes.
         count = max(0, budget) // each
     if count < longest:
         raise ConfigError(

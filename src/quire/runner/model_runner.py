@@ -26,7 +26,7 @@ from quire.runner.state import BatchState, Limits
 from quire.runner.step_runner import StepRunner
 
 _LOGIT_ROWS = 64
-"""Logit rows that a step has at least, if rows have drafts and all lanes' drafts need them."""
+"""Least `Limits.logit_rows` if rows have drafts, unless all lanes' drafts need fewer."""
 
 
 class ModelRunner:
@@ -47,7 +47,7 @@ class ModelRunner:
         self.config = config
         self.device = torch.device(config.device)
         self.group = group or SingleGroup()
-        self.limits = limits_of(config, hooks)
+        self.limits = step_limits(config, hooks)
         self._features = tuple(hooks)
         self._progress = progress
         self._seconds: dict[str, float] = {}
@@ -58,12 +58,12 @@ class ModelRunner:
     # -- start ---------------------------------------------------------------------------------
 
     def start(self) -> Capacity:
-        """Takes all steps of a start, as the only rank."""
+        """Runs all parts of a start, as the only rank."""
         self.allocate(self.measure().num_blocks)
         return self.capture()
 
     def measure(self) -> Measurement:
-        """Loads the weights, and finds how much memory is left for the KV cache."""
+        """Loads the weights, and measures how much memory is left for the KV cache."""
         self._loaded = LoadedModel(
             self.config, self.limits, self._features, self.group, self._progress, self._build
         )
@@ -72,11 +72,15 @@ class ModelRunner:
         return measurement
 
     def allocate(self, num_blocks: tuple[int, ...]) -> None:
-        """Makes the KV cache, of so many blocks of each group, and the batch state."""
+        """Makes the KV cache and the batch state.
+
+        Args:
+            num_blocks: number of blocks of each KV group.
+        """
         self._sized = self._size(self.loaded, num_blocks)
 
     def capture(self) -> Capacity:
-        """Captures all graphs where there are any, and says what there is."""
+        """Captures all graphs, on a GPU, and returns the limits."""
         sized, full, graphs = self.sized, FULL_STEP, None
         if self.device.type == "cuda" and not self.config.eager:
             began = time.perf_counter()
@@ -105,17 +109,17 @@ class ModelRunner:
         sized.state.inputs.copy_(torch.from_numpy(sized.state.idle_inputs()))
         graphs = Graphs(self.device, self.limits)
         with ops.use_policy(self.loaded.policy):
-            full = graphs.capture_steps(sized.program, sized.hooks, self._told("graphs"))
+            full = graphs.capture_steps(sized.program, self._on_progress("graphs"))
         return graphs, full
 
-    def _told(self, what: str) -> Callable[[int, int], None] | None:
-        return None if self._progress is None else functools.partial(self._progress, what)
+    def _on_progress(self, part: str) -> Callable[[int, int], None] | None:
+        return None if self._progress is None else functools.partial(self._progress, part)
 
     # -- the lives, which a pipeline's stages make differently -----------------------------------
 
-    def _build(self, spec: models.ModelSpec, **how: Any) -> models.Decoder:
-        """Returns the model that this worker runs. how: see `build_model`."""
-        return models.build_model(spec, **how)
+    def _build(self, spec: models.ModelSpec, **options: Any) -> models.Decoder:
+        """Returns the model that this worker runs. options: see `build_model`."""
+        return models.build_model(spec, **options)
 
     def _size(self, loaded: LoadedModel, num_blocks: tuple[int, ...]) -> SizedModel:
         return SizedModel(loaded, num_blocks, self._features)
@@ -156,35 +160,38 @@ class ModelRunner:
     # -- running -------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Launches a step. The head of one with GATED rows runs when its masks come."""
+        """Launches a step. If it has GATED rows, its head runs when the masks come."""
         self.running.submit(plan)
 
     def collect(self) -> StepResult:
-        """Returns the oldest step's result; waits for the device, and for the step's masks."""
+        """Returns the oldest step's result. Waits for the device, and for the step's masks."""
         return self.running.collect()
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
         return self.running.mask_room(step_id, rows)
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        # Threads that wait for claims may ask once more while the engine ends.
+        # Threads that wait for claims may call once more while the engine ends.
         return None if self._running is None else self._running.claimed(step_id, wait=wait)
 
     def submit_head(self, inputs: HeadInputs) -> None:
         self.running.submit_head(inputs)
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
+        """Asks the transfer places, then the hooks. Returns the first answer that is not None."""
         return self.running.control(message)
 
     def add_hook(self, hook: Hook) -> None:
-        """Takes in one more hook, from the next plan on.
+        """Adds a hook, from the next plan on.
 
         Raises:
-            QuireError: programs are captured already, or it keeps columns.
+            QuireError: programs are captured already, or the hook keeps columns.
         """
         if self.running.graphs is not None:
-            raise QuireError(f"{type(hook).__name__} must be known when the runner starts")
+            raise QuireError(
+                f"programs are captured, so {type(hook).__name__} must be known when the runner "
+                "starts"
+            )
         self.sized.add_feature(hook)
 
     def shutdown(self) -> None:
@@ -196,19 +203,19 @@ class ModelRunner:
         self._features = ()
         self._loaded = self._sized = self._running = None
         if self.device.type == "cuda":
-            # Graphs and what they were captured from refer to each other.
+            # Graphs and the objects that captured them refer to each other.
             gc.collect()
             torch.cuda.empty_cache()
 
 
-def limits_of(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
-    """Returns the most that steps of an engine with these hooks may hold."""
+def step_limits(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
+    """Returns the limits of an engine with these hooks."""
     scheduler = config.scheduler
     lanes, drafts = scheduler.max_num_seqs, max((hook.drafts for hook in hooks), default=0)
     return Limits(
         lanes=lanes,
         tokens=scheduler.max_num_batched_tokens,
-        # With many lanes there are few drafts for each, so that heads stay small.
+        # With many lanes, each gets few drafts, so that heads stay small.
         logit_rows=min(lanes * (1 + drafts), max(2 * lanes, _LOGIT_ROWS)) if drafts else lanes,
         length=scheduler.max_model_len,
         drafts=drafts,

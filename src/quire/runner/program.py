@@ -1,9 +1,9 @@
-"""The programs of a step on the device: the same for a CPU, op by op on a GPU, and captured.
+"""The programs of a step on the device: the same on a CPU, op by op on a GPU, and in CUDA graphs.
 
-A body computes the step's tokens and stores their KV; a head turns the hidden states of the logit
-rows into tokens, and moves the lanes on. Neither makes a decision on the host: all they need to
-know beyond their shape is in `BatchState`, and all that they leave is there, or in the program's
-own buffers, so that graphs of both may share their memory.
+A body computes the step's tokens and stores their KV. A head turns the hidden states of the logit
+rows into tokens, and advances the lanes. Neither decides anything on the host: beyond their shape
+they read `BatchState` only. They write `BatchState` and the program's own buffers only, so that the
+graphs of both can share their memory.
 """
 
 from __future__ import annotations
@@ -19,14 +19,20 @@ from quire import ops
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import Decoder
 from quire.ops import Drafts, LogitRows, StepRows
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.hook import HeadContext, Level, ProgramHook
 from quire.runner.state import BatchState
 
 
 @dataclass(frozen=True, slots=True)
 class BodyShape:
-    """Places for tokens and rows, the most tokens of a row, and whether a hook changes what the
-    model computes."""
+    """The shape of a body.
+
+    Attributes:
+        tokens: places for tokens.
+        rows: places for rows.
+        longest: most tokens of a row.
+        altered: whether a hook changes what the model computes.
+    """
 
     tokens: int
     rows: int
@@ -36,7 +42,7 @@ class BodyShape:
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """Places for logit rows, and what the head can do."""
+    """The shape of a head: places for logit rows, and its abilities."""
 
     logit_rows: int
     level: Level
@@ -46,11 +52,11 @@ class CapturedPrograms(Protocol):
     """Programs that can be replayed, by shape."""
 
     def body(self, step: BodyShape) -> BodyShape | None:
-        """Returns the shape of the captured body that a step is padded to; None: none holds it."""
+        """Returns the shape of the captured body that a step is padded to, or None."""
         ...
 
     def head(self, logit_rows: int, level: Level) -> HeadShape | None:
-        """Returns the shape of the captured head for a step; None: none holds it."""
+        """Returns the shape of the captured head that a step is padded to, or None."""
         ...
 
     def replay(self, key: Any) -> None:
@@ -59,12 +65,14 @@ class CapturedPrograms(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLanes:
-    """A model over the lanes of a state; a second model may run over the same lanes.
+class BoundModel:
+    """A model, bound to the lanes of a state. A second model may be bound to the same lanes.
 
-    layers: its KV, by layer. groups: which of the state's KV groups are the model's.
-    position: int32 [lanes], where the model stands in each lane. ahead: how far behind a position
-    the token stands that it is fed there.
+    Attributes:
+        layers: the model's KV, by layer.
+        groups: which of the state's KV groups are the model's.
+        position: int32 [lanes], the next position that the model computes in each lane.
+        ahead: offset of the input token relative to the position.
     """
 
     model: Any
@@ -85,7 +93,9 @@ class ModelLanes:
     ) -> Tensor:
         """Computes the rows' tokens, and fills in `logit_rows`. Returns hidden states [T, width].
 
-        drafts: after `place_drafts`, where rows may have some. inputs: what else the model takes.
+        Args:
+            drafts: the claims after `place_drafts`, or None if no row has drafts.
+            inputs: further inputs of the model.
         """
         state = self.state
         groups = [(state.groups[i], state.tables[i]) for i in self.groups]
@@ -120,17 +130,21 @@ class ModelLanes:
 class StepProgram:
     """The programs of the model that gives the tokens.
 
-    hooks: in the order in which they take part. drafts: the claims that bodies verify, or None.
-    hidden: [tokens, width], the final states of the body just run.
-    last: [logit rows, width], those of its logit rows.
+    Args:
+        drafts: the claims that bodies verify, or None.
+
+    Attributes:
+        hooks: in the order in which they take part.
+        hidden: [tokens, width], final hidden states of the last body.
+        last: [logit rows, width], the hidden states of its logit rows.
     """
 
     def __init__(
-        self, lanes: ModelLanes, hooks: Sequence[Hook], drafts: Drafts | None = None
+        self, bound: BoundModel, hooks: Sequence[ProgramHook], drafts: Drafts | None = None
     ) -> None:
-        self.model: Decoder = lanes.model
-        self._state = state = lanes.state
-        self.lanes = lanes
+        self.model: Decoder = bound.model
+        self._state = state = bound.state
+        self.bound = bound
         self.hooks = tuple(hooks)
         self._drafts = drafts
         limits, width = state.limits, self.model.spec.hidden_size
@@ -139,20 +153,24 @@ class StepProgram:
         self.last = torch.zeros(limits.logit_rows, width, **options)
 
     def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
-        """Computes the step's tokens. shallow: only the first layers, up to one of each kind."""
-        state, position = self._state, self.lanes.position
+        """Computes the step's tokens.
+
+        Args:
+            shallow: run only the first layers, up to one of each kind.
+        """
+        state, position = self._state, self.bound.position
         rows = state.rows.first(shape.rows)
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, position, state.tokens, drafts)
-        logit_rows = state.logit_rows  # all: heads are padded further than bodies
+        logit_rows = state.logit_rows  # All, because heads are padded further than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
-        hidden = self.lanes.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
+        hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
         ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden)
 
     def head(self, shape: HeadShape) -> None:
-        """Draws tokens for the logit rows, and moves the lanes of all rows on."""
+        """Draws tokens for the logit rows, and advances the lanes of all rows."""
         state = self._state
         raw = self.model.logits(self.last[: shape.logit_rows])
         ctx = HeadContext(

@@ -1,4 +1,4 @@
-"""Everything a step brings to the device travels in one copy."""
+"""The one copy to the device of a step, and the copies of its results back to the host."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Places = Array | Sequence[int]
 
 
 class Upload:
-    """One step's changes of the batch state, and arrays that its kernels read, packed.
+    """One step's changes of the batch state, and arrays that its kernels read, in one copy.
 
-    `put` and `put_lines` are writes into columns of the state's memory; `add` brings an array that
-    is read with `upload[key]` after `send`. What was sent lives until the step is done with it.
+    `put` and `put_lines` write into columns of the state's memory. `add` uploads an array, which is
+    `upload[key]` after `send`, and lives until the step has used it.
     """
 
     def __init__(self, ring: PinnedRing, memory: Tensor) -> None:
@@ -36,28 +36,35 @@ class Upload:
         self._tensors: list[Tensor] = []
 
     def put(self, column: Tensor, starts: Places, counts: Places, values: Array) -> None:
-        """Writes runs of words into a column, counted over all of it as if it were flat.
+        """Writes runs of words into a column. No two runs of an upload may overlap.
 
-        column: a dense view of the state's memory. starts, counts: int [n], `counts[i]` words from
-        `starts[i]` on. values: int32 or float32, all runs one after the other. Runs do not overlap,
-        nor those of other puts.
+        Args:
+            column: a dense view of the state's memory.
+            starts: int [n], where each run starts, in words of the flattened column.
+            counts: int [n], words of each run.
+            values: int32 or float32, the runs one after the other.
         """
         self._starts.append(np.asarray(starts, dtype=np.int64) + int(column.storage_offset()))
         self._counts.append(np.asarray(counts, dtype=np.int64))
         self._values.append(_words(values))
 
     def put_lines(self, column: Tensor, lanes: Int32, values: Array) -> None:
-        """Writes the whole lines of `lanes`, int32 [n]; values [n, ...] of the column's type."""
+        """Writes whole lines of a column.
+
+        Args:
+            lanes: int32 [n].
+            values: [n, ...], of the column's dtype.
+        """
         width = column[0].numel()
         self.put(column, lanes.astype(np.int64) * width, np.full(len(lanes), width), values)
 
     def add(self, array: Array) -> int:
-        """Brings an int32 or float32 array along, and returns its key."""
+        """Adds an int32 or float32 array, and returns its key."""
         self._arrays.append(_words(array))
         return len(self._arrays) - 1
 
     def send(self) -> None:
-        """Copies everything to the device, and does the writes."""
+        """Copies everything to the device, and writes the columns."""
         values = [*self._values, *self._arrays]
         counts = np.concatenate([*self._counts, np.empty(0, np.int64)])
         segments = np.empty((len(counts), 3), dtype=np.int32)
@@ -78,7 +85,7 @@ class Upload:
 
 
 def ragged(lanes: Int32, starts: Int32, stride: int) -> Array:
-    """Returns where runs begin that start in column `starts[i]` of line `lanes[i]`, int64 [n]."""
+    """Returns the starts of runs for `Upload.put`, int64 [n]: `starts[i]` in line `lanes[i]`."""
     return lanes.astype(np.int64) * stride + starts
 
 
@@ -89,10 +96,10 @@ def _words(array: Array) -> Int32:
 
 
 class PinnedRing:
-    """A ring of pinned buffers, one for each step in flight and to spare.
+    """A ring of pinned buffers, one more than there are steps in flight.
 
-    Reusing a buffer that a copy still reads is a classic corruption, so each waits for the copy
-    that last read it. Without a GPU there is nothing to pin.
+    A buffer is reused only after the copy that last read it has ended. Without a GPU there are no
+    buffers.
     """
 
     def __init__(self, device: torch.device, depth: int) -> None:
@@ -108,7 +115,7 @@ class PinnedRing:
         size = sum(len(part) for part in parts)
         i = self._next
         self._next = (i + 1) % len(self._buffers)
-        # Mostly it has; asking first keeps the interpreter's lock.
+        # It mostly has ended. `query` keeps the interpreter's lock, `synchronize` does not.
         if self._read[i] is not None and not self._read[i].query():
             self._read[i].synchronize()
         buffer = self._buffers[i]
@@ -123,17 +130,18 @@ class PinnedRing:
         return out
 
 
-# A step in flight, and its results on their way to the host, which reads them late.
+# A step in flight, and the copies of its results, which the host reads later.
 
 
 @dataclass(slots=True)
 class Step:
-    """A plan whose programs are launched, or about to be.
+    """A plan whose programs are launched, or will be next.
 
-    logit_start: int32 [R + 1] on the host, where the logit rows of each row begin.
-    waits: the head is yet to be launched: its masks have not come, and the device cannot wait.
-    notes: what hooks remember of the step until they read its results.
-    result: for hooks to add to, once the step is done.
+    Attributes:
+        logit_start: int32 [R + 1], on the host: the first logit row of each row.
+        waits: whether the head is not launched, because its masks are missing.
+        notes: values that hooks keep until they read the step's results.
+        result: the step's result, which hooks add to; set by `wait`.
     """
 
     plan: StepPlan
@@ -147,14 +155,14 @@ class Step:
     _done: Any = None
 
     @classmethod
-    def of(cls, plan: StepPlan, device: torch.device) -> Step:
-        """Begins a step, whose time counts from now."""
+    def begin(cls, plan: StepPlan, device: torch.device) -> Step:
+        """Returns a new step, and starts to measure its time."""
         step = cls(plan, device, logit_starts(plan))
         step._started = step._mark()
         return step
 
     def send(self, name: str, values: Tensor) -> None:
-        """Starts a copy to the host, which `arrived` gives once the step is done."""
+        """Starts a copy to the host. `arrived` returns it once the step is done."""
         if self.device.type == "cuda":
             host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
             self._sent[name] = host.copy_(values, non_blocking=True)
@@ -162,7 +170,7 @@ class Step:
             self._sent[name] = values.clone()
 
     def arrived(self, name: str) -> Tensor | None:
-        """Returns what was sent under a name, None if nothing was."""
+        """Returns the values that were sent under a name, or None."""
         return self._sent.get(name)
 
     def launched(self) -> None:
@@ -170,7 +178,7 @@ class Step:
         self._done = self._mark()
 
     def wait(self) -> None:
-        """Waits until all that was sent has arrived, and begins `result`."""
+        """Waits until all copies have arrived, and sets `result`."""
         rows = self.plan.num_rows
         if self.device.type == "cuda":
             self._done.synchronize()
@@ -178,16 +186,16 @@ class Step:
         else:
             gpu_us = (self._done - self._started) * 1e6
         lines = self.arrived("results")
-        found = np.empty((0, 3), np.int32) if lines is None else lines.numpy()
-        if len(found) < rows:
-            # Rows without logits only move on.
-            found = np.full((rows, 3), -1, dtype=np.int32)
-            found[:, :2] = 0
+        results = np.empty((0, 3), np.int32) if lines is None else lines.numpy()
+        if len(results) < rows:
+            # No row has logits, so that none gives a token.
+            results = np.full((rows, 3), -1, dtype=np.int32)
+            results[:, :2] = 0
         self.result = StepResult(
             step_id=self.plan.step_id,
-            tokens=found[:rows, 2:],
-            n_tokens=found[:rows, 0],
-            stop_reason=found[:rows, 1],
+            tokens=results[:rows, 2:],
+            n_tokens=results[:rows, 0],
+            stop_reason=results[:rows, 1],
             gpu_us=gpu_us,
         )
 
@@ -201,10 +209,10 @@ class Step:
 
 
 def logit_starts(plan: StepPlan) -> Int32:
-    """Returns where the logit rows of each row begin, int32 [R + 1].
+    """Returns the first logit row of each row in the head, int32 [R + 1].
 
-    A generating row has one for each of its tokens, a PROMPT row one if it samples: what it needs
-    besides, for its prompt's log-probabilities, is no part of the head.
+    A generating row has one for each of its tokens, and a PROMPT row has one if it samples. Logits
+    for a prompt's log-probabilities are no part of the head.
     """
     prompt = (plan.flags & RowFlag.PROMPT) != 0
     samples = (plan.flags & RowFlag.SAMPLE) != 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from quire.errors import QuireError
 from quire.plan import KVGroup
-from quire.runner.hooks import Hook
+from quire.runner.hooks import GateHook, Hook, HostHook, ProgramHook
 from quire.runner.hooks.acceptance import Acceptance
 from quire.runner.hooks.logprobs import SampledLogprobs
 from quire.runner.hooks.penalties import Penalties
@@ -14,16 +15,21 @@ from quire.runner.hooks.prompt_logprobs import PromptLogprobs
 from quire.runner.hooks.sampling import Sampling
 from quire.runner.kv_cache import KVCache
 from quire.runner.loaded_model import LoadedModel
-from quire.runner.program import ModelLanes, StepProgram
+from quire.runner.program import BoundModel, StepProgram
 from quire.runner.state import BatchState, ColumnSpec
-from quire.runner.transfer.places import KVTransfer, open_places
+
+if TYPE_CHECKING:
+    from quire.runner.transfer.places import KVTransfer
 
 _RARE_HOOKS: dict[str, type[Hook]] = {
     "logprobs": SampledLogprobs,
     "prompt_logprobs": PromptLogprobs,
 }
-"""Hooks that few requests need, by the parameter that asks for them. Where programs are captured
-they take part from the start; elsewhere the first request that asks adds one."""
+"""Hooks that few requests need, by the parameter that asks for them.
+
+Captured programs have them from the start. Without graphs, the first request that needs one adds
+it.
+"""
 
 
 class SizedModel:
@@ -31,17 +37,24 @@ class SizedModel:
 
     Attributes:
         loaded: the models.
-        num_blocks: blocks of each KV group.
+        num_blocks: number of blocks of each KV group.
         cache: the KV cache.
-        state: the batch state: per-lane columns and a step's inputs.
+        state: the batch state, with per-lane columns and a step's inputs.
         features: the hooks of features, in order.
         hooks: all hooks, in the order in which they take part.
+        host_hooks: those that act on the host.
+        program_hooks: those that have a part in the programs.
+        gate: the hook that makes heads wait for masks, or None.
         program: the bodies and heads.
-        transfer: moves blocks to places outside of the device; None where there are none.
+        transfer: moves blocks to and from places outside the device, or None.
+        rare: parameters whose hooks do not take part yet.
     """
 
     state: BatchState
     hooks: tuple[Hook, ...]
+    host_hooks: tuple[HostHook, ...]
+    program_hooks: tuple[ProgramHook, ...]
+    gate: GateHook | None
     program: StepProgram
 
     def __init__(
@@ -58,41 +71,54 @@ class SizedModel:
             device=loaded.device,
             head_scales=loaded.head_scales(),
         )
-        self.transfer: KVTransfer | None = None
         args = loaded.config.args
-        if args.host_cache_gb or args.kv_peers is not None:
-            self.transfer = open_places(loaded.config, self.cache, loaded.models, loaded.group)
+        moves = args.host_cache_gb > 0 or args.kv_peers is not None
+        self.transfer: KVTransfer | None = self._open_places() if moves else None
         self.rare = list(_RARE_HOOKS)
-        """Parameters whose hooks do not take part yet."""
         self._prepare(loaded.groups)
+
+    def _open_places(self) -> KVTransfer:
+        # A plugin point: few engines move blocks to places outside the device.
+        from quire.runner.transfer.places import open_places
+
+        loaded = self.loaded
+        return open_places(loaded.config, self.cache, loaded.models, loaded.group)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""
         config = self.loaded.config
         penalties = Penalties(config.vocab_size)
         acceptance = Acceptance(config.eos_token_ids, penalties)
-        self._take_hooks((penalties, *self.features, Sampling(), acceptance), groups, self.rare)
+        self._set_hooks((penalties, *self.features, Sampling(), acceptance))
+        self._make_state(groups, self.rare)
         for hook in self.features:
             hook.take_cache(self.cache)
         self._make_program(len(self.loaded.model.kv_layouts), acceptance)
 
-    def _take_hooks(
-        self, hooks: tuple[Hook, ...], groups: Sequence[KVGroup], rare: Sequence[str] = ()
-    ) -> None:
-        """Makes a batch state with the columns of these hooks."""
-        limits = self.loaded.limits
+    def _set_hooks(self, hooks: tuple[Hook, ...]) -> None:
         self.hooks = hooks
-        columns = [column for hook in hooks for column in hook.columns(limits)]
+        self.host_hooks = tuple(hook for hook in hooks if isinstance(hook, HostHook))
+        self.program_hooks = tuple(hook for hook in hooks if isinstance(hook, ProgramHook))
+        self.gate = next((hook for hook in hooks if isinstance(hook, GateHook)), None)
+
+    def _make_state(self, groups: Sequence[KVGroup], rare: Sequence[str] = ()) -> None:
+        """Makes a batch state with the columns of all hooks, and of the `rare` parameters."""
+        limits = self.loaded.limits
+        columns = [column for hook in self.hooks for column in hook.columns(limits)]
         columns += [ColumnSpec(f"num_{name}", fill=-1) for name in rare]
         self.state = BatchState(limits, groups, self.loaded.device, columns)
-        for hook in hooks:
+        for hook in self.hooks:
             hook.bind(self.state)
 
     def _make_program(self, own_groups: int, acceptance: Acceptance) -> None:
-        """Makes the program. own_groups: KV groups of the model that gives the tokens."""
+        """Makes the program.
+
+        Args:
+            own_groups: number of KV groups of the model that gives the tokens.
+        """
         model, layers = self.loaded.model, self.cache.layers
-        lanes = ModelLanes(model, self.state, layers, range(own_groups), self.state.position)
-        self.program = StepProgram(lanes, self.hooks, acceptance.claims)
+        bound = BoundModel(model, self.state, layers, range(own_groups), self.state.position)
+        self.program = StepProgram(bound, self.program_hooks, acceptance.claims)
 
     def add_rare(self, parameters: Sequence[str]) -> None:
         """Adds the hooks of these parameters."""
@@ -101,7 +127,7 @@ class SizedModel:
             hook.attach(self.loaded.model)
             hook.bind(self.state)
             self.rare.remove(parameter)
-            self.hooks = self.program.hooks = (*self.hooks, hook)
+            self._change_hooks((*self.hooks, hook))
 
     def add_feature(self, hook: Hook) -> None:
         """Adds a feature's hook, from the next plan on.
@@ -110,9 +136,14 @@ class SizedModel:
             QuireError: the hook keeps columns, which the batch state must have from the start.
         """
         if tuple(hook.columns(self.loaded.limits)):
-            raise QuireError(f"{type(hook).__name__} must be known when the runner starts")
+            raise QuireError(
+                f"{type(hook).__name__} keeps columns, so it must be known when the runner starts"
+            )
         hook.bind(self.state)
-        behind = self.hooks[1 + len(self.features) :]
+        rest = self.hooks[1 + len(self.features) :]
         self.features = tuple(sorted((*self.features, hook), key=lambda each: each.draws))
-        self.hooks = (self.hooks[0], *self.features, *behind)
-        self.program.hooks = self.hooks
+        self._change_hooks((self.hooks[0], *self.features, *rest))
+
+    def _change_hooks(self, hooks: tuple[Hook, ...]) -> None:
+        self._set_hooks(hooks)
+        self.program.hooks = self.program_hooks

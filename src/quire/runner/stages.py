@@ -1,12 +1,12 @@
 """Workers of a pipeline's stages.
 
-All of them get the same plans. The last one draws tokens, and sends each step's results to the
-others, which take them in before the next step that has a row of one of the same lanes: that is so
-many steps later as there are stages, unless the engine has read the results before. So tokens go
-from step to step without the host, as they do on one device.
+All stages get the same plans. The last one draws tokens, and sends each step's results to the
+others. They receive the results before the next step with a row of one of these lanes. That step
+comes as many steps later as there are stages, unless the engine has read the results already. So
+tokens go from step to step without the host, like on one device.
 
-With the results go the lanes' claims (see `StepPlan`), which the last stage may have drafted behind
-the step's head. So all stages place the same drafts in the lanes' next rows.
+The last stage also sends the lanes' claims (see `StepPlan`), which it may draft after the step's
+head. So all stages verify the same drafts in the lanes' next rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ from quire.runner.step_runner import StepRunner
 
 
 class StageRunner(ModelRunner):
-    """Runs one stage of a model. group: the ranks that share its layers."""
+    """Runs one stage of a model.
+
+    Args:
+        group: the ranks that share the stage's layers.
+    """
 
     def __init__(
         self,
@@ -58,20 +62,25 @@ class StageRunner(ModelRunner):
         super().__init__(config, progress, hooks, group)
         self._pipeline = pipeline
 
-    def _build(self, spec: ModelSpec, **how: Any) -> Decoder:
+    def _build(self, spec: ModelSpec, **options: Any) -> Decoder:
         pipeline, embeds = self._pipeline, any(hook.embeds for hook in self._features)
-        return build_stage(spec, pipeline.stage, pipeline.stages, pipeline, embeds=embeds, **how)
+        stage, stages = pipeline.stage, pipeline.stages
+        return build_stage(spec, stage, stages, pipeline, embeds=embeds, **options)
 
 
 class LastStage(StageRunner):
-    """Draws tokens."""
+    """Runs the last stage, which has the head."""
 
     def _run(self, sized: SizedModel, graphs: Graphs | None) -> StepRunner:
         return LastStageSteps(sized, graphs, self._pipeline)
 
 
 class EarlierStage(StageRunner):
-    """Runs a stage before the last: no head. hooks: those that change what comes before it."""
+    """Runs a stage before the last, without a head.
+
+    Args:
+        hooks: hooks that change what comes before the head.
+    """
 
     def __init__(
         self,
@@ -83,7 +92,7 @@ class EarlierStage(StageRunner):
         super().__init__(config, pipeline, group, hooks=hooks)
 
     def _size(self, loaded: LoadedModel, num_blocks: tuple[int, ...]) -> SizedModel:
-        # Groups behind the model's are those of what drafts, in the last stage.
+        # Further KV groups are those of draft models, which only the last stage has.
         return EarlierStageMemory(loaded, num_blocks[: len(loaded.groups)], self._features)
 
     def _run(self, sized: SizedModel, graphs: Graphs | None) -> StepRunner:
@@ -91,7 +100,7 @@ class EarlierStage(StageRunner):
 
 
 def claim_columns(state: BatchState, limits: Limits) -> list[Tensor]:
-    """Returns the columns of claims, where rows may have drafts."""
+    """Returns the columns of claims; none if rows have no drafts."""
     return [state.columns[name] for name in ("draft_start", "draft_ids") if limits.drafts]
 
 
@@ -107,7 +116,7 @@ class LastStageSteps(StepRunner):
     def _launch_head(self, step: Step, *, wait: bool) -> None:
         super()._launch_head(step, wait=wait)
         if step.logit_start[-1] and not step.waits:
-            # The next step overwrites them.
+            # Copies, because the next step overwrites the results and the claims.
             rows = step.plan.num_rows
             lanes = self.state.rows.lanes[:rows]
             columns = claim_columns(self.state, self.limits)
@@ -120,15 +129,16 @@ class EarlierStageMemory(SizedModel):
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         self.rare = []
-        # Of what others accept, the claims are needed here.
+        # This stage needs the claims that `Acceptance` keeps, but accepts no tokens.
         acceptance = Acceptance((), Penalties(self.loaded.config.vocab_size))
-        self._take_hooks((*self.features, acceptance), groups)
+        self._set_hooks((*self.features, acceptance))
+        self._make_state(groups)
         self._make_program(len(groups), acceptance)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sampled:
-    """A step whose tokens have not been taken in. Arrays are int32 [rows]."""
+class _SampledStep:
+    """A step whose results this stage has not received. Arrays are int32 [rows]."""
 
     step_id: int
     lanes: Int32
@@ -137,7 +147,7 @@ class _Sampled:
 
 
 class EarlierStageSteps(StepRunner):
-    """Runs bodies only, and takes in the results that the last stage sends."""
+    """Runs bodies only, and receives the results of the last stage."""
 
     def __init__(
         self, sized: SizedModel, graphs: CapturedPrograms | None, pipeline: Pipeline
@@ -147,52 +157,54 @@ class EarlierStageSteps(StepRunner):
         scheduler = sized.loaded.config.scheduler
         self._depth = scheduler.steps_in_flight
         self._groups = len(sized.loaded.groups)
-        self._sampled: deque[_Sampled] = deque()
+        self._sampled: deque[_SampledStep] = deque()
         self._epochs = np.zeros(scheduler.max_num_seqs, dtype=np.int32)
-        # The last step in which each lane's request was given a token.
+        # The last step in which each lane's request got a token.
         self._last_step = np.full(scheduler.max_num_seqs, -1, dtype=np.int64)
-        self._taken = PinnedRing(self.device, self._depth + 1)
+        self._uploads = PinnedRing(self.device, self._depth + 1)
 
     def submit(self, plan: StepPlan) -> None:
         super().submit(msgspec.structs.replace(plan, copies=plan.copies[: self._groups]))
 
     def _check(self, plan: StepPlan) -> None:
-        """The last stage refuses what must be."""
+        """Accepts every plan, because the last stage checks them."""
 
     def _launch_body(self, plan: StepPlan) -> Step:
-        self._take_results(plan)
+        self._receive_results(plan)
         for admit in plan.admits:
             self._epochs[admit.lane] = admit.lane_epoch
             self._last_step[admit.lane] = -1
         if logit_starts(plan)[-1]:
             epochs = self._epochs[plan.lanes]
-            self._sampled.append(_Sampled(plan.step_id, plan.lanes, epochs, plan.flags))
+            self._sampled.append(_SampledStep(plan.step_id, plan.lanes, epochs, plan.flags))
             self._last_step[plan.lanes] = plan.step_id
         return super()._launch_body(plan)
 
     def _launch_head(self, step: Step, *, wait: bool) -> None:
         step.launched()
 
-    def _take_results(self, plan: StepPlan) -> None:
-        """Takes in the results that the plan's rows need, and those of steps so long ago that they
-        have surely been read: nothing waits for a step that is still to come."""
+    def _receive_results(self, plan: StepPlan) -> None:
+        """Receives the results that the plan's rows need, and those of older steps.
+
+        Results that are `steps_in_flight` steps old have been sent, so they never make it wait.
+        """
         generating = (plan.flags & RowFlag.PROMPT) == 0
         needed = int(self._last_step[plan.lanes[generating]].max(initial=-1))
         needed = max(needed, plan.step_id - self._depth)
         while self._sampled and self._sampled[0].step_id <= needed:
-            self._take(self._sampled.popleft())
+            self._receive(self._sampled.popleft())
 
-    def _take(self, step: _Sampled) -> None:
+    def _receive(self, step: _SampledStep) -> None:
         width = self.state.results.shape[1]
         each = [column[:1].numel() for column in claim_columns(self.state, self.limits)]
         shape = len(step.lanes), width + sum(each)
         received = torch.empty(shape, dtype=torch.int32, device=self.device)
         self._pipeline.receive_results(received)
-        # Lanes may have gone to other requests since.
+        # Lanes may have new requests by now.
         rows = np.flatnonzero(step.epochs == self._epochs[step.lanes])
         if not len(rows):
             return
-        upload = Upload(self._taken, self.state.memory)
+        upload = Upload(self._uploads, self.state.memory)
         prompt = (step.flags[rows] & RowFlag.PROMPT) != 0
         which = upload.add(int32(np.stack([rows, step.lanes[rows], prompt])))
         upload.send()
@@ -206,23 +218,26 @@ class EarlierStageSteps(StepRunner):
 def accept_results(
     results: Tensor, lanes: Tensor, known: Tensor, position: Tensor, tokens: Tensor
 ) -> None:
-    """Does for lanes what `finish_rows` does in another stage.
+    """Advances lanes by the results of another stage, like `finish_rows` there.
 
-    results: int32 [N, 2 + K], of rows whose lanes are not others'. lanes: int64 [N], all different.
-    known: int64 [N], 1 where the row was of a prompt, whose lane stands behind it already.
-    position: int32 [M]. tokens: int32 [M, max_len].
+    Args:
+        results: int32 [N, 2 + K], results of rows whose requests still have their lanes.
+        lanes: int64 [N], distinct.
+        known: int64 [N], 1 for a row of a prompt; its lane's position is past the row already.
+        position: int32 [M].
+        tokens: int32 [M, max_len].
     """
     count, reason, drawn = results[:, 0], results[:, 1], results[:, FIRST_TOKEN:]
     before = position[lanes]
     first = before + 1 - known.int()
     number = torch.arange(drawn.shape[1], device=drawn.device)
-    held = number < count.unsqueeze(1)
-    # What is not held writes the first token again, so that no place gets two values.
-    at = torch.where(held, first.unsqueeze(1) + number, first.unsqueeze(1))
+    kept = number < count.unsqueeze(1)
+    # Columns that are not kept write the first token again, so that no place gets two values.
+    at = torch.where(kept, first.unsqueeze(1) + number, first.unsqueeze(1))
     at = at.long().clamp(0, tokens.shape[1] - 1)
     owner = lanes.unsqueeze(1).expand_as(at)
-    some = torch.where(held[:, :1], drawn[:, :1], tokens[owner[:, :1], at[:, :1]])
-    tokens[owner, at] = torch.where(held, drawn, some)
+    again = torch.where(kept[:, :1], drawn[:, :1], tokens[owner[:, :1], at[:, :1]])
+    tokens[owner, at] = torch.where(kept, drawn, again)
     ends = (reason > 0) & (reason != BROKEN)
     moved = torch.where(ends, ENDED, first - 1 + count)
     position[lanes] = torch.where(count > 0, moved, before)

@@ -1,7 +1,7 @@
 """The state of a batch on the device: per-lane columns, the step's inputs, its results.
 
-All of it that the host writes lies in one piece of memory, so that whatever a plan changes is one
-copy to the device and one kernel.
+The parts that the host writes are in one piece of memory. So all changes of a plan take one copy to
+the device and one kernel.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MOST_WORDS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class ColumnSpec:
-    """A per-lane column [lanes, *shape] of int32 or float32 that starts as `fill`."""
+    """A per-lane column [lanes, *shape] of int32 or float32, filled with `fill` at first."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -40,9 +40,14 @@ class ColumnSpec:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that a step may hold, and a lane.
+    """Limits of steps and lanes.
 
-    lanes: rows. tokens: of a step. logit_rows: of a step. drafts: of a row. length: of a lane.
+    Attributes:
+        lanes: number of lanes, and most rows of a step.
+        tokens: most tokens of a step.
+        logit_rows: most logit rows of a step.
+        length: most tokens of a lane's request.
+        drafts: most draft tokens of a row.
     """
 
     lanes: int
@@ -53,19 +58,24 @@ class Limits:
 
 
 class BatchState:
-    """Named per-lane columns on the device, and the inputs of the step that runs.
+    """Named per-lane columns on the device, and the inputs of the current step.
 
-    memory: int32 [words], which every column and the inputs are views of.
-    tokens: int32 [lanes, max_len], every token of a lane's request.
-    position: int32 [lanes], the first position that a lane computes next; for generating lanes the
-        host does not know it.
-    max_total, min_total: int32 [lanes], lengths at which a lane must, and before which it must not,
-        end.
-    tables: per KV group its block tables, int32 [lanes, blocks].
-    inputs: int32, what a step's programs read of the plan: `rows`, `lines` and `gate`.
-    logit_rows: of the step, filled in by its body.
-    results: int32 [lanes, 3 + drafts], of the step's rows: how many tokens each gave, why it ends,
-        and the tokens.
+    Attributes:
+        memory: int32 [words]. Every column, and the inputs, are views of it.
+        columns: all columns, by name.
+        tokens: int32 [lanes, length], all tokens of each lane's request.
+        position: int32 [lanes], the next position that each lane computes. The host does not know
+            it for generating lanes.
+        max_total: int32 [lanes], length at which a lane's request must end.
+        min_total: int32 [lanes], length before which it must not end.
+        tables: block tables of each KV group, int32 [lanes, blocks].
+        inputs: int32, the part of the plan that programs read: `rows`, `lines` and `gate`.
+        rows: the step's rows, views of `inputs`.
+        lines: int32 [logit rows], the mask line of each logit row, a view of `inputs`.
+        gate: int32 [3], see `MaskRing.gate`, a view of `inputs`.
+        logit_rows: the step's logit rows, which its body fills in.
+        results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
+            and the tokens.
     """
 
     def __init__(
@@ -91,7 +101,9 @@ class BatchState:
         ]
         self.specs = {spec.name: spec for spec in specs}
         if len(self.specs) != len(specs):
-            raise ConfigError("two hooks keep a column of the same name")
+            names = [spec.name for spec in specs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two hooks keep a column {twice!r}")
         shapes = [(limits.lanes, *spec.shape) for spec in specs]
         size = 4 * limits.lanes + 2 + limits.logit_rows + 3
         self.memory, views = _lay_out([*shapes, (size,)], device)
@@ -119,13 +131,12 @@ class BatchState:
         self.results = torch.zeros(lanes, 3 + limits.drafts, dtype=torch.int32, device=device)
 
     def split_inputs(self, inputs: Words) -> list[Words]:
-        """Returns the parts of inputs: lanes, query_start, logit_start and flags of `rows`, the
-        mask's line of each logit row, and the gate that the head waits for."""
+        """Returns views of inputs: lanes, query_start, logit_start, flags, `lines` and `gate`."""
         starts = (0, *self._ends)
         return [inputs[start:end] for start, end in itertools.pairwise(starts)]
 
     def idle_inputs(self) -> Int32:
-        """Returns inputs of no rows, int32 on the host."""
+        """Returns inputs without rows, int32 on the host."""
         return self._idle.copy()
 
 
@@ -139,8 +150,8 @@ def _lay_out(
         end += -(-math.prod(shape) // _ALIGNED) * _ALIGNED
     if end > _MOST_WORDS:
         raise ConfigError(
-            f"the state of all lanes takes {end} words, at most {_MOST_WORDS} are supported; "
-            "lower max_num_seqs or max_model_len",
+            f"the batch state of all lanes takes {end} words, but at most {_MOST_WORDS} are "
+            "supported; lower max_num_seqs or max_model_len",
             "max_num_seqs",
         )
     memory = torch.zeros(end, dtype=torch.int32, device=device)

@@ -1,6 +1,7 @@
-"""The third life of a worker: it runs plans, with one upload, the body, the head, one late read.
+"""The third life of a worker: it runs plans.
 
-Nothing here waits for the device but `collect`. On a CPU the same programs run as they are called.
+A step is one upload, the body, the head, and one read that comes later. Only `collect` waits for
+the device. On a CPU the same programs run as they are called.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import QuireError
 from quire.plan import Admit, HeadInputs, RowFlag, StepPlan, StepResult
-from quire.runner.hooks import Hook, Level
+from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
 from quire.runner.readback import PinnedRing, Step, Upload, ragged
 from quire.runner.sized_model import SizedModel
@@ -25,7 +26,8 @@ from quire.runner.sized_model import SizedModel
 class StepRunner:
     """Launches steps in the order of their plans, and reads their results.
 
-    graphs: the captured programs, or None where programs run op by op.
+    Args:
+        graphs: the captured programs, or None if programs run op by op.
     """
 
     def __init__(self, sized: SizedModel, graphs: CapturedPrograms | None = None) -> None:
@@ -38,27 +40,27 @@ class StepRunner:
         self._transfer = sized.transfer
         self._pinned = PinnedRing(self.device, loaded.config.scheduler.steps_in_flight + 1)
         self._steps: deque[Step] = deque()
-        """Launched steps; of the last one, the head may wait for the host."""
+        """Launched steps. The head of the last one may wait for masks."""
         self._later: deque[StepPlan] = deque()
-        """Plans behind a step that waits for the host."""
+        """Plans after a step whose head waits for masks."""
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
-        """What the head must do for each lane's request, a `Level`."""
+        """The `Level` that each lane's request needs."""
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launches a step. The head of one with GATED rows runs when its masks come."""
+        """Launches a step. If it has GATED rows, its head runs when the masks come."""
         self._check(plan)
-        asked = [
+        needed = [
             name
             for name in self.sized.rare
             if any(getattr(admit.params, name) is not None for admit in plan.admits)
         ]
-        self.sized.add_rare(asked)
+        self.sized.add_rare(needed)
         self._later.append(plan)
         self._advance()
 
     def _check(self, plan: StepPlan) -> None:
-        """Refuses what this runner would get wrong."""
+        """Refuses a plan that this runner would get wrong."""
         drafted = (plan.flags & RowFlag.PROMPT) == 0
         most = int(plan.q_len[drafted].max(initial=1))
         if most > 1 + self.limits.drafts:
@@ -68,12 +70,15 @@ class StepRunner:
         for name in plan.writes.keys() - self.state.columns.keys():
             if not any(name in hook.entries for hook in self.sized.features):
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
-        if plan.gated and not self._gate.gates:
-            raise QuireError("the plan has GATED rows, but no hook lets a head wait")
+        if plan.gated and self.sized.gate is None:
+            raise QuireError("the plan has GATED rows, but no hook makes a head wait for masks")
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Launches what can be. A head that the host must bring masks for holds up all behind it;
-        with `wait`, the first such head is waited for."""
+        """Launches bodies and heads, up to a head whose masks are missing.
+
+        Args:
+            wait: wait for the masks of the first such head.
+        """
         with ops.use_policy(self._policy):
             while True:
                 if self._steps and self._steps[-1].waits:
@@ -89,21 +94,21 @@ class StepRunner:
 
     def _launch_body(self, plan: StepPlan) -> Step:
         """Applies the plan and computes its tokens."""
-        step = Step.of(plan, self.device)
+        step = Step.begin(plan, self.device)
         self._apply(step)
-        for hook in self.sized.features:
+        for hook in self.sized.host_hooks:
             hook.begin(step)
         tokens, longest = plan.num_tokens, int(plan.q_len.max(initial=1))
         if not tokens:
             return step
-        altered = any(hook.altered(plan) for hook in self.sized.features)
+        altered = any(hook.altered(plan) for hook in self.sized.program_hooks if hook.alters)
         shape = BodyShape(tokens, plan.num_rows, longest, altered)
         captured = None if self.graphs is None else self.graphs.body(shape)
         if self.graphs is not None and captured is not None:
             self.graphs.replay(captured)
         else:
             self.program.body(shape)
-        for hook in self.sized.hooks:
+        for hook in self.sized.host_hooks:
             hook.hidden(step, self.program.hidden[:tokens])
         return step
 
@@ -120,11 +125,15 @@ class StepRunner:
         inputs = self._packed(step)
         upload.put(self.state.inputs, [0], [len(inputs)], inputs)
         upload.send()
-        # What goes out goes before anything is written, what comes in after everything.
+        # Blocks that leave the device are read before any block is written. Blocks that come in
+        # are written last.
         if self._transfer is not None:
             self._transfer.start(plan.transfers, "out")
         elif plan.transfers:
-            raise QuireError("this runner has no other place to move blocks to")
+            raise QuireError(
+                f"the plan moves blocks to or from the place {plan.transfers[0].place!r}, but this "
+                "runner has none (host_cache_gb, kv_peers)"
+            )
         for group, src, dst in copies:
             self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
         if self._transfer is not None:
@@ -145,10 +154,11 @@ class StepRunner:
             column = state.columns[name]
             kind = np.float32 if column.dtype == torch.float32 else np.int32
             upload.put_lines(column, lanes, values.astype(kind))
-        for hook in self.sized.hooks:
+        for hook in self.sized.host_hooks:
             hook.stage(plan, upload)
         for admit in plan.admits:
-            self._levels[admit.lane] = max(hook.lane_level(admit) for hook in self.sized.hooks)
+            levels = (hook.lane_level(admit) for hook in self.sized.host_hooks)
+            self._levels[admit.lane] = max(levels, default=Level.PLAIN)
 
     def _stage_admits(self, admits: Sequence[Admit], upload: Upload) -> None:
         state = self.state
@@ -172,19 +182,23 @@ class StepRunner:
         logit_start[: rows + 1] = step.logit_start
         logit_start[rows + 1 :] = step.logit_start[-1]
         flags[:rows] = plan.flags
-        for hook in self.sized.features:
+        for hook in self.sized.host_hooks:
             hook.pack(plan, packed)
         return packed
 
     def _launch_head(self, step: Step, *, wait: bool) -> None:
-        """Launches the step's head, unless masks are missing that the device cannot wait for."""
-        plan, logit_rows = step.plan, int(step.logit_start[-1])
+        """Launches the step's head, unless it runs op by op and masks are missing."""
+        plan, logit_rows, gate = step.plan, int(step.logit_start[-1]), self.sized.gate
         if logit_rows:
-            asked = Level(int(self._levels[plan.lanes].max()))
-            level = max(asked, *(hook.level(plan) for hook in self.sized.hooks))
+            lane_level = Level(int(self._levels[plan.lanes].max()))
+            level = max(lane_level, *(hook.level(plan) for hook in self.sized.host_hooks))
             captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
-            # A kernel's first launch waits for the device, which would wait for the masks.
-            step.waits = captured is None and self._gate.lacks(plan, wait=wait)
+            # The device waits for masks within a captured head. Op by op it cannot: the first
+            # launch of a kernel waits for the device.
+            if captured is None and gate is not None:
+                step.waits = gate.masks_missing(plan, wait=wait)
+            else:
+                step.waits = False
             if step.waits:
                 return
             if self.graphs is not None and captured is not None:
@@ -192,49 +206,47 @@ class StepRunner:
             else:
                 self.program.head(HeadShape(logit_rows, level))
             step.send("results", self.state.results[: plan.num_rows])
-        for hook in self.sized.hooks:
+        for hook in self.sized.host_hooks:
             hook.launched(step)
         step.launched()
-        for hook in self.sized.features:
+        for hook in self.sized.host_hooks:
             hook.end(step)
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Returns the oldest step's result; waits for the device, and for the step's masks."""
+        """Returns the oldest step's result. Waits for the device, and for the step's masks."""
         if not self._steps:
             raise QuireError("there is no step to collect")
         if self._steps[0].waits:
             self._advance(wait=True)
         step = self._steps.popleft()
         step.wait()
-        for hook in self.sized.hooks:
+        for hook in self.sized.host_hooks:
             hook.read(step)
         if self._transfer is not None:
             ended = self._transfer.ended(patient=not step.plan.num_rows)
             step.result.finished_transfers, step.result.failed_transfers = ended
         return step.result
 
-    # -- what the host brings, and the rest -----------------------------------------------------
-
-    @property
-    def _gate(self) -> Hook:
-        """The hook that can make heads wait for the host, or one that does nothing."""
-        return next((hook for hook in self.sized.features if hook.gates), Hook())
+    # -- masks, from any thread, and control messages -------------------------------------------
 
     def mask_room(self, step_id: int, rows: int) -> Int32:
-        room = self._gate.room(step_id, rows)
-        if room is None:
+        gate = self.sized.gate
+        buffer = None if gate is None else gate.mask_buffer(step_id, rows)
+        if buffer is None:
             raise QuireError("no hook of this runner takes masks")
-        return room
+        return buffer
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        return self._gate.claimed(step_id, wait=wait)
+        gate = self.sized.gate
+        return None if gate is None else gate.claimed(step_id, wait=wait)
 
     def submit_head(self, inputs: HeadInputs) -> None:
-        self._gate.bring(inputs)
+        if self.sized.gate is not None:
+            self.sized.gate.submit_masks(inputs)
 
     def control(self, message: dict[str, Any]) -> Any:
-        """Asks the places of blocks, then the hooks; the first answer that is not None counts."""
+        """Asks the transfer places, then the hooks. Returns the first answer that is not None."""
         for part in (self._transfer, *self.sized.hooks):
             answer = None if part is None else part.on_control(message)
             if answer is not None:

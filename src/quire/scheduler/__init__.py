@@ -9,21 +9,21 @@ The engine's loop uses it like this::
     scheduler.abort(request_id)              # Request, or None if it is unknown or has ended
     scheduler.wake(request_id)               # a feature became ready for a parked request
 
-`update` returns one `StepProgress` per step rather than a list of `Progress`: arrays for all rows
-and the indices of those that ended, so that a steady step costs no Python work per request. It can
-be iterated for one `Progress` per request where that is more convenient. See `progress.py`.
+`update` returns one `StepProgress` per step: arrays for all rows, and the indices of the requests
+that ended. So a steady step costs no Python work per request. Iterating it gives a
+`RequestProgress` per request, where that is more convenient. See `progress.py`.
 """
 
 from quire.scheduler.feature import Feature, PlanBuilder
 from quire.scheduler.order import Order
-from quire.scheduler.progress import Progress, SchedulerStats, StepProgress
+from quire.scheduler.progress import RequestProgress, SchedulerStats, StepProgress
 from quire.scheduler.scheduler import Scheduler
 
 __all__ = [
     "Feature",
     "Order",
     "PlanBuilder",
-    "Progress",
+    "RequestProgress",
     "Scheduler",
     "SchedulerStats",
     "StepProgress",

@@ -2,55 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from quire.arrays import Int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.errors import OverloadedError, RefusedError, RequestError
 from quire.request import Request
-from quire.scheduler.lanes import Chunk, wants_prompt_logprobs
+from quire.scheduler.feature import FeatureSet
 from quire.scheduler.order import QueuePart
 from quire.scheduler.running import RunningSet
+from quire.scheduler.step import PrefillChunk, wants_prompt_logprobs
 from quire.scheduler.waiting import preemption_exhausted
 
 _FEW = 8
-"""Up to this many requests, each one's wait counts for more than how full a step is."""
+"""Up to this many requests, short waits matter more than full steps."""
 
 
 class Admission:
-    """Decides which requests may enter, and with which blocks. full_step: see `Capacity`."""
+    """Decides which requests may enter, and with which blocks.
+
+    Args:
+        features: they may bring blocks that a request can start from, and limit what it takes from
+            the cache.
+        full_step: see `Capacity`.
+    """
 
     def __init__(
         self,
         config: SchedulerConfig,
         blocks: BlockManager,
         running: RunningSet,
-        fetches: Sequence[Callable[[Request, Int32, int], bool]],
-        reusables: Sequence[Callable[[Request, int], int]] = (),
+        features: FeatureSet,
         *,
         full_step: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._running = running
-        self._fetches = fetches
-        self._reusables = reusables
+        self._features = features
         self._full_step = full_step
 
     def check(self, request: Request) -> None:
-        """Refuses a request that can never run, counting all it may need at `max_total`."""
+        """Refuses a request that could not run at its longest length, `max_total`.
+
+        Raises:
+            RequestError: the prompt is empty, or the request is longer than sequences may be.
+            RefusedError: without chunked prefill, the prompt does not fit a step.
+            RequestTooLargeError: the request could not run even alone.
+        """
         config = self._config
-        if not 0 < request.prompt_len < request.max_total:
+        if request.prompt_len == 0:
+            raise RequestError("the prompt is empty", param="prompt")
+        if request.prompt_len >= request.max_total:
             raise RequestError(
                 f"a prompt of {request.prompt_len} tokens leaves no room for an answer within "
-                f"{request.max_total} tokens, or is empty",
+                f"{request.max_total} tokens",
                 param="prompt",
             )
         if request.max_total > config.max_model_len:
             raise RequestError(
                 f"the request may reach {request.max_total} tokens, but sequences are limited to "
-                f"{config.max_model_len}",
+                f"max_model_len={config.max_model_len}",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
@@ -60,54 +73,79 @@ class Admission:
             if chunk > config.max_num_batched_tokens:
                 raise RefusedError(
                     f"the prompt has {chunk} tokens, but without chunked prefill it must fit a "
-                    f"step of {config.max_num_batched_tokens} (--max-num-batched-tokens)",
+                    f"step of max_num_batched_tokens={config.max_num_batched_tokens} "
+                    "(--max-num-batched-tokens)",
                     param="prompt",
                     code="prompt_exceeds_step",
                 )
         self._blocks.check_fits(request.max_total - 1, chunk)
 
     def check_room(self, requests: int, tokens: int, part: QueuePart) -> None:
-        """Refuses a request if the queue is full, and its tenant has its share of it.
+        """Refuses a request if the queue is full and its tenant has its share of the queue.
 
-        A tenant that floods the queue so keeps no other one out.
+        So a tenant that floods the queue does not keep others out.
 
         Args:
-            requests: those waiting, without the ones that free lanes will take.
-            tokens: of all that wait.
+            requests: number of waiting requests, without those that free lanes will take.
+            tokens: number of tokens of all waiting requests.
+            part: the tenant's part of both.
+
+        Raises:
+            OverloadedError: the queue is full.
         """
-        for waiting, own, most, what in (
-            (requests, part.requests, self._config.max_queue, "requests"),
-            (tokens, part.tokens, self._config.max_queue_tokens, "prompt tokens"),
+        for waiting, own, most, unit, limit in (
+            (requests, part.requests, self._config.max_queue, "requests", "max_queue"),
+            (
+                tokens,
+                part.tokens,
+                self._config.max_queue_tokens,
+                "prompt tokens",
+                "max_queue_tokens",
+            ),
         ):
             if most is not None and waiting >= most and own >= most * part.share:
-                raise OverloadedError(f"{waiting} {what} are waiting already")
+                raise OverloadedError(f"{waiting} {unit} are waiting already ({limit}={most})")
 
-    def enough(self, chunks: Sequence[Chunk], requests: int) -> bool:
-        """Whether a step should take on no more prompts. If a few arrive together, each step takes
-        one or as many as fill it, so that the first does not wait for the last. requests: their
-        number in all."""
+    def enough(self, chunks: Sequence[PrefillChunk], requests: int) -> bool:
+        """Whether a step has enough prompts.
+
+        If a few requests arrive together, a step that is full takes no more, so that the first
+        request does not wait for the last.
+
+        Args:
+            chunks: the step's prompt rows.
+            requests: number of all running and waiting requests.
+        """
         return requests <= _FEW and sum(chunk.length for chunk in chunks) >= self._full_step
 
-    def fetches(self, request: Request, tokens: Int32) -> bool:
-        """Whether a feature is bringing blocks that a waiting request should wait for. tokens:
-        int32 [known]."""
-        if not self._fetches:
+    def must_wait(self, request: Request, tokens: Int32) -> bool:
+        """Whether a feature is bringing blocks that the request should wait for.
+
+        Args:
+            tokens: int32 [known].
+        """
+        if not self._features.fetches:
             return False
-        limit = self._limit(request)
-        return any(fetch(request, tokens, limit) for fetch in self._fetches)
+        return self._features.fetch(request, tokens, self._limit(request))
 
     def _limit(self, request: Request) -> int:
         """Returns how many tokens a request that is about to start may take from the cache."""
         limit = request.known - 1
         if wants_prompt_logprobs(request):
             limit = min(limit, request.prompt_logprobs_done)
-        for reusable in self._reusables:
-            limit = min(limit, reusable(request, limit))
-        return limit
+        return self._features.reusable(request, limit)
 
-    def book(self, request: Request, tokens: Int32, budget: int, step_id: int) -> Chunk | None:
-        """Books blocks on the next free lane for all tokens of a waiting request; returns its first
-        row, or None if it must wait. tokens: int32 [known]."""
+    def book(
+        self, request: Request, tokens: Int32, budget: int, step_id: int
+    ) -> PrefillChunk | None:
+        """Books blocks on the next free lane for all tokens of a waiting request.
+
+        Returns the request's first row, or None if it must wait.
+
+        Args:
+            tokens: int32 [known].
+            budget: most tokens of the row.
+        """
         lane = self._running.lanes.next_free
         # One spare block for each running request, so that the new one is not the next victim.
         spare = len(self._running)
@@ -117,7 +155,7 @@ class Admission:
             if self._blocks.fork(
                 lane, request.namespace, parent.lane, shared, request.known, spare
             ):
-                return Chunk(request, shared, 1, forked=True)
+                return PrefillChunk(request, shared, 1, forked=True)
         match = self._blocks.match(request.namespace, tokens, self._limit(request))
         start = match.length
         length = self._running.chunk_length(request, request.known - start, budget)
@@ -131,8 +169,9 @@ class Admission:
                 known=request.max_total - 1 if preemption_exhausted(request) else request.known,
                 spare=spare,
             ):
-                return Chunk(request, start, length)
-            # Alone, a prompt may still be too long for a window group; shorter rows are not.
+                return PrefillChunk(request, start, length)
+            # If no other request runs, a window group lacks room for so long a row. A shorter one
+            # fits.
             length = 0 if spare else length // 2
         return None
 

@@ -19,16 +19,21 @@ __all__ = ["FairShare"]
 # One tenant's queue and credit, and the division of a budget between tenants.
 
 _GRANT = 256
-"""Tokens granted to a tenant of share 1 in a round: about a request, so that turns need little
-counting and waits for a turn are short."""
+"""Tokens that a tenant of share 1 is granted in a round: about one request. With fewer, finding the
+next tenant takes more rounds; with more, tenants wait longer for their turn."""
 
 
 class Tenant:
     """A tenant's state.
 
-    queue: waiting requests. queued: whether the tenant takes turns. requests: unfinished ones.
-    lanes: lanes held. credit: tokens it may still start, negative if it owes some; granted for
-    `round`.
+    Attributes:
+        queue: the tenant's waiting requests.
+        queued: whether the tenant takes turns.
+        share: its weight against other tenants, > 0.
+        requests: number of its unfinished requests.
+        lanes: number of lanes that it holds.
+        credit: tokens that it may still start, negative if it owes some.
+        round: the last round that it was granted credit for.
     """
 
     def __init__(self, name: str, key: Callable[[Request], SortKey], round: int) -> None:
@@ -41,7 +46,7 @@ class Tenant:
         self.round = round
 
     def grant(self, round: int) -> None:
-        """Adds the credit of all rounds since the last grant; unused credit does not add up."""
+        """Adds the credit of all rounds since the last grant, up to that of one round."""
         if round > self.round:
             most = _GRANT * self.share
             self.credit = min(self.credit + (round - self.round) * most, most)
@@ -49,14 +54,19 @@ class Tenant:
 
     @property
     def rounds_in_debt(self) -> int:
-        """Rounds until it has credit again."""
+        """Rounds until the tenant has credit again."""
         return math.floor(-self.credit / (_GRANT * self.share)) + 1
 
 
 def fair_parts(wants: Mapping[str, tuple[int, float]], budget: int) -> dict[str, int]:
-    """Divides a budget of tokens by weight, max-min fair: no tenant gets more than it wants, and
-    the rest goes to the others. wants: (tokens, share) by tenant. Each gets one token at least,
-    even if that exceeds the budget."""
+    """Divides a budget of tokens by weight, max-min fair.
+
+    No tenant gets more than it wants, and the rest goes to the others. Each gets at least one
+    token, even if that exceeds the budget.
+
+    Args:
+        wants: (tokens, share) by tenant.
+    """
     parts = {}
     total = sum(share for _, share in wants.values())
     for name in sorted(wants, key=lambda name: wants[name][0] / wants[name][1]):
@@ -67,21 +77,24 @@ def fair_parts(wants: Mapping[str, tuple[int, float]], budget: int) -> dict[str,
     return parts
 
 
-# Short waits for interactive tenants: those with little demand beside others that fill the
-# engine.
+# Interactive tenants, who hold few lanes while another tenant fills the engine, wait less.
 
 _LANE_RATIO = 4
 """A tenant is interactive if another has at least this many lanes for each of its own."""
 
 _STEPS = 1000
-"""Steps for which another interactive prompt is expected after one."""
+"""For so many steps after an interactive prompt another one is expected."""
 
 _PART, _LEAST = 32, 64
-"""Prompts meanwhile get this part of a step's token budget, or at least so many tokens."""
+"""While one is expected, prompts get 1 / _PART of a step's token budget, but at least _LEAST
+tokens."""
 
 
 class InteractiveBurst:
-    """Decides in steps, not seconds, so that the same requests are planned in the same way."""
+    """Reserves steps for the prompts of interactive tenants.
+
+    It counts steps rather than seconds, so that the same requests always give the same plans.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._whole = config.max_num_batched_tokens
@@ -94,8 +107,12 @@ class InteractiveBurst:
     def choose(
         self, prompts: Iterable[Request], lanes_beside: Callable[[Request], float], step_id: int
     ) -> str | None:
-        """Returns the tenant that has the step to itself, or None. prompts: requests that could be
-        computed in it, in order."""
+        """Returns the tenant that has the step to itself, or None.
+
+        Args:
+            prompts: requests that could be computed in the step, in order.
+            lanes_beside: `FairShare.lanes_beside`.
+        """
         if self._last_exclusive:
             self._last_exclusive = False
             return None
@@ -107,7 +124,7 @@ class InteractiveBurst:
         return None
 
     def skip(self) -> None:
-        """Notes a step that no tenants compete for."""
+        """Records a step that no tenants compete for."""
         self._last_exclusive = False
 
     def prompt_budget(self, exclusive: bool, step_id: int) -> int:
@@ -188,8 +205,11 @@ class FairShare(Order):
         self._add(1, request.known)
 
     def next(self) -> Request | None:
-        """Returns the request to start next: the same one until it is popped or another tenant
-        comes. None in an exclusive step if it is another tenant's."""
+        """Returns the request to start next.
+
+        It is the same one until it is popped or another tenant comes. In a step that is reserved
+        for another tenant it is None.
+        """
         request = self._peek()
         if request is None or self.exclusive in (None, request.tenant):
             return request
@@ -235,14 +255,17 @@ class FairShare(Order):
         self._charge(request, 0)
 
     def _charge(self, request: Request, free: int) -> None:
-        """Charges tokens that were not charged before: a preemption costs its tenant nothing."""
+        """Charges tokens that were not charged yet, so that a preemption costs no credit."""
         tokens = request.known - max(request.charged, free)
         request.charged = request.known
         self._tenants[request.tenant].credit -= max(tokens, 0)
 
     def victim(self, running: Sequence[Entry]) -> Request:
-        """Returns the request to preempt when blocks run out: the latest of the tenant that holds
-        the most tokens for its share. A tenant's only request is spared, so that all end."""
+        """Returns the request to preempt when blocks run out.
+
+        It is the latest of the tenant that holds the most tokens for its share. A tenant's only
+        request is spared, so that every request ends some day.
+        """
         if self.contested:
             greediest = _latest_of_greediest(running, _known, 0.0)
             if greediest is not None:
@@ -252,8 +275,11 @@ class FairShare(Order):
     def victim_for(
         self, running: Sequence[Entry], has_free_lane: bool, blocked_head: Request | None
     ) -> Request | None:
-        """Returns a running request that must stop for the next waiting one: if that finds no free
-        lane (or no blocks), and some tenant holds more than twice what its own would."""
+        """Returns a running request that must stop for the next waiting one, or None.
+
+        One must stop if the waiting request finds no free lane, or no blocks, and another tenant
+        holds more than twice as much for its share as the request's tenant would.
+        """
         if not self.contested:
             return None
         request = self._peek()
@@ -264,54 +290,57 @@ class FairShare(Order):
         least = 2.0 * (held + measure(request)) / request.share
         return _latest_of_greediest(running, measure, least)
 
-    # -- shares of a step ----------------------------------------------------------------------
+    # -- who is in a step ----------------------------------------------------------------------
 
-    def begin_exclusive(self, prompts: Iterable[Request], step_id: int) -> bool:
+    def reserve_step(self, prompts: Iterable[Request], step_id: int) -> bool:
         """Reserves the next step for an interactive tenant, if one waits (`InteractiveBurst`)."""
         if self.contested:
-            self.exclusive = self._burst.choose(prompts, self._lanes_beside, step_id)
+            self.exclusive = self._burst.choose(prompts, self.lanes_beside, step_id)
         else:
             self._burst.skip()
         return self.exclusive is not None
 
-    def end_exclusive(self) -> None:
+    def open_step(self) -> None:
         self.exclusive = None
 
     def prompt_budget(self, step_id: int) -> int:
         return self._burst.prompt_budget(self.exclusive is not None, step_id)
 
-    def members(self, requests: Sequence[Request]) -> Mask | None:
+    def allowed_rows(self, requests: Sequence[Request]) -> Mask | None:
         if self.exclusive is None:
             return None
         return np.array([request.tenant == self.exclusive for request in requests], dtype=bool)
 
-    def shares(
+    def split_budget(
         self, prompts: Sequence[Request], budget: int, can_start: bool
     ) -> Sequence[int] | None:
-        """Divides a budget between tenants who want more than it, max-min fair."""
+        """Divides the budget between tenants, max-min fair, then between a tenant's prompts."""
         if self.exclusive is not None:
             parts = {self.exclusive: budget}
         else:
-            wants = self._waiting() if can_start and self.contested else {}
+            wants = self._queued_tokens() if can_start and self.contested else {}
             for request in prompts:
                 tokens, _ = wants.get(request.tenant, (0, 0.0))
                 wants[request.tenant] = tokens + request.known - request.planned, request.share
             if len(wants) < 2:
                 return None
             parts = fair_parts(wants, budget)
-        found = []
+        taken = []
         for request in prompts:
             part = parts.get(request.tenant, 0)
-            found.append(min(part, request.known - request.planned))
-            parts[request.tenant] = part - found[-1]
-        return found
+            taken.append(min(part, request.known - request.planned))
+            parts[request.tenant] = part - taken[-1]
+        return taken
 
-    def _waiting(self) -> dict[str, tuple[int, float]]:
+    def _queued_tokens(self) -> dict[str, tuple[int, float]]:
+        """Returns (tokens, share) of each tenant with queued requests."""
         return {t.name: (t.queue.tokens, t.share) for t in self._turns if t.queue.tokens}
 
-    def _lanes_beside(self, request: Request) -> float:
-        """Returns how many lanes the tenant with the most has for each lane of this request's
-        tenant, both for their shares."""
+    def lanes_beside(self, request: Request) -> float:
+        """Returns how many lanes the busiest tenant has for each lane of this request's tenant.
+
+        Both counts are divided by the tenants' shares.
+        """
         own = self._tenants[request.tenant]
         most = max(tenant.lanes / tenant.share for tenant in self._present.values())
         return most / max(own.lanes / own.share, 1.0 / own.share)
@@ -320,8 +349,14 @@ class FairShare(Order):
 def _latest_of_greediest(
     running: Sequence[Entry], measure: Callable[[Request], int], least: float
 ) -> Request | None:
-    """Returns the last request in order, but for those preempted too often, of the tenant with
-    several that holds the most, if that is `least` or more."""
+    """Returns the last request of the tenant that holds the most, or None.
+
+    Only tenants with several running requests count, and only if they hold at least `least`.
+    Requests that were preempted too often are passed over.
+
+    Args:
+        measure: returns how much a request holds; it is divided by the tenant's share.
+    """
     held: dict[str, float] = {}
     latest: dict[str, Request] = {}
     several = set()

@@ -17,12 +17,14 @@ from quire.errors import RequestError
 from quire.plan import Admit, RowFlag, StepPlan, StepResult, Transfer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
-from quire.scheduler.lanes import Launched
+from quire.scheduler.step import StepInFlight
 
 
 class Feature:
-    """Does nothing: the base of features, and the definition of their interface. Methods stand in
-    the order in which the scheduler calls them."""
+    """The base of features, and the definition of their interface. Its methods do nothing.
+
+    They are in the order in which the scheduler calls them.
+    """
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         """Gives the feature the scheduler's blocks and its `wake`. Called once, before all else."""
@@ -39,35 +41,53 @@ class Feature:
         return True
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        """Offers a request that is about to start and may take up to `limit` of its tokens, int32
-        [known], from the cache. True parks it until `wake`: the feature brings blocks of it that
-        the device does not hold."""
+        """Returns whether the feature brings blocks for a request that is about to start.
+
+        True parks the request until `Scheduler.wake`. The feature brings blocks that the device
+        does not hold.
+
+        Args:
+            tokens: int32 [known].
+            limit: how many of them the request may take from the cache.
+        """
         return False
 
     def reusable(self, request: Request, n: int) -> int:
-        """Returns how many of its first `n` tokens a request that is about to start may take from
-        the cache: fewer if hidden states of earlier positions are needed."""
+        """Returns how many of its first `n` tokens a request may take from the cache.
+
+        They are fewer if the feature needs hidden states of earlier positions.
+        """
         return n
 
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
-        """Returns the parameters for the device of a request that gets a lane: those that the
-        feature does not apply itself. params: as left by earlier features."""
+        """Returns the parameters that the device applies to a request that gets a lane.
+
+        A feature takes out those that it applies itself.
+
+        Args:
+            params: the parameters that earlier features left.
+        """
         return params
 
     # -- a step --------------------------------------------------------------------------------
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
-        """Returns the most draft tokens that each generating row verifies in the next step, int32
-        [n]. lanes: the rows' lanes, int32 [n]. room: the most that each could, int32 [n].
+        """Returns the most draft tokens that each row verifies in the next step, int32 [n].
 
-        The scheduler may cut the counts. The drafts themselves are written in `plan`, as claims
-        (see `StepPlan`). Needs an executor that verifies drafts (`Capacity.drafts`).
+        The scheduler may cut the counts. The feature writes the drafts themselves in `plan`, as
+        claims (see `StepPlan`). The executor must verify drafts (`Capacity.drafts`).
+
+        Args:
+            lanes: int32 [n], the lanes of generating rows.
+            room: int32 [n], the most draft tokens that each row could have.
         """
         return np.zeros_like(lanes)
 
     def pending(self, idle: bool) -> bool:
-        """Whether a step must be launched even without rows: transfers must be sent or, with no
-        step in flight (`idle`), waited for."""
+        """Whether a step must be launched even without rows.
+
+        It must if there are transfers to send or, with no step in flight (`idle`), to wait for.
+        """
         return False
 
     def plan(self, builder: PlanBuilder) -> None:
@@ -77,44 +97,59 @@ class Feature:
         """Receives the ids of transfers that ended."""
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
-        """Receives the results of a step with drafts: of each generating row its lane, the drafts
-        that were to be verified, and the tokens it gave, int32 [n]."""
+        """Receives the results of a step with drafts.
+
+        Args:
+            lanes: int32 [n], the lanes of generating rows.
+            drafts: int32 [n], how many drafts each row was to verify.
+            accepted: int32 [n], how many tokens it gave.
+        """
 
     def result(self, request: Request, tokens: Int32) -> int:
-        """Returns how many of a row's new tokens, int32 [n], to keep. Fewer than `n` take the
-        request off its lane: it goes on from the kept tokens by recomputing."""
+        """Returns how many of a row's new tokens, int32 [n], to keep.
+
+        With fewer than `n` the request is preempted, and goes on from the tokens that it keeps.
+        """
         return len(tokens)
 
     # -- a request that gives its lane back, or ends -------------------------------------------
 
     def preempt(self, request: Request) -> bool:
-        """Called before a request is preempted. Returns whether its blocks, should it lose them,
-        are to be brought back rather than computed again."""
+        """Called before a request is preempted. Returns whether the feature will bring its blocks
+        back, so that they need not be computed again."""
         return False
 
     def release(self, request: Request) -> bool:
-        """Called when a request gives its blocks back (it ended or was preempted). True keeps the
-        blocks of an ended request as they are until `Scheduler.free_detached`."""
+        """Called when a request gives its blocks back, because it ended or was preempted.
+
+        True keeps the blocks of an ended request as they are until `Scheduler.free_detached`.
+        """
         return False
 
     def finish(self, request: Request) -> None:
-        """Called when a request has ended, wherever it stood, or was refused by any feature. The
-        last call about it."""
+        """Called when a request has ended, or any feature refused it. The last call about it."""
 
     # -- prefixes that leave the cache ---------------------------------------------------------
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
-        """Receives blocks that leave the prefix tree. They may be overwritten by the next step
-        planned, whose plan is the last that may move them out."""
+        """Receives blocks that leave the prefix tree.
+
+        The next step may overwrite them. Its plan is the last one that may move them out.
+        """
 
     def forget(self) -> None:
         """Called when all prefixes are forgotten."""
 
 
 class PlanBuilder:
-    """A step whose rows are final, open for features to add to.
+    """A step whose rows are final, and which features add to.
 
-    requests: the rows' requests, in row order. lanes, q_len, n_logits, flags: int32 [R], read-only.
+    Attributes:
+        requests: the rows' requests, in row order.
+        lanes: int32 [R], read-only.
+        q_len: int32 [R], read-only.
+        n_logits: int32 [R], read-only.
+        flags: int32 [R], read-only.
     """
 
     def __init__(self, plan: StepPlan, requests: list[Request]) -> None:
@@ -153,13 +188,13 @@ class PlanBuilder:
 
     def gate(self, rows: Sequence[int]) -> None:
         """Makes the heads of these rows wait for `HeadInputs`."""
-        # The flags of steady steps are shared between plans, so they are replaced, not changed.
+        # Steady steps share the array of flags, so it is replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
         self._plan.flags = flags
 
     def skip_sampling(self, rows: Sequence[int]) -> None:
-        """Makes these rows, which end their prompts, give no token."""
+        """Makes these rows, which end their prompts, sample no token."""
         flags = self._plan.flags.copy()
         flags[list(rows)] &= ~int(RowFlag.SAMPLE)
         self._plan.flags = flags
@@ -178,15 +213,13 @@ class PlanBuilder:
         self._plan.transfers.append(transfer)
 
 
-# All features of a scheduler. Each method is called only for features that override it.
-
-
 class FeatureSet:
-    """Calls the methods of `Feature` for all features at once.
+    """All features of a scheduler. It calls a method only for features that override it.
 
-    ready, fetch, reusable, verified: bound methods, for the parts of the scheduler that call them
-        themselves.
-    looks_ahead: the features that propose drafts.
+    Attributes:
+        ready: bound methods `Feature.ready`, which `WaitingSet` calls itself.
+        verified: bound methods `Feature.verified`, which the scheduler calls itself.
+        looks_ahead: the features that propose drafts.
     """
 
     def __init__(self, features: Sequence[Feature]) -> None:
@@ -195,8 +228,6 @@ class FeatureSet:
         }
         """By method, the bound methods of the features that override it."""
         self.ready = self._calls["ready"]
-        self.fetch = self._calls["fetch"]
-        self.reusable = self._calls["reusable"]
         self.verified = self._calls["verified"]
         self.looks_ahead: list[Feature] = []
         for feature in features:
@@ -215,14 +246,28 @@ class FeatureSet:
         blocks.on_evict = self._calls["evict"]
 
     def admit(self, request: Request) -> None:
-        """Raises the first refusal, when those who have taken the request in know its end."""
+        """Raises the first refusal, after all features know that the request has ended."""
         try:
             for admit in self._calls["admit"]:
                 if refusal := admit(request):
                     raise refusal
-        except Exception:  # also of a feature that fails at what the request holds
+        except Exception:
+            # A feature may fail at what the request holds: the others must still let it go.
             self.finish(request)
             raise
+
+    @property
+    def fetches(self) -> bool:
+        """Whether any feature brings blocks."""
+        return bool(self._calls["fetch"])
+
+    def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
+        return any(fetch(request, tokens, limit) for fetch in self._calls["fetch"])
+
+    def reusable(self, request: Request, n: int) -> int:
+        for reusable in self._calls["reusable"]:
+            n = min(n, reusable(request, n))
+        return n
 
     def device_params(self, request: Request) -> SamplingParams:
         params = request.params
@@ -267,9 +312,13 @@ class FeatureSet:
             for transferred in self._calls["transferred"]:
                 transferred(result.finished_transfers, result.failed_transfers)
 
-    def cut(self, step: Launched, tokens: Int32, n: Int32) -> list[int]:
-        """Lets features shorten the number of tokens that rows keep, in `n`. Returns the rows that
-        were shortened."""
+    def cut(self, step: StepInFlight, tokens: Int32, n: Int32) -> list[int]:
+        """Lets features keep fewer tokens of a row. Returns the rows that lost tokens.
+
+        Args:
+            tokens: int32 [R, W].
+            n: int32 [R], number of each row's tokens, which it lowers.
+        """
         results = self._calls["result"]
         if not results:
             return []

@@ -9,18 +9,23 @@ import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.request import Request, RequestStatus
-from quire.scheduler.lanes import Launched
 from quire.scheduler.scheduler import Scheduler
+from quire.scheduler.step import StepInFlight
 
 _LOOKED_AT = 4096
 
 
 @dataclass(slots=True)
 class StepSummary:
-    """A step that was launched. prompt_tokens, generating: sums over all rows.
+    """A step that was planned, and its last rows.
 
-    requests, lanes, q_len, prompt: the last rows, as far as they are shown; int32 [rows], and
-    whether a row is a prompt's, bool [rows].
+    Attributes:
+        prompt_tokens: tokens of all prompt rows.
+        generating: tokens of all generating rows.
+        requests: the requests of the rows that are shown.
+        lanes: int32 [rows].
+        q_len: int32 [rows].
+        prompt: bool [rows], whether the row is a prompt's.
     """
 
     step_id: int
@@ -34,8 +39,14 @@ class StepSummary:
 
 @dataclass(slots=True)
 class SchedulerSummary:
-    """running: requests with the number of blocks that they hold in the first KV group.
-    prompt_step: the last step that computed a part of a prompt."""
+    """Some of a scheduler's requests, and its last steps.
+
+    Attributes:
+        running: requests, with the number of blocks that they hold in the first KV group.
+        waiting: queued or parked requests.
+        step: the last step.
+        prompt_step: the last step that computed a part of a prompt.
+    """
 
     running: list[tuple[Request, int]]
     waiting: list[Request]
@@ -44,8 +55,13 @@ class SchedulerSummary:
 
 
 def summarize(scheduler: Scheduler, running: int, waiting: int, rows: int) -> SchedulerSummary:
-    """Summarizes at most so many running and waiting requests, and `rows` rows of a step. Bounded
-    in time, whatever the scheduler holds."""
+    """Returns a summary, in time that does not grow with the number of requests.
+
+    Args:
+        running: most running requests.
+        waiting: most waiting requests.
+        rows: most rows of a step.
+    """
     tables = scheduler.blocks.groups[0]
     summary = SchedulerSummary(
         [], [], _step(scheduler.last_step, rows), _step(scheduler.last_prompt_step, rows)
@@ -62,11 +78,11 @@ def summarize(scheduler: Scheduler, running: int, waiting: int, rows: int) -> Sc
     return summary
 
 
-def _step(step: Launched | None, rows: int) -> StepSummary | None:
+def _step(step: StepInFlight | None, rows: int) -> StepSummary | None:
     if step is None:
         return None
     split, count = step.num_generating, len(step.requests)
-    # Prompts come last; of too many rows, they are shown first, then the generating ones before.
+    # The prompts' rows are the last, and matter most: too many generating rows are left out.
     first = max(0, count - rows)
     return StepSummary(
         step.step_id,

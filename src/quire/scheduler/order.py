@@ -22,7 +22,8 @@ class QueuePart(NamedTuple):
     """A tenant's part of the queue.
 
     Attributes:
-        requests, tokens: waiting now.
+        requests: the tenant's waiting requests.
+        tokens: the tokens of these requests.
         share: fraction of a full queue that the tenant may always have.
     """
 
@@ -32,11 +33,13 @@ class QueuePart(NamedTuple):
 
 
 class Order:
-    """Decides which waiting request is next, which running one gives way, and how requests share a
-    step. Without tenants, a step belongs to all requests alike.
+    """Decides which waiting request is next, which running one gives way, and who is in a step.
+
+    Without tenants a step is open to all requests, first come, first served. `FairShare` reserves
+    some steps for one tenant, and splits the token budget of the others between tenants.
 
     Attributes:
-        key: a request's sort key; the smallest runs first.
+        key: returns a request's sort key; the smallest runs first.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -55,16 +58,20 @@ class Order:
         return self._queue.tokens
 
     def queue_part(self, request: Request) -> QueuePart:
-        """Returns what the tenant of a request that arrives holds of the queue, and may hold."""
+        """Returns the part of the queue that the tenant of an arriving request has."""
         return QueuePart(0, 0, 0.0)
 
     def check(self, request: Request) -> None:
-        """Refuses a request that this order cannot place. Raises RequestError."""
+        """Refuses a request that this order cannot place.
+
+        Raises:
+            RequestError: the request names a tenant.
+        """
         if request.tenant:
             raise RequestError("this engine knows no tenants", param="tenant")
 
     def arrive(self, request: Request) -> None:
-        """Takes note of a new request, before it is pushed."""
+        """Records a new request, before it is pushed."""
 
     def push(self, request: Request) -> None:
         self._queue.push(request)
@@ -82,19 +89,24 @@ class Order:
         self._queue.forget(request)
 
     def finish(self, request: Request) -> None:
-        """Takes note that a request has ended."""
+        """Records that a request has ended."""
 
     # -- running requests ----------------------------------------------------------------------
 
     def start(self, request: Request, computed: int) -> None:
-        """Takes note that a request has a lane; `computed` of its tokens need not be computed."""
+        """Records that a request has a lane. `computed` of its tokens came from the cache."""
 
     def stop(self, request: Request) -> None:
-        """Takes note that a request has lost its lane."""
+        """Records that a request has lost its lane."""
 
     def victim(self, running: Sequence[Entry]) -> Request:
-        """Returns the request to preempt when blocks run out: the last in order, if possible one
-        that was not preempted too often. running: in policy order."""
+        """Returns the request to preempt when blocks run out.
+
+        It is the last in order that was not preempted too often, or else the last of all.
+
+        Args:
+            running: running requests, in policy order.
+        """
         able = (r for _, _, r in reversed(running) if not preemption_exhausted(r))
         return next(able, running[-1][2])
 
@@ -103,31 +115,39 @@ class Order:
     ) -> Request | None:
         """Returns a running request that must stop for the next waiting one, or None.
 
-        blocked_head: the request that found no blocks when it was last tried.
+        Args:
+            running: running requests, in policy order.
+            blocked_head: the request that found no blocks when it was last tried.
         """
         return None
 
-    # -- shares of a step ----------------------------------------------------------------------
+    # -- who is in a step ----------------------------------------------------------------------
 
-    def begin_exclusive(self, prompts: Iterable[Request], step_id: int) -> bool:
-        """Reserves the next step for a part of the requests, until `end_exclusive`. Returns whether
-        it did. prompts: requests whose prompts the step could compute, in order."""
+    def reserve_step(self, prompts: Iterable[Request], step_id: int) -> bool:
+        """Reserves the next step for one tenant, until `open_step`. Returns whether it did.
+
+        Args:
+            prompts: requests whose prompts the step could compute, in order.
+        """
         return False
 
-    def end_exclusive(self) -> None:
+    def open_step(self) -> None:
         """Opens steps to all requests again."""
 
     def prompt_budget(self, step_id: int) -> int:
         """Returns the most prompt tokens that a step takes."""
         return self._budget
 
-    def members(self, requests: Sequence[Request]) -> Mask | None:
-        """Selects requests that may be in the step, bool [n]; None: all of them."""
+    def allowed_rows(self, requests: Sequence[Request]) -> Mask | None:
+        """Returns which of these requests may be in the step, bool [n], or None for all."""
         return None
 
-    def shares(
+    def split_budget(
         self, prompts: Sequence[Request], budget: int, can_start: bool
     ) -> Sequence[int] | None:
-        """Divides a budget of prompt tokens: each prompt's part, or None for first come, first
-        served. can_start: waiting requests could start in this step, too."""
+        """Returns each prompt's part of a token budget, or None for first come, first served.
+
+        Args:
+            can_start: whether waiting requests could start in this step, too.
+        """
         return None

@@ -13,14 +13,16 @@ from quire.request import Request
 
 
 @dataclass(slots=True)
-class Progress:
-    """One request's share of a step.
+class RequestProgress:
+    """One request's part of a `StepProgress`.
 
-    new_tokens: int32 [n], empty in mid-prompt.
-    finished: `request.finish_reason` says why.
-    logprobs, prompt_logprobs: this row's entries, or None.
-    pooled: float32 [width], its prompt as a vector, or None.
-    stop_token: the token that ended it, where one did.
+    Attributes:
+        new_tokens: int32 [n], empty in mid-prompt.
+        finished: whether the request ended; `request.finish_reason` says why.
+        logprobs: this row's entries, or None.
+        prompt_logprobs: this row's entries, or None.
+        pooled: float32 [width], the prompt as a vector, or None.
+        stop_token: the token that ended the request, or None.
     """
 
     request: Request
@@ -34,19 +36,22 @@ class Progress:
 
 @dataclass(slots=True)
 class StepProgress:
-    """The results of one step for the M requests that were still running when they came.
+    """The results of one step, for the M requests that were still running when they came.
 
-    requests: the M requests, in row order; treat as read-only (it is shared between steps).
-    rows: int32 [M], each request's row in the plan.
-    lanes: int32 [M], each request's lane in the plan.
-    num_generating: how many of the M generated; the others, which follow, are in their prompts.
-    tokens: int32 [M, W], a request's new tokens come first in its line.
-    n_tokens: int32 [M], how many of them are new; 0 in mid-prompt.
-    stop_reason: int32 [M], a `StopReason`.
-    finished: indices into `requests` of those that ended in this step, ascending.
-    logprobs, prompt_logprobs, pooled: as the device gave them; their `rows` are the plan's rows.
+    Iterating gives a `RequestProgress` for each request.
 
-    Iterating gives a `Progress` for each request.
+    Attributes:
+        requests: M requests in row order. Read-only, because steps share the list.
+        rows: int32 [M], each request's row in the plan.
+        lanes: int32 [M], each request's lane in the plan.
+        num_generating: how many generated; the requests in their prompts follow them.
+        tokens: int32 [M, W]; a request's new tokens come first in its line.
+        n_tokens: int32 [M], number of new tokens; 0 in mid-prompt.
+        stop_reason: int32 [M], a `StopReason` each.
+        finished: indices of the requests that ended in this step, ascending.
+        logprobs: of the plan's rows, as the device gave them.
+        prompt_logprobs: of the plan's rows, as the device gave them.
+        pooled: of the plan's rows, as the device gave them.
     """
 
     step_id: int
@@ -65,14 +70,14 @@ class StepProgress:
     def __len__(self) -> int:
         return len(self.requests)
 
-    def __iter__(self) -> Iterator[Progress]:
+    def __iter__(self) -> Iterator[RequestProgress]:
         ended = set(self.finished)
         spans = _spans(self.logprobs, self.rows)
         prompt_spans = _spans(self.prompt_logprobs, self.rows)
         for i, request in enumerate(self.requests):
             yield self._one(i, request, i in ended, spans[i], prompt_spans[i])
 
-    def __getitem__(self, index: int) -> Progress:
+    def __getitem__(self, index: int) -> RequestProgress:
         row = self.rows[index : index + 1]
         (span,), (prompt_span,) = _spans(self.logprobs, row), _spans(self.prompt_logprobs, row)
         finished = index in self.finished
@@ -80,25 +85,25 @@ class StepProgress:
 
     def _one(
         self, i: int, request: Request, finished: bool, span: Span, prompt_span: Span
-    ) -> Progress:
+    ) -> RequestProgress:
         new = self.tokens[i, : self.n_tokens[i]]
         stopped = finished and self.stop_reason[i] == StopReason.STOP_TOKEN and len(new) > 0
-        return Progress(
+        return RequestProgress(
             request=request,
             new_tokens=new,
             finished=finished,
             logprobs=_part(self.logprobs, span),
             prompt_logprobs=_part(self.prompt_logprobs, prompt_span),
-            pooled=None if self.pooled is None else _vector_of(self.pooled, int(self.rows[i])),
+            pooled=None if self.pooled is None else _vector(self.pooled, int(self.rows[i])),
             stop_token=int(new[-1]) if stopped else None,
         )
 
 
 Span = tuple[int, int]
-"""The first entry of a row, and the first behind its last."""
+"""Range of a row's entries: start, end."""
 
 
-def _vector_of(pooled: Pooled, row: int) -> Float32 | None:
+def _vector(pooled: Pooled, row: int) -> Float32 | None:
     (places,) = np.nonzero(pooled.rows == row)
     return pooled.values[places[0]] if len(places) else None
 
@@ -128,8 +133,22 @@ def _part(logprobs: Logprobs | None, span: Span) -> Logprobs | None:
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Block counts are per KV group: `used` is held by requests, `cached` is kept for reuse and
-    may be taken at any time, `free` holds nothing."""
+    """Counts since the start, and the current state.
+
+    Attributes:
+        running: requests that hold a lane.
+        waiting: requests that are queued or parked.
+        blocks_total: blocks of each KV group.
+        blocks_used: blocks that requests hold, of each KV group.
+        blocks_cached: blocks kept for reuse, which any request may take, of each KV group.
+        blocks_free: blocks that hold nothing, of each KV group.
+        prefix_query_tokens: tokens looked up in the prefix tree.
+        prefix_hit_tokens: tokens found in it.
+        evicted_blocks: blocks of all groups that left the tree for others.
+        copied_blocks: blocks of all groups copied because requests share them only in part.
+        preemptions: how often a running request was put back into the queue.
+        swapped: preemptions after which a feature brings the blocks back.
+    """
 
     running: int
     waiting: int
@@ -143,4 +162,3 @@ class SchedulerStats:
     copied_blocks: int
     preemptions: int
     swapped: int
-    """Preemptions after which blocks were to be brought back rather than computed again."""

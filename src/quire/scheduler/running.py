@@ -11,20 +11,23 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.request import Request, RequestStatus
-from quire.scheduler.lanes import Chunk, LaneTable, Launched, Rows, wants_prompt_logprobs
+from quire.scheduler.lanes import LaneTable
 from quire.scheduler.order import Order
+from quire.scheduler.step import DecodeRows, PrefillChunk, StepInFlight, wants_prompt_logprobs
 from quire.scheduler.waiting import Entry
 
 
 class RunningSet:
     """Running requests, in policy order, and their lanes.
 
-    lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
-    logit_rows: the most logit rows of a step. drafts: the most draft tokens of a row.
+    Args:
+        lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
+        logit_rows: most logit rows of a step.
+        drafts: most draft tokens of a row.
 
     Attributes:
         entries: all running requests.
-        generating: rows of those that generate, in the order in which they began to.
+        generating: rows of the generating requests, in the order in which they began to generate.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class RunningSet:
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
         self.entries: list[Entry] = []
         self._prompts: list[Entry] = []
-        self.generating = Rows.none()
+        self.generating = DecodeRows.empty()
         self._joining: list[Request] = []
 
     def __len__(self) -> int:
@@ -63,7 +66,7 @@ class RunningSet:
         bisect.insort(self._prompts, entry)
 
     def remove(self, requests: Sequence[Request]) -> None:
-        """Takes the requests' lanes back; their blocks are the caller's business."""
+        """Takes the requests' lanes back. The caller frees their blocks."""
         generating = [r.lane for r in requests if r.generating]
         if generating:
             self.generating = self.generating.without(generating)
@@ -75,9 +78,11 @@ class RunningSet:
             request.generating = False
             self.lanes.release(request)
 
-    def begin(self, chunk: Chunk, step_id: int) -> None:
-        """Records a prompt row that is certain to be launched: its whole blocks can be shared from
-        here on."""
+    def begin(self, chunk: PrefillChunk, step_id: int) -> None:
+        """Records a prompt's row that the next step will compute.
+
+        Other requests can share its whole blocks from here on.
+        """
         request, lane = chunk.request, chunk.request.lane
         request.planned = chunk.start + chunk.length
         self._blocks.insert(int32([lane]), self.lanes.tokens, int32([request.planned]), ahead=True)
@@ -87,7 +92,7 @@ class RunningSet:
         if chunk.ends_prompt:
             request.generating = True
             self.lanes.prompt_step[lane] = step_id
-            self.lanes.ready_step[lane] = step_id + self._config.lag
+            self.lanes.ready_step[lane] = step_id + self._config.pipeline_depth
             entry = (*self._order.key(request), request)
             del self._prompts[bisect.bisect_left(self._prompts, entry)]
             self._joining.append(request)
@@ -100,23 +105,29 @@ class RunningSet:
 
     # -- rows of a step ------------------------------------------------------------------------
 
-    def rows(self, step_id: int, idle: bool, with_drafts: bool) -> Rows:
-        """Returns the rows of generating requests that the step computes: all, or (where the token
-        budget is smaller) the first in policy order. Where `lag` steps take turns, each gets its
-        share of them, those first that have waited longest. idle: no step is in flight."""
+    def rows(self, step_id: int, idle: bool, with_drafts: bool) -> DecodeRows:
+        """Returns the rows of generating requests that the step computes.
+
+        They are all rows, or the first in policy order where the token budget is smaller. With a
+        `pipeline_depth` above 1 each step takes its share of them, longest waiting first.
+
+        Args:
+            idle: whether no step is in flight.
+            with_drafts: whether rows may verify draft tokens.
+        """
         rows, lanes = self.generating, self.lanes
         if not rows.requests:
             return rows
         room = lanes.last[rows.lanes] - lanes.planned[rows.lanes]
         eligible = room > 0
-        if self._config.lag > 1 and not idle:
+        if self._config.pipeline_depth > 1 and not idle:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
-        members = self._order.members(rows.requests)
-        if members is not None:
-            eligible &= members
+        allowed = self._order.allowed_rows(rows.requests)
+        if allowed is not None:
+            eligible &= allowed
         if not eligible.all():
             rows, room = rows.select(np.nonzero(eligible)[0]), room[eligible]
-        turns = min(self._config.lag, self._config.steps_in_flight)
+        turns = min(self._config.pipeline_depth, self._config.steps_in_flight)
         share = -(-len(self.generating.requests) // turns)
         budget = min(self._config.max_num_batched_tokens, share)
         if len(rows.requests) > budget:
@@ -128,9 +139,11 @@ class RunningSet:
             rows = self._with_drafts(rows, room)
         return rows
 
-    def _with_drafts(self, rows: Rows, room: Int32) -> Rows:
-        """Adds drafts as far as tokens and logit rows are left, with a logit row to spare for each
-        prompt that may end in the step."""
+    def _with_drafts(self, rows: DecodeRows, room: Int32) -> DecodeRows:
+        """Adds drafts, as many as the budgets of tokens and of logit rows allow.
+
+        A logit row stays free for each prompt that may end in the step.
+        """
         if self._lookahead is None:
             return rows
         count, lanes = len(rows.requests), self.lanes
@@ -142,19 +155,23 @@ class RunningSet:
         counts = cut_evenly(np.minimum(self._lookahead(rows.lanes, room), room), most)
         return rows.with_drafts(counts) if counts.any() else rows
 
-    def chunks(self, budget: int, can_start: bool) -> list[Chunk]:
-        """Returns the prompt rows of running requests, in policy order. can_start: waiting requests
-        could start in this step, too."""
-        chunks: list[Chunk] = []
+    def chunks(self, budget: int, can_start: bool) -> list[PrefillChunk]:
+        """Returns the prompt rows of running requests, in policy order.
+
+        Args:
+            budget: most tokens of all these rows.
+            can_start: whether waiting requests could start in this step, too.
+        """
+        chunks: list[PrefillChunk] = []
         if not self._prompts:
             return chunks
         prompts = list(self.prompts)
-        shares = self._order.shares(prompts, budget, can_start)
+        parts = self._order.split_budget(prompts, budget, can_start)
         for i, request in enumerate(prompts):
-            most = budget if shares is None else min(budget, shares[i])
+            most = budget if parts is None else min(budget, parts[i])
             length = self.chunk_length(request, request.known - request.planned, most)
             if length > 0:
-                chunks.append(Chunk(request, request.planned, length))
+                chunks.append(PrefillChunk(request, request.planned, length))
                 budget -= length
         return chunks
 
@@ -163,15 +180,18 @@ class RunningSet:
         """The requests that are in their prompts, in policy order."""
         return (request for _, _, request in self._prompts)
 
-    def chunk_length(self, request: Request, lacking: int, budget: int) -> int:
-        """Returns how many of the `lacking` tokens to compute. Without chunked prefill prompts go
-        whole, except that one taken up again after a preemption may have outgrown any step."""
-        if lacking <= budget:
-            return lacking
+    def chunk_length(self, request: Request, remaining: int, budget: int) -> int:
+        """Returns how many of a prompt's `remaining` tokens to compute in a step.
+
+        Without chunked prefill a prompt is computed whole. After a preemption it may be split,
+        because with its output it may have outgrown any step.
+        """
+        if remaining <= budget:
+            return remaining
         split = self._config.enable_chunked_prefill or request.num_preemptions
         return max(budget, 0) if split else 0
 
-    def book(self, rows: Rows, chunks: list[Chunk]) -> bool:
+    def book(self, rows: DecodeRows, chunks: list[PrefillChunk]) -> bool:
         """Books blocks for all tokens of these rows, or returns False and books none."""
         lanes = rows.lanes
         ends = self.lanes.planned[lanes] + rows.q_len
@@ -182,18 +202,23 @@ class RunningSet:
             self._blocks.slide(lanes, self.lanes.planned[lanes] - self.lanes.drafted[lanes])
         return self._blocks.book(lanes, ends)
 
-    def launched(self, rows: Rows, step_id: int) -> None:
+    def launched(self, rows: DecodeRows, step_id: int) -> None:
         """Records that the rows' positions are being computed."""
         lanes = self.lanes
         lanes.planned[rows.lanes] += rows.q_len
         if rows.drafts:
             lanes.drafted[rows.lanes] += rows.q_len - 1
-        if self._config.lag > 1:
-            lanes.ready_step[rows.lanes] = step_id + self._config.lag
+        if self._config.pipeline_depth > 1:
+            lanes.ready_step[rows.lanes] = step_id + self._config.pipeline_depth
 
-    def confirm(self, step: Launched, tokens: Int32, n: Int32) -> None:
-        """Takes in the first `n` tokens of each row of a step, all of them of requests that still
-        run. Blocks that are whole now can be shared."""
+    def confirm(self, step: StepInFlight, tokens: Int32, n: Int32) -> None:
+        """Appends each row's new tokens to its request, and makes whole blocks shareable.
+
+        Args:
+            step: rows of requests that still run.
+            tokens: int32 [R, W].
+            n: int32 [R], how many of them each row keeps.
+        """
         lanes = self.lanes
         lanes.accept(step.lanes, tokens, n)
         generating, accepted = step.lanes[: step.num_generating], n[: step.num_generating]
@@ -203,8 +228,8 @@ class RunningSet:
             q_len = step.q_len[: step.num_generating]
             lanes.planned[generating] -= q_len - accepted
             lanes.drafted[generating] -= q_len - 1
-        if self._config.lag > 1:
-            ready = lanes.ready_step[step.lanes] == step.step_id + self._config.lag
+        if self._config.pipeline_depth > 1:
+            ready = lanes.ready_step[step.lanes] == step.step_id + self._config.pipeline_depth
             lanes.ready_step[step.lanes[ready]] = step.step_id
         whole = computed - self._blocks.inserted[generating] >= self._blocks.block_size
         if whole.any():
@@ -223,7 +248,7 @@ def cut_evenly(counts: Int32, total: int) -> Int32:
     while level > 0 and np.minimum(counts, level).sum() > total:
         level -= 1
     cut = np.minimum(counts, level)
-    # What is left is less than one for each row that was cut.
+    # The rest of the total is less than one for each row that was cut.
     more = np.flatnonzero(counts > cut)[: max(total - int(cut.sum()), 0)]
     cut[more] += 1
     return int32(cut)

@@ -17,11 +17,13 @@ RUNNING     FINISHED    `update`: a stop token, or the longest length
 any         FINISHED    `abort`
 ==========  ==========  ==========================================================================
 
-While RUNNING a request is in its prompt (`generating` false: the host knows the tokens to compute,
-a step takes as many as the budget allows) or generating (the device knows where it stands; a step
-takes one position and what drafts there are). Giving up a lane always goes the same way
-(`_release`): blocks and lane are free at once, because the device runs steps in order, and rows of
-the lane's earlier request that are still in flight are recognized by `lane_epoch` and ignored.
+While RUNNING, a request is in its prompt or generating. In its prompt, the host knows the tokens to
+compute, and a step takes as many as the budget allows. Generating, the device knows its position,
+and a step takes one position and the drafts.
+
+A request always gives up its lane in the same way (`_release`). Its blocks and its lane are free at
+once, because the device runs steps in order. Rows of the request that are still in flight have an
+older `lane_epoch`, and their results are ignored.
 """
 
 from __future__ import annotations
@@ -40,11 +42,10 @@ from quire.plan import Admit, StepPlan, StepResult, StopReason
 from quire.request import FinishReason, Request, RequestStatus
 from quire.scheduler.admission import Admission
 from quire.scheduler.feature import Feature, FeatureSet
-from quire.scheduler.lanes import Chunk, Launched, Rows
 from quire.scheduler.order import Order
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
-from quire.scheduler.steps import Columns, admit_of
+from quire.scheduler.step import DecodeRows, PrefillChunk, StepInFlight, make_admit
 from quire.scheduler.waiting import WaitingSet
 
 _REASONS = {
@@ -56,10 +57,16 @@ _REASONS = {
 class Scheduler:
     """Decides what each step computes. Not thread-safe; the engine's loop owns it.
 
-    order: which requests come first; `Order(config)` where none is given.
+    Args:
+        order: which requests come first; `Order(config)` by default.
 
-    Raises ConfigError if a feature proposes drafts that the executor would not verify, or the
-    executor samples fewer rows than there are lanes.
+    Attributes:
+        last_step: the last step that was planned, or None.
+        last_prompt_step: the last step that computed a part of any prompt, or None.
+
+    Raises:
+        ConfigError: a feature proposes drafts but the executor verifies none, or the executor
+            samples fewer rows than there are lanes.
     """
 
     def __init__(
@@ -92,15 +99,13 @@ class Scheduler:
             config,
             self.blocks,
             self._running,
-            self._features.fetch,
-            self._features.reusable,
+            self._features,
             full_step=capacity.full_step,
         )
         self._features.attach(self.blocks, self.wake)
-        self._in_flight: deque[Launched] = deque()
-        self.last_step: Launched | None = None
-        self.last_prompt_step: Launched | None = None
-        """The last step that computed a part of any prompt."""
+        self._in_flight: deque[StepInFlight] = deque()
+        self.last_step: StepInFlight | None = None
+        self.last_prompt_step: StepInFlight | None = None
         self._frees: list[int] = []
         self._detached: dict[str, DetachedBlocks] = {}
         self._blocked_head: Request | None = None
@@ -116,7 +121,10 @@ class Scheduler:
             ConfigError: the feature proposes drafts.
         """
         if type(feature).lookahead is not Feature.lookahead:
-            raise ConfigError(f"{type(feature).__name__} must be known when the scheduler starts")
+            raise ConfigError(
+                f"{type(feature).__name__} proposes drafts, so it must be known when the scheduler "
+                "starts"
+            )
         self._features.add(feature)
         feature.attach(self.blocks, self.wake)
 
@@ -125,9 +133,11 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Takes a new request in. Siblings (n > 1) follow the one they name as `leader`.
 
-        Raises `RequestTooLargeError` if it could not run even alone, `RefusedError` if it does not
-        fit a step or a feature refuses it, `RequestError` if it is malformed, `OverloadedError` if
-        too many wait already; siblings are not refused for that.
+        Raises:
+            RequestTooLargeError: the request could not run even alone.
+            RefusedError: it does not fit a step, or a feature refuses it.
+            RequestError: it is malformed.
+            OverloadedError: too many requests are waiting. Siblings are not refused for that.
         """
         if request.request_id in self._requests:
             raise RequestError(
@@ -155,7 +165,7 @@ class Scheduler:
             self._waiting.wake(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """Ends a request wherever it stands. Returns None if none of that id is unfinished."""
+        """Ends a request wherever it stands. Returns it, or None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -176,8 +186,11 @@ class Scheduler:
         self._waiting.wake_siblings(request)
 
     def _preempt(self, request: Request) -> None:
-        """Puts a running request back into the queue. Its tokens will be recomputed, found in the
-        tree, or brought back."""
+        """Puts a running request back into the queue.
+
+        When it runs again, its tokens come from the prefix tree or from a feature, or are computed
+        again.
+        """
         self._swapped += self._features.preempt(request)
         self._release([request], ended=False)
         request.num_preemptions += 1
@@ -209,8 +222,10 @@ class Scheduler:
     # -- planning ------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """Returns the next step, or None if there is nothing to launch until a result or a request
-        comes. A plan that is returned must be launched."""
+        """Returns the next step, which the caller must launch.
+
+        Returns None if there is nothing to launch until a result or a request comes.
+        """
         if len(self._in_flight) >= self._config.steps_in_flight:
             return None
         # Blocks are copied before a step's body, so prompts are shared from the next step on.
@@ -220,22 +235,23 @@ class Scheduler:
         victim = self._order.victim_for(
             self._running.entries, self._lanes.has_free, self._blocked_head
         )
-        if victim is not None:  # one a step: a burst is let in step by step
+        if victim is not None:  # One a step, so that a burst is let in step by step.
             self._preempt(victim)
         plan = None
-        if self._order.begin_exclusive(self._next_prompts(), self._step_id):
-            plan = self._plan_step(exclusive=True)
-            self._order.end_exclusive()
-        return plan or self._plan_step(exclusive=False)
+        if self._order.reserve_step(self._next_prompts(), self._step_id):
+            plan = self._plan_step(reserved=True)
+            self._order.open_step()
+        return plan or self._plan_step(reserved=False)
 
     def _next_prompts(self) -> Iterator[Request]:
-        """Yields the requests whose prompts the step could compute, most probably."""
+        """Yields the requests whose prompts the step will probably compute."""
         yield from self._running.prompts
         request = self._order.next() if self._lanes.has_free else None
         if request is not None and request is not self._blocked_head:
             yield request
 
-    def _plan_step(self, *, exclusive: bool) -> StepPlan | None:
+    def _plan_step(self, *, reserved: bool) -> StepPlan | None:
+        """Returns a step, or None if it would be empty. reserved: `Order.reserve_step` did."""
         preemptions = self._preemptions
         most = self._order.prompt_budget(self._step_id)
         rows, chunks = self._running_rows(most)
@@ -246,13 +262,18 @@ class Scheduler:
             room = self._config.max_num_batched_tokens - int(rows.q_len.sum())
             self._start_waiting(min(room, most) - sum(c.length for c in chunks), chunks, admits)
         empty = not chunks and not rows.requests
-        if empty and (exclusive or not self._features.pending(not self._in_flight)):
+        if empty and (reserved or not self._features.pending(not self._in_flight)):
             return None
         return self._launch(rows, chunks, admits)
 
-    def _running_rows(self, most: int) -> tuple[Rows, list[Chunk]]:
-        """Chooses the rows of running requests and books their blocks. When blocks run out, drafts
-        go first, then requests (`Order.victim`). most: prompt tokens."""
+    def _running_rows(self, most: int) -> tuple[DecodeRows, list[PrefillChunk]]:
+        """Chooses the rows of running requests and books their blocks.
+
+        When blocks run out, drafts are given up first, then requests (`Order.victim`).
+
+        Args:
+            most: most prompt tokens.
+        """
         running, idle = self._running, not self._in_flight
         with_drafts, budget = True, self._config.max_num_batched_tokens
         can_start = self._lanes.has_free and self._blocked_head is None
@@ -269,12 +290,18 @@ class Scheduler:
             elif chunks and chunks[0].length > 1:
                 most = chunks[0].length // 2
             elif idle and not self._detached and not self.blocks.loading:
-                raise RuntimeError("a request that fits the cache found no room in it")
+                raise RuntimeError("a running request fits the KV cache but found no free blocks")
             else:
-                return Rows.none(), []
+                return DecodeRows.empty(), []
 
-    def _start_waiting(self, budget: int, chunks: list[Chunk], admits: list[Admit]) -> None:
-        """Starts waiting requests in their order, up to the first that does not fit."""
+    def _start_waiting(self, budget: int, chunks: list[PrefillChunk], admits: list[Admit]) -> None:
+        """Starts waiting requests in their order, up to the first that does not fit.
+
+        Args:
+            budget: most prompt tokens.
+            chunks: the step's prompt rows, which it adds to.
+            admits: the step's admissions, which it adds to.
+        """
         self._blocked_head = None
         while budget > 0 and self._lanes.has_free:
             if self._admission.enough(chunks, len(self._running) + len(self._order)):
@@ -283,7 +310,7 @@ class Scheduler:
             if request is None:
                 return
             tokens = request.tokens.view()
-            if self._admission.fetches(request, tokens):
+            if self._admission.must_wait(request, tokens):
                 self._waiting.park(request)
                 continue
             chunk = self._admission.book(request, tokens, budget, self._step_id)
@@ -299,39 +326,32 @@ class Scheduler:
                 self._prefix_queries += request.known
                 self._prefix_hits += chunk.start
             params = self._features.device_params(request)
-            admits.append(admit_of(request, tokens, chunk.start, params))
+            admits.append(make_admit(request, tokens, chunk.start, params))
             chunks.append(chunk)
             budget -= chunk.length
             self._running.begin(chunk, self._step_id)
 
-    def _launch(self, rows: Rows, chunks: list[Chunk], admits: list[Admit]) -> StepPlan:
+    def _launch(
+        self, rows: DecodeRows, chunks: list[PrefillChunk], admits: list[Admit]
+    ) -> StepPlan:
         self._running.launched(rows, self._step_id)
-        columns = Columns.of(rows, chunks)
+        step = StepInFlight.join(self._step_id, rows, chunks)
         plan = StepPlan(
             step_id=self._step_id,
-            lanes=columns.lanes,
-            q_len=columns.q_len,
-            n_logits=columns.n_logits,
-            flags=columns.flags,
+            lanes=step.lanes,
+            q_len=step.q_len,
+            n_logits=step.n_logits,
+            flags=step.flags,
             admits=admits,
             frees=self._frees,
             block_appends=self.blocks.take_appends(),
             copies=self.blocks.take_copies(),
         )
-        self._features.plan(plan, columns.requests)
-        self.last_step = Launched(
-            self._step_id,
-            columns.requests,
-            columns.lanes,
-            columns.q_len,
-            columns.lane_epoch,
-            len(rows.lanes),
-            rows.drafts,
-            chunks,
-        )
+        self._features.plan(plan, step.requests)
+        self._in_flight.append(step)
+        self.last_step = step
         if chunks:
-            self.last_prompt_step = self.last_step
-        self._in_flight.append(self.last_step)
+            self.last_prompt_step = step
         self._frees = []
         self._step_id += 1
         self._running.join()
@@ -341,7 +361,7 @@ class Scheduler:
     # -- results -------------------------------------------------------------------------------
 
     def update(self, result: StepResult) -> StepProgress:
-        """Takes in the result of the oldest step in flight."""
+        """Records the result of the oldest step in flight, and returns it by request."""
         step = self._in_flight.popleft()
         if step.step_id != result.step_id:
             raise RuntimeError(f"result of step {result.step_id} came before {step.step_id}'s")
@@ -377,9 +397,15 @@ class Scheduler:
             pooled=result.pooled,
         )
 
-    def _end(self, step: Launched, stop: Int32, cut: list[int]) -> list[int]:
-        """Ends the requests of rows that the device saw end, or that are as long as they may be,
-        unless they are in `cut`. Returns these rows. stop: a `StopReason` each, int32 [R]."""
+    def _end(self, step: StepInFlight, stop: Int32, cut: list[int]) -> list[int]:
+        """Ends requests that the device saw end, or that have reached their longest length.
+
+        Returns their rows.
+
+        Args:
+            stop: int32 [R], a `StopReason` each.
+            cut: rows that a feature cut short; their requests go on.
+        """
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
         ended = full | (stop != StopReason.NONE)
         ended[cut] = False
@@ -441,10 +467,16 @@ class Scheduler:
 
 
 def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSet) -> int:
-    """Returns the most logit rows of a step. Raises ConfigError."""
+    """Returns the most logit rows of a step.
+
+    Raises:
+        ConfigError: as `Scheduler`.
+    """
     if features.looks_ahead and not capacity.drafts:
         names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)
-        raise ConfigError(f"{names} proposes draft tokens, but the executor verifies none")
+        raise ConfigError(
+            f"{names} proposes draft tokens, but this executor verifies none (Capacity.drafts=0)"
+        )
     if capacity.logit_rows is None:
         return config.max_num_seqs
     if capacity.logit_rows < config.max_num_seqs:

@@ -1,4 +1,4 @@
-"""Sort keys of requests. A key never changes, so queues are never sorted again."""
+"""Requests without a lane: queued in policy order, or parked."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ MOST_PREEMPTIONS = 4
 
 
 def preemption_exhausted(request: Request) -> bool:
-    """Whether the request was preempted as often as it may be. Such a request starts again once all
-    blocks that it can ever need are available, books them, and runs to its end. So preemptions, and
-    tokens computed twice, are bounded."""
+    """Whether the request was preempted as often as it may be.
+
+    Such a request starts again once all blocks that it can ever need are available, books them, and
+    runs to its end. So preemptions, and tokens computed twice, are bounded.
+    """
     return request.num_preemptions >= MOST_PREEMPTIONS
 
 
 def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
     """Returns the key function of `config.policy`; the smallest key runs first.
 
-    fcfs: by arrival. priority: by arrival + weight * priority (lower priority values run first), so
-    that a request gains one unit of priority on later ones for every `weight` seconds it waits,
-    and none starves.
+    A key never changes, so queues are never sorted again.
+
+    fcfs: by arrival. priority: by arrival + weight * priority; lower priority values run first. A
+    request gains one unit of priority on later ones for every `weight` seconds that it waits, so no
+    request starves.
     """
     weight = config.priority_weight if config.policy == "priority" else 0.0
 
@@ -39,14 +43,11 @@ def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
     return key
 
 
-# Requests without a lane: queued in policy order, or parked.
-
-
 class WaitingQueue:
     """Waiting requests in key order. Removal is lazy: an entry counts while its request is WAITING.
 
     Attributes:
-        tokens: of all requests in the queue.
+        tokens: number of tokens of all requests in the queue.
     """
 
     _COMPACT_FROM = 64
@@ -99,8 +100,10 @@ class Queue(Protocol):
 
 
 class WaitingSet:
-    """Places requests in the queue, or parks them while something keeps them from running: a
-    feature that is not ready, or a leader (n > 1) whose prompt, not planned yet, they will share.
+    """Places requests in the queue, or parks them while they cannot run.
+
+    A request cannot run while a feature is not ready for it, or while the prompt that it will share
+    with its leader (n > 1) is not planned.
     """
 
     def __init__(self, queue: Queue, ready: Sequence[Callable[[Request], bool]]) -> None:
@@ -136,7 +139,7 @@ class WaitingSet:
             self.place(request)
 
     def wake_siblings(self, leader: Request) -> None:
-        """Wakes siblings: the leader's prompt is planned, or will not be for now."""
+        """Wakes siblings, because the leader's prompt is planned, or will not be for now."""
         for sibling in self._siblings.pop(leader.request_id, ()):
             self.wake(sibling)
 

@@ -122,16 +122,11 @@ class Tokenizer:
             RequestError: the text is too long, or cannot be tokenized.
         """
         if most is not None and len(text) > most:
-            # Few texts are as long.
-            pass  # nothing left to import
-
             check_length(text, most, self.longest, self.encode)
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # lone surrogates, and panics of the library
-            pass  # nothing left to import
-
             raise refused(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
 
@@ -144,8 +139,6 @@ class Tokenizer:
         try:
             (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
         except BaseException as error:
-            pass  # nothing left to import
-
             raise refused(error, "the tokens cannot be decoded") from error
         return str(text)
 

@@ -44,7 +44,7 @@ def test_every_size_is_replayed(lanes: int, drafts: int) -> None:
     bodies = []
     for heads in (True, False):
         lanes_of, model = SimpleNamespace(state=state), SimpleNamespace(gives_logits=heads)
-        program = SimpleNamespace(lanes=lanes_of, model=model, body=run, head=run)
+        program = SimpleNamespace(bound=lanes_of, model=model, body=run, head=run)
         captured = Captured(limits, heads)
         found = measure_steps(cast(StepProgram, program), captured, {})
         assert max(found["verify"]) == min(limits.logit_rows, 16)

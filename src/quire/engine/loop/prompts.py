@@ -186,8 +186,10 @@ def _tokens(prompt: str | Sequence[int] | Int32, tokenizer: Tokenizer | None, mo
         return np.empty(0, dtype=np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise RequestError("a prompt is a text or a list of token ids (integers)", "prompt")
-    if max(int(ids.max()), -int(ids.min())) > np.iinfo(np.int32).max:
-        raise RequestError(f"token ids {ids.min()} to {ids.max()} are out of range", "prompt")
+    largest = np.iinfo(np.int32).max
+    for id in (int(ids.min()), int(ids.max())):
+        if abs(id) > largest:
+            raise RequestError(f"token id {id} is out of range, 0 to {largest}", "prompt")
     return ids.astype(np.int32)
 
 

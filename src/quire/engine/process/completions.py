@@ -12,7 +12,7 @@ from quire.arrays import Int32
 from quire.engine.loop.messages import CompletionEnd, CompletionStart, StepOutputs
 from quire.engine.process.connection import Connection
 from quire.request import Request
-from quire.scheduler import Progress, StepProgress
+from quire.scheduler import RequestProgress, StepProgress
 
 _NOBODY = -1
 """The client of a lane whose request is no client's."""
@@ -160,6 +160,6 @@ def _extras(progress: StepProgress) -> dict[str, list[tuple[int, Any]]]:
         if of_rows is None:
             continue
         places = np.flatnonzero(np.isin(progress.rows, of_rows.rows)).tolist()
-        items: list[tuple[int, Progress]] = [(place, progress[place]) for place in places]
+        items: list[tuple[int, RequestProgress]] = [(place, progress[place]) for place in places]
         found[name] = [(place, getattr(item, name)) for place, item in items]
     return found

@@ -13,14 +13,14 @@ from quire.config import EngineConfig
 from quire.engine.loop.stats import RankStats
 from quire.errors import ConfigError
 from quire.runner import Hook, ModelRunner
-from quire.runner.model_runner import limits_of
+from quire.runner.model_runner import step_limits
 
 _NEVER = -1
 
 
 def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: bool) -> None:
     """Gives hooks their parts of the memory that all ranks map; the first rank makes the file."""
-    limits = limits_of(config, hooks)
+    limits = step_limits(config, hooks)
     sizes = [hook.shared_bytes(limits) for hook in hooks]
     if not sum(sizes):
         return

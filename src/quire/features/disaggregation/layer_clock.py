@@ -18,7 +18,7 @@ from quire.features.disaggregation.settings import read_settings
 from quire.models.decoder import Decoder
 from quire.ops import op
 from quire.ops.reference import mask as twins
-from quire.runner.hooks.hook import Hook
+from quire.runner.hooks import Hook, HostHook
 from quire.runner.mask_ring import pin, unpin
 from quire.runner.readback import Step
 from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, map_shared
@@ -75,7 +75,7 @@ def open_layer_clock(config: EngineConfig) -> Hook:
     return LayerClock() if read_settings(config.args.kv_peers or {}).layers else Hook()
 
 
-class LayerClock(Hook):
+class LayerClock(HostHook):
     """Answers `layer_clock` with the memory of the clocks of all ranks, int64 [ranks] from
     `CLOCK_BEGIN` on."""
 

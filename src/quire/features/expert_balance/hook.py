@@ -10,11 +10,11 @@ from quire.features.expert_balance.feature import ASK, ENTRY
 from quire.features.expert_balance.stats import ExpertStats
 from quire.layers.experts import Experts
 from quire.models import Decoder
-from quire.runner import Hook
+from quire.runner.hooks import HostHook
 from quire.runner.readback import Step
 
 
-class BalanceHook(Hook):
+class BalanceHook(HostHook):
     """Rearranges experts before the body of a plan that says so."""
 
     entries = frozenset({ENTRY})

@@ -16,7 +16,7 @@ from quire.features.lora.peft import MOST_RANK
 from quire.models import Decoder
 from quire.ops.rows import StepRows
 from quire.plan import StepPlan
-from quire.runner.hooks.hook import Hook, SharedMemory
+from quire.runner.hooks.hook import HostHook, ProgramHook, SharedMemory
 from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
@@ -32,7 +32,7 @@ def load_entry(number: int, path: str, digest: str) -> Int32:
     return np.array([[number, *map(ord, text)]], dtype=np.int32)
 
 
-class AdapterHook(Hook):
+class AdapterHook(ProgramHook, HostHook):
     """Has bodies of its own for steps with adapters, so that others cost what they did."""
 
     alters = True

@@ -11,14 +11,14 @@ from quire.features.pooling.feature import COLUMN, Share
 from quire.ops import op
 from quire.ops.reference.pool import pool_rows
 from quire.plan import Pooled, StepPlan, StopReason
-from quire.runner import Hook
+from quire.runner.hooks import HostHook
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 
 _pool_rows = op(pool_rows)
 
 
-class Pooler(Hook):
+class Pooler(HostHook):
     """Adds up states over a prompt's chunks in float32, and ends rows whose vector is complete.
 
     Hidden states are whole on every rank, and so is what becomes of them.

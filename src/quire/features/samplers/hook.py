@@ -13,9 +13,7 @@ from quire import ops
 from quire.config import EngineConfig
 from quire.ops.reference import random, truncate
 from quire.plan import Admit, StepPlan
-from quire.runner import Hook
-from quire.runner.hooks import Level
-from quire.runner.hooks.hook import HeadContext
+from quire.runner.hooks import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.readback import Upload, logit_starts
 from quire.runner.state import BatchState
 from quire.sampling_params import SamplingParams
@@ -145,7 +143,7 @@ class _Rows:
         return torch.tensor(wanted, device=self.place.device)
 
 
-class Samplers(Hook):
+class Samplers(ProgramHook, HostHook):
     """Draws the tokens of rows with DRY, XTC, typical-p or functions of the caller's.
 
     Their steps' heads run op by op; others have nothing to do with it. The order is: functions,

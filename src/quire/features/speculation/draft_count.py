@@ -32,7 +32,7 @@ def measure_steps(
     long with drafts as without. graphs: replayed where there are some. All stages of a pipeline run
     the same steps; what the last one measures counts.
     """
-    state = program.lanes.state
+    state = program.bound.state
     device, limits = state.device, state.limits
     found: StepSeconds = {"decode": {}, "verify": {}}
     longest = {"decode": 1, "verify": 2}
@@ -53,7 +53,7 @@ def _step(
     program: StepProgram, graphs: CapturedPrograms | None, size: int, longest: int
 ) -> Callable[[], None]:
     """Returns what runs a body and a plain head of so many tokens."""
-    rows = size if longest == 1 else max(1, min(size // 2, program.lanes.state.limits.lanes))
+    rows = size if longest == 1 else max(1, min(size // 2, program.bound.state.limits.lanes))
     heads = program.model.gives_logits
     body = head = None
     if graphs is not None:

@@ -31,7 +31,7 @@ from quire.ops.rows import PROMPT, Drafts, StepRows
 from quire.plan import StepPlan
 from quire.quantization import Quantization
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, ModelLanes
+from quire.runner.program import BodyShape, BoundModel
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 
@@ -134,8 +134,8 @@ class HeadDrafter(Drafter):
         own = len(head.kv_layouts)
         layers = cache.layers[-len(head.layers) :]
         groups = range(len(state.groups) - own, len(state.groups))
-        self._lanes = ModelLanes(head, state, layers, groups, self._begun, ahead=1)
-        self._pass_lanes = replace(self._lanes, position=self._pass_position)
+        self._bound = BoundModel(head, state, layers, groups, self._begun, ahead=1)
+        self._bound_passes = replace(self._bound, position=self._pass_position)
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class HeadDrafter(Drafter):
         lanes = torch.where(rows.lanes < 0, state.limits.lanes, rows.lanes).long()
         used.used.index_copy_(0, lanes, behind)
         hidden = self._head.combine(self._tapped[: shape.tokens])
-        given = self._lanes.forward(rows, self._no_logits, shape, drafts=used, hidden=hidden)
+        given = self._bound.forward(rows, self._no_logits, shape, drafts=used, hidden=hidden)
         places = (rows.query_start[:-1] + behind).clamp_(max=len(given) - 1)
         self._kept.index_copy_(0, lanes, given.index_select(0, places))
 
@@ -172,7 +172,7 @@ class HeadDrafter(Drafter):
     def next_pass(self, shape: BodyShape, truncates: bool) -> None:
         # The last draft is the second part of a pair at the position before it.
         torch.sub(self._position, 1, out=self._pass_position)
-        given = self._pass_lanes.forward(
+        given = self._bound_passes.forward(
             self._pass_rows.first(shape.rows),
             self._no_logits,
             shape,

@@ -38,7 +38,7 @@ from quire.ops.rows import PROMPT, StepRows
 from quire.plan import StepPlan
 from quire.runner.graphs import SHORT_ROW
 from quire.runner.kv_cache import KVCache
-from quire.runner.program import BodyShape, ModelLanes
+from quire.runner.program import BodyShape, BoundModel
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
@@ -87,7 +87,7 @@ class DraftModel(Drafter):
 
     def take_cache(self, cache: KVCache) -> None:
         state, own = self._state, len(self._model.kv_layouts)
-        self._lanes = ModelLanes(
+        self._bound = BoundModel(
             self._model,
             state,
             cache.layers[-len(self._model.layers) :],
@@ -108,12 +108,12 @@ class DraftModel(Drafter):
             self._position, self._own_used.used, self._claims, passes,
         )  # fmt: skip
         rows = self._first_rows.first(shape.rows)
-        hidden = self._lanes.forward(rows, self._no_logits, shape, drafts=self._own_used)
+        hidden = self._bound.forward(rows, self._no_logits, shape, drafts=self._own_used)
         self.draw(hidden.index_select(0, passes.places[: shape.rows]), truncates)
 
     def next_pass(self, shape: BodyShape, truncates: bool) -> None:
         rows = self._pass_rows.first(shape.rows)
-        self.draw(self._lanes.forward(rows, self._no_logits, shape), truncates)
+        self.draw(self._bound.forward(rows, self._no_logits, shape), truncates)
 
     def pass_logits(self, hidden: Tensor) -> Tensor:
         return self._model.logits(hidden)
@@ -124,7 +124,7 @@ class DraftModel(Drafter):
     def _chunk(self, shape: BodyShape) -> None:
         """Computes chunks, and moves the model past them."""
         rows = self._chunk_rows.first(shape.rows)
-        hidden = self._lanes.forward(rows, self._no_logits, shape)
+        hidden = self._bound.forward(rows, self._no_logits, shape)
         ops.collect_rows(hidden, rows, self._no_logits, self._position, self._last, hidden)
 
     def programs(self) -> Mapping[str, Callable[[], None]]:

@@ -26,6 +26,7 @@ from quire.ops.reference import drafts as reference
 from quire.ops.rows import Drafts, LogitRows, StepRows
 from quire.plan import StepPlan
 from quire.runner.graphs import Buckets
+from quire.runner.hooks import HostHook
 from quire.runner.program import BodyShape
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
@@ -52,7 +53,7 @@ class DraftLaunch:
     truncates: bool = False
 
 
-class Drafter(Verifier):
+class Drafter(Verifier, HostHook):
     """Keeps draft_position, int32 [lanes], and the rows that are drafted for before a step."""
 
     entries = frozenset({DRAFT_ROWS})
@@ -62,7 +63,7 @@ class Drafter(Verifier):
         self._config = config
         self._settings = settings
         # The first stage of a pipeline needs drafts before the last one runs other rows' step.
-        self._ahead = config.scheduler.lag > 1
+        self._ahead = config.scheduler.pipeline_depth > 1
         self._replay: Mapping[str, Callable[[], None]] = {}
         self._rows: DraftLaunch | None = None
         self._truncates = np.zeros(config.scheduler.max_num_seqs, dtype=bool)

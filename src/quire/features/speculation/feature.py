@@ -62,7 +62,9 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
         return None
     if settings.source == "draft":
         scheduler = config.scheduler
-        return DraftModelSource(lanes, scheduler.max_num_batched_tokens, scheduler.lag > 1)
+        return DraftModelSource(
+            lanes, scheduler.max_num_batched_tokens, scheduler.pipeline_depth > 1
+        )
     return DraftHeadSource(lanes)
 
 
@@ -81,7 +83,7 @@ class SpeculationFeature(Feature, LoopFeature):
         self._wanted = np.zeros(lanes, dtype=bool)
         self._own_kind = np.full(lanes, DEVICE, dtype=np.int32)
         self._device = _device_source(config, settings)
-        self._ahead = config.scheduler.lag > 1
+        self._ahead = config.scheduler.pipeline_depth > 1
         self._made = np.zeros(lanes, dtype=np.int32)
         self._found = np.zeros(lanes)
         self._blocks: BlockManager | None = None

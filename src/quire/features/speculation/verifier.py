@@ -12,15 +12,14 @@ from quire.features.speculation.settings import SpeculationSettings
 from quire.models import Decoder, load_config
 from quire.models.draft_heads.eagle3 import eagle3_spec
 from quire.models.stages import StageDecoder
-from quire.runner import Hook
-from quire.runner.hooks.hook import HeadContext
+from quire.runner.hooks import HeadContext, ProgramHook
 from quire.runner.program import CapturedPrograms, StepProgram
 from quire.runner.state import BatchState
 
 _SHARES = 1 << 16
 
 
-class Verifier(Hook):
+class Verifier(ProgramHook):
     """Lets rows verify drafts, which the host or another hook brings."""
 
     def __init__(self, settings: SpeculationSettings) -> None:

@@ -327,8 +327,5 @@ def _products(
     if sinks is None:
         scores = scores.softmax(-1)
     else:
-        # Few models have sinks.
-        pass  # nothing left to import
-
         scores = softmax(scores.view(pieces, kv_heads, rows, -1), sinks).flatten(0, 1)
     return torch.bmm(scores, v).view(pieces, kv_heads, rows, -1).to(dtype)

@@ -1,4 +1,4 @@
-"""Keeps drawn tokens: drafts that agree and the token after them, up to what ends a row."""
+"""Accepts drawn tokens: drafts that agree, and the token after them, up to a stop token."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from quire import ops
 from quire.arrays import int32
 from quire.errors import MAX_STOP_TOKENS
 from quire.plan import NO_CLAIM, StepPlan, claim_width
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.hooks.penalties import Penalties
 from quire.runner.readback import Upload, ragged
 from quire.runner.state import BatchState, ColumnSpec, Limits
 from quire.sampling_params import SamplingParams
 
 
-class Acceptance(Hook):
-    """Keeps num_stops, int32 [lanes], and stops, int32 [lanes, S], of which that many hold. Where
-    rows may have drafts also draft_ids, int32 [lanes, W], and draft_start, int32 [lanes]: a claim
-    about the text from an absolute position on, written by plans or by the device.
+class Acceptance(ProgramHook, HostHook):
+    """Ends each row's run of tokens, and keeps the columns of stop tokens and drafts.
 
     Verification is sampling: every logit row draws with its own position's noise, and the longest
     run of drafts that were drawn is accepted (see `ops.finish_rows`).
+
+    Columns:
+        num_stops: int32 [lanes], number of stop tokens.
+        stops: int32 [lanes, S], the stop tokens.
+        draft_ids: int32 [lanes, W], a claim (see `StepPlan`) of a plan or of the device. This and
+            the next two exist only if rows may have drafts.
+        draft_start: int32 [lanes], the claim's first position.
+        drafts_used: int32 [lanes], number of drafts that the lane's row verifies.
+
+    Attributes:
+        claims: the columns of drafts, or None.
     """
 
     def __init__(self, eos_token_ids: Sequence[int], penalties: Penalties) -> None:
@@ -61,11 +70,11 @@ class Acceptance(Hook):
         upload.put_lines(self._num_stops, lanes, counts)
         if counts.any():
             starts = ragged(lanes, np.zeros_like(lanes), self._stops.shape[1])
-            held = counts > 0
+            some = counts > 0
             values = int32([token for ids in ends for token in ids])
-            upload.put(self._stops, starts[held], counts[held], values)
+            upload.put(self._stops, starts[some], counts[some], values)
         if self.claims is not None:
-            # A claim of the lane's last request says nothing about this one.
+            # A claim for the lane's last request must not count for this one.
             claimed = plan.writes.get("draft_start", (lanes[:0], lanes[:0]))[0]
             stale = lanes[~np.isin(lanes, claimed)]
             upload.put_lines(self.claims.start, stale, np.full_like(stale, NO_CLAIM))

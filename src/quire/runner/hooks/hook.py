@@ -1,5 +1,14 @@
-"""The interface of hooks, which take part in a step beside the model. The runner knows hooks by it
-only."""
+"""The interface of hooks, which take part in a step beside the model.
+
+The runner knows hooks by these classes only. A hook inherits the parts that it has:
+
+=============  ====================================================================================
+`Hook`         the base: its start, its settings, control messages
+`ProgramHook`  changes logits or uses tokens within the step's programs, which may be captured
+`HostHook`     acts on the host in every step, and launches work outside of the programs
+`GateHook`     makes a head wait for masks that the host submits
+=============  ====================================================================================
+"""
 
 from __future__ import annotations
 
@@ -25,11 +34,14 @@ SharedMemory = np.ndarray[tuple[int], np.dtype[np.int8]]
 
 
 class Level(enum.IntEnum):
-    """The abilities of a head. Each level includes those before it; within one, every choice is
-    made per row, on the device.
+    """The abilities of a head. Each level includes those before it.
 
-    PLAIN: greedy choice, or temperature. MASKED: truncation, and masks that the host brings.
-    FULL: everything that graphs hold. UNCAPTURED: everything; such heads run op by op.
+    A level says what a head can do. What it does is decided per row, on the device.
+
+    PLAIN: greedy choice, or temperature.
+    MASKED: also truncation, and masks from the host.
+    FULL: everything that graphs are captured with.
+    UNCAPTURED: everything; such heads run op by op.
     """
 
     PLAIN = 0
@@ -42,9 +54,13 @@ class Level(enum.IntEnum):
 class HeadContext:
     """A head on its way through the hooks.
 
-    rows: the step's rows. logit_rows: where the logits are, L of them.
-    logits: [L, vocab], changed by hooks before tokens are drawn. raw: as the model gave them.
-    tokens: int32 [L], once drawn; -1 where logits were not numbers.
+    Attributes:
+        level: the abilities of the head.
+        rows: the step's rows.
+        logit_rows: the L logit rows.
+        raw: [L, vocab], logits as the model gave them.
+        logits: [L, vocab], logits that hooks change before tokens are drawn.
+        tokens: int32 [L] once they are drawn; -1 where a logit was not a number.
     """
 
     level: Level
@@ -63,142 +79,159 @@ class HeadContext:
 
 
 class Hook:
-    """Does nothing: the base of hooks, and the definition of their interface. Methods stand in the
-    order in which the runner calls them.
+    """The base of hooks. Its methods do nothing; they are called once, in this order.
 
-    `body`, `logits` and `tokens` are parts of the step's programs: they may be captured, so they
-    read nothing of the plan, make no decision on the host, and do the same for the same shape or
-    level. All other methods run on the host, for each step or once at the start.
-
-    drafts: the most draft tokens of a row that steps must verify for it.
-    entries: names in `StepPlan.writes` that it reads there, and that are no columns.
-    gates: whether it can make a head wait for the host, with the methods `lacks`, `room`, `claimed`
-        and `bring`.
-    alters: whether it can change what the model computes, with the methods `altered` and `body`.
-    draws: whether it leaves one token only, so that others must have changed the logits before.
-    embeds: whether it needs the model's embeddings where the head is.
+    Attributes:
+        drafts: most draft tokens of a row that steps must verify for the hook.
+        entries: names in `StepPlan.writes` that the hook reads from the plan; no columns.
+        embeds: whether the hook needs the model's embeddings on the stage with the head.
+        draws: whether the hook leaves one possible token in the logits. It then runs after the
+            hooks of other features.
     """
 
-    alters: bool = False
-    draws: bool = False
-    embeds: bool = False
     drafts: int = 0
     entries: frozenset[str] = frozenset()
-    gates: bool = False
-
-    # -- at the start, once --------------------------------------------------------------------
+    embeds: bool = False
+    draws: bool = False
 
     def shared_bytes(self, limits: Limits) -> int:
-        """Returns the bytes of host memory that all ranks must share for it."""
+        """Returns the bytes of host memory that all ranks must share for the hook."""
         return 0
 
     def share(self, memory: SharedMemory) -> None:
-        """Takes memory that all ranks map. Not called where there is one rank."""
+        """Receives memory that all ranks map. Not called with one rank."""
 
     def attach(self, model: Decoder) -> None:
-        """Takes the model, whose weights are loaded, before memory is measured."""
+        """Receives the model with its weights, before free memory is measured."""
 
     def models(self) -> Sequence[DecoderLayers]:
-        """Loads further models, whose KV groups stand behind the target's."""
+        """Loads further models, whose KV groups follow those of the target model."""
         return ()
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        """Returns the per-lane columns it keeps; plans fill them through `StepPlan.writes`."""
+        """Returns the per-lane columns of the hook. Plans fill them through `StepPlan.writes`."""
         return ()
 
     def bind(self, state: BatchState) -> None:
-        """Takes the state that holds its columns."""
+        """Receives the state that holds the hook's columns."""
 
     def take_cache(self, cache: KVCache) -> None:
-        """Takes the KV cache, which holds its models' layers behind the target's."""
-
-    def programs(self) -> Mapping[str, Callable[[], None]]:
-        """Returns further programs to capture, by name. They read and write fixed tensors, and
-        change nothing if the lanes of their rows are all -1."""
-        return {}
-
-    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
-        """Takes what replays its programs, where graphs are."""
+        """Receives the KV cache, in which the layers of `models` follow the target model's."""
 
     def seconds(self, program: Any, graphs: Any) -> StepSeconds:
-        """Measures what steps take that are planned by it, when all is captured.
+        """Measures steps, for the scheduler to plan by. Called after all programs are captured.
 
-        program: the `StepProgram`. graphs: its `CapturedPrograms`, or None.
+        Args:
+            program: the `StepProgram`.
+            graphs: its `CapturedPrograms`, or None.
         """
         return {}
 
-    # -- a step: the plan is applied -----------------------------------------------------------
-
-    def stage(self, plan: StepPlan, upload: Upload) -> None:
-        """Adds to the upload what the plan, and requests that take a lane, change for it."""
-
-    def lane_level(self, admit: Admit) -> Level:
-        """Returns what heads must be able to do for the rows of a request that takes a lane."""
-        return Level.PLAIN
-
-    def pack(self, plan: StepPlan, inputs: Int32) -> None:
-        """Fills in its part of a step's `BatchState.inputs`."""
-
-    # -- a step: the body ----------------------------------------------------------------------
-
-    def begin(self, step: Step) -> None:
-        """Launches what comes before the step's body, once the plan is applied."""
-
-    def altered(self, plan: StepPlan) -> bool:
-        """Whether the plan's body is one that it changes."""
-        return False
-
-    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
-        """Prepares the model for a body over so many tokens. A part of the body's program."""
-
-    def hidden(self, step: Step, hidden: Tensor) -> None:
-        """Uses a step's hidden states [T, width], between body and head; launched op by op, but
-        for its own programs. What it makes goes to the host with `step.send`."""
-
-    # -- a step: the head ----------------------------------------------------------------------
-
-    def level(self, plan: StepPlan) -> Level:
-        """Returns what the plan's head must be able to do, whatever its lanes ask for."""
-        return Level.PLAIN
-
-    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
-        """Tells whether the plan's head needs what the host has yet to bring; with `wait`, waits
-        for it."""
-        return False
-
-    def logits(self, ctx: HeadContext) -> None:
-        """Changes `ctx.logits` before tokens are drawn. A part of the head's program."""
-
-    def tokens(self, ctx: HeadContext) -> None:
-        """Uses what was drawn and accepted. A part of the head's program."""
-
-    def launched(self, step: Step) -> None:
-        """Starts copies to the host, with `step.send`, once the step's head is launched."""
-
-    def end(self, step: Step) -> None:
-        """Launches what comes behind the step's head, which the step's results do not wait for."""
-
-    def read(self, step: Step) -> None:
-        """Adds to `step.result`, on the host, once the step is done."""
-
-    # -- what the host brings, on any thread ---------------------------------------------------
-
-    def room(self, step_id: int, rows: int) -> Int32 | None:
-        """Answers `Executor.mask_room`. None: not this one."""
-        return None
-
-    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
-        """Answers `Executor.claimed`."""
-        return None
-
-    def bring(self, inputs: HeadInputs) -> None:
-        """Takes what the host brings for the head of a step."""
-
-    # -- everything else -----------------------------------------------------------------------
-
     def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers a control message that no one else knows. None: not this one either."""
+        """Answers a control message, at any time. None: the message is for another hook."""
         return None
 
     def close(self) -> None:
-        """Ends, and lets go of whatever waits for the host. Idempotent."""
+        """Ends the hook, and wakes every thread that waits for the host. Idempotent."""
+
+
+class ProgramHook(Hook):
+    """A hook with a part in the step's programs: a body, then a head.
+
+    Programs may be captured. So `body`, `logits` and `tokens` read nothing of the plan, decide
+    nothing on the host, and launch the same kernels for the same shape or level.
+
+    Attributes:
+        alters: whether `body` can change what the model computes. If so, bodies are captured with
+            and without that change, and `altered` chooses.
+    """
+
+    alters: bool = False
+
+    def programs(self) -> Mapping[str, Callable[[], None]]:
+        """Returns further programs to capture, by name.
+
+        They read and write fixed tensors, and change nothing if all their rows have lane -1.
+        """
+        return {}
+
+    def capture(self, programs: Mapping[str, Callable[[], None]]) -> None:
+        """Receives functions that replay the captured programs. Not called without graphs."""
+
+    def altered(self, plan: StepPlan) -> bool:
+        """Whether the hook changes what the model computes for this plan. Called on the host."""
+        return False
+
+    def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
+        """Prepares the model for a body over so many tokens."""
+
+    def logits(self, ctx: HeadContext) -> None:
+        """Changes `ctx.logits`; the sampler's own hook draws `ctx.tokens`."""
+
+    def tokens(self, ctx: HeadContext) -> None:
+        """Uses the tokens that were drawn and accepted."""
+
+
+class HostHook(Hook):
+    """A hook that acts on the host in every step. The runner calls the methods in this order."""
+
+    # -- the plan is applied -------------------------------------------------------------------
+
+    def stage(self, plan: StepPlan, upload: Upload) -> None:
+        """Adds the plan's changes of the hook's columns to the upload."""
+
+    def lane_level(self, admit: Admit) -> Level:
+        """Returns the level that heads need for the rows of a request that takes a lane."""
+        return Level.PLAIN
+
+    def pack(self, plan: StepPlan, inputs: Int32) -> None:
+        """Fills in the hook's part of `BatchState.inputs`."""
+
+    # -- the body ------------------------------------------------------------------------------
+
+    def begin(self, step: Step) -> None:
+        """Launches work before the step's body. The plan is applied by then."""
+
+    def hidden(self, step: Step, hidden: Tensor) -> None:
+        """Launches work on the step's hidden states [T, width], between body and head.
+
+        The runner calls it every time; it is not captured. `step.send` copies results to the host.
+        """
+
+    # -- the head ------------------------------------------------------------------------------
+
+    def level(self, plan: StepPlan) -> Level:
+        """Returns the level that the plan's head needs, whatever its lanes ask for."""
+        return Level.PLAIN
+
+    def launched(self, step: Step) -> None:
+        """Starts copies to the host with `step.send`, after the step's head is launched."""
+
+    def end(self, step: Step) -> None:
+        """Launches work after the step's head. The step's results do not wait for it."""
+
+    def read(self, step: Step) -> None:
+        """Adds to `step.result`, after the step is done on the device."""
+
+
+class GateHook(Hook):
+    """A hook that makes the heads of GATED rows wait for masks. A runner has at most one."""
+
+    def masks_missing(self, plan: StepPlan, *, wait: bool) -> bool:
+        """Whether the plan's head needs masks that the host has yet to submit.
+
+        Args:
+            wait: wait for them first.
+        """
+        return False
+
+    def mask_buffer(self, step_id: int, rows: int) -> Int32 | None:
+        """Answers `Executor.mask_room`, from any thread."""
+        return None
+
+    def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
+        """Answers `Executor.claimed`, from any thread."""
+        return None
+
+    def submit_masks(self, inputs: HeadInputs) -> None:
+        """Receives the masks for the head of a step, from any thread."""

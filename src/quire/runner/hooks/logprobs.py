@@ -8,21 +8,25 @@ import torch
 from quire import ops
 from quire.arrays import Int32, int32
 from quire.plan import Admit, Logprobs, StepPlan
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 from quire.sampling_params import MAX_LOGPROBS
 
 WIDTH = 2 + 2 * (1 + MAX_LOGPROBS)
-"""Words of a line of `ops.token_logprobs`."""
+"""Number of words in a line of `ops.token_logprobs`."""
 
 
-class SampledLogprobs(Hook):
-    """Fills in num_logprobs, int32 [lanes]: how many alternatives a lane asks for, -1: nothing."""
+class SampledLogprobs(ProgramHook, HostHook):
+    """Computes the log-probabilities of sampled tokens.
+
+    Columns:
+        num_logprobs: int32 [lanes], number of alternatives to return; -1 for no logprobs.
+    """
 
     def bind(self, state: BatchState) -> None:
         self._column = state.columns["num_logprobs"]
-        self._wanted = np.full(state.limits.lanes, -1, dtype=np.int32)
+        self._alternatives = np.full(state.limits.lanes, -1, dtype=np.int32)
         shape = state.limits.logit_rows, WIDTH
         self._lines = torch.empty(shape, dtype=torch.int32, device=state.device)
 
@@ -31,9 +35,9 @@ class SampledLogprobs(Hook):
         if not admits:
             return
         lanes = int32([admit.lane for admit in admits])
-        wanted = [a.params.logprobs for a in admits]
-        self._wanted[lanes] = [-1 if count is None else count for count in wanted]
-        upload.put_lines(self._column, lanes, self._wanted[lanes])
+        alternatives = [a.params.logprobs for a in admits]
+        self._alternatives[lanes] = [-1 if count is None else count for count in alternatives]
+        upload.put_lines(self._column, lanes, self._alternatives[lanes])
 
     def lane_level(self, admit: Admit) -> Level:
         return Level.PLAIN if admit.params.logprobs is None else Level.FULL
@@ -43,12 +47,12 @@ class SampledLogprobs(Hook):
             ops.token_logprobs(ctx.raw, ctx.logit_rows, ctx.tokens, self._column, self._lines)
 
     def launched(self, step: Step) -> None:
-        """Starts the copy of what the step's rows asked for."""
+        """Starts the copy of the log-probabilities, if any row asked for them."""
         plan = step.plan
         counts = np.diff(step.logit_start)
-        if (self._wanted[plan.lanes][counts > 0] >= 0).any():
+        if (self._alternatives[plan.lanes][counts > 0] >= 0).any():
             step.send("logprobs", self._lines[: step.logit_start[-1]])
-            step.notes["logprobs"] = self._wanted[plan.lanes]
+            step.notes["logprobs"] = self._alternatives[plan.lanes]
 
     def read(self, step: Step) -> None:
         lines = step.arrived("logprobs")
@@ -57,23 +61,25 @@ class SampledLogprobs(Hook):
         counts = np.diff(step.logit_start)
         row = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
         place = np.arange(len(row)) - step.logit_start[row]
-        wanted = step.notes["logprobs"][row]
-        kept = (wanted >= 0) & (place < step.result.n_tokens[row])
-        step.result.logprobs = unpack(lines.numpy()[kept], row[kept], wanted[kept])
+        alternatives = step.notes["logprobs"][row]
+        kept = (alternatives >= 0) & (place < step.result.n_tokens[row])
+        step.result.logprobs = unpack(lines.numpy()[kept], row[kept], alternatives[kept])
 
 
-def unpack(lines: Int32, rows: Int32, wanted: Int32) -> Logprobs | None:
-    """Returns lines of `ops.token_logprobs` as `Logprobs`, None if there are none.
+def unpack(lines: Int32, rows: Int32, alternatives: Int32) -> Logprobs | None:
+    """Returns lines of `ops.token_logprobs` as `Logprobs`, or None for no lines.
 
-    lines: int32 [n, WIDTH]. rows: int32 [n], their rows of the plan. wanted: int32 [n], how many
-    alternatives each asked for.
+    Args:
+        lines: int32 [n, WIDTH].
+        rows: int32 [n], each line's row of the plan.
+        alternatives: int32 [n], how many alternatives each line's row asked for.
     """
     if not len(lines):
         return None
-    width = 1 + int(wanted.max())
+    width = 1 + int(alternatives.max())
     slots = 1 + MAX_LOGPROBS
     ids = lines[:, 2 : 2 + width].copy()
-    ids[np.arange(width) > wanted[:, None]] = -1
+    ids[np.arange(width) > alternatives[:, None]] = -1
     return Logprobs(
         rows=rows,
         positions=np.ascontiguousarray(lines[:, 0]),

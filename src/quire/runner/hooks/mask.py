@@ -1,4 +1,4 @@
-"""Masks over the vocabulary, which the host brings while the step runs."""
+"""Masks over the vocabulary, which the host submits while the step runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from quire.config import EngineConfig
 from quire.ops import op
 from quire.ops.reference import mask as twins
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, RowFlag, StepPlan
-from quire.runner.hooks.hook import HeadContext, Hook, Level, SharedMemory
+from quire.runner.hooks.hook import (
+    GateHook,
+    HeadContext,
+    HostHook,
+    Level,
+    ProgramHook,
+    SharedMemory,
+)
 from quire.runner.mask_ring import ClaimRing, MaskRing
 from quire.runner.readback import Step
 from quire.runner.state import BatchState, Limits
@@ -18,15 +25,17 @@ _mask_logits = op(twins.mask_logits)
 _wait_for_flag = op(twins.wait_for_flag)
 
 
-class Mask(Hook):
-    """Bars what a row's line of the mask does not allow. The head waits behind the model's logits,
-    which need no mask.
+class Mask(ProgramHook, HostHook, GateHook):
+    """Bars the tokens that a row's mask does not allow.
 
-    ring: holds the masks; made by `bind`. A row has a mask behind each of its drafts, whoever made
-    them, so the host is told the claims of a step whose GATED rows verify some.
+    The head waits for masks only after the model's logits, which need none.
+
+    A row has a mask after each of its drafts, which the device may have made. So the host receives
+    the claims of a step whose GATED rows verify drafts.
+
+    Attributes:
+        ring: holds the masks; made by `bind`.
     """
-
-    gates = True
 
     def __init__(self, config: EngineConfig) -> None:
         self._depth = config.scheduler.steps_in_flight + 1
@@ -50,7 +59,7 @@ class Mask(Hook):
             self._claims = ClaimRing(self._depth, *columns)
 
     def begin(self, step: Step) -> None:
-        # Behind the hooks that draft.
+        # The hooks that draft come earlier in the order, so the claims are final.
         if self._claims is not None and _verifies(step.plan):
             self._claims.send(step.plan.step_id)
 
@@ -64,22 +73,22 @@ class Mask(Hook):
         if self.ring is None or not plan.gated:
             return
         *_, lines, gate = self._state.split_inputs(inputs)
-        wanted = plan.mask_lines[_in_head(plan)]
+        numbers = plan.mask_lines[_in_head(plan)]
         first = self.ring.first_line(plan.step_id)
-        lines[: len(wanted)] = np.where(wanted >= 0, wanted + first, -1)
+        lines[: len(numbers)] = np.where(numbers >= 0, numbers + first, -1)
         gate[:] = self.ring.gate(plan.step_id)
 
-    def lacks(self, plan: StepPlan, *, wait: bool) -> bool:
+    def masks_missing(self, plan: StepPlan, *, wait: bool) -> bool:
         if self.ring is None or not plan.gated:
             return False
         return not self.ring.has(plan.step_id, wait=wait)
 
-    def room(self, step_id: int, rows: int) -> Int32 | None:
-        return None if self.ring is None else self.ring.room(step_id, rows)
+    def mask_buffer(self, step_id: int, rows: int) -> Int32 | None:
+        return None if self.ring is None else self.ring.buffer(step_id, rows)
 
-    def bring(self, inputs: HeadInputs) -> None:
+    def submit_masks(self, inputs: HeadInputs) -> None:
         if self.ring is not None:
-            self.ring.bring(inputs.step_id, inputs.mask)
+            self.ring.put(inputs.step_id, inputs.mask)
 
     def logits(self, ctx: HeadContext) -> None:
         if ctx.level < Level.MASKED or self.ring is None:
@@ -101,9 +110,9 @@ def _verifies(plan: StepPlan) -> bool:
 
 
 def _in_head(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    """Returns which of the plan's logit rows, `n_logits` of each row, are the head's."""
+    """Returns whether each of the plan's logit rows is one of the head's, bool [sum n_logits]."""
     prompt = (plan.flags & RowFlag.PROMPT) != 0
     samples = (plan.flags & RowFlag.SAMPLE) != 0
-    mine = np.repeat(~prompt, plan.n_logits)
-    mine[np.cumsum(plan.n_logits)[prompt & samples] - 1] = True
-    return mine
+    in_head = np.repeat(~prompt, plan.n_logits)
+    in_head[np.cumsum(plan.n_logits)[prompt & samples] - 1] = True
+    return in_head

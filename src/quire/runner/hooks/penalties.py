@@ -1,4 +1,4 @@
-"""Penalties, biases, and ends that come too early."""
+"""Penalties, biases, and `min_tokens`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,25 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import MAX_BIAS_ENTRIES
 from quire.plan import Admit, StepPlan
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.readback import Array, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
 
-class Penalties(Hook):
-    """Keeps its columns up to date for the lanes that use them.
+class Penalties(ProgramHook, HostHook):
+    """Adjusts logits by penalties and biases, and bars stop tokens before `min_tokens`.
 
-    penalties: float32 [lanes, 3], repetition, presence, frequency.
-    counts: int32 [lanes, vocab], twice the times a token was generated, plus one if the prompt has
-        it. Made anew from an admission's tokens, so that preemption need not save them.
-    num_bias: int32 [lanes]; bias_ids int32 and bias_values float32 [lanes, MAX_BIAS_ENTRIES], of
-        which that many hold.
+    Columns:
+        penalties: float32 [lanes, 3]: repetition, presence, frequency.
+        token_counts: int32 [lanes, vocab], twice the number of times that a token was generated,
+            plus one if the prompt has it. An admission counts its tokens again, so that preemption
+            need not save the counts.
+        num_bias: int32 [lanes], number of biases.
+        bias_ids: int32 [lanes, MAX_BIAS_ENTRIES], tokens with a bias.
+        bias_values: float32 [lanes, MAX_BIAS_ENTRIES], their biases.
+
+    Attributes:
+        counts: the column `token_counts`.
     """
 
     def __init__(self, vocab_size: int) -> None:
@@ -63,7 +69,7 @@ class Penalties(Hook):
                 upload.put(self._bias_ids, start, count, int32(list(p.logit_bias)))
                 upload.put(self._bias_values, start, count, values)
             if p.penalizes:
-                # Before the upload's writes, on the same stream.
+                # On the same stream, so it comes before the upload's writes.
                 self.counts[admit.lane].zero_()
                 ids, counts = _counted(admit)
                 starts = admit.lane * self._vocab_size + ids
@@ -93,7 +99,7 @@ class Penalties(Hook):
 
 
 def _counted(admit: Admit) -> tuple[Array, Int32]:
-    """Returns the distinct tokens of a request, and their entries in `Penalties.counts`."""
+    """Returns the distinct tokens of a request, and their `token_counts`."""
     ids, where = np.unique(admit.tokens, return_inverse=True)
     counts = np.zeros(len(ids), dtype=np.int32)
     counts[where[: admit.prompt_len]] = 1

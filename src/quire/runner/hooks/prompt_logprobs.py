@@ -12,20 +12,23 @@ from quire import ops
 from quire.arrays import Int32, int32
 from quire.models import Decoder
 from quire.plan import RowFlag, StepPlan
-from quire.runner.hooks.hook import Hook
+from quire.runner.hooks.hook import HostHook, ProgramHook
 from quire.runner.hooks.logprobs import WIDTH, unpack
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 
 SLICE = 256
-"""Logit rows at a time, so that vocabulary x prompt is never allocated."""
+"""Most logit rows at a time, so that a matrix of vocabulary x prompt is never allocated."""
 
 
-class PromptLogprobs(Hook):
-    """Fills in num_prompt_logprobs, int32 [lanes]: alternatives asked for, -1: nothing.
+class PromptLogprobs(ProgramHook, HostHook):
+    """Computes the log-probabilities of prompts, by a program of its own.
 
-    Its program reads places: int32 [3, slice], lanes (-1: none), places of hidden states, and how
-    many tokens of the row follow; and states [slice, width].
+    The program reads hidden states [slice, width] and places, int32 [3, slice]: the lane (or -1),
+    the place of the hidden state in the step, and the number of the row's tokens that follow.
+
+    Columns:
+        num_prompt_logprobs: int32 [lanes], number of alternatives to return; -1 for no logprobs.
     """
 
     def __init__(self) -> None:
@@ -37,7 +40,7 @@ class PromptLogprobs(Hook):
     def bind(self, state: BatchState) -> None:
         self._state = state
         self._column = state.columns["num_prompt_logprobs"]
-        self._wanted = np.full(state.limits.lanes, -1, dtype=np.int32)
+        self._alternatives = np.full(state.limits.lanes, -1, dtype=np.int32)
         self._size = size = min(SLICE, state.limits.tokens)
         model, device = self._model, state.device
         self._places = torch.full((3, size), -1, dtype=torch.int32, device=device)
@@ -49,14 +52,14 @@ class PromptLogprobs(Hook):
         admits = plan.admits
         if admits:
             lanes = int32([admit.lane for admit in admits])
-            wanted = [a.params.prompt_logprobs for a in admits]
-            self._wanted[lanes] = [-1 if count is None else count for count in wanted]
-            upload.put_lines(self._column, lanes, self._wanted[lanes])
+            alternatives = [a.params.prompt_logprobs for a in admits]
+            self._alternatives[lanes] = [-1 if count is None else count for count in alternatives]
+            upload.put_lines(self._column, lanes, self._alternatives[lanes])
         self._uploaded = None
-        if (self._wanted[plan.lanes] >= 0).any():
-            rows, tokens, behind = _chosen(plan, self._wanted)
+        if (self._alternatives[plan.lanes] >= 0).any():
+            rows, tokens, following = _chosen(plan, self._alternatives)
             if len(rows):
-                places = np.stack([plan.lanes[rows], tokens, behind])
+                places = np.stack([plan.lanes[rows], tokens, following])
                 self._uploaded = upload, upload.add(int32(places))
 
     def programs(self) -> Mapping[str, Callable[[], None]]:
@@ -66,11 +69,12 @@ class PromptLogprobs(Hook):
         self._replay = programs["prompt_logprobs"]
 
     def _run(self, count: int) -> None:
-        lanes, places, behind = self._places[:, :count]
+        lanes, places, following = self._places[:, :count]
         state = self._state
         own = lanes.clamp(min=0).long()
-        # The body has moved the rows on: behind each token come those of its row that follow.
-        lengths = state.position[own] - behind
+        # The body has advanced the lane past all tokens of the row. So a token's position is the
+        # lane's, less the tokens that follow it.
+        lengths = state.position[own] - following
         targets = state.tokens[own, lengths.clamp(min=0).long()]
         logits = self._model.logits(self._states[:count])
         rows = ops.LogitRows(lanes, places, lengths.int(), torch.zeros_like(lanes))
@@ -93,34 +97,44 @@ class PromptLogprobs(Hook):
             else:
                 self._replay()
             step.send(f"prompt_logprobs.{number}", self._lines[:count])
-        step.notes["prompt_logprobs"] = self._wanted[step.plan.lanes]
+        step.notes["prompt_logprobs"] = self._alternatives[step.plan.lanes]
 
     def read(self, step: Step) -> None:
-        wanted = step.notes.get("prompt_logprobs")
-        if wanted is None:
+        alternatives = step.notes.get("prompt_logprobs")
+        if alternatives is None:
             return
         parts: list[Int32] = []
         while (part := step.arrived(f"prompt_logprobs.{len(parts)}")) is not None:
             parts.append(part.numpy())
-        rows = _rows(step.plan, wanted)
-        step.result.prompt_logprobs = unpack(np.concatenate(parts), rows, wanted[rows])
+        rows = _rows(step.plan, alternatives)
+        step.result.prompt_logprobs = unpack(np.concatenate(parts), rows, alternatives[rows])
 
 
-def _chosen(plan: StepPlan, wanted: Int32) -> tuple[Int32, Int32, Int32]:
-    """Returns the tokens whose successors in the prompt are asked about, int32 [n] each: their
-    rows, their places in the step, and how many tokens of the row follow. wanted: per lane."""
-    rows = _rows(plan, wanted[plan.lanes])
+def _chosen(plan: StepPlan, alternatives: Int32) -> tuple[Int32, Int32, Int32]:
+    """Returns the tokens whose successors in the prompt need log-probabilities.
+
+    Returns their rows, their places in the step, and how many tokens of the row follow each, int32
+    [n] each.
+
+    Args:
+        alternatives: number of alternatives by lane, or -1.
+    """
+    rows = _rows(plan, alternatives[plan.lanes])
     ends = np.cumsum(plan.q_len)
     first = np.searchsorted(rows, rows)
     place = np.arange(len(rows)) - first
-    behind = plan.n_logits[rows] - 1 - place
-    return rows, int32(ends[rows] - 1 - behind), int32(behind)
+    following = plan.n_logits[rows] - 1 - place
+    return rows, int32(ends[rows] - 1 - following), int32(following)
 
 
-def _rows(plan: StepPlan, wanted: Int32) -> Int32:
-    """Returns the row of each such token. wanted: per row, -1: nothing."""
+def _rows(plan: StepPlan, alternatives: Int32) -> Int32:
+    """Returns the row of each token of `_chosen`.
+
+    Args:
+        alternatives: number of alternatives by row, or -1.
+    """
     prompt = (plan.flags & RowFlag.PROMPT) != 0
     samples = (plan.flags & RowFlag.SAMPLE) != 0
-    # Behind a prompt's last token comes what is sampled.
-    counts = np.where(prompt & (wanted >= 0), plan.n_logits - samples, 0)
+    # The successor of a prompt's last token is sampled, so it is no part of the prompt.
+    counts = np.where(prompt & (alternatives >= 0), plan.n_logits - samples, 0)
     return int32(np.repeat(np.arange(plan.num_rows), counts))

@@ -10,14 +10,18 @@ import torch
 from quire import ops
 from quire.arrays import int32
 from quire.plan import Admit, StepPlan
-from quire.runner.hooks.hook import HeadContext, Hook, Level
+from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
 
-class Sampling(Hook):
-    """Keeps sampling_floats, float32 [lanes, 3]: temperature, top_p, min_p; and sampling_ints,
-    int32 [lanes, 4]: top_k, low and high word of the seed, sample index."""
+class Sampling(ProgramHook, HostHook):
+    """Draws tokens.
+
+    Columns:
+        sampling_floats: float32 [lanes, 3]: temperature, top_p, min_p.
+        sampling_ints: int32 [lanes, 4]: top_k, low and high word of the seed, sample index.
+    """
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
         return (

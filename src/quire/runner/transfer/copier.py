@@ -1,17 +1,17 @@
 """Copies of KV blocks between the device and the host's memory.
 
-**What goes out** is gathered on the step's own stream, before anything of the step is written, into
-a staging buffer on the device (a fraction of a microsecond per block). From there it crosses the
-host link on a stream of its own while the step computes. So blocks may be reused by the very step
-that pushes them out: stream order alone protects them. Where a step pushes out more than the buffer
-holds, its body waits for the first of it to have crossed.
+**Out.** The step's own stream gathers the blocks into a staging buffer on the device, before the
+step writes anything. That takes a fraction of a microsecond per block. A second stream then copies
+the buffer over the host link while the step computes. So the step that moves a block out may
+overwrite it: stream order alone protects the copy. If a step moves out more than the buffer holds,
+its body waits until a part of the buffer is free again.
 
-**What comes in** crosses on another stream, which first waits for all that was launched before:
-earlier steps may still use what lay there. No step waits for it. The brain is told when it has
-arrived, and only then plans what reads it.
+**In.** A third stream copies the blocks, after it has waited for all work launched before, because
+earlier steps may still read the old contents. No step waits for the copy. The scheduler learns when
+it has ended, and only then plans a step that reads the blocks.
 
-One copy call per block would reach a sixth of the link's rate, so kernels move all blocks of a
-transfer at once, reading or writing the pinned memory themselves.
+One copy call per block would reach a sixth of the link's rate. So a kernel moves all blocks of a
+transfer at once, and reads or writes the pinned memory itself.
 """
 
 from __future__ import annotations
@@ -37,17 +37,19 @@ class Slots(Protocol):
         ...
 
     def addresses(self, group: int, slots: Int32) -> Any:
-        """Returns where slots begin, int64 [n]."""
+        """Returns the addresses of slots, int64 [n]."""
         ...
 
     def whole(self, group: int) -> Tensor:
-        """Returns all of a group's slots, uint8 [slots, bytes], where they are in one piece."""
+        """Returns all of a group's slots, uint8 [slots, bytes]; they must be in one piece."""
         ...
 
 
 class Copier(Protocol):
-    """Copies blocks between device and host. Both calls return at once, with a function that tells
-    whether the copy is done."""
+    """Copies blocks between device and host.
+
+    Both calls return at once. Their result is a function that returns whether the copy is done.
+    """
 
     def out(self, group: int, blocks: Int32, slots: Int32) -> Callable[[], bool]: ...
 
@@ -55,7 +57,7 @@ class Copier(Protocol):
 
 
 class HostCopier:
-    """Device and host are the same: plain indexing, done when it returns."""
+    """Copies blocks on a CPU, by indexing. A copy is done when the call returns."""
 
     def __init__(self, layouts: Sequence[BlockLayout], pool: Slots) -> None:
         self._layouts = layouts
@@ -85,7 +87,7 @@ def _at_once() -> bool:
 
 
 class CudaCopier:
-    """Kernels on streams; see the module."""
+    """Copies blocks of a GPU, by kernels on streams; see the module."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class CudaCopier:
 
     @staticmethod
     def _on_device(layout: BlockLayout, blocks: Int32) -> list[tuple[Any, int, int]]:
-        """Each part's (addresses, offset in a slot, bytes)."""
+        """Returns (addresses, offset in a slot, bytes) of each part."""
         ids = blocks.astype(np.int64)
         return [
             (part.data.data_ptr() + ids * part.size, part.offset, part.size)
@@ -156,8 +158,10 @@ class CudaCopier:
 
 
 class PinnedCopier:
-    """Copies the heads of one rank to and from slots of all heads, without staging: a block must
-    stay as it is until its copy out is done."""
+    """Copies the heads of one rank to and from slots of all heads.
+
+    It has no staging buffer, so a block must stay as it is until its copy out is done.
+    """
 
     def __init__(self, layouts: Sequence[BlockLayout], pool: Slots, device: torch.device) -> None:
         if not all(layout.aligned for layout in layouts):
@@ -194,8 +198,14 @@ class PinnedCopier:
 def copy_between(
     sources: Any, targets: Any, size: int, device: torch.device, wide: bool = False
 ) -> None:
-    """Copies pieces of `size` bytes on the current stream. sources, targets: addresses, int64 [n].
-    wide: between places on the device, with all of it."""
+    """Copies pieces of `size` bytes on the current stream.
+
+    Args:
+        sources: addresses, int64 [n].
+        targets: addresses, int64 [n].
+        wide: use the whole device; good for copies that stay on it.
+    """
+    # Imports Triton, which a CPU need not have.
     from quire.ops.triton.step.blocks import copy_pieces
 
     pair = torch.from_numpy(np.stack([sources, targets]))
@@ -207,7 +217,12 @@ def copy_between(
 
 
 class Staging:
-    """Places on the device where blocks wait to cross. `size`: bytes of a place."""
+    """Places on the device where blocks wait for their copy to the host.
+
+    Args:
+        size: bytes of a place.
+        limit: most bytes of all places.
+    """
 
     def __init__(self, size: int, limit: int, device: torch.device) -> None:
         count = max(1, limit // size)
@@ -217,8 +232,10 @@ class Staging:
         self._lent: deque[tuple[list[int], Any]] = deque()
 
     def take(self, most: int, step: Any) -> list[int]:
-        """Between one and `most` places, which the stream `step` may write from now on: it waits
-        where all of them are still being read."""
+        """Returns between one and `most` places that the stream `step` may write.
+
+        If copies still read all places, the stream waits for the first of them.
+        """
         while self._lent and (self._lent[0][1].query() or not self._free):
             places, event = self._lent.popleft()
             step.wait_event(event)
@@ -227,7 +244,7 @@ class Staging:
         return places
 
     def lend(self, places: list[int], until: Any) -> None:
-        """Takes places back that are read until an event."""
+        """Takes places back. Copies read them until the event `until`."""
         self._lent.append((places, until))
 
     def addresses(self, places: list[int]) -> Any:

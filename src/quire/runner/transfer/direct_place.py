@@ -1,7 +1,7 @@
 """The place `peer` where engines read each other's KV cache.
 
-Nothing is copied on the way: each rank reads its heads of a peer's blocks, from the ranks that hold
-them, into its own blocks. What goes "out" stays where it is, and the move says that it may be read.
+There is no copy in between: each rank reads its heads of a peer's blocks, from the ranks that hold
+them, into its own blocks. A move "out" moves nothing. It ends when the peer may read the blocks.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from quire.runner.transfer.engine_memory import (
     RankMemory,
     decode_memory,
     encode_memory,
+    find_pieces,
     group_memory,
-    pieces_of,
 )
 from quire.runner.transfer.layer_reads import LayerPieces, PeerClock, WrittenPieces
 from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.peer import rank_heads
-from quire.runner.transfer.rank_moves import RankMoves, cells_bytes, cells_of
+from quire.runner.transfer.rank_moves import RankMoves, cells_bytes, view_cells
 from quire.runner.transfer.remote_reads import Read, ReadPart, RemoteReads
 from quire.runner.transfer.shared_memory import map_shared
 
 _CLOSE_SECONDS = 5.0
 _TOKEN = 64
-"""Bytes before the cells, for the token of shared memory."""
+"""Bytes of shared memory before the cells; they hold its token."""
 _MOST_DESCRIPTION = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteBlocks:
-    """Tells the engine what the first rank knows.
+    """Describes the blocks of all ranks to the engine.
 
-    sizes: bytes of a block with the heads of all ranks, by group. memory: of all ranks, for peers;
-    see `engine_memory`.
+    Attributes:
+        sizes: by group, bytes of a block with the heads of all ranks.
+        memory: the memory of all ranks, for peers; see `engine_memory`.
     """
 
     sizes: tuple[int, ...]
@@ -57,10 +58,14 @@ class RemoteBlocks:
 class DirectPlace:
     """Reads blocks of peers into the blocks of this rank.
 
-    A transfer's `slots` are blocks of the peer that its `source` describes. Those that a `step` of
-    the peer fills are read layer by layer.
+    A transfer's `slots` are blocks of the peer that its `source` describes. If a `step` of the peer
+    fills them, they are read layer by layer.
 
-    groups: those of the cache. num_layers: of the model, of which a peer has as many.
+    Args:
+        groups: KV groups of the cache.
+        num_layers: layers of the model; a peer has as many.
+        fence: marks the end of all launched work, and returns a function that returns whether the
+            device has reached it.
     """
 
     def __init__(
@@ -82,7 +87,7 @@ class DirectPlace:
         self._fence = fence
 
     def out(self, transfer: Transfer) -> None:
-        """Begins a move that ends when all that was launched has written what it writes."""
+        """Begins a move that ends when all launched work has written its blocks."""
         passed = self._fence()
         self._agent.expect()
         self._moves.begin(transfer.id, lambda: passed() or None)
@@ -92,7 +97,8 @@ class DirectPlace:
             memory = decode_memory(transfer.source)
             read = Read(list(self._parts(transfer, memory)), self._fence())
         except (ValueError, IndexError, msgspec.DecodeError):
-            self._moves.begin(transfer.id, lambda: False)  # a peer's words, which may be wrong
+            # The peer described memory that it does not have.
+            self._moves.begin(transfer.id, lambda: False)
             return
         self._moves.begin(transfer.id, read.ended)
         self._agent.read(read)
@@ -101,7 +107,7 @@ class DirectPlace:
         layout = self._layouts[transfer.group]
         for number, rank in enumerate(memory.ranks):
             group = rank.groups[transfer.group]
-            read = functools.partial(pieces_of, layout, transfer.blocks, group, transfer.slots)
+            read = functools.partial(find_pieces, layout, transfer.blocks, group, transfer.slots)
             whole = read()
             if whole is None:
                 continue
@@ -124,7 +130,7 @@ class DirectPlace:
 
 
 OpenAgent = Callable[[Sequence[Tensor], torch.device], RemoteReads]
-"""Opens the way to other engines' memory for a rank with these tensors."""
+"""Returns the agent of a rank: peers read these tensors, and it reads theirs."""
 
 
 def open_direct_place(
@@ -134,10 +140,14 @@ def open_direct_place(
     device: torch.device,
     open_agent: OpenAgent,
 ) -> DirectPlace:
-    """Lets peers read a rank's KV cache; all ranks call it at once. models: see `rank_heads`.
+    """Lets peers read a rank's KV cache. All ranks call it at once.
+
+    Args:
+        models: see `rank_heads`.
+        open_agent: makes the agent that reads peers' memory.
 
     Raises:
-        ConfigError: what reads memory is not there, or of no use.
+        ConfigError: the agent's library or driver is missing, or cannot read this memory.
     """
     tensors = [cache.block_tensors(index) for index in range(len(cache.groups))]
     heads = rank_heads(models, group)
@@ -161,12 +171,16 @@ def _gathered(own: RankMemory, group: ProcessGroup, device: torch.device) -> byt
         return encode_memory([own])
     data = encode_memory([own])
     if len(data) > _MOST_DESCRIPTION:
-        raise ConfigError(f"role: a rank's memory takes {len(data)} bytes to describe")
+        raise ConfigError(
+            f"role: the description of a rank's memory has {len(data)} bytes, more than "
+            f"{_MOST_DESCRIPTION}",
+            "role",
+        )
     padded = torch.zeros(_MOST_DESCRIPTION + 1, dtype=torch.int32, device=device)
     padded[0] = len(data)
     padded[1 : 1 + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    told = group.all_gather(padded[None], 0).cpu().numpy()
-    memories = [decode_memory(row[1 : 1 + row[0]].astype(np.uint8).tobytes()) for row in told]
+    gathered = group.all_gather(padded[None], 0).cpu().numpy()
+    memories = [decode_memory(row[1 : 1 + row[0]].astype(np.uint8).tobytes()) for row in gathered]
     return encode_memory([rank for memory in memories for rank in memory.ranks])
 
 
@@ -174,10 +188,10 @@ def _moves(group: ProcessGroup, device: str) -> RankMoves:
     if group.world == 1:
         return RankMoves(np.zeros((1, 1), dtype=np.int64), 0)
     memory, handle = map_shared(_TOKEN + cells_bytes(group.world), group, device)
-    group.all_gather(torch.zeros(1, device=device))  # all have opened it
+    group.all_gather(torch.zeros(1, device=device))  # All ranks have opened it.
     if handle is not None:
         os.close(handle.descriptor)
-    cells = cells_of(np.frombuffer(memory, dtype=np.uint8), _TOKEN, group.world)
+    cells = view_cells(np.frombuffer(memory, dtype=np.uint8), _TOKEN, group.world)
     return RankMoves(cells, group.rank)
 
 
@@ -186,8 +200,7 @@ def _no_fence() -> Callable[[], bool]:
 
 
 def _cuda_fence(device: torch.device) -> Callable[[], Callable[[], bool]]:
-    """Returns a function that marks how far the device's stream is by now, and returns whether it
-    has come there."""
+    """Returns a fence of the device's stream; see `DirectPlace`."""
 
     def fence() -> Callable[[], bool]:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,14 +1,15 @@
 """KV blocks as files, which outlive the engine.
 
-`DIR/<identity>/<2 hex digits>/<32 hex digits>.<group>`, in a folder `DIR` of the cache's own: the
-identity stands for all that a block's bytes depend on besides its tokens (model, revision, dtype,
-layout), the digits for the tokens up to the block's end and the namespace they belong to. A file is
-a header and a block's bytes. It is written under another name and then renamed, so that no file is
-ever half there, and carries a checksum: what was damaged, or deleted, by whoever, is a miss and
-nothing else.
+A block's path is `DIR/<identity>/<2 hex digits>/<32 hex digits>.<group>`. The cache owns the folder
+`DIR`. The identity is a hash of the model, revision, dtype and layout. The digits are the block
+hash: they stand for the namespace and all tokens up to the block's end.
 
-The directory holds at most `limit` bytes, files of other identities included; those that were used
-longest ago go first. A file's time of modification says when that was.
+A file is a header and a block's bytes. It is written under another name and then renamed, so that
+readers never see half a file. The header has a checksum. A file that is damaged or deleted is a
+cache miss, and does no other harm.
+
+The folder holds at most `limit` bytes, including files of other identities. The least recently used
+files are deleted first; a file's modification time is the time of its last use.
 """
 
 from __future__ import annotations
@@ -44,24 +45,29 @@ _NAME = re.compile(r"[0-9a-f]{32}\.[0-9]+")
 _PARTIAL = re.compile(r"[0-9a-f]{32}\.[0-9]+-[0-9]+\.part")
 _MARKER = "quire-kv-cache"
 _HARMLESS = frozenset({"lost+found"})
-"""Names that file systems put into their own empty folders."""
+"""Names of entries that file systems themselves put into an empty folder."""
 _THREADS = 8
 _OPEN_SECONDS = 60.0
 STUCK_SECONDS = 10.0
-"""Time for one block, after which a file system counts as dead."""
+"""If one block takes longer, the file system is taken for dead."""
 
 
 class DiskStore:
-    """The files of one identity under `folder`, and the size of all. IO runs on threads.
+    """Reads and writes the files of one identity, on threads, and limits the size of all files.
 
-    The folder holds nothing but the cache: it is empty at first, and then has a file that marks it.
-    Only files that have the name and the header of a block are ever deleted in it.
+    The folder must be empty, or hold the file that marks it as a cache. Only files with the name
+    and the header of a block are ever deleted.
 
-    A file system that answers no more ends the cache, not the engine: see `stuck`.
+    If the file system stops responding, the engine runs on without this cache: see `stuck`.
+
+    Args:
+        folder: `DIR`.
+        limit: most bytes of all files.
+        identity: see the module.
 
     Raises:
-        ConfigError: the folder cannot be made or written to, does not answer, or holds other
-            things.
+        ConfigError: the folder cannot be made or written to, does not respond, or holds other
+            files.
     """
 
     def __init__(self, folder: Path, limit: int, identity: str) -> None:
@@ -104,7 +110,7 @@ class DiskStore:
         self._scan()
 
     def _scan(self) -> None:
-        found: list[tuple[int, Path, int]] = []
+        files: list[tuple[int, Path, int]] = []
         for identity in _folders(self._root):
             for folder in _folders(identity.path):
                 with contextlib.suppress(OSError), os.scandir(folder.path) as entries:
@@ -112,11 +118,11 @@ class DiskStore:
                         if not entry.is_file(follow_symlinks=False):
                             continue
                         if _PARTIAL.fullmatch(entry.name):
-                            _delete(Path(entry.path))  # from an engine that died
+                            _delete(Path(entry.path))  # An engine that died has left it.
                         elif _NAME.fullmatch(entry.name) and entry.name[:2] == folder.name:
                             status = entry.stat(follow_symlinks=False)
-                            found.append((status.st_mtime_ns, Path(entry.path), status.st_size))
-        for _, path, size in sorted(found):
+                            files.append((status.st_mtime_ns, Path(entry.path), status.st_size))
+        for _, path, size in sorted(files):
             self._sizes[path] = size
             self._total += size
         with self._lock:
@@ -124,9 +130,9 @@ class DiskStore:
 
     @property
     def stuck(self) -> bool:
-        """Tells whether the file system has not answered for `STUCK_SECONDS`.
+        """Whether the file system has not responded for `STUCK_SECONDS`.
 
-        The cache is then off for good: every read and write fails at once.
+        From then on the cache is off for good, and every read and write fails at once.
         """
         if self._threads.longest > STUCK_SECONDS:
             self._tell_once(f"{str(self._root)!r} does not answer; the disk cache is off")
@@ -142,15 +148,23 @@ class DiskStore:
         return np.frombuffer(bytes.fromhex(names), dtype=np.int32).reshape(-1, 4)
 
     def write(self, key: bytes, group: int, data: memoryview) -> Future[bool]:
-        """Whether it is there now. data: must stay as it is until then."""
+        """Writes a block. The future's result is whether the file is there.
+
+        Args:
+            data: the block's bytes, which must not change until the future is done.
+        """
         return self._threads.submit(self._guarded, self._write, key, group, data)
 
     def read(self, key: bytes, group: int, into: memoryview) -> Future[bool]:
-        """Whether it was there, whole; else what `into` holds is undefined."""
+        """Reads a block. The future's result is whether the file was there, and whole.
+
+        Args:
+            into: receives the block's bytes; undefined if the result is false.
+        """
         return self._threads.submit(self._guarded, self._read, key, group, into)
 
     def close(self) -> None:
-        """Waits for what has begun; the rest is given up. Idempotent."""
+        """Waits for reads and writes that have begun, and cancels the others. Idempotent."""
         self._threads.close(STUCK_SECONDS)
 
     # -- on threads ----------------------------------------------------------------------------
@@ -160,9 +174,9 @@ class DiskStore:
         try:
             return job(path, key, data)
         except FileNotFoundError:
-            self._forget(path)  # deleted by someone: no reason to speak of it
+            self._forget(path)  # Somebody has deleted it, which is fine.
             return False
-        except OSError as error:  # a file that is there still counts
+        except OSError as error:  # The file still counts if it is there.
             self._tell_once(error.strerror or type(error).__name__)
             return False
 
@@ -186,7 +200,7 @@ class DiskStore:
             return path in self._sizes
 
     def _read(self, path: Path, key: bytes, into: memoryview) -> bool:
-        # Not into the block's own memory, which may be another's once a stuck read goes on.
+        # Not into the block's own memory, which may have a new owner when a stuck read goes on.
         header, data = bytearray(_HEADER.size), bytearray(len(into))
         with _open_file(path) as file:
             count = os.readv(file.fileno(), [header, data])
@@ -204,19 +218,19 @@ class DiskStore:
             into[:] = data
             if path in self._sizes:
                 self._sizes.move_to_end(path)
-        with contextlib.suppress(OSError):  # read-only by now, or deleted meanwhile
+        with contextlib.suppress(OSError):  # The file is read-only, or was just deleted.
             os.utime(path)
         return True
 
     def _shrink(self) -> None:
-        """Deletes what is too much. The lock is held."""
+        """Deletes files above the limit. The caller holds the lock."""
         while self._total > self._limit and self._sizes:
             path, size = self._sizes.popitem(last=False)
             self._total -= size
             _delete(path)
 
     def _checksum(self, key: bytes, data: memoryview) -> bytes:
-        """Returns the checksum of a block's bytes and of all that they depend on."""
+        """Returns the checksum of a block's bytes, its key and the identity."""
         return hashlib.blake2b(data, digest_size=16, key=key, salt=self._salt).digest()
 
     def _forget(self, path: Path) -> None:
@@ -232,7 +246,7 @@ class DiskStore:
 
 
 def _open_file(path: Path) -> io.FileIO:
-    """Opens a file for reading. Raises OSError unless it is a regular one: a pipe would block."""
+    """Opens a file for reading. Raises OSError if it is not a regular one: a pipe would block."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
     file = io.FileIO(os.open(path, flags))
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -242,7 +256,7 @@ def _open_file(path: Path) -> io.FileIO:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a block's file, or what has become of one; a file of anything else stays."""
+    """Deletes a file if it is a block's, whole or damaged."""
     with contextlib.suppress(OSError):
         with _open_file(path) as file:
             begin = file.read(len(_MAGIC))
@@ -257,8 +271,10 @@ def _folders(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 def identity(model: Path, *facts: object) -> str:
-    """Stands for a model's files as they are and for `facts`, as a folder's name. Files of weights
-    are known by name, size and time of modification: they are not read."""
+    """Returns a folder's name that stands for a model's files and for `facts`.
+
+    Files of weights count by name, size and modification time, so that they need not be read.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for fact in facts:
         digest.update(repr(fact).encode() + b"\0")
@@ -266,7 +282,8 @@ def identity(model: Path, *facts: object) -> str:
     if config.is_file():
         digest.update(read_bounded(config))
     for file in stored_weights(model):
-        # The hub's cache links to files named by their contents, a folder of GGUF to the user's.
+        # The hub's cache has links to files named by their contents. A folder that was made for a
+        # GGUF file has a link to the user's file.
         real = file.resolve()
         status = real.stat()
         known = file.name, real.name, status.st_size, status.st_mtime_ns

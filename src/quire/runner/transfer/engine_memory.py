@@ -1,4 +1,4 @@
-"""The KV blocks of another engine, as descriptions of its ranks' memory, and where to read them."""
+"""Descriptions of the memory of another engine's KV blocks, and the pieces to read of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ MemoryKind = Literal["DRAM", "VRAM"]
 class GroupMemory(msgspec.Struct, frozen=True):
     """The blocks of a KV group on one rank.
 
-    addresses: of the first block, by tensor. first, end: the heads that the rank holds; 0 and 1
-    where blocks are not cut into heads. owner: see `HeadRange`. blocks: how many there are.
+    Attributes:
+        addresses: address of the first block, by tensor.
+        first: first head that the rank holds; 0 if blocks are not split into heads.
+        end: end of its heads; 1 if blocks are not split into heads.
+        owner: see `HeadRange`.
+        blocks: number of blocks.
     """
 
     addresses: list[int]
@@ -31,8 +35,12 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True):
-    """The blocks of one rank. agent: how to reach it, in the transport's words. device: the number
-    of the GPU, 0 on a CPU."""
+    """The blocks of one rank.
+
+    Attributes:
+        agent: metadata by which the transport reaches the rank.
+        device: number of the GPU, 0 on a CPU.
+    """
 
     agent: bytes
     kind: MemoryKind
@@ -41,8 +49,12 @@ class RankMemory(msgspec.Struct, frozen=True):
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """The blocks of all ranks of an engine. clock: tells which layers have been written; None where
-    readers are only named blocks that have been. See `LayerClock`."""
+    """The blocks of all ranks of an engine.
+
+    Attributes:
+        clock: counts the layers that have been written (`LayerClock`). None if readers only get
+            blocks that are complete.
+    """
 
     ranks: list[RankMemory]
     clock: SharedMemory | None = None
@@ -50,15 +62,21 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class MemoryPieces:
-    """Pieces of memory to be read: addresses and bytes, int64 [n] each."""
+    """Pieces of memory to read.
 
-    here: Any
-    there: Any
+    Attributes:
+        local: addresses in this process, int64 [n].
+        remote: addresses in the peer, int64 [n].
+        sizes: bytes, int64 [n].
+    """
+
+    local: Any
+    remote: Any
     sizes: Any
 
     def each(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the numbers of each piece."""
-        columns = self.here.tolist(), self.there.tolist(), self.sizes.tolist()
+        """Yields (local, remote, size) of each piece."""
+        columns = self.local.tolist(), self.remote.tolist(), self.sizes.tolist()
         return zip(*columns, strict=True)
 
 
@@ -67,17 +85,25 @@ _decoder = msgspec.msgpack.Decoder(EngineMemory)
 
 
 def encode_memory(ranks: Sequence[RankMemory], clock: SharedMemory | None = None) -> bytes:
-    """Returns an engine's memory as bytes; see `Transfer.source`."""
+    """Returns an engine's memory as bytes, for `Transfer.source`."""
     return _encoder.encode(EngineMemory(list(ranks), clock))
 
 
 def decode_memory(data: bytes) -> EngineMemory:
-    """Raises msgspec.DecodeError where the bytes describe no memory."""
+    """Returns the memory that bytes describe.
+
+    Raises:
+        msgspec.DecodeError: the bytes describe no memory.
+    """
     return _decoder.decode(data)
 
 
 def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
-    """Describes a group's blocks on this rank. owner: where blocks are not cut into heads."""
+    """Describes a group's blocks on this rank.
+
+    Args:
+        owner: `GroupMemory.owner` of a group whose blocks are not split into heads.
+    """
     # Sections of one tensor have one address.
     addresses = list({part.tensor: part.data.data_ptr() for part in layout.parts}.values())
     blocks = len(layout.parts[0].data)
@@ -87,20 +113,24 @@ def group_memory(layout: BlockLayout, owner: bool) -> GroupMemory:
     return GroupMemory(addresses, heads.first, heads.end, heads.owner, blocks)
 
 
-def pieces_of(
+def find_pieces(
     layout: BlockLayout,
     own: Int32,
     remote: GroupMemory,
     blocks: Int32,
     layers: range | None = None,
 ) -> MemoryPieces | None:
-    """Returns what a rank reads of `blocks` of a remote rank into its blocks `own`, int32 [n] both:
-    the heads that both hold, and only from the first of the ranks that hold them. None: nothing.
+    """Returns the pieces of a remote rank's blocks that a rank reads, or None for no piece.
 
-    layers: of the group, by their places in a block; None: all.
+    A rank reads the heads that both ranks hold, and each head only from its owner.
+
+    Args:
+        own: int32 [n], blocks of this rank.
+        blocks: int32 [n], blocks of the remote rank.
+        layers: places of the layers in a block; None for all.
 
     Raises:
-        ValueError: the remote blocks are not there.
+        ValueError: the remote rank has no such blocks.
     """
     if blocks.min() < 0 or blocks.max() >= remote.blocks:
         raise ValueError(f"blocks {blocks.tolist()} of {remote.blocks}")
@@ -110,22 +140,24 @@ def pieces_of(
     if not remote.owner or low >= high:
         return None
     span = _HeadSpan(first, end, remote.first, remote.end, low, high)
-    found = [
+    each_part = [
         _pieces(
             part, remote.addresses[part.tensor], own.astype(np.int64), blocks.astype(np.int64),
             span, range(part.layers) if layers is None else layers,
         )
         for part in layout.parts
-        if not (span.whole and part.begin)  # the first section stands for all
+        if not (span.whole and part.begin)  # The first section stands for all.
     ]  # fmt: skip
-    here, there, sizes = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
-    return MemoryPieces(here, there, sizes)
+    return MemoryPieces(*(np.concatenate(arrays) for arrays in zip(*each_part, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class _HeadSpan:
-    """The heads `low` to `high` - 1, which are among `first` to `end` - 1 here and among
-    `far_first` to `far_end` - 1 there."""
+    """The heads that two ranks share.
+
+    They are the heads `low` to `high - 1`. This rank holds `first` to `end - 1`, the remote one
+    `far_first` to `far_end - 1`.
+    """
 
     first: int
     end: int
@@ -142,22 +174,24 @@ class _HeadSpan:
 def _pieces(
     part: Part, address: int, own: Any, blocks: Any, span: _HeadSpan, layers: range
 ) -> tuple[Any, Any, Any]:
-    """Returns addresses here and there, and bytes, of some layers of one part of each block. Where
-    heads are the same on both sides, these are of the whole tensor."""
+    """Returns (local, remote, bytes) of some layers of one part of each block.
+
+    If both ranks hold the same heads, the pieces are of the whole tensor.
+    """
     here_heads, far_heads = span.end - span.first, span.far_end - span.far_first
     far_run = part.run // here_heads * far_heads
-    here = part.data.data_ptr() + own * (part.runs * part.run)
-    there = address + blocks * (part.runs * far_run)
+    local = part.data.data_ptr() + own * (part.runs * part.run)
+    remote = address + blocks * (part.runs * far_run)
     layer = part.runs * part.run // part.layers
     size = len(layers) * layer
     if span.whole:
-        here, there = here + layers.start * layer, there + layers.start * layer
+        local, remote = local + layers.start * layer, remote + layers.start * layer
     else:
         runs, head = part.runs // part.layers, part.size // here_heads
         far_begin = part.begin // here_heads * far_heads
         run = np.arange(layers.start * runs, layers.stop * runs, dtype=np.int64)
-        here = here[:, None] + run * part.run + part.begin + (span.low - span.first) * head
-        there = there[:, None] + run * far_run + far_begin + (span.low - span.far_first) * head
+        local = local[:, None] + run * part.run + part.begin + (span.low - span.first) * head
+        remote = remote[:, None] + run * far_run + far_begin + (span.low - span.far_first) * head
         size = (span.high - span.low) * head
-    here, there = here.reshape(-1), there.reshape(-1)
-    return here, there, np.full(len(here), size, dtype=np.int64)
+    local, remote = local.reshape(-1), remote.reshape(-1)
+    return local, remote, np.full(len(local), size, dtype=np.int64)

@@ -18,12 +18,12 @@ from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.rank_moves import INTO, OUT, Moves
 
 _CHUNK_BYTES = 1 << 30
-"""Pinned memory is taken in pieces of this size: one large one would be rounded up to a power of
-two, and cost up to twice what was asked for."""
+"""Pinned memory is allocated in pieces of this size, because PyTorch rounds a piece up to a power
+of two: a large one could take twice the bytes."""
 
 
 class HostPool:
-    """Places for blocks, `slots` by group; pinned where there is a GPU to copy from."""
+    """Slots for the blocks of each group, in memory that is pinned if there is a GPU."""
 
     def __init__(self, layouts: Sequence[BlockLayout], slots: Sequence[int], pinned: bool) -> None:
         self.slots = tuple(slots)
@@ -35,19 +35,30 @@ class HostPool:
     def slots_within(
         layouts: Sequence[BlockLayout], blocks: Sequence[int], limit: int, ranks: int = 1
     ) -> tuple[int, ...]:
-        """Returns how many slots of each group fit `limit` bytes, a rank's share: as many as there
-        are `blocks` on the device, in proportion, but one at least.
+        """Returns how many slots of each group fit a rank's memory, at least one each.
+
+        The groups have slots in proportion to their blocks on the device.
+
+        Args:
+            blocks: number of blocks on the device, by group.
+            limit: bytes of this rank.
+            ranks: number of ranks on this machine.
 
         Raises:
-            ConfigError: not a single one, or the machine has less memory than all ranks take.
+            ConfigError: one slot of each group does not fit, or the machine has less memory than
+                all ranks take.
         """
         free = available_memory()
         sizes = [layout.size for layout in layouts]
         each = sum(size * count for size, count in zip(sizes, blocks, strict=True))
         slots = tuple(max(1, count * limit // each) for count in blocks)
         if sum(size * count for size, count in zip(sizes, slots, strict=True)) > limit:
-            what = "KV block" if len(layouts) == 1 else "block of each kind"
-            raise ConfigError(f"host_cache_gb has no room for a single {what}", "host_cache_gb")
+            kind = "KV block" if len(layouts) == 1 else "block of each kind"
+            raise ConfigError(
+                f"host_cache_gb={limit * ranks / 1e9:g} has no room for a single {kind}, which "
+                f"takes {sum(sizes) * ranks / 1e9:g} GB on all ranks",
+                "host_cache_gb",
+            )
         if limit * ranks > free:
             raise ConfigError(
                 f"host_cache_gb={limit * ranks / 1e9:g} exceeds the {free / 1e9:.1f} GB of free "
@@ -57,15 +68,15 @@ class HostPool:
         return slots
 
     def view(self, group: int, slot: int) -> memoryview:
-        """A slot's bytes, writable."""
+        """Returns a slot's bytes, writable."""
         return self._groups[group].view(slot)
 
     def addresses(self, group: int, slots: Int32) -> Any:
-        """int64 [n]."""
+        """Returns the addresses of slots, int64 [n]."""
         return self._groups[group].addresses(slots)
 
     def whole(self, group: int) -> Tensor:
-        """uint8 [slots, bytes], where the pool is in one piece (it is not pinned)."""
+        """Returns all of a group's slots, uint8 [slots, bytes]. The pool must not be pinned."""
         return self._groups[group].chunks[0]
 
 
@@ -101,8 +112,10 @@ Pool = TypeVar("Pool")
 
 
 class PoolPlace(Generic[Pool]):
-    """A pool of slots for each rank's own heads of blocks. A move has ended when it has on all
-    ranks."""
+    """A pool of slots, to and from which each rank moves its heads of blocks.
+
+    A move ends when all ranks have ended it.
+    """
 
     def __init__(self, pool: Pool, copier: Copier, moves: Moves) -> None:
         self.pool = pool

@@ -1,6 +1,7 @@
-"""Memory of GPUs that processes of one host open: calls of CUDA's driver.
+"""Reads of GPU memory between processes of one host, by CUDA's interprocess handles.
 
-Allocations are shared as a whole. Whoever opens one keeps it allocated, also when its owner ends.
+An allocation is shared as a whole. A process that opens one keeps it allocated, even when the owner
+has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
-from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_of
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_time
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 HANDLE_BYTES = 64
@@ -31,7 +32,7 @@ class _Handle(ctypes.Structure):
 
 
 class CudaIpc:
-    """The driver's calls, from any thread, for one GPU.
+    """The driver's calls for one GPU, from any thread.
 
     Raises:
         QuireError: there is no driver, or a call fails.
@@ -40,7 +41,8 @@ class CudaIpc:
     def __init__(self, device: int) -> None:
         try:
             self._waits: Any = ctypes.CDLL("libcuda.so.1")
-            # Calls that return at once, which would wait longer for the interpreter's lock.
+            # `PyDLL` keeps the interpreter's lock. These calls return at once, and taking the lock
+            # again would take longer.
             self._quick: Any = ctypes.PyDLL("libcuda.so.1")
         except OSError as error:
             raise QuireError(f"there is no CUDA driver ({error})") from None
@@ -48,11 +50,11 @@ class CudaIpc:
         self._check(self._waits.cuDevicePrimaryCtxRetain(ctypes.byref(self._context), device))
 
     def _enter(self) -> None:
-        """Makes the GPU's context, which PyTorch uses as well, that of this thread."""
+        """Makes the GPU's primary context, which PyTorch uses too, this thread's context."""
         self._check(self._waits.cuCtxSetCurrent(self._context))
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """Returns where the allocation of an address begins, and its bytes."""
+        """Returns the base address and the bytes of the allocation that holds an address."""
         self._enter()
         base, size = ctypes.c_uint64(), ctypes.c_size_t()
         self._check(
@@ -70,8 +72,11 @@ class CudaIpc:
         return bytes(handle)
 
     def open(self, handle: bytes, size: int) -> int:
-        """Maps another process's allocation, whatever `size` says; returns where it begins. Its GPU
-        need not be visible to this process, but reachable from the one that it uses."""
+        """Maps another process's allocation. Returns its base address in this process.
+
+        This process's GPU must be able to reach the allocation's GPU. `CUDA_VISIBLE_DEVICES` need
+        not name it. `size` is ignored: the handle knows it.
+        """
         self._enter()
         address = ctypes.c_uint64()
         self._check(
@@ -90,7 +95,7 @@ class CudaIpc:
         """Does nothing: allocations are shared as long as they live."""
 
     def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copies memory on a stream, by the GPU's engines for copies."""
+        """Copies memory on a stream, by the GPU's copy engines."""
         self._check(
             self._quick.cuMemcpyAsync(
                 ctypes.c_uint64(target),
@@ -107,14 +112,13 @@ class CudaIpc:
             raise QuireError(f"CUDA: {(name.value or b'').decode() or status}")
 
 
-# Reads of other engines' memory within a host: of GPUs by CUDA's handles for other processes, on
-# a CPU by files in memory (`shared_pages.py`).
+# The agent. On a CPU, memory is shared as files in memory (`shared_pages.py`).
 
 _LARGE = 1 << 18
-"""Bytes of a piece from which on it is worth a call of its own."""
+"""Pieces of at least so many bytes are copied by a call each, smaller ones by a kernel together."""
 _ALIGN = 16
 _CHECK_SECONDS = 0.5
-"""Between two looks whether peers live."""
+"""Seconds between two checks whether peers live."""
 
 
 class Opener(Protocol):
@@ -132,44 +136,54 @@ class Opener(Protocol):
 
 
 Copies = Callable[[MemoryPieces], Callable[[], bool]]
-"""Copies pieces to here, from `there` in this process's addresses; tells whether that is done."""
+"""Begins to copy pieces, whose addresses are all of this process. Returns a function that returns
+whether the copy is done."""
 
 _decoder = msgspec.msgpack.Decoder(ProcessMemory)
 
 
 class OpenedMemory:
-    """A peer's allocations, mapped. begins, ends: there; here: where each begins now; int64 [n]."""
+    """A peer's allocations, mapped into this process.
+
+    Attributes:
+        begins: base addresses in the peer, int64 [n].
+        ends: end addresses in the peer, int64 [n].
+        local: base addresses in this process, int64 [n].
+    """
 
     def __init__(self, memory: ProcessMemory, opener: Opener) -> None:
         self.memory = memory
-        found = sorted(memory.allocations, key=lambda each: each.begin)
-        self.begins = np.array([each.begin for each in found], dtype=np.int64)
-        self.ends = self.begins + np.array([each.size for each in found], dtype=np.int64)
+        allocations = sorted(memory.allocations, key=lambda each: each.begin)
+        self.begins = np.array([each.begin for each in allocations], dtype=np.int64)
+        self.ends = self.begins + np.array([each.size for each in allocations], dtype=np.int64)
         opened: list[int] = []
         try:
-            for each in found:
+            for each in allocations:
                 opened.append(opener.open(each.handle, each.size))
         except BaseException:
             for address in opened:
                 opener.close(address)
             raise
-        self.here = np.array(opened, dtype=np.int64)
+        self.local = np.array(opened, dtype=np.int64)
 
     def locate(self, pieces: MemoryPieces) -> MemoryPieces:
-        """Returns pieces with addresses of this process. Raises QuireError where one is outside of
-        what was opened."""
-        at = np.searchsorted(self.begins, pieces.there, side="right") - 1
-        if (at < 0).any() or (pieces.there + pieces.sizes > self.ends[at]).any():
+        """Returns pieces with addresses of this process only.
+
+        Raises:
+            QuireError: a piece is outside the peer's allocations.
+        """
+        at = np.searchsorted(self.begins, pieces.remote, side="right") - 1
+        if (at < 0).any() or (pieces.remote + pieces.sizes > self.ends[at]).any():
             raise QuireError("a peer named blocks outside of its cache")
-        there = pieces.there - self.begins[at] + self.here[at]
-        return MemoryPieces(pieces.here, there, pieces.sizes)
+        remote = pieces.remote - self.begins[at] + self.local[at]
+        return MemoryPieces(pieces.local, remote, pieces.sizes)
 
 
 class IpcAgent(RemoteReads):
     """Lets processes of this host open some tensors, and reads theirs.
 
     Raises:
-        ConfigError: the memory cannot be opened by others.
+        ConfigError: other processes cannot open the memory.
     """
 
     def __init__(
@@ -180,19 +194,19 @@ class IpcAgent(RemoteReads):
         self._copies = copies
         self._looked = 0.0
         try:
-            found = {opener.allocation(t.data_ptr()) for t in tensors if t.nbytes}
-            opened = [Allocation(begin, size, opener.export(begin)) for begin, size in found]
+            allocations = {opener.allocation(t.data_ptr()) for t in tensors if t.nbytes}
+            opened = [Allocation(begin, size, opener.export(begin)) for begin, size in allocations]
         except QuireError as error:
             raise ConfigError(
                 f"transport=ipc: other processes cannot open this memory ({error}); expandable "
                 "segments of PYTORCH_ALLOC_CONF must be off. Use transport=tcp",
                 "transport",
             ) from None
-        own = ProcessMemory(os.getpid(), start_of(os.getpid()), opened)
+        own = ProcessMemory(os.getpid(), start_time(os.getpid()), opened)
         self.metadata = msgspec.msgpack.encode(own)
         self._start_thread()
 
-    def _meet(self, metadata: bytes) -> OpenedMemory:
+    def _connect(self, metadata: bytes) -> OpenedMemory:
         memory = _decoder.decode(metadata)
         if not lives(memory):
             raise QuireError(
@@ -201,13 +215,13 @@ class IpcAgent(RemoteReads):
             )
         return OpenedMemory(memory, self._opener)
 
-    def _part(self, peer: OpenedMemory) -> None:
-        for address in peer.here.tolist():
+    def _disconnect(self, peer: OpenedMemory) -> None:
+        for address in peer.local.tolist():
             self._opener.close(address)
 
     def _has_room(self) -> bool:
-        # One after the other, as they would run anyway: a call for a copy waits when a thousand are
-        # under way, and the interpreter with it.
+        # Reads run one after the other on the GPU anyway. With a thousand copies under way, the
+        # driver would block the call for the next one, and with it the interpreter.
         return all(part.handle is None for read in self._reads for part in read.parts)
 
     def _begin(
@@ -215,7 +229,7 @@ class IpcAgent(RemoteReads):
     ) -> Callable[[], bool]:
         return self._copies(peer.locate(pieces))
 
-    def _over(self, handle: Callable[[], bool]) -> bool:
+    def _done(self, handle: Callable[[], bool]) -> bool:
         return handle()
 
     def _serve(self) -> None:
@@ -227,7 +241,7 @@ class IpcAgent(RemoteReads):
 
     def _shut(self) -> None:
         for peer in self._peers.values():
-            self._part(peer)
+            self._disconnect(peer)
         self._peers.clear()
         self._opener.stop()
 
@@ -236,7 +250,7 @@ def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteRea
     """Returns the agent of this rank.
 
     Raises:
-        ConfigError: its memory cannot be opened by others.
+        ConfigError: other processes cannot open its memory.
     """
     if device.type != "cuda":
         # Linux has calls that others lack.
@@ -249,9 +263,6 @@ def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteRea
                 f"transport=ipc: the KV cache cannot be shared ({error}); use transport=tcp",
                 "transport",
             ) from None
-    # A CPU has no driver.
-    pass  # nothing left to import
-
     driver = CudaIpc(device.index or 0)
     return IpcAgent(tensors, device, driver, CudaCopies(driver, device))
 
@@ -263,7 +274,7 @@ class CudaCopies:
         self._driver = driver
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # The kernel is compiled now rather than at a first read.
+        # Compiles the kernel, so that the first read does not have to.
         page = torch.zeros(2, _ALIGN, dtype=torch.uint8, device=device)
         own = np.array([page.data_ptr()], dtype=np.int64)
         torch.cuda.synchronize(device)
@@ -274,14 +285,14 @@ class CudaCopies:
         with torch.cuda.stream(self._stream):
             for size in np.unique(pieces.sizes).tolist():
                 of_size = pieces.sizes == size
-                self._copy(pieces.here[of_size], pieces.there[of_size], size)
+                self._copy(pieces.local[of_size], pieces.remote[of_size], size)
             event: Any = self._stream.record_event()
         return lambda: bool(event.query())
 
-    def _copy(self, here: Any, there: Any, size: int) -> None:
+    def _copy(self, local: Any, remote: Any, size: int) -> None:
         stream = self._stream.cuda_stream
         if size >= _LARGE or size % _ALIGN:
-            for target, source in zip(here.tolist(), there.tolist(), strict=True):
+            for target, source in zip(local.tolist(), remote.tolist(), strict=True):
                 self._driver.copy(target, source, size, stream)
             return
-        copy_between(there, here, size, self._device)
+        copy_between(remote, local, size, self._device)

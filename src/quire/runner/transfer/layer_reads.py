@@ -1,4 +1,4 @@
-"""Pieces of a peer's blocks, as they may be read: all at once, or layers as they are computed."""
+"""Pieces of a peer's blocks to read: all at once, or layer by layer as the peer computes them."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from quire.runner.transfer.engine_memory import MemoryPieces, decode_memory
 from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, read_shared
 
 _STILL_SECONDS = 60.0
-"""For how long a clock that is waited for may stand still."""
+"""Seconds that a clock may stand still while a read waits for it."""
 _LOOK_SECONDS = 0.5
-"""Between two looks whether the peer is there."""
+"""Seconds between two checks whether the peer lives."""
 
 
 class PieceSource(Protocol):
-    """Gives out pieces of one rank's memory as they may be read."""
+    """Gives out pieces of one rank's memory when they may be read."""
 
     @property
     def left(self) -> bool:
-        """Whether any have not been given out."""
+        """Whether any piece has not been given out."""
         ...
 
     def take(self) -> MemoryPieces | None:
-        """Gives out what may be read by now; None: nothing more than before. Raises QuireError
-        where no more is to be expected."""
+        """Returns the pieces that may be read since the last call, or None.
+
+        Raises:
+            QuireError: the peer will write no more pieces.
+        """
         ...
 
 
 class WrittenPieces:
-    """Pieces that have been written."""
+    """Pieces that are complete, so that all may be read at once."""
 
     def __init__(self, pieces: MemoryPieces) -> None:
         self._pieces: MemoryPieces | None = pieces
@@ -51,7 +54,11 @@ class WrittenPieces:
 
 
 class PeerClock:
-    """The clock of a rank of a peer. Raises ValueError where it cannot be read."""
+    """The layer clock of a peer's rank.
+
+    Raises:
+        ValueError: this process cannot read it.
+    """
 
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         mapped = read_shared(memory.pid, memory.descriptor, memory.size, memory.token)
@@ -61,20 +68,21 @@ class PeerClock:
         self._path = memory.path
 
     def read(self) -> int:
-        """Returns what it shows now."""
+        """Returns the clock's value."""
         return int(self._clocks[-1])
 
     @property
     def lives(self) -> bool:
-        """Whether the peer's process is there."""
+        """Whether the peer's process lives."""
         return os.path.exists(self._path)
 
 
 class LayerPieces:
-    """Pieces of which a step of the peer writes one layer after the other.
+    """Pieces that a step of the peer writes layer by layer.
 
-    pieces: of some of the group's layers, by their places in it. due: what the clock is at least
-    when each layer has been written, in rising order.
+    Args:
+        pieces: returns the pieces of some layers, by their places in the group.
+        due: by layer, the value of the clock once the layer is written; ascending.
     """
 
     def __init__(
@@ -112,7 +120,7 @@ class LayerPieces:
 
 
 def sees_clock(source: bytes) -> bool:
-    """Tells whether a peer's memory has a clock that can be read here; see `Transfer.source`."""
+    """Whether this process can read the clock of a peer's memory (`Transfer.source`)."""
     try:
         clock = decode_memory(source).clock
         return clock is not None and bool(PeerClock(clock, 0))

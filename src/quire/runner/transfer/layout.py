@@ -1,4 +1,4 @@
-"""Blocks as bytes outside of the device, whole or as the heads that one rank holds."""
+"""The bytes of a block outside the device, whole or as the heads that one rank holds."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ _ALIGN = 16
 
 @dataclass(frozen=True, slots=True)
 class HeadCut:
-    """The split of a tensor of a layer's block among ranks. axis: the dimension of heads. What is
-    from there on are sections one after the other, of which each rank has its heads' share.
-    sections: their sizes, in any unit."""
+    """The split of a tensor of a layer's block among ranks.
+
+    Attributes:
+        axis: the dimension of heads. From there on, the tensor is one or more sections, one after
+            the other, and each rank has its heads' part of every section.
+        sections: sizes of the sections, in any unit.
+    """
 
     axis: int = 1
     sections: tuple[int, ...] = (1,)
@@ -24,10 +28,13 @@ class HeadCut:
 
 @dataclass(frozen=True, slots=True)
 class HeadRange:
-    """The heads `first` to `end` - 1, of `heads` in all, that a rank holds.
+    """The heads that a rank holds: `first` to `end - 1`.
 
-    owner: it is the first of the ranks that hold these heads. Only owners write them elsewhere.
-    cuts: by tensor; (): all are keys and values, [2, heads, ...].
+    Attributes:
+        heads: number of heads of all ranks.
+        owner: whether the rank is the first one that holds these heads. Only owners copy them to
+            other places.
+        cuts: by tensor; () if all tensors are keys and values, [2, heads, ...].
     """
 
     first: int
@@ -38,9 +45,9 @@ class HeadRange:
 
 
 def head_range(heads: int, rank: int, world: int, cuts: tuple[HeadCut, ...] = ()) -> HeadRange:
-    """Returns the KV heads of one rank: neighbouring ranks hold copies where heads are fewer.
+    """Returns the KV heads of one rank. With fewer heads than ranks, neighbours hold copies.
 
-    The split is that of the weights (`ShardSpec`), so one of the two numbers divides the other.
+    The split is that of the weights (`ShardSpec`), so `heads` divides `world` or the reverse.
     """
     if heads >= world:
         each = heads // world
@@ -51,13 +58,18 @@ def head_range(heads: int, rank: int, world: int, cuts: tuple[HeadCut, ...] = ()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor's share of a block, or a section of it.
+    """One tensor of a block, or a section of it.
 
-    data: uint8 [blocks, runs * run], a block's bytes on this rank: `runs` runs of `run` bytes, of
-        which the part has `size` from `begin` on.
-    offset: where the tensor begins in a slot. There a run takes `whole` bytes, and the part's share
-        of it begins at `first`.
-    layers: that it holds, one after the other.
+    Attributes:
+        data: uint8 [blocks, runs * run], a block's bytes on this rank.
+        runs: number of runs of a block.
+        run: bytes of a run on this rank.
+        begin: where the part begins in a run, in bytes.
+        size: bytes of the part in a run.
+        offset: where the tensor begins in a slot, in bytes.
+        whole: bytes of a run in a slot, with the heads of all ranks.
+        first: where the part begins in such a run, in bytes.
+        layers: number of layers, one after the other.
     """
 
     tensor: int
@@ -72,12 +84,16 @@ class Part:
     layers: int
 
     def on_device(self) -> Tensor:
-        """Returns the share of each block, uint8 [blocks, runs, size]."""
+        """Returns the part of each block, uint8 [blocks, runs, size]."""
         runs = self.data.view(len(self.data), self.runs, self.run)
         return runs[:, :, self.begin : self.begin + self.size]
 
     def in_slots(self, slots: Tensor) -> Tensor:
-        """Returns the share of each slot, a view of uint8 [slots, bytes]: [slots, runs, size]."""
+        """Returns the part of each slot, a view of `slots`: uint8 [slots, runs, size].
+
+        Args:
+            slots: uint8 [slots, bytes].
+        """
         share = slots[:, self.offset : self.offset + self.runs * self.whole]
         strides = slots.stride(0), self.whole, 1
         pieces = share.as_strided((len(slots), self.runs, self.whole), strides)
@@ -85,11 +101,14 @@ class Part:
 
 
 class BlockLayout:
-    """A group's block outside of the device: the same place in each of the group's tensors, one
-    after the other, each padded to 16 bytes. A slot has the heads of all ranks, as a rank would
-    that is alone.
+    """The layout of a group's block outside the device.
 
-    tensors: [blocks, layers, ...]. heads: those of this rank; None: the tensors have all.
+    A slot holds the block's bytes in each of the group's tensors, one after the other, each padded
+    to 16 bytes. It has the heads of all ranks, so it looks the same for any number of ranks.
+
+    Args:
+        tensors: [blocks, layers, ...] each.
+        heads: the heads of this rank; None if the tensors have all heads.
     """
 
     def __init__(self, tensors: Sequence[Tensor], heads: HeadRange | None = None) -> None:
@@ -108,7 +127,8 @@ class BlockLayout:
             run, begin = data.shape[1] // runs, 0
             for section in cut.sections:
                 size = run * section // sum(cut.sections)
-                # Before it in a slot: the sections before, of all ranks, and other ranks' heads.
+                # In a slot, the earlier sections of all ranks come first, then the heads of earlier
+                # ranks.
                 place = (begin * all_heads + size * first) // share
                 whole = run // share * all_heads
                 self.parts.append(

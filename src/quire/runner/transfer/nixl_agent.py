@@ -37,31 +37,31 @@ class NixlAgent(RemoteReads):
             regions = [(t.data_ptr(), t.nbytes, self.device, "") for t in tensors if t.nbytes]
             self._agent.register_memory(regions, self.kind, backends=[_BACKEND])
             self.metadata = self._agent.get_agent_metadata()
-        except Exception as error:  # the library's own, which have no common base
+        except Exception as error:  # The library's errors have no common base.
             raise ConfigError(
                 f"transport=nixl: {name} cannot be used here ({type(error).__name__}: {error})",
                 "transport",
             ) from error
         self._start_thread()
 
-    def _meet(self, metadata: bytes) -> str:
-        found = self._agent.add_remote_agent(metadata)
-        return found.decode() if isinstance(found, bytes) else str(found)
+    def _connect(self, metadata: bytes) -> str:
+        name = self._agent.add_remote_agent(metadata)
+        return name.decode() if isinstance(name, bytes) else str(name)
 
-    def _part(self, peer: str) -> None:
+    def _disconnect(self, peer: str) -> None:
         self._agent.remove_remote_agent(peer)
 
     def _begin(self, peer: str, part: ReadPart, pieces: MemoryPieces) -> Any:
-        here = self._list(pieces.here, pieces.sizes, self.kind, self.device)
-        there = self._list(pieces.there, pieces.sizes, part.rank.kind, part.rank.device)
-        # Kept before anything can fail, so that it is released.
+        local = self._list(pieces.local, pieces.sizes, self.kind, self.device)
+        remote = self._list(pieces.remote, pieces.sizes, part.rank.kind, part.rank.device)
+        # The part gets the handle before anything can fail, so that it is released.
         part.handle = self._agent.initialize_xfer(
-            "READ", here, there, peer, b"", backends=[_BACKEND]
+            "READ", local, remote, peer, b"", backends=[_BACKEND]
         )
         self._agent.transfer(part.handle)
         return part.handle
 
-    def _over(self, handle: Any) -> bool:
+    def _done(self, handle: Any) -> bool:
         state = self._agent.check_xfer_state(handle)
         if state not in ("PROC", "DONE"):
             raise QuireError(f"the read ended as {state}")
@@ -71,7 +71,7 @@ class NixlAgent(RemoteReads):
         handle.release()
 
     def _serve(self) -> None:
-        # Where the network cannot read alone, it is this that answers.
+        # If the network cannot read by itself, this call answers the peer's read.
         self._agent.get_new_notifs(backends=[_BACKEND])
 
     def _shut(self) -> None:

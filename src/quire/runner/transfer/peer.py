@@ -1,7 +1,7 @@
 """The place `peer`: host memory through which KV blocks go to other engines and come from them.
 
-Slots hold the heads of all ranks, and all ranks map the memory: each copies its own heads, so what
-lies there does not depend on the number of ranks. What goes over the wire is the first rank's work.
+Slots hold the heads of all ranks, and all ranks map the memory. Each copies its own heads, so the
+contents do not depend on the number of ranks. The first rank sends and receives over the network.
 """
 
 from __future__ import annotations
@@ -27,18 +27,21 @@ from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
 from quire.runner.transfer.host import PoolPlace
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range
-from quire.runner.transfer.rank_moves import OUT, Moves, board_bytes, board_of
+from quire.runner.transfer.rank_moves import OUT, Moves, board_bytes, view_board
 from quire.runner.transfer.shared_memory import map_shared
 
 _CPU_BYTES, _GPU_BYTES = 256 << 20, 1 << 30
-"""Bytes of the memory, unless a few blocks need more. Models on GPUs are larger."""
+"""Bytes of the memory, unless a few blocks need more."""
 _LEAST_SLOTS, _MOST_SLOTS = 8, 4096
 
 
 class StagingPool:
     """Slots for the blocks of each group, in memory that processes of this host can map.
 
-    sizes: bytes of a slot, by group. handle: for other processes. board: see `Moves`.
+    Attributes:
+        sizes: bytes of a slot, by group.
+        handle: lets other processes map the memory.
+        board: see `Moves`.
     """
 
     def __init__(self, sizes: Sequence[int], slots: int, group: ProcessGroup, device: str) -> None:
@@ -49,14 +52,14 @@ class StagingPool:
         size = head + sum(sizes) * slots
         self._memory, self.handle = map_shared(size, group, device)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
-        self.board = board_of(self._bytes, group.world)
+        self.board = view_board(self._bytes, group.world)
         self.rank = group.rank
         self._pinned = device.startswith("cuda")
         if self._pinned:
             pin(self._bytes.view(np.int8))
 
     def start(self, group: int, slot: int) -> int:
-        """Returns where a slot begins in the memory, in bytes."""
+        """Returns the offset of a slot in the memory, in bytes."""
         return self._starts[group] + slot * self.sizes[group]
 
     def view(self, group: int, slot: int) -> memoryview:
@@ -72,7 +75,7 @@ class StagingPool:
         return torch.from_numpy(self._bytes[begin : begin + size].reshape(self.slots, -1))
 
     def close(self) -> None:
-        """Lets others open it no more. Idempotent."""
+        """Closes the memory's descriptor, so that no other process can map it. Idempotent."""
         if self.handle is not None:
             os.close(self.handle.descriptor)
             self.handle = None
@@ -88,8 +91,9 @@ def _at_once() -> bool:
 class PeerPlace(PoolPlace[StagingPool]):
     """Moves blocks to and from a staging pool, which all ranks share.
 
-    owns: by group, whether this rank writes its heads to the pool; of ranks with copies of the
-    same, one does.
+    Args:
+        owns: by group, whether this rank writes its heads to the pool. One of the ranks with copies
+            of the same heads does.
     """
 
     def __init__(self, pool: StagingPool, copier: Copier, owns: Sequence[bool]) -> None:
@@ -110,11 +114,13 @@ class PeerPlace(PoolPlace[StagingPool]):
 def open_peer_place(
     cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup, device: torch.device
 ) -> PeerPlace:
-    """Makes the memory, of one rank or of several, which all call this at once. models: see
-    `rank_heads`.
+    """Makes the memory. All ranks call it at once.
+
+    Args:
+        models: see `rank_heads`.
 
     Raises:
-        ConfigError: blocks cannot be copied.
+        ConfigError: blocks of this model cannot be copied.
     """
     layouts = [
         BlockLayout(cache.block_tensors(index), heads if group.world > 1 else None)
@@ -132,19 +138,21 @@ def open_peer_place(
 
 
 def rank_heads(models: Sequence[DecoderLayers], group: ProcessGroup) -> list[HeadRange | None]:
-    """Returns the heads of each KV group that this rank holds; None where every rank has all: of
-    latents, and of a draft model.
+    """Returns the heads of each KV group that this rank holds.
 
-    models: the model and those that draft, whose groups come in this order.
+    None stands for all heads: every rank has those of latent attention and of a draft model.
+
+    Args:
+        models: the model, then draft models, in the order of their KV groups.
     """
     return [
-        None if model.group is not group else _heads_of(layout, model, group)
+        None if model.group is not group else _head_range(layout, model, group)
         for model in models
         for layout in model.kv_layouts
     ]
 
 
-def _heads_of(layout: MixerLayout, model: DecoderLayers, group: ProcessGroup) -> HeadRange | None:
+def _head_range(layout: MixerLayout, model: DecoderLayers, group: ProcessGroup) -> HeadRange | None:
     layers = zip(model.layers, model.spec.layers, strict=True)
     mixer = next(spec.mixer for block, spec in layers if block.attention.layout == layout)
     if isinstance(layout, StateLayout) and isinstance(mixer, GatedDeltaSpec):

@@ -1,4 +1,4 @@
-"""The interface of places outside of the device, where KV blocks go to and come from."""
+"""The interface of places outside the device, to and from which KV blocks are moved."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from quire.plan import Transfer
 
 
 class Place(Protocol):
-    """Holds KV blocks outside of the device. Its calls begin moves, which end later, in any order.
+    """Holds KV blocks outside the device. Its calls begin moves, which end later, in any order.
 
-    Blocks are of any KV group. On each rank a move is of the heads that the rank holds.
+    Blocks may be of any KV group. Each rank moves the heads that it holds.
     """
 
     def out(self, transfer: Transfer) -> None:
-        """Begins to move blocks here. They are read as the steps before left them."""
+        """Begins to move blocks to this place, as earlier steps have left them."""
         ...
 
     def into(self, transfer: Transfer) -> None:
-        """Begins to bring blocks from here."""
+        """Begins to move blocks from this place to the device."""
         ...
 
     def ended(self) -> tuple[list[int], list[int]]:
@@ -31,5 +31,5 @@ class Place(Protocol):
         ...
 
     def close(self) -> None:
-        """Waits for what still reads or writes memory. Idempotent."""
+        """Waits for all work that still reads or writes memory. Idempotent."""
         ...

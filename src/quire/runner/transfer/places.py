@@ -1,4 +1,4 @@
-"""Moves whole KV blocks between the device and the places outside of it."""
+"""Moves whole KV blocks between the device and places outside it."""
 
 from __future__ import annotations
 
@@ -20,32 +20,40 @@ from quire.plan import Transfer
 from quire.runner.kv_cache import KVCache
 from quire.runner.memory import GB, staging_bytes
 from quire.runner.transfer.copier import Copier, CudaCopier, HostCopier
+from quire.runner.transfer.direct_place import open_direct_place
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPlace, HostPool
+from quire.runner.transfer.ipc_agent import open_ipc_agent
 from quire.runner.transfer.layout import BlockLayout
+from quire.runner.transfer.nixl_agent import NixlAgent
+from quire.runner.transfer.peer import open_peer_place
 from quire.runner.transfer.place import Place
 from quire.runner.transfer.rank_moves import shared_moves
 from quire.runner.transfer.threads import succeeded
 
 _PATIENCE = 2e-3
-"""Seconds for which a step without rows waits for something to arrive."""
+"""Seconds that a step without rows waits for a transfer to end."""
 _NAP = 5e-5
 
 
 class KVTransfer:
-    """Runs the transfers of plans. places: by the names that transfers give them."""
+    """Runs the transfers of plans.
+
+    Args:
+        places: by name (`Transfer.place`).
+    """
 
     def __init__(self, places: Mapping[str, Place]) -> None:
         self._places = places
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Blocks of each group that the host's pool holds; () where there is none."""
+        """Number of slots of each group in the host's pool; () without a pool."""
         host = self._places.get("host")
         return host.pool.slots if isinstance(host, HostPlace) else ()
 
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
-        """Launches those of one direction."""
+        """Begins the transfers of one direction."""
         for transfer in transfers:
             if transfer.direction != direction:
                 continue
@@ -58,7 +66,11 @@ class KVTransfer:
                 place.into(transfer)
 
     def ended(self, patient: bool) -> tuple[list[int], list[int]]:
-        """(finished, failed) since the last call. patient: where there is none, wait a moment."""
+        """Returns the ids of transfers that finished, and failed, since the last call.
+
+        Args:
+            patient: wait a moment if there are none.
+        """
         finished, failed = self._ended()
         deadline = time.monotonic() + _PATIENCE
         while patient and not finished and not failed and self.busy:
@@ -83,9 +95,13 @@ class KVTransfer:
         return finished, failed
 
     def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers what is asked of a place. disk_keys: the keys of a group's blocks in files, least
-        recently used first, int32 [n, 4]. staging_pool: the memory between peers, or what they
-        read. None: the message is for others."""
+        """Answers messages for a place; None: the message is for somebody else.
+
+        disk_keys: returns the keys of a group's blocks in files, least recently used first, int32
+            [n, 4].
+        staging_pool: returns the memory between peers, or a description of the memory that they
+            read.
+        """
         match message.get("op"), self._places:
             case "disk_keys", {"disk": DiskPlace() as disk}:
                 return disk.keys(message["group"])
@@ -96,13 +112,13 @@ class KVTransfer:
         return None
 
     def close(self) -> None:
-        """Waits for what is being copied. Idempotent."""
+        """Waits for copies that have begun. Idempotent."""
         for place in reversed(list(self._places.values())):
             place.close()
 
 
 class DiskPlace:
-    """Files, to and from slots of the host's pool."""
+    """Moves blocks between files and slots of the host's pool."""
 
     def __init__(self, pool: HostPool, store: DiskStore) -> None:
         self._pool = pool
@@ -155,9 +171,12 @@ def tiers(
 ) -> dict[str, Place]:
     """Returns the host's memory, and files, as places.
 
-    tensors: of each KV group, all that hold its blocks, with blocks as their first dimension.
-    slots: of the host's pool, and staging: bytes on the device, by KV group. group: of the ranks
-    that move blocks at once; None: this is the only one.
+    Args:
+        tensors: by KV group, the tensors that hold its blocks, [blocks, ...] each.
+        slots: by KV group, number of slots in the host's pool.
+        staging: by KV group, bytes of the staging buffer on the device.
+        disk: the files, or None.
+        group: the ranks that move blocks together; None for one rank.
     """
     layouts = [BlockLayout(group) for group in tensors]
     device = tensors[0][0].device
@@ -180,11 +199,13 @@ def open_places(
     models: Sequence[DecoderLayers],
     group: ProcessGroup,
 ) -> KVTransfer:
-    """Opens the places that the settings ask for; all ranks call it at once. models: the model and
-    those that draft, whose KV groups come in this order.
+    """Opens the places that the settings ask for. All ranks call it at once.
+
+    Args:
+        models: the model, then draft models, in the order of their KV groups.
 
     Raises:
-        ConfigError: the host's memory does not suffice, a folder cannot be used, or the model's KV
+        ConfigError: the host has too little memory, a folder cannot be used, or the model's KV
             cannot be moved.
     """
     places = open_tiers(config, cache, group)
@@ -196,30 +217,22 @@ def open_places(
 def _open_peers(
     config: EngineConfig, cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup
 ) -> Place:
-    # Few engines have peers, and fewer a library for them.
     device = torch.device(config.device)
     match (config.args.kv_peers or {}).get("transport"):
         case "nixl":
-            from quire.runner.transfer.direct_place import open_direct_place
-            from quire.runner.transfer.nixl_agent import NixlAgent
-
             return open_direct_place(cache, models, group, device, NixlAgent)
         case "ipc":
-            from quire.runner.transfer.direct_place import open_direct_place
-            from quire.runner.transfer.ipc_agent import open_ipc_agent
-
             return open_direct_place(cache, models, group, device, open_ipc_agent)
-    from quire.runner.transfer.peer import open_peer_place
-
     return open_peer_place(cache, models, group, device)
 
 
 def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dict[str, Place]:
-    """Opens the host's memory, of which each rank has an equal share, and files, as the settings
-    ask for them; all ranks call it at once.
+    """Opens the host's memory and the files that the settings ask for.
+
+    All ranks call it at once. Each has an equal share of the host's memory.
 
     Raises:
-        ConfigError: the host's memory does not suffice, or the folder cannot be used.
+        ConfigError: the host has too little memory, or the folder cannot be used.
     """
     args = config.args
     if not args.host_cache_gb:
@@ -230,9 +243,10 @@ def open_tiers(config: EngineConfig, cache: KVCache, group: ProcessGroup) -> dic
     limit = int(args.host_cache_gb * GB) // group.world
     slots = HostPool.slots_within(layouts, blocks, limit, group.world)
     if group.world > 1:
-        # All have as many; and none takes its memory while another looks how much is free.
-        found = torch.tensor(slots, device=config.device)
-        slots = tuple(group.all_gather(found).view(group.world, -1).amin(0).tolist())
+        # All ranks must have the same number. The gather also makes sure that no rank allocates
+        # its memory while another one still checks how much is free.
+        counts = torch.tensor(slots, device=config.device)
+        slots = tuple(group.all_gather(counts).view(group.world, -1).amin(0).tolist())
     disk = None
     if args.disk_cache is not None:
         shapes = [[(tuple(t.shape[1:]), str(t.dtype)) for t in each] for each in tensors]

@@ -1,4 +1,4 @@
-"""Descriptions of the memory of processes of a host, for those that read it."""
+"""Descriptions of a process's memory, for other processes of the host that read it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """Memory of another process: where it begins there, its bytes, and how to open it."""
+    """Memory of another process: its base address there, its bytes, and a handle to open it."""
 
     begin: int
     size: int
@@ -16,16 +16,20 @@ class Allocation(msgspec.Struct, frozen=True):
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):
-    """Allocations of a process. pid, started: by which it is known to live."""
+    """Allocations of a process.
+
+    Attributes:
+        pid: the process's id.
+        started: when it began (`start_time`). With `pid`, it identifies the process.
+    """
 
     pid: int
     started: str
     allocations: list[Allocation]
 
 
-def start_of(pid: int) -> str:
-    """Returns when a process began, in the kernel's words; "" where it has ended, or is not
-    seen."""
+def start_time(pid: int) -> str:
+    """Returns when a process began, as the kernel prints it; "" if this process cannot see it."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -34,5 +38,5 @@ def start_of(pid: int) -> str:
 
 
 def lives(memory: ProcessMemory) -> bool:
-    """Tells whether a process is there, and seen here."""
-    return bool(memory.started) and start_of(memory.pid) == memory.started
+    """Whether a process lives, and this process can see it."""
+    return bool(memory.started) and start_time(memory.pid) == memory.started

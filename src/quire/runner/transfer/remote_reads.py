@@ -1,8 +1,8 @@
-"""Reads of other engines' memory, on a thread that makes all calls of the library for it.
+"""Reads of other engines' memory, on a thread that makes all calls of the transport's library.
 
-A library's own thread would poll without a pause, at the cost of a core. This one polls often while
-something is read from or by peers, and seldom otherwise. It also may wait: to meet a peer, or for a
-read that is over when the call that begins it returns.
+A thread of the library would poll without a pause, and take a whole core. This one polls often
+while reads are under way, on either side, and seldom otherwise. It may also block: to connect to a
+peer, or in a library whose reads are done when the call returns.
 """
 
 from __future__ import annotations
@@ -30,14 +30,18 @@ _log = logging.getLogger(__name__)
 _BUSY_NAP, _IDLE_NAP = 2e-4, 2e-2
 """Seconds between two polls."""
 _BUSY_SECONDS = 5.0
-"""For how long polls stay frequent behind the last sign of a peer."""
+"""Seconds that polls stay frequent after the last sign of a peer."""
 _MOST_PEERS = 64
-"""Ranks of other engines that stay connected."""
+"""Most ranks of other engines that stay connected."""
 
 
 @dataclass(eq=False)
 class ReadPart:
-    """Pieces of the memory of one rank of a peer. handle: of the library, while some are read."""
+    """Pieces of the memory of one rank of a peer.
+
+    Attributes:
+        handle: the library's handle while pieces are read, or None.
+    """
 
     rank: RankMemory
     pieces: PieceSource
@@ -46,10 +50,12 @@ class ReadPart:
 
 @dataclass(eq=False)
 class Read:
-    """Pieces of a peer's ranks on their way into this rank's memory.
+    """A read of pieces of a peer's ranks into this rank's memory.
 
-    ready: whether it may begin. good: how it ended; None: it has not, on all parts. failed: a part
-    has, and nothing further is begun.
+    Attributes:
+        ready: returns whether the read may begin.
+        good: how the read ended, or None while any part is under way.
+        failed: whether a part has failed, so that no further part begins.
     """
 
     parts: Sequence[ReadPart]
@@ -65,11 +71,11 @@ class Read:
 class RemoteReads(ABC):
     """Lets peers read some tensors of this rank, and reads theirs.
 
-    What a read has begun to fill may be written until it ends, whatever becomes of the peer: it is
-    never taken back.
+    A read cannot be cancelled. Until it ends, it may write its blocks, even if the peer has failed.
 
-    metadata: by which peers reach this rank, in the words of the library. device: the GPU's number,
-    0 on a CPU.
+    Attributes:
+        metadata: the library's description of this rank, by which peers connect to it.
+        device: number of the GPU, 0 on a CPU.
     """
 
     metadata: bytes
@@ -78,9 +84,9 @@ class RemoteReads(ABC):
         on_gpu = device.type == "cuda"
         self.kind: MemoryKind = "VRAM" if on_gpu else "DRAM"
         self.device = (device.index or 0) if on_gpu else 0
-        self._tensors = list(tensors)  # as long as a peer may read them
+        self._tensors = list(tensors)  # Keeps them allocated while peers may read them.
         self._peers: OrderedDict[bytes, Any] = OrderedDict()
-        """Answers of `_meet` by peers' metadata, those that were read least recently first."""
+        """Connections by the peers' metadata, least recently used first."""
         self._broken: set[bytes] = set()
         self._jobs: queue.SimpleQueue[Read | None] = queue.SimpleQueue()
         self._reads: list[Read] = []
@@ -90,7 +96,7 @@ class RemoteReads(ABC):
 
     def _start_thread(self) -> None:
         self._thread.start()
-        # The interpreter's end would find the thread in a call of the library.
+        # Otherwise the interpreter could end while the thread is in a call of the library.
         atexit.register(self._leave)
 
     def _leave(self) -> None:
@@ -103,50 +109,52 @@ class RemoteReads(ABC):
         self._jobs.put(read)
 
     def expect(self) -> None:
-        """Becomes attentive: a peer is about to read. From any thread."""
+        """Polls often for a while, because a peer is about to read. From any thread."""
         self._jobs.put(None)
 
     def close(self, patience: float) -> None:
-        """Ends the thread once nothing is read any more, or after `patience` seconds: what is then
-        still being read stays allocated. Idempotent."""
+        """Ends the thread once all reads have ended, or after `patience` seconds. Idempotent.
+
+        Memory that is still being read then stays allocated.
+        """
         self._closed = True
         self._jobs.put(None)
         self._thread.join(patience)
         if not self._thread.is_alive():
             atexit.unregister(self._leave)
         else:
-            _log.error("a peer's memory is still being read: this engine's is not given back")
+            _log.error("a read of a peer's memory hangs, so this engine's stays allocated")
 
-    # -- what a library does -------------------------------------------------------------------
-
-    @abstractmethod
-    def _meet(self, metadata: bytes) -> Any:
-        """Makes ready to read a peer; returns what stands for it."""
+    # -- the library ---------------------------------------------------------------------------
 
     @abstractmethod
-    def _part(self, peer: Any) -> None:
-        """Undoes `_meet`. Nothing is being read there."""
+    def _connect(self, metadata: bytes) -> Any:
+        """Connects to a peer. Returns the library's object for it."""
+
+    @abstractmethod
+    def _disconnect(self, peer: Any) -> None:
+        """Disconnects from a peer. No read from it is under way."""
 
     @abstractmethod
     def _begin(self, peer: Any, part: ReadPart, pieces: MemoryPieces) -> Any:
-        """Begins to read pieces of a part; returns their handle."""
+        """Begins to read pieces of a part. Returns a handle."""
 
     @abstractmethod
-    def _over(self, handle: Any) -> bool:
-        """Tells whether pieces have been read; raises where that failed."""
+    def _done(self, handle: Any) -> bool:
+        """Whether pieces have been read. Raises an error if the read failed."""
 
     def _has_room(self) -> bool:
-        """Tells whether more pieces may be under way."""
+        """Whether another read of pieces may begin."""
         return True
 
     def _release(self, handle: Any) -> None:  # noqa: B027
-        """Gives up the handle of pieces that were read, or were not."""
+        """Releases a handle, after the read has ended or failed."""
 
     def _serve(self) -> None:  # noqa: B027
-        """Does what peers that read need this process for."""
+        """Answers peers whose reads need this process."""
 
     def _shut(self) -> None:  # noqa: B027
-        """Gives the library up, before the memory that peers may read."""
+        """Releases the library, before the memory that peers read."""
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -160,13 +168,13 @@ class RemoteReads(ABC):
                 self._signs = time.monotonic()
                 if job is not None:
                     self._reads.append(job)
-                    continue  # there may be more
-            self._turn()
+                    continue  # There may be more.
+            self._poll()
         self._shut()
         self._tensors.clear()
 
-    def _turn(self) -> None:
-        """Begins and ends what can be, and serves those that read."""
+    def _poll(self) -> None:
+        """Begins and ends all reads that can, and answers peers."""
         for read in self._reads:
             read.begun = read.begun or read.ready()
             if read.begun:
@@ -191,16 +199,16 @@ class RemoteReads(ABC):
                 pieces = part.pieces.take()
                 if pieces is not None:
                     part.handle = self._begin(peer, part, pieces)
-            except Exception as error:  # a library's own, which have no common base
+            except Exception as error:  # The libraries' errors have no common base.
                 self._fail(read, part, error)
 
     def _check(self, read: Read) -> None:
-        """Takes note of the ends of a read's parts."""
+        """Records which parts of a read have ended."""
         for part in read.parts:
             if part.handle is None:
                 continue
             try:
-                if not self._over(part.handle):
+                if not self._done(part.handle):
                     continue
             except Exception as error:
                 self._fail(read, part, error)
@@ -218,19 +226,22 @@ class RemoteReads(ABC):
         self._broken.add(part.rank.agent)
 
     def _peer(self, metadata: bytes) -> Any:
-        """Returns what stands for a peer, which is met first where it is new."""
+        """Returns the library's object for a peer, and connects to the peer if it is new."""
         if metadata not in self._peers:
-            self._peers[metadata] = self._meet(metadata)
+            self._peers[metadata] = self._connect(metadata)
         self._peers.move_to_end(metadata)
         return self._peers[metadata]
 
     def _forget_peers(self) -> None:
-        """Parts from peers that failed, and from those beyond `_MOST_PEERS`. Never from one of
-        which something is being read: its end could not be told from a good one."""
+        """Disconnects from peers that failed, and from those above `_MOST_PEERS`.
+
+        Peers with a read under way stay connected, because otherwise the read's end would look like
+        a good one.
+        """
         used = {part.rank.agent for read in self._reads for part in read.parts}
         idle = [metadata for metadata in self._peers if metadata not in used]
         surplus = idle[: max(0, len(self._peers) - _MOST_PEERS)]
         for metadata in {*surplus, *self._broken.intersection(idle)}:
             with contextlib.suppress(Exception):
-                self._part(self._peers.pop(metadata))
+                self._disconnect(self._peers.pop(metadata))
         self._broken &= self._peers.keys()

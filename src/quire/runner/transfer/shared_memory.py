@@ -1,4 +1,4 @@
-"""Memory of one process that others on its host map."""
+"""Memory of one process that other processes on its host map."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ import torch
 from quire.parallel import ProcessGroup
 
 CLOCK_BEGIN = 64
-"""The place of the ranks' clocks in their memory, behind the token; see `LayerClock`."""
+"""Offset of the ranks' clocks in their memory, after the token; see `LayerClock`."""
 _READ_ONLY = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Memory of one process that others on its host can map.
+    """Memory of one process that other processes on its host can map.
 
-    descriptor: of the process `pid`. token: its first bytes, by which it is known to be the one
-    that was meant: with containers, process ids may name others.
+    Attributes:
+        pid: the process's id.
+        descriptor: the memory's file descriptor in that process.
+        token: the first bytes of the memory. They identify it, because in another container the
+            same id may name another process.
     """
 
     pid: int
@@ -35,8 +38,11 @@ class SharedMemory:
 
 
 def read_shared(pid: int, descriptor: int, size: int, token: bytes) -> mmap.mmap | None:
-    """Maps another process's memory to be read; None where it is not on this host, may not be read,
-    or is not what was meant: process ids of containers may name others."""
+    """Maps another process's memory for reading.
+
+    Returns None if the process is not on this host, its memory may not be read, or the token
+    differs.
+    """
     try:
         opened = os.open(f"/proc/{pid}/fd/{descriptor}", _READ_ONLY)
     except OSError:
@@ -56,17 +62,21 @@ def read_shared(pid: int, descriptor: int, size: int, token: bytes) -> mmap.mmap
 def map_shared(
     size: int, group: ProcessGroup, device: str
 ) -> tuple[mmap.mmap, SharedMemory | None]:
-    """Maps memory that the first rank of a group makes; all ranks, on one host, call it at once.
+    """Maps memory that the first rank of a group makes. All ranks, on one host, call it at once.
 
-    device: of tensors that the group gathers. Returns the memory, zeros but for the token, and on
-    the first rank its handle, whose descriptor the caller closes.
+    Returns the memory, which holds the token and zeros, and on the first rank its handle, whose
+    descriptor the caller closes.
+
+    Args:
+        size: bytes.
+        device: device of the tensors that the group gathers.
     """
     handle = _make(size) if group.rank == 0 else None
-    named = (0, 0) if handle is None else (handle.pid, handle.descriptor)
+    place = (0, 0) if handle is None else (handle.pid, handle.descriptor)
     if group.world > 1:
-        told = torch.tensor([named], dtype=torch.int32, device=device)
-        named = tuple(group.all_gather(told, 0)[0].tolist())
-    descriptor = named[1] if handle is not None else _open(*named)
+        numbers = torch.tensor([place], dtype=torch.int32, device=device)
+        place = tuple(group.all_gather(numbers, 0)[0].tolist())
+    descriptor = place[1] if handle is not None else _open(*place)
     memory = mmap.mmap(descriptor, size)
     if handle is None:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Threads that may be left behind in a system call that does not return."""
+"""Threads that may hang in a system call for good."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _Job = tuple[Future[T], Callable[..., T], tuple[object, ...]]
 class DaemonThreads:
     """Runs jobs on threads that the interpreter does not wait for at its end.
 
-    `ThreadPoolExecutor` would wait for each: a thread that a dead file system holds would keep the
-    process.
+    `ThreadPoolExecutor` would wait, so a thread that hangs in a dead file system would keep the
+    process alive.
     """
 
     def __init__(self, count: int, name: str) -> None:
         self.abandoned = False
         self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
         self._open: dict[Future[object], float] = {}
-        """Jobs that run, and when they began."""
+        """Running jobs, and the times when they began."""
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=self._run, daemon=True, name=f"{name}-{i}")
@@ -35,7 +35,7 @@ class DaemonThreads:
             thread.start()
 
     def submit(self, job: Callable[..., T], *given: object) -> Future[T]:
-        """Returns a job's outcome. After `abandon`, it is cancelled."""
+        """Runs a job. Returns its future, which is cancelled after `abandon`."""
         outcome: Future[T] = Future()
         with self._lock:
             if self.abandoned:
@@ -62,12 +62,12 @@ class DaemonThreads:
 
     @property
     def longest(self) -> float:
-        """Seconds for which the job that began first has run; 0 without one."""
+        """Returns the seconds that the oldest running job has run; 0 without jobs."""
         began = list(self._open.values())
         return time.monotonic() - min(began) if began else 0.0
 
     def abandon(self) -> None:
-        """Runs no further job, and fails those that wait. Idempotent."""
+        """Starts no more jobs, and cancels those that wait. Idempotent."""
         with self._lock:
             self.abandoned = True
         while True:
@@ -81,7 +81,7 @@ class DaemonThreads:
             self._jobs.put(None)
 
     def close(self, patience: float) -> None:
-        """Waits for the jobs that run, for `patience` seconds at most. The others are cancelled."""
+        """Waits at most `patience` seconds for the running jobs, and cancels the others."""
         self.abandon()
         deadline = time.monotonic() + patience
         for thread in self._threads:
@@ -89,7 +89,7 @@ class DaemonThreads:
 
 
 def succeeded(outcome: Future[bool]) -> bool:
-    """Tells whether a job that has ended came to True."""
+    """Whether a job has ended with the result True."""
     try:
         return outcome.result(0)
     except (CancelledError, TimeoutError):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.models import Decoder
-from quire.runner import Hook
+from quire.runner.hooks import HostHook
 from quire.runner.readback import Step
 from quire.tools.evaluate.text import Window
 
@@ -34,7 +34,7 @@ class Base:
         return self._model.logits(self._states[places].to(self._model.device))
 
 
-class TokenScores(Hook):
+class TokenScores(HostHook):
     """Scores the windows' tokens; requests are named by their window's number.
 
     nats: float32 [tokens that count], each token's negative log-probability. divergence: float32

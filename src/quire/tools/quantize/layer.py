@@ -102,9 +102,6 @@ class _Places:
         return out.total().view(states.shape)
 
 
-# One block of a model: its weights rounded as the recipe says.
-
-
 @dataclass(frozen=True, slots=True)
 class RoundedBlock:
     """tensors: the block's, by the checkpoint's canonical names. errors: by module, the relative
