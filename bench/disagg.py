@@ -457,6 +457,7 @@ def closed_loop(servers: Servers, sizes: Sizes, load: Load) -> dict[str, float]:
 
 def link_rates() -> dict[str, float]:
     """Returns bytes a second between the memory of two GPUs, and of one and the host."""
+    # The processes of clients import this module, and need no PyTorch.
     import torch
 
     size = 1 << 28

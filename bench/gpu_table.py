@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import report
+from random_checkpoint import write
 from targets import TARGETS
 
 HERE = Path(__file__).resolve().parent
@@ -82,8 +83,6 @@ def run(part: Part, results: Path, card: str) -> bool:
     if part.config is not None:
         checkpoint = Path(part.arguments[1])
         if not (checkpoint / "config.json").exists():
-            from random_checkpoint import write
-
             write(part.config, checkpoint)
     try:
         words = ("profile",) if part.file == PROFILE else ("bench",)

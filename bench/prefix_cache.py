@@ -22,7 +22,8 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.tools.bench.cases import NAMED
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 PREFIX, OWN = 2083, 64
 USERS, TURNS, SYSTEM, QUESTION, ANSWER = 64, 8, 1500, 50, 60
@@ -141,9 +142,7 @@ def main() -> None:
     for part in args.part or PARTS:
         metrics = PARTS[part](args)
         record = make_record(f"prefix-{part}", metrics, model=args.model.name, device=args.device)
-        print(format_table([record]), flush=True)
-        if args.out is not None:
-            append_jsonl(args.out, [record])
+        print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,8 @@ class Conversation:
 
     def run(self) -> None:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives `input` line editing and a history
+            # It gives `input` line editing and a history. Some builds of Python have none.
+            import readline  # noqa: F401
         self.console.print(
             f"[bold]{self.backend.model}[/bold]  [dim]/help shows the commands[/dim]"
         )

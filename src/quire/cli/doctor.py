@@ -29,6 +29,8 @@ from quire.server.process.listen import bind
 if TYPE_CHECKING:
     import torch
 
+# Functions import PyTorch and Triton, because the command must run where they cannot be imported.
+
 _LEAST_PYTHON = (3, 11)
 _LEAST_TORCH = (2, 11)
 _LEAST_MEMORY = 2e9

@@ -37,7 +37,7 @@ EVAL = {
         "Measure a model's perplexity over a text, and its divergence from another model.",
     ),
 }
-COMMANDS = {
+COMMANDS: dict[str, Command | typer.Typer] = {
     "serve": Command("quire.cli.serve:serve", "Serve a model over HTTP with OpenAI's API."),
     "route": Command("quire.cli.route:route", "Spread requests over several servers of one model."),
     "chat": Command("quire.cli.chat:chat", "Chat with a model in the terminal."),

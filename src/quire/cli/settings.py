@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import typer
+import yaml
 
 from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
@@ -264,8 +265,6 @@ def read_file(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    import yaml
-
     try:
         text = read_bounded(path).decode()
         raw = yaml.safe_load(text)

@@ -91,6 +91,7 @@ def commit() -> str:
 
 def card_name(device: str) -> str:
     if device.startswith("cuda"):
+        # Clients of a server record their figures without PyTorch.
         import torch
 
         return torch.cuda.get_device_name(torch.device(device))

@@ -73,6 +73,7 @@ _TRIES = 5
 def measured_on_cpu(dtype: str) -> Ceilings:
     """Measures this CPU's ceilings, which takes less than a second: a sum over more than its caches
     hold, and a product of matrices."""
+    # `quire bench throughput --help` imports this module, and must not import PyTorch.
     import torch
 
     many = torch.ones(_READ_BYTES // 4)

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.models import load_config, spec_from_config
 from quire.tools.bench.cases import TTFT, TTFT_LENGTHS, Case
+from quire.tools.bench.model_work import model_work
 from quire.tools.bench.record import card_name
 from quire.tools.bench.work import Ceilings, ceilings, measured_on_cpu
 
@@ -162,8 +165,6 @@ class Roofline:
             raise ConfigError(
                 f"no ceilings are known of {self.card.name} in {config.dtype}", "dtype"
             )
-        from quire.tools.bench.model_work import model_work
-
         self.limits: Ceilings = found
         self._read_spec(config)
         self.work = model_work(config)
@@ -185,10 +186,6 @@ class Roofline:
         }
 
     def _read_spec(self, config: EngineConfig) -> None:
-        import torch
-
-        from quire.models import load_config, spec_from_config
-
         itemsize = getattr(torch, config.dtype).itemsize
         spec = spec_from_config(load_config(config.model_path))
         self.layers = len(spec.layers)
