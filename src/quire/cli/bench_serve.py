@@ -60,7 +60,9 @@ def serve(
     output_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens to ask for. Default: the dataset's, or 256.")
     ] = None,
-    spread: Annotated[float, typer.Option(help="Draw lengths up to this share off.")] = 0.0,
+    spread: Annotated[
+        float, typer.Option(help="Draw lengths up to this share longer or shorter.")
+    ] = 0.0,
     prefix_len: Annotated[
         int, typer.Option(min=0, help="Tokens that all random prompts begin with, in addition.")
     ] = 0,
@@ -77,9 +79,11 @@ def serve(
         float, typer.Option(min=1e-3, help="Shape of the gaps; 1 is a Poisson process.")
     ] = 1.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before anything counts.")] = 4,
-    ignore_eos: Annotated[bool, typer.Option(help="Write on past the end of the text.")] = True,
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of sampling.")] = 0.0,
-    percentile: Annotated[str, typer.Option(help="Of the times in the records.")] = "50,95,99",
+    ignore_eos: Annotated[bool, typer.Option(help="Generate past the end-of-text token.")] = True,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Temperature of sampling.")] = 0.0,
+    percentile: Annotated[
+        str, typer.Option(help="Percentiles of the times in the records.")
+    ] = "50,95,99",
     goodput: Annotated[
         list[str] | None,
         typer.Option(help="Count answers within this, as in ttft:200, tpot:50. May be repeated."),
@@ -88,7 +92,7 @@ def serve(
         int | None, typer.Option(min=1, max=64, help="Default: one for every 16 streams, up to 8.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for a request.")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of prompts, lengths and gaps.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of prompts, lengths and gaps.")] = 0,
     device: Annotated[
         str, typer.Option(help="Whose name is recorded as the card: cpu or cuda.")
     ] = "cpu",

@@ -46,10 +46,10 @@ class Finding:
     """Holds the outcome of a check.
 
     Attributes:
-        subject: what was checked.
+        subject: the thing that was checked.
         status: a problem keeps Quire from serving; a warning does not.
         found: the state, in words.
-        advice: what to do about it; "" if all is well.
+        advice: how to solve it; "" if all is well.
     """
 
     subject: str
@@ -255,12 +255,12 @@ def model_folder(model: str) -> Finding:
 
 
 def _blamed(subject: str, error: Exception, otherwise: str) -> Finding:
-    """Returns a finding of an error's text, whose part behind the semicolon is the advice.
+    """Returns a problem; an error's text after its semicolon is the advice.
 
     Args:
-        subject: what was checked.
-        error: what was wrong.
-        otherwise: the advice for an error that has none.
+        subject: the thing that was checked.
+        error: the error of the check.
+        otherwise: advice for an error without a semicolon.
     """
     found, _, advice = str(error).partition("; ")
     return Finding(subject, "problem", found, advice or otherwise)

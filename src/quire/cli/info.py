@@ -43,10 +43,13 @@ _STAGES = ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
 
 
 def ranks_section(config: EngineConfig) -> dict[str, str]:
-    """Returns, for each tensor_parallel_size, the bytes of weights and of a token's KV on the rank
-    that holds the most, or why there can be none such; on a GPU also for how many tokens a GPU like
-    this one has room. Activations are not counted. Of a model with experts each size has a second
-    line, that of enable_expert_parallel; then come those of pipeline_parallel_size."""
+    """Describes the largest rank of each way to spread the model over GPUs.
+
+    The ways are the sizes of tensor_parallel_size, the same with enable_expert_parallel for a model
+    with experts, and then those of pipeline_parallel_size. A line has the bytes of weights and of
+    a token's KV, or the reason why that way is impossible. On a GPU it also has the number of
+    tokens that fit. Activations are not counted.
+    """
     hf_config = load_config(config.model_path)
     spec = spec_from_config(hf_config)
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
@@ -98,7 +101,7 @@ def _held(
     layers = layer_bytes(model)
     sizes = [sum(layers[index] for index in own) for own in stages]
     if len(stages) == 1:
-        # Embeddings that the head is tied to are there once.
+        # A tied head shares the embeddings, which count once.
         sizes = [sum(parameter.nbytes for parameter in model.parameters())]
     kv = [sum(tokens[index] for index in own) for own in stages]
     weights, token = max(zip(sizes, kv, strict=True))
@@ -117,8 +120,10 @@ Section = dict[str, Any]
 
 @with_settings(EngineArgs)
 def info(*, engine: EngineArgs, json: AsJson = False) -> None:
-    """Reads configuration only: no weights are fetched or loaded, and no memory is taken on a
-    device."""
+    """Prints versions, devices and the model's sizes.
+
+    It reads only configuration: it loads no weights and takes no memory of a device.
+    """
     config = config_alone(engine)
     sections = {
         "versions": versions(),
@@ -169,7 +174,7 @@ def model_section(config: EngineConfig) -> Section:
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     linear = [module for module in model.modules() if isinstance(module, Linear)]
-    # What a layer stores in few bits, and its scales, stand for so many weights.
+    # Packed values and scales are not parameters, so these layers are counted by their shapes.
     experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     layers = [*linear, *experts]
     inside = {id(p) for layer in layers for p in layer.parameters() if p is not layer.bias}
@@ -222,8 +227,10 @@ def _group(group: KVGroup) -> str:
 
 
 def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:
-    """Memory for KV, as far as it can be told without loading: activations are not counted, and on
-    a CPU there is nothing to go by unless it is set."""
+    """Estimates the bytes for KV without loading the model.
+
+    Activations are not counted. Returns None on a CPU, unless kv_cache_gb is set.
+    """
     args = config.args
     if args.kv_cache_gb is not None:
         return args.kv_cache_gb * 1e9

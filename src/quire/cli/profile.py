@@ -44,7 +44,9 @@ def profile(
             "there are cases.",
         ),
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens before those.")] = 128,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Random prompt tokens before those steps.")
+    ] = 128,
     steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 50,
     case: Annotated[
         list[str] | None,

@@ -119,13 +119,13 @@ class RouteOptions:
         ),
     ] = None
     check_seconds: Annotated[
-        float, typer.Option(min=0.01, help="From one look at a replica to the next.")
+        float, typer.Option(min=0.01, help="Seconds between two health checks of a replica.")
     ] = 1.0
     check_timeout: Annotated[
-        float, typer.Option(min=0.1, help="A replica that answers later is taken for lost.")
+        float, typer.Option(min=0.1, help="Seconds after which a silent replica counts as lost.")
     ] = 5.0
     connect_timeout: Annotated[
-        float, typer.Option(min=0.01, help="Longest wait for a connection to a replica.")
+        float, typer.Option(min=0.01, help="Most seconds to connect to a replica.")
     ] = 2.0
     answer_timeout: Annotated[
         float,
@@ -136,10 +136,10 @@ class RouteOptions:
         ),
     ] = 600.0
     drain_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Time that requests have when the router stops.")
+        float, typer.Option(min=0.0, help="Seconds that requests have when the router stops.")
     ] = 30.0
     leave_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Time that requests have when a replica leaves.")
+        float, typer.Option(min=0.0, help="Seconds that requests have when a replica leaves.")
     ] = 120.0
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Largest request body.")] = 16.0
     max_body_memory_mb: Annotated[

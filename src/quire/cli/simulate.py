@@ -41,11 +41,12 @@ def simulate(
     ] = None,
     engine: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.json", help="What an engine takes, as --calibrate wrote it."),
+        typer.Option(metavar="FILE.json", help="The engine's timings, as --calibrate wrote them."),
     ] = None,
-    speed: Annotated[float, typer.Option(help="How often faster requests come.")] = 1.0,
+    speed: Annotated[float, typer.Option(help="Factor by which requests come faster.")] = 1.0,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="The first so many. Default: all.")
+        int | None,
+        typer.Option(min=1, help="Number of requests to run, from the first. Default: all."),
     ] = None,
     calibrate: Annotated[
         str | None,

@@ -36,7 +36,7 @@ def tune(
         ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure the shapes that the table has, too.")
+        bool, typer.Option("--again", help="Measure again what the table already has.")
     ] = False,
     device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
 ) -> None:

@@ -128,9 +128,9 @@ class Prediction:
     """Predicted figures of a case. Memory is in bytes, of one rank.
 
     Attributes:
-        decode_seconds: of a step that only decodes, averaged; None where there is none.
-        first_token_seconds: of the last request of those that come at once.
-        kv_bytes: what all requests hold at most.
+        decode_seconds: mean of the steps that only decode; None without such steps.
+        first_token_seconds: time to the first token of the request that is served last.
+        kv_bytes: the most KV that all requests hold together.
     """
 
     case: str
