@@ -34,9 +34,13 @@ _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 @dataclass(frozen=True)
 class Part:
-    """One run of `quire bench` or `quire profile`. file: what its records' file is called after
-    the card. config: the folder of which a checkpoint must be there, made of random weights if need
-    be."""
+    """One run of `quire bench` or `quire profile`.
+
+    Attributes:
+        file: the part of the records' file name after the card.
+        config: folder of a configuration. If the run's checkpoint does not exist, one with random
+            weights is made of it.
+    """
 
     name: str
     arguments: tuple[str, ...]

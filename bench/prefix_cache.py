@@ -4,11 +4,12 @@
 
 FOLDER holds a config.json; weights are random, no tokenizer is needed.
 
-ttft: time to the first token of 64 tokens behind a prefix of 2083 that is new (cold), known (warm),
-    or missing (lone). chats: users with one system prompt and conversations of several turns; hits
-    as a share of what could have been reused. cost: the same requests with the cache on and off,
-    where nothing can be reused. pool: throughput by the number of KV blocks, as a share of what
-    the load needs at its peak.
+ttft    time to the first token of 64 tokens after a prefix of 2083 tokens, which is new (cold),
+        cached (warm), or left out (lone)
+chats   users with one system prompt and conversations of several turns: the reused tokens as a
+        share of all reusable tokens
+cost    requests without a common prefix, with the cache on and off
+pool    throughput by the number of KV blocks, as a share of the load's peak need
 """
 
 from __future__ import annotations
