@@ -188,7 +188,11 @@ class Servers:
     said: list[list[str]] = field(default_factory=list)
 
     def start(self, flags: Sequence[str], gpus: str | None) -> str:
-        """Starts a server, which is not ready yet; returns its address. gpus: that it sees."""
+        """Starts a server, and returns its address without waiting until it is ready.
+
+        Args:
+            gpus: the server's CUDA_VISIBLE_DEVICES; None leaves it as it is.
+        """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
@@ -254,7 +258,7 @@ def running(
             servers.url = servers.start([*flags, *several, *traced], numbers if gpus else None)
         else:
             way = ["--transport", setup.transport, "--kv-transfer", setup.mode]
-            # Each takes the first that it sees.
+            # A server uses the first visible GPU.
             visible = ("1", "0") if hidden else ("1,0", "0,1")
             writer = [*flags, "--role", "prefill", *way]
             servers.writer = servers.start(writer, visible[0] if gpus else None)

@@ -243,7 +243,7 @@ def _not_told(kind: str, rng: random.Random) -> Conversation:
 
 
 def not_told(rng: random.Random) -> Conversation:
-    """Draws a question for what the user has not told, sometimes told then."""
+    """Draws a question about a fact that the user has not given; sometimes the user then does."""
     kind = rng.choice(sorted(SLOTS))
     row = _not_told(kind, rng)
     if rng.random() < 0.4:

@@ -243,7 +243,13 @@ def _help_all_parameter() -> inspect.Parameter:
 
 
 def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
-    """Builds the schema's instance from flags and variables (None: not given), then the file."""
+    """Builds an instance of a schema.
+
+    Args:
+        schema: the args dataclass.
+        flags: values of flags and variables by setting; None if neither is given.
+        file: values of the settings file, used where `flags` has None.
+    """
     values = {}
     for setting in settings_of(schema):
         value = flags.get(setting.name)
