@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from quire import LLM, SamplingParams
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 SMOLLM2_135M = {
     "hidden_size": 576,
@@ -166,10 +167,7 @@ def main() -> None:
         model = f"SmolLM2-135M (random, {dtype} computed in fp32)"
         records.append(make_record("cpu_vs_transformers", metrics, model=model, settings=settings))
         gc.collect()
-    print(format_table(records))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        append_jsonl(args.out, records)
+    print_and_append(records, args.out)
 
 
 if __name__ == "__main__":

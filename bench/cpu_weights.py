@@ -25,7 +25,8 @@ import torch
 
 from cpu_vs_transformers import seconds
 from quire import LLM, SamplingParams
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 WIDTHS = {
     "Qwen3-0.6B": {
@@ -157,10 +158,7 @@ def main() -> None:
             }
         model = f"{args.layers} layers of {args.widths} (random), {name}"
         records.append(make_record("cpu_weights", metrics, model=model, settings=settings))
-    print(format_table(records))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        append_jsonl(args.out, records)
+    print_and_append(records, args.out)
     for llm in engines.values():
         llm.shutdown()
 

@@ -16,12 +16,13 @@ flood     streams decode, at first alone (`rest_itl_…`), then while clients se
           meanwhile, and steps with them: `…_steady` are ratios to the median of the times within
           a quarter of a second. With --trace the engine's own steps say what made some of them
           longer (`disagg_trace.py`)
-handover  prompts that come one at a time: the time to the first token here and at the server that
-          computes them, what their KV takes beyond the computing, and the rate at which it travels
+handover  prompts that come one at a time: the time to the first token here and at the prefill
+          server, the extra time of the KV transfer, and the transfer's rate
 loads     requests in a closed loop, of long prompts and of long answers: throughput, TTFT, ITL
 
-A part that takes too long is ended with its servers, and told; so are setups for which no time is
-left. Records are appended to RESULTS/disagg/CARD.jsonl as they are made. A table comes last.
+A part that takes too long is ended with its servers, and reported. Setups without time left are
+reported, too. Records are appended to RESULTS/disagg/CARD.jsonl as they are made. A table comes
+last.
 """
 
 from __future__ import annotations
@@ -95,12 +96,19 @@ class Load:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Amounts of what is measured.
+    """Sizes of the loads.
 
-    streams: that decode, of `stream_prompt` tokens, up to `stream_tokens`. ramp, rest, flood:
-    seconds until they count, alone, and under the flood. flood_prompt: tokens of a flooding prompt,
-    of which `flooders` are under way. handovers: prompts of `handover_prompt` tokens. remote: see
-    --remote-prefill-tokens. layers: of the model. part: the most seconds of a part.
+    Attributes:
+        streams: number of decoding streams, with prompts of `stream_prompt` tokens and answers of
+            `stream_tokens`.
+        ramp: seconds before the streams are measured.
+        rest: seconds in which the streams are measured alone.
+        flood: seconds in which the streams are measured while long prompts arrive.
+        flood_prompt: tokens of such a prompt; `flooders` of them are in progress at once.
+        handovers: number of prompts of `handover_prompt` tokens.
+        remote: see --remote-prefill-tokens.
+        layers: layers of the model.
+        part: the most seconds of a part.
     """
 
     streams: int
@@ -180,7 +188,11 @@ class Servers:
     said: list[list[str]] = field(default_factory=list)
 
     def start(self, flags: Sequence[str], gpus: str | None) -> str:
-        """Starts a server, which is not ready yet; returns its address. gpus: that it sees."""
+        """Starts a server, and returns its address without waiting until it is ready.
+
+        Args:
+            gpus: the server's CUDA_VISIBLE_DEVICES; None leaves it as it is.
+        """
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = probe.getsockname()[1]
         visible = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
@@ -246,7 +258,7 @@ def running(
             servers.url = servers.start([*flags, *several, *traced], numbers if gpus else None)
         else:
             way = ["--transport", setup.transport, "--kv-transfer", setup.mode]
-            # Each takes the first that it sees.
+            # A server uses the first visible GPU.
             visible = ("1", "0") if hidden else ("1,0", "0,1")
             writer = [*flags, "--role", "prefill", *way]
             servers.writer = servers.start(writer, visible[0] if gpus else None)
@@ -349,7 +361,7 @@ def flood(servers: Servers, sizes: Sizes) -> dict[str, float]:
     asks = prompts(sizes.streams, sizes.stream_prompt, sizes.stream_tokens, 1)
 
     def streams() -> None:
-        # Those that have not ended by then are left.
+        # Streams that are still running then are abandoned.
         found.append(ask(servers.url, asks, sizes.streams, seconds)[0])
 
     thread = threading.Thread(target=streams, daemon=True)
@@ -457,6 +469,7 @@ def closed_loop(servers: Servers, sizes: Sizes, load: Load) -> dict[str, float]:
 
 def link_rates() -> dict[str, float]:
     """Returns bytes a second between the memory of two GPUs, and of one and the host."""
+    # The processes of clients import this module, and need no PyTorch.
     import torch
 
     size = 1 << 28

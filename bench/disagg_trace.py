@@ -27,9 +27,20 @@ _OUTLIER = 3.0
 
 @dataclass(frozen=True)
 class Step:
-    """A step on the device. end: in seconds of the monotonic clock. number: of the step. period,
-    device, idle: ms; see above. host: ms of the loop's turns since the step before was planned,
-    without waits for the device. rows, tokens: of the step; moved: blocks that its plan moves."""
+    """A step on the device.
+
+    Attributes:
+        number: the step's number.
+        end: its end, in seconds of the monotonic clock.
+        period: ms, as described above.
+        device: ms, as described above.
+        idle: ms, as described above.
+        host: ms of the loop's turns after the previous step was planned, without waits for the
+            device.
+        rows: rows of the step.
+        tokens: tokens of the step.
+        moved: blocks that its plan moves.
+    """
 
     number: int
     end: float

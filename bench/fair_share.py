@@ -29,7 +29,8 @@ from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 VOCAB = 6000
 READY = re.compile(r"Serving \S+ at http://([^:]+):(\d+)\.")
@@ -192,9 +193,7 @@ def main() -> None:
     settings = {name: getattr(args, name) for name in named}
     settings |= {"flags": " ".join(args.flags), "load_before": load, "cores": os.cpu_count()}
     record = make_record("fair_share", metrics, model="quire-tiny", settings=settings)
-    print(format_table([record]))
-    if args.out is not None:
-        append_jsonl(args.out, [record])
+    print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import report
+from random_checkpoint import write
 from targets import TARGETS
 
 HERE = Path(__file__).resolve().parent
@@ -33,9 +34,13 @@ _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 @dataclass(frozen=True)
 class Part:
-    """One run of `quire bench` or `quire profile`. file: what its records' file is called after
-    the card. config: the folder of which a checkpoint must be there, made of random weights if need
-    be."""
+    """One run of `quire bench` or `quire profile`.
+
+    Attributes:
+        file: the part of the records' file name after the card.
+        config: folder of a configuration. If the run's checkpoint does not exist, one with random
+            weights is made of it.
+    """
 
     name: str
     arguments: tuple[str, ...]
@@ -82,8 +87,6 @@ def run(part: Part, results: Path, card: str) -> bool:
     if part.config is not None:
         checkpoint = Path(part.arguments[1])
         if not (checkpoint / "config.json").exists():
-            from random_checkpoint import write
-
             write(part.config, checkpoint)
     try:
         words = ("profile",) if part.file == PROFILE else ("bench",)

@@ -15,7 +15,8 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.features.speculation.verifier import Verifier
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 ASKED = (
     "Tell me a story about a little fox.",
@@ -77,9 +78,7 @@ def main() -> None:
         llm.shutdown()
     settings = {"tokens": TOKENS, "drafts": DRAFTS, "requests": len(ASKED)}
     record = make_record("grammar_drafts", metrics, model="quire-tiny", settings=settings)
-    print(format_table([record]))
-    if args.out is not None:
-        append_jsonl(args.out, [record])
+    print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ from quire.plan import KVGroup
 from quire.request import Request
 from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, Scheduler
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 from tests.fakes import FakeExecutor
 
 FULL = KVGroup(layers=(0,), tokens_per_block=16)
@@ -211,9 +212,7 @@ def main() -> None:
         for name in TRACES
         for room, metrics in measure(name).items()
     ]
-    print(format_table(records))
-    if args.output is not None:
-        append_jsonl(args.output, records)
+    print_and_append(records, args.output)
 
 
 if __name__ == "__main__":

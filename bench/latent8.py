@@ -19,7 +19,8 @@ from torch import Tensor
 
 from quire.ops import kv_format
 from quire.ops.reference import kv8
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 HEADS, RANK, KEY, TOKENS, QUERIES = 16, 512, 64, 2048, 8
 NAMES = ("fp8_e4m3", "fp8_dynamic", "int8")
@@ -64,9 +65,7 @@ def main() -> None:
         for name in NAMES
         for outliers in (1.0, 8.0)
     ]
-    print(format_table(records))
-    if args.output is not None:
-        append_jsonl(args.output, records)
+    print_and_append(records, args.output)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import argparse
 import time
 from pathlib import Path
 
+from quire import LLM, SamplingParams
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths, random_asks
 from quire.tools.bench.online.sweep import Plan, levels
@@ -33,8 +34,6 @@ SHOWN = ("output_tok_s", "ttft_p50_ms", "ttft_p95_ms", "itl_p50_ms", "itl_p95_ms
 
 def offline(folder: Path, tokenizer: Path, requests: int) -> float:
     """Output tokens/s of the same requests through `LLM.generate`, as many at once."""
-    from quire import LLM, SamplingParams
-
     llm = LLM(
         str(folder), tokenizer=str(tokenizer), load_format="dummy", enable_prefix_caching=False
     )

@@ -20,7 +20,8 @@ from pathlib import Path
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths
 from quire.tools.bench.online.sweep import Plan, levels
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 
 def _round(
@@ -77,9 +78,7 @@ def main() -> None:
     metrics["goodput_percent_least"] = min(each["goodput_percent"] for each in rounds)
     settings = {"factor": args.factor, "streams": args.streams, "queue": queue, "slo_s": args.slo}
     record = make_record("overload", metrics, model=name, device=args.device, settings=settings)
-    print(format_table([record]))
-    if args.out is not None:
-        append_jsonl(args.out, [record])
+    print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

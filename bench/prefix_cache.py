@@ -4,11 +4,12 @@
 
 FOLDER holds a config.json; weights are random, no tokenizer is needed.
 
-ttft: time to the first token of 64 tokens behind a prefix of 2083 that is new (cold), known (warm),
-    or missing (lone). chats: users with one system prompt and conversations of several turns; hits
-    as a share of what could have been reused. cost: the same requests with the cache on and off,
-    where nothing can be reused. pool: throughput by the number of KV blocks, as a share of what
-    the load needs at its peak.
+ttft    time to the first token of 64 tokens after a prefix of 2083 tokens, which is new (cold),
+        cached (warm), or left out (lone)
+chats   users with one system prompt and conversations of several turns: the reused tokens as a
+        share of all reusable tokens
+cost    requests without a common prefix, with the cache on and off
+pool    throughput by the number of KV blocks, as a share of the load's peak need
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.tools.bench.cases import NAMED
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 PREFIX, OWN = 2083, 64
 USERS, TURNS, SYSTEM, QUESTION, ANSWER = 64, 8, 1500, 50, 60
@@ -141,9 +143,7 @@ def main() -> None:
     for part in args.part or PARTS:
         metrics = PARTS[part](args)
         record = make_record(f"prefix-{part}", metrics, model=args.model.name, device=args.device)
-        print(format_table([record]), flush=True)
-        if args.out is not None:
-            append_jsonl(args.out, [record])
+        print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import ladder_report
 import online_report
-from quire.tools.bench import ablation, startup
+from quire.tools.bench import ablation, plots, startup
 from quire.tools.bench.record import BenchRecord, read_jsonl
 from tables import DTYPE, PLAIN, RESULTS, content, dtype_of, marked, replace, table
 from targets import CARD, TARGETS, Target
@@ -418,8 +418,6 @@ def drift(page: str, texts: Mapping[str, str]) -> list[str]:
 
 def draw(book: Book) -> None:
     """Draws the pictures that the README and `switches` refer to."""
-    from quire.tools.bench import plots
-
     IMAGES.mkdir(parents=True, exist_ok=True)
     served = [
         (f"{online_report.NAMES[model]}\n{streams} streams", theirs, record.metrics)

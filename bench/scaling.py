@@ -28,7 +28,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gpu_table import card_name, slug
+from quire.config import EngineArgs
+from quire.engine.builder import resolve
+from quire.tools.bench.cases import TTFT, parse_case
+from quire.tools.roofline.roofline import CARDS, Roofline
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -171,11 +177,6 @@ def measure(
 def predictions(run: Run, card: str) -> dict[str, float]:
     """Returns the predicted value of each metric of a run, by "case metric". Pipelines have
     none."""
-    from quire.config import EngineArgs
-    from quire.engine.builder import resolve
-    from quire.tools.bench.cases import TTFT, parse_case
-    from quire.tools.roofline.roofline import CARDS, Roofline
-
     short = next((name for name, known in CARDS.items() if known.name == card), None)
     if short is None or not run.model or run.start or run.pipeline > 1:
         return {}
@@ -226,8 +227,6 @@ def main() -> int:
     if arguments.tried or arguments.list:
         gpus, card = 8, "CPU"
     else:
-        import torch
-
         gpus, card = torch.cuda.device_count(), card_name()
     chosen = list(TRIED) if arguments.tried else list(runs(gpus))
     if arguments.only:

@@ -18,7 +18,8 @@ from pathlib import Path
 from quire.tools.bench.online.drive import Server, launched
 from quire.tools.bench.online.load import Lengths
 from quire.tools.bench.online.sweep import Plan, levels
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
@@ -61,9 +62,7 @@ def main() -> None:
     settings = {"streams": args.streams, "endpoint": args.endpoint, "output_len": args.output_len}
     record = make_record("server-overhead", metrics, model=name, device=args.device,
                          settings=settings)  # fmt: skip
-    print(format_table([record]))
-    if args.out is not None:
-        append_jsonl(args.out, [record])
+    print_and_append([record], args.out)
 
 
 if __name__ == "__main__":

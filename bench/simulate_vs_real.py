@@ -30,12 +30,13 @@ import numpy as np
 
 from quire.tools.bench.online.drive import drive, launched
 from quire.tools.bench.online.load import Ask, body
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
 from quire.tools.simulate.calibrate import calibrate, encode
 from quire.tools.simulate.engine_model import EngineModel
 from quire.tools.simulate.fleet import SimulatedFleet
 from quire.tools.simulate.summary import summarize
 from quire.tools.simulate.trace import QWEN_BLOCK, WorkloadTrace, read_trace
+from tables import print_and_append
 
 FLAGS = "--device cpu --kv-cache-gb 0.25 --max-num-batched-tokens 256 --served-model-name tiny"
 TOP = 2000
@@ -184,9 +185,7 @@ def main() -> None:
             ratios = {name: measured[name] / turns[name] for name in measured}
             settings = {"policy": policy, "requests": args.requests, "rate": args.rate}
             records.append(make_record("policy-vs-round-robin", ratios, settings=settings))
-        print(format_table(records))
-        if args.out is not None:
-            append_jsonl(args.out, records)
+        print_and_append(records, args.out)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,8 @@ from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
 from quire.features.speculation.stats import SpeculationStats
-from quire.tools.bench.record import BenchRecord, append_jsonl, format_table, make_record
+from quire.tools.bench.record import BenchRecord, format_table, make_record
+from tables import print_and_append
 
 ROOT = Path(__file__).parents[1]
 EMBEDDED = ROOT / "src" / "quire" / "embedded"
@@ -253,9 +254,7 @@ def main() -> None:
         if not (folder / "random").exists():
             randomize(draft, folder / "random")
         records = measure(args, target, draft)
-    if args.out is not None:
-        append_jsonl(args.out, records)
-    print(format_table(records, leave_out=("seconds",)))
+    print_and_append(records, args.out, leave_out=("seconds",))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
     python bench/speculation_costs.py --out costs.csv --plot costs.svg       # one GPU, a minute
     python bench/speculation_costs.py --small --device cpu                   # anywhere
 
-TinyLlama-1.1B drafts for Llama-2-7B, and GPT-2 for GPT-2 medium. All weights are random, so steps
-and passes cost what they cost, and drafts are accepted with a given probability, whatever the
-models say. `measured` is the ratio of tokens per second to those without drafts, for one request;
-`predicted` is (1 - a^(K+1)) / ((1 - a) (v(K) + c K)), where c is the time of one draft and v(K)
-that of a step that verifies K, over that of a step without, as measured at the engine's start;
-`error` is the difference in percent.
+TinyLlama-1.1B drafts for Llama-2-7B, and GPT-2 for GPT-2 medium. All weights are random. Steps have
+their real cost, and drafts are accepted with a given probability a.
+
+measured    tokens per second of one request over those without drafts
+predicted   (1 - a^(K+1)) / ((1 - a) (v(K) + c K)), where K is the number of drafts, c the time of
+            one draft and v(K) the time of a step that verifies K drafts. Both are measured at the
+            engine's start, in units of a step without drafts
+error       the difference in percent
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from typing import Any
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
 from quire.sampling_params import StructuredOutputsParams
-from quire.tools.bench.record import append_jsonl, format_table, make_record
+from quire.tools.bench.record import make_record
+from tables import print_and_append
 
 SHAPE = Path(__file__).parent / "configs" / "qwen3-0.6b" / "config.json"
 EMBEDDED = Path(__file__).parents[1] / "src" / "quire" / "embedded" / "quire-tiny"
@@ -162,9 +163,7 @@ def main() -> None:
             for case, metrics in best.items()
         ]
         llm.shutdown()
-    print(format_table(records))
-    if args.out is not None:
-        append_jsonl(args.out, records)
+    print_and_append(records, args.out)
 
 
 if __name__ == "__main__":

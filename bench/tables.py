@@ -1,4 +1,4 @@
-"""Shared parts of the reports: Markdown tables, marked places of pages, the dtype of a record."""
+"""Shared parts of scripts and reports: records, Markdown tables, marked places of pages."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from quire.tools.bench.record import BenchRecord, append_jsonl, format_table
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CONFIGS = RESULTS.parent / "configs"
@@ -54,3 +56,18 @@ def content(page: str, name: str) -> str:
     """Returns what stands in the place of that name."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     return page.partition(begin)[2].partition(end)[0]
+
+
+def print_and_append(
+    records: Sequence[BenchRecord], path: Path | None, leave_out: Sequence[str] = ()
+) -> None:
+    """Prints a table of the records, and appends them to a file.
+
+    Args:
+        path: file of JSON lines; None appends to none.
+        leave_out: metrics that are in the file but not in the table.
+    """
+    print(format_table(records, leave_out), flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        append_jsonl(path, records)

@@ -39,6 +39,7 @@ def variants() -> dict[str, dict[str, str]]:
 
 def work(folder: str | None, tokens: int) -> None:
     """Runs a round for each line of standard input, and prints its seconds."""
+    # The parent process starts the variants and needs no engine.
     from quire import LLM, SamplingParams
 
     llm = LLM(

@@ -18,6 +18,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import triton
+
+from quire import LLM
+from quire.tools.bench.cases import parse_case
+from quire.tools.bench.throughput import QuireEngine
+from quire.tools.bench.throughput import measure as run_case
+
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent)]
 
@@ -35,22 +44,12 @@ PARTS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
 
 def check() -> int:
     """Runs the tests and returns pytest's exit status."""
-    import pytest
-
     files = [str(HERE.parent / "tests" / "gpu" / f"test_{name}.py") for name in CHECKS]
     return int(pytest.main(["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-rs", *files]))
 
 
 def measure(part: str, output: Path) -> None:
     """Adds a part's figures to those of the same Triton in a file."""
-    import torch
-    import triton
-
-    from quire import LLM
-    from quire.tools.bench.cases import parse_case
-    from quire.tools.bench.throughput import QuireEngine
-    from quire.tools.bench.throughput import measure as run_case
-
     known = json.loads(output.read_text()) if output.exists() else {"figures": {}}
     pair = f"torch {torch.__version__}, Triton {triton.__version__}"
     if known.setdefault("pair", pair) != pair:

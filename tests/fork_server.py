@@ -167,7 +167,8 @@ def _import_all() -> None:
     import quire.cli.serve
     import quire.engine.loop.features
     import quire.engine.process.client
-    import quire.engine.ranks.ranks  # noqa: F401
+    import quire.engine.ranks.ranks
+    import quire.server.process.server  # noqa: F401
 
 
 def _forks(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], list[int]]:

@@ -1,6 +1,7 @@
 """Checks that a wheel or a source archive holds every file of the package in the repository.
 
-Run as `python tools/check_package.py dist/*`. Exits with 1 if a file lacks, and names it.
+Run as `python tools/check_package.py dist/*`. Names each missing file, and then exits with
+status 1.
 """
 
 from __future__ import annotations

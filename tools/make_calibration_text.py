@@ -21,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from quire import LLM, SamplingParams
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "quire"
 OUT = SOURCE / "tools" / "quantize" / "calibration.jsonl.xz"
@@ -97,8 +99,6 @@ def known_stories() -> str:
 
 def new_stories() -> str:
     """Returns stories by the embedded model, a paragraph or more each."""
-    from quire import LLM, SamplingParams
-
     prompts = [OPENINGS[index % len(OPENINGS)] for index in range(STORY_COUNT)]
     params = [
         SamplingParams(temperature=1.0, seed=seed, max_tokens=STORY_TOKENS)

@@ -3,8 +3,8 @@
     python tools/widen_model.py SOURCE OUT --hidden 5120 --heads 80 --kv-heads 16 --layers 32 \
         --intermediate 11008 --vocab 151936
 
-A benchmark can then have a target that costs what a model of that shape costs, and whose text is
-still that of the small one, with drafts that are accepted as on real text.
+A benchmark of speculative decoding then has a target with the cost of a large model and the text of
+the small one. Drafts are accepted as often as on real text.
 
 The first dimensions of the residual stream are the small model's, the others stay zero. A norm over
 k times as many dimensions divides by a root mean square that is sqrt(k) smaller, so its weights are

@@ -37,10 +37,13 @@ class Job:
 
 
 class Clock:
-    """Adds up the seconds of what it runs: of this process alone where one thread computes it all,
-    so that a busy machine does not count.
+    """Adds up the seconds of the functions that it runs.
 
-    limit: seconds of real time until it refuses to run more.
+    With a single computing thread it counts this process's own CPU time, because other programs on
+    the machine do not change that.
+
+    Args:
+        limit: seconds of real time after which it refuses to run more.
     """
 
     def __init__(self, device: torch.device, limit: float = math.inf) -> None:

@@ -14,10 +14,15 @@ WINS = {"memory_gb": operator.lt, "tok_s": operator.gt}
 
 
 def crossover(records: Sequence[BenchRecord]) -> BenchRecord:
-    """Returns a record of the smallest batches from which on, at all larger ones too, blocks take
-    less memory, and give more tokens per second. records: of batches that grow, named by them; one
-    in which the other cache has no figure did not fit with it. What has no such batch is left
-    out."""
+    """Returns the smallest batch from which on blocks win, in memory and in tokens per second.
+
+    Blocks win from a batch on if they win at every larger batch, too. A figure without such a
+    batch is left out.
+
+    Args:
+        records: records of growing batches. A record without a figure of the contiguous cache
+            means that the batch did not fit in it.
+    """
     least = {}
     for name, wins in WINS.items():
         for record in reversed(records):

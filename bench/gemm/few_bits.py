@@ -2,12 +2,14 @@
 
     PYTHONPATH=src python bench/gemm/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--ranks 2]
 
-Each plan is held against float64 and timed in a graph of all layers' weights. The fastest few of
-each product are then tried in a step of all layers, with rotary embedding, attention at a context
-of 256 and the head in bf16, and the fastest of these are printed as entries of the card's table.
---head int8: the head in 8 bits, its plans tried too. --kernel integer: only plans of that kernel,
-and those of the table. --store: also puts what is fastest into the user's table. --warm 0/4:
-compiles a share of the plans and ends.
+Each plan is compared with float64 and timed in a graph of all layers' weights. The fastest few of
+each product are then tried in a step of all layers. That step has rotary embedding, attention at a
+context of 256 and the head in bf16. The fastest plans are printed as entries of the card's table.
+
+--head int8        the head in 8 bits; its plans are tried, too
+--kernel integer   only plans of that kernel, and those of the table
+--store            write the fastest plans to the user's table
+--warm 0/4         compile a share of the plans and end
 """
 
 from __future__ import annotations
@@ -249,8 +251,8 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
     best = {name: found[0][1] for name, found in ranked.items()}
     fastest = graph_us(lambda: step.run(best))
     print(f"each as it is fastest alone: {fastest:.0f} us a step", flush=True)
-    # The head's are taken as they are alone: in graphs that follow each other, what is best leaves
-    # room for the next step's first kernel, behind which samplers come in truth.
+    # The head's plan is the fastest alone. In back-to-back graphs a plan would win that leaves room
+    # for the next step's first kernel, but in a real step samplers follow the head.
     for name in PRODUCTS:
         for _, plan in ranked[name][1:7]:
             trial = {**best, name: plan}

@@ -4,9 +4,10 @@
     PYTHONPATH=src python bench/gemm/run.py --models 0.6B --rows 1 8 --seconds 30
     PYTHONPATH=src python bench/gemm/run.py --models 8B --ranks 2   # what a rank of two has
 
-Writes the card's table and every measurement to $OUT, if set, and prints summaries: µs per layer
-beside cuBLAS and the bandwidth it means, then all linear layers of a decode step in one graph, with
-a small kernel of a given length between the qkv and the o projection, tokens per second.
+Writes the card's table and every measurement to the folder $OUT, if set. Prints two summaries. The
+first has each layer's µs and bandwidth, with those of cuBLAS. The second has the tokens per second
+of a decode step: a graph of all linear layers, with a small kernel of a given length in place of
+attention.
 """
 
 from __future__ import annotations

@@ -5,15 +5,17 @@ choose from.
                                                    [--tokens 1,64,8,2048,256] [--compile-only]
 
 Times the router and the experts of one layer of Qwen3-30B-A3B and gpt-oss-20b for 1 to 2048 tokens
-on random routes; the share is that of reading each chosen expert's weights once at 4.0 TB/s. Beside
-the default stands what is chosen without `experts_mma` or `hopper_experts`, and for many tokens
-what the other order of operands, and weights that are not expanded, take. --sweep: also other tiles
-than those that would be chosen, and prints each, the best first; mma: those of `experts_mma`,
-checked first; loops: those of the other kernels; router: the router's; all. --only: cases whose
-name has one of these in it, separated by commas. --compile-only: fills Triton's cache, for which
-several may run at once. Prints a table at the end. A failing check or configuration is reported,
-not fatal; what does not fit the time is skipped and named. Without a GPU it only checks, under
-TRITON_INTERPRET=1.
+on random routes. The share compares a time with reading each chosen expert's weights once at
+4.0 TB/s. The table also times the kernels that run with `experts_mma` or `hopper_experts` disabled.
+For many tokens it times the other order of operands, and weights that are not expanded.
+
+--sweep KIND     time other tiles, too, and print each, the best first. KIND is mma (`experts_mma`,
+                 checked first), loops (the other kernels), router or all
+--only TEXT      cases whose name contains one of these texts, separated by commas
+--compile-only   fill Triton's cache; several processes may do so at once
+
+A failing check or configuration is reported and not fatal. Cases without time left are named.
+Without a GPU the script only checks, under TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from timing import DEVICE, copies_beyond_l2, graph_us
 
 from quire.ops.arguments import RmsScale
-from quire.ops.choose import Policy, use_policy
+from quire.ops.choose import Policy, current_policy, use_policy
 from quire.ops.kv import KVLayer
 from quire.ops.triton.attention import attention
 from quire.ops.triton.collectives.segments import SumPlan, segment_sum
@@ -195,8 +195,6 @@ def layer_calls(name: str, n: int, k: int, rows: int) -> list[Callable[[], Tenso
 
 
 def _row_parallel(x: Tensor, weight: Weight, residual: Tensor) -> Tensor:
-    from quire.ops.choose import current_policy
-
     if current_policy().deterministic:
         return segment_sum(x, weight, 8, x.dtype, None, residual)
     return linear(x, weight, residual=residual)

@@ -124,7 +124,7 @@ def decode_batch(shape: Shape, rows: int, context: int, kv_format: KVFormat) -> 
 
 
 def compile_all(names: list[str]) -> None:
-    """Compiles what is timed of attention, on all cores at once."""
+    """Compiles the timed attention kernels, on all cores at once."""
     with compiling(os.cpu_count() or 4):
         for shape in dict.fromkeys(cell[0] for cell in CELLS):
             for kind, kv_format in kinds().items():

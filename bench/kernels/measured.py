@@ -24,8 +24,13 @@ _KERNELS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """cases: (model, case or TTFT length) to tok/s or ms. kernels: (model, kernel, case) to µs.
-    gemms: a linear layer's key to µs."""
+    """The latest measurements.
+
+    Attributes:
+        cases: tok/s or ms by (model, case or TTFT length).
+        kernels: µs by (model, kernel, case).
+        gemms: µs by a linear layer's key.
+    """
 
     cases: dict[tuple[str, str], float]
     kernels: dict[tuple[str, str, str], float]

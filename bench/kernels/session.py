@@ -11,13 +11,17 @@ T = TypeVar("T")
 
 
 def only(text: str, parts: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
-    """Yields the parts whose names have the text in them."""
+    """Yields the parts whose names contain the text."""
     return ((name, part) for name, part in parts if text in name)
 
 
 class Session:
-    """Runs parts. Failures are told at the end and are not fatal; parts without time left are
-    named. failed: the failures, with reasons."""
+    """Runs parts in limited time.
+
+    Attributes:
+        failed: the failures with their reasons; a failure does not end the run.
+        skipped: names of the parts for which no time was left.
+    """
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -401,9 +401,8 @@ def test_chat_module_closes_its_backend(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(chat_module, "ServerBackend", lambda url, key: Closing())
     monkeypatch.setattr(Conversation, "run", lambda self: None)
-    from quire.config import EngineArgs
-
-    chat_module.chat(EngineArgs(), SamplingArgs(), url="x", api_key=None, system=None)
+    done = CliRunner().invoke(app, ["chat", "--url", "x"])
+    assert done.exit_code == 0
     assert closed == [True]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from quire.cli.info import info
-from quire.config import EngineArgs
+from quire.cli.main import app
 from quire.errors import ModelError
 from quire.models import files
 
@@ -28,15 +28,22 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def model_of(capsys: pytest.CaptureFixture[str], model: str, **settings: Any) -> dict[str, Any]:
-    info(EngineArgs(model=model, device="cpu", dtype="bfloat16", **settings), as_json=True)
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)["model"]
+def info(model: str, *flags: str) -> dict[str, Any]:
+    """Returns what the command prints."""
+    settings = ["--device", "cpu", "--dtype", "bfloat16", "--json"]
+    done = CliRunner().invoke(app, ["info", model, *settings, *flags], catch_exceptions=False)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_sizes_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def model_of(model: str, *flags: str) -> dict[str, Any]:
+    found: dict[str, Any] = info(model, *flags)["model"]
+    return found
+
+
+def test_sizes_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    found = model_of(capsys, str(tmp_path))
+    found = model_of(str(tmp_path))
     # Two norms for each part of a layer, and those of q and k; the head is tied.
     attention = 64 * (4 + 2 + 2 + 4) * 32
     norms = 4 * 64 + 2 * 32
@@ -50,17 +57,17 @@ def test_sizes_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert found["kv_groups"] == ["full, 1 layer", "window of 100 tokens, 5 layers"]
 
 
-def test_a_head_in_8_bits_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_head_in_8_bits_is_counted(tmp_path: Path) -> None:
     """The head is tied: its copy comes to the embeddings, in weights and in bytes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    plain = model_of(capsys, str(tmp_path))
-    own = model_of(capsys, str(tmp_path), quantization="head=int8")
+    plain = model_of(str(tmp_path))
+    own = model_of(str(tmp_path), "--quantization", "head=int8")
     assert own["weight_bytes"] - plain["weight_bytes"] == 1000 * (64 + 4)
     assert own["parameters"] - plain["parameters"] == 1000 * 64
 
 
 def test_a_model_of_the_hub_is_described_without_its_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     asked: list[list[str]] = []
@@ -70,7 +77,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
         return str(tmp_path)
 
     monkeypatch.setattr(files, "snapshot_download", fetch)
-    found = model_of(capsys, "google/gemma-3-tiny")
+    found = model_of("google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
 
@@ -89,9 +96,7 @@ def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         files.download("google/gemma-3-tiny", None)
 
 
-def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_experts_in_four_bits_count_as_the_weights_they_stand_for(tmp_path: Path) -> None:
     config = {
         **CONFIG,
         "architectures": ["GptOssForCausalLM"],
@@ -100,19 +105,18 @@ def test_experts_in_four_bits_count_as_the_weights_they_stand_for(
         "quantization_config": {"quant_method": "mxfp4"},
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    few = model_of(capsys, str(tmp_path))
+    few = model_of(str(tmp_path))
     del config["quantization_config"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    plain = model_of(capsys, str(tmp_path))
+    plain = model_of(str(tmp_path))
     assert few["parameters"] == plain["parameters"]
     experts = 6 * 4 * 3 * 64 * 128
     assert plain["weight_bytes"] - few["weight_bytes"] == experts * 2 - experts * 17 // 32
 
 
-def test_what_ranks_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ranks_would_hold(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
-    info(EngineArgs(model=str(tmp_path), device="cpu", dtype="bfloat16"), as_json=True)
-    found = json.loads(capsys.readouterr().out)["ranks"]
+    found = info(str(tmp_path))["ranks"]
     assert found["1 rank"] == "0.06 GB of weights, 1.5 KB of KV a token"
     # Each KV head is held twice.
     assert found["2 ranks"] == "0.03 GB of weights, 0.8 KB of KV a token"

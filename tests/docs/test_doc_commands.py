@@ -104,7 +104,10 @@ def test_is_parsed(command: Command, folder: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(name, value)
     name, *rest = command.words[1:]
     if name == "serve":
-        monkeypatch.setattr("quire.cli.serve.serve", lambda engine, server: None)
+        monkeypatch.setattr("quire.cli.serve.check_folder", lambda engine: None)
+        monkeypatch.setattr("quire.server.process.server.run_server", lambda *_, **more: None)
+        monkeypatch.setattr("quire.engine.ranks.nodes.run_node", lambda engine: None)
+        monkeypatch.setattr("quire.server.telemetry.logs.configure", lambda server: None)
         done = CliRunner().invoke(app, [name, *rest])
         # An extra may be missing here; the flag is known all the same.
         assert done.exception is None or "install" in str(done.exception), done.exception

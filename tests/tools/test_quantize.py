@@ -388,7 +388,7 @@ def test_devices_that_are_not_there(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=f"device '{device}' is not there: found 2 GPUs"):
-        command(None, None, tmp_path / "out", Recipe.of("rtn"), Options(device=device))
+        command(method="rtn", out=tmp_path / "out", device=device)
 
 
 def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ class Build:
         return whole_rows(chat, length, self.ids()["pad"], 7000 + epoch)
 
     def plain_rows(self, epoch: int, length: int | None = None) -> Rows:
-        """Plain text beside them, each token learned."""
+        """Returns plain text for the same epoch, with a loss on every token."""
         ids, length = self.ids(), length or self.args.length
         plain = self.documents("plain")
         return stream_rows(plain, length, ids["pad"], ids["start"], 8000 + epoch)

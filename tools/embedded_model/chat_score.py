@@ -2,8 +2,8 @@
 
     python tools/embedded_model/chat_score.py MODEL_DIR [--device cuda] [--show]
 
-`own_data/prompts.jsonl` has what is asked, one conversation a line, whose answers in between are
-the model's own, and rules for the last answer, all of which must hold:
+`own_data/prompts.jsonl` has one conversation a line: the user's messages, and rules for the last
+answer. The model itself gives every answer. All rules must hold:
 
 has, lacks: patterns that are found, or not, in any case of letters.
 count: words, alone or in the plural, and how often they occur at least.

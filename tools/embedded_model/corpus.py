@@ -65,7 +65,7 @@ def stories(data: Path) -> tuple[list[str], list[str]]:
 
 
 def story_requests(data: Path) -> list[Conversation]:
-    """Requests paired with training stories, less those whose story is a valid one."""
+    """Returns requests with their stories, without stories of the validation set."""
     known = {text[:150] for text in read_documents(data / "corpora/tinystories_valid.txt")}
     rows = read_conversations(data / "chat/tinystories_instruct_train.jsonl")
     return [row for row in rows if row[-1]["content"].strip()[:150] not in known]

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from model import MLP, Qwen3, RMSNorm, Shape, rotary, rotate
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -210,11 +210,3 @@ def export_head(head: EagleHead, folder: Path) -> None:
     (folder / "model.safetensors").chmod(0o644)
     config = json.dumps(head_config(head.target, head.s), indent=2)
     (folder / "config.json").write_text(config + "\n")
-
-
-def load_head(folder: Path, target: Shape, s: HeadShape) -> EagleHead:
-    """A head with the weights that `export_head` wrote, in float32."""
-    head = EagleHead(target, s)
-    weights = load_file(folder / "model.safetensors")
-    head.load_state_dict({name: value.float() for name, value in weights.items()})
-    return head

@@ -71,7 +71,7 @@ def things(rng: random.Random) -> Conversation:
     n = number(NUMBERS[count], rng)
     ways = DATA["special_lists"].get(kind, DATA["list_requests"])
     ask = rng.choice(ways).format(n=n, k=plural(kind))
-    # In an order of their own, so that the likeliest next one is none of those before it.
+    # The names keep one cyclic order, so that the likeliest next name has not been listed yet.
     first = rng.randrange(len(names))
     some = [names[(first + i) % len(names)] for i in range(count + 1)]
     row = turns(sentence(ask) if rng.random() < 0.8 else ask, _show(kind, some[:-1], rng))
@@ -243,7 +243,7 @@ def _not_told(kind: str, rng: random.Random) -> Conversation:
 
 
 def not_told(rng: random.Random) -> Conversation:
-    """Draws a question for what the user has not told, sometimes told then."""
+    """Draws a question about a fact that the user has not given; sometimes the user then does."""
     kind = rng.choice(sorted(SLOTS))
     row = _not_told(kind, rng)
     if rng.random() < 0.4:

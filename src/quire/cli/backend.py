@@ -13,9 +13,12 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from quire.config import EngineArgs
+from quire.engine.process.client import EngineClient
 from quire.errors import ConfigError, EngineDeadError, QuireError, RequestError
 from quire.executor import OnProgress
 from quire.http_client import HttpClient
+from quire.sampling_params import SamplingParams
+from quire.server.apis.openai.convert import model_defaults
 
 Messages = list[dict[str, str]]
 Answer = Generator[str, None, None]
@@ -38,9 +41,6 @@ class EngineBackend:
     """
 
     def __init__(self, args: EngineArgs, on_progress: OnProgress | None = None) -> None:
-        from quire.engine.process.client import EngineClient
-        from quire.server.apis.openai.convert import model_defaults
-
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -71,8 +71,6 @@ class EngineBackend:
         return self._client.tokenizer
 
     def _stream(self, prompt: Any, sampling: dict[str, Any]) -> Answer:
-        from quire.sampling_params import SamplingParams
-
         params = SamplingParams(**{"max_tokens": None, **self._defaults, **sampling})
         pieces: queue.SimpleQueue[str | BaseException | None] = queue.SimpleQueue()
 

@@ -1,10 +1,11 @@
-"""`quire chat`: a conversation in the terminal."""
+"""`quire chat`, a conversation in the terminal, and `quire generate`, one answer."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from contextlib import closing
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,7 +14,7 @@ from rich.text import Text
 
 from quire.cli.backend import ChatBackend, EngineBackend, Messages, ServerBackend
 from quire.cli.progress import progress_bar
-from quire.cli.settings import SamplingArgs
+from quire.cli.settings import SamplingArgs, with_settings
 from quire.cli.word_wrap import WordWrap
 from quire.config import EngineArgs
 from quire.errors import EngineDeadError, QuireError
@@ -25,13 +26,21 @@ HELP = """\
 Ctrl-C   stop the answer"""
 
 
+@with_settings(EngineArgs, SamplingArgs)
 def chat(
+    *,
     engine: EngineArgs,
     sampling: SamplingArgs,
-    *,
-    url: str | None,
-    api_key: str | None,
-    system: str | None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", "--base-url", help="Talk to a running server instead of loading a model."
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
 ) -> None:
     """Runs until /exit or the end of input."""
     console = Console(highlight=False)
@@ -59,7 +68,8 @@ class Conversation:
 
     def run(self) -> None:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  # gives `input` line editing and a history
+            # It gives `input` line editing and a history. Some builds of Python have none.
+            import readline  # noqa: F401
         self.console.print(
             f"[bold]{self.backend.model}[/bold]  [dim]/help shows the commands[/dim]"
         )
@@ -129,10 +139,18 @@ class Conversation:
         self.console.file.flush()
 
 
-# `quire generate`: one prompt, one answer.
-
-
-def generate(prompt: str, engine: EngineArgs, sampling: SamplingArgs, *, as_chat: bool) -> None:
+@with_settings(EngineArgs, SamplingArgs, positional=False)
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from standard input.")
+    ],
+    *,
+    engine: EngineArgs,
+    sampling: SamplingArgs,
+    as_chat: Annotated[
+        bool, typer.Option("--chat/--no-chat", help="Apply the model's chat template.")
+    ] = False,
+) -> None:
     """Prints the answer to standard output as it comes; Ctrl-C stops it."""
     if prompt == "-":
         prompt = sys.stdin.read()

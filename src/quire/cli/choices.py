@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
+import torch
+
+from quire.config import EngineConfig
+from quire.layers.dense_and_experts import DenseAndExpertsSpec
+from quire.layers.experts import ExpertsSpec
+from quire.models import build_model, load_config, model_quantization, spec_from_config
+from quire.ops import Policy, use_policy
+from quire.runner.graphs import mixed_buckets, row_buckets
 
 
 def choices_section(config: EngineConfig) -> dict[str, Any]:
@@ -41,8 +47,6 @@ def _depth_reason(config: EngineConfig, on_gpu: bool) -> str:
 
 
 def _graphs(config: EngineConfig) -> str:
-    from quire.runner.graphs import mixed_buckets, row_buckets
-
     if config.eager:
         return "off: enforce_eager, or disabled"
     limits = config.scheduler
@@ -55,9 +59,7 @@ def _graphs(config: EngineConfig) -> str:
 
 
 def _kernels(config: EngineConfig) -> dict[str, str]:
-    import torch
-
-    from quire.ops import Policy, use_policy
+    # Triton is missing on machines without a GPU.
     from quire.ops.triton.launch import gluon_missing, traits
 
     policy = Policy(
@@ -88,11 +90,7 @@ def _hopper_kernels(capability: tuple[int, int], missing: str | None) -> str:
 
 def _expert_tiles(config: EngineConfig) -> str | None:
     """Returns where the tiles of the model's experts come from; None: it has none."""
-    import torch
-
-    from quire.layers.dense_and_experts import DenseAndExpertsSpec
-    from quire.layers.experts import ExpertsSpec
-    from quire.models import load_config, spec_from_config
+    # Triton is missing on machines without a GPU.
     from quire.ops.triton.experts.plan import cache_path, read
 
     ffns = [layer.ffn for layer in spec_from_config(load_config(config.model_path)).layers]
@@ -109,10 +107,8 @@ def _expert_tiles(config: EngineConfig) -> str | None:
 
 def _linear_layers(config: EngineConfig) -> str:
     """Returns the sources of the kernel plans of the model's layers, over all numbers of rows."""
-    import torch
-
+    # Triton is missing on machines without a GPU.
     from quire.features.tuning.table_order import products_of
-    from quire.models import build_model, load_config, model_quantization, spec_from_config
     from quire.ops.triton.products.table import BUCKETS, HEURISTIC_MAX_M, key_of, table_for
 
     if config.args.deterministic:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from quire.cli.help import AsJson
 from quire.cli.progress import counted
+from quire.cli.serve import check_folder
+from quire.config import EngineArgs
 from quire.errors import ConfigError, ModelError
+from quire.server.args import ServerArgs
+from quire.server.process.listen import bind
 
 if TYPE_CHECKING:
     import torch
+
+# Functions import PyTorch and Triton, because the command must run where they cannot be imported.
 
 _LEAST_PYTHON = (3, 11)
 _LEAST_TORCH = (2, 11)
@@ -36,10 +46,10 @@ class Finding:
     """Holds the outcome of a check.
 
     Attributes:
-        subject: what was checked.
+        subject: the thing that was checked.
         status: a problem keeps Quire from serving; a warning does not.
         found: the state, in words.
-        advice: what to do about it; "" if all is well.
+        advice: how to solve it; "" if all is well.
     """
 
     subject: str
@@ -48,15 +58,18 @@ class Finding:
     advice: str = ""
 
 
-def doctor(model: str | None, *, host: str, port: int, as_json: bool) -> None:
-    """Prints all findings. The exit status is 1 where one of them is a problem.
-
-    Args:
-        model: folder to look at; None looks at no model.
-    """
+def doctor(
+    model: Annotated[
+        str | None, typer.Argument(help="A model's folder to look at, too.", show_default=False)
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    json: AsJson = False,
+) -> None:
+    """Prints all findings. The exit status is 1 if one of them is a problem."""
     findings = list(examine(model, host, port))
-    if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    if json:
+        typer.echo(dumps([asdict(finding) for finding in findings], indent=2))
     else:
         _print(findings)
     if any(finding.status == "problem" for finding in findings):
@@ -219,9 +232,6 @@ def disk(subject: str, folder: Path) -> Finding:
 
 
 def address(host: str, port: int) -> Finding:
-    from quire.server.args import ServerArgs
-    from quire.server.process.listen import bind
-
     subject = f"{host}:{port}"
     try:
         sock = bind(ServerArgs(host=host, port=port))
@@ -235,9 +245,6 @@ def address(host: str, port: int) -> Finding:
 
 
 def model_folder(model: str) -> Finding:
-    from quire.cli.serve import check_folder
-    from quire.config import EngineArgs
-
     try:
         check_folder(EngineArgs(model=model))
     except ModelError as error:
@@ -248,22 +255,18 @@ def model_folder(model: str) -> Finding:
 
 
 def _blamed(subject: str, error: Exception, otherwise: str) -> Finding:
-    """Returns a finding of an error's text, whose part behind the semicolon is the advice.
+    """Returns a problem; an error's text after its semicolon is the advice.
 
     Args:
-        subject: what was checked.
-        error: what was wrong.
-        otherwise: the advice for an error that has none.
+        subject: the thing that was checked.
+        error: the error of the check.
+        otherwise: advice for an error without a semicolon.
     """
     found, _, advice = str(error).partition("; ")
     return Finding(subject, "problem", found, advice or otherwise)
 
 
 def _print(findings: list[Finding]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     style = {"ok": "green", "warning": "yellow", "problem": "bold red"}
     table = Table.grid(padding=(0, 2))
     for finding in findings:

@@ -1,14 +1,15 @@
-"""Options that are declared once, as the fields of a class, for commands to take as one value."""
+"""Groups that import a command on demand, options that are a class's fields, and their help."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from rich.console import Console
@@ -18,13 +19,15 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from quire.cli.mistakes import from_variable, value_error, variable_of
+from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
 
 
 def with_options(options: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Gives a command the options of a class, in place of its keyword of that class.
+    """Replaces a command's parameter of a class by one option for each field of the class.
 
-    options: a dataclass with a field for each option, of a type as a command's parameter has it.
+    Args:
+        options: a dataclass whose fields are annotated as a command's parameters are.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +58,34 @@ def set_parameters(run: Callable[..., Any], parameters: Sequence[inspect.Paramet
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     del run.__dict__["__wrapped__"]
 
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of commands that look at a model's layers without starting an engine."""
+
+    model: Annotated[
+        str | None, typer.Argument(help="Model folder or hub id.", show_default=False)
+    ] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16"],
+        typer.Option(help="auto (the checkpoint's), float32, float16 or bfloat16."),
+    ] = "auto"
+    quantization: Annotated[
+        str | None, typer.Option(help="As of quire serve. Default: as the checkpoint.")
+    ] = None
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option("--tensor-parallel-size", "--tp", min=1, help="GPUs that share each layer."),
+    ] = 1
+    revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None
+
+    def engine(self) -> EngineArgs:
+        """Returns the settings of an engine with this model, on a CPU."""
+        return EngineArgs.from_kwargs(**vars(self), device="cpu")
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+"""The option of commands that print a table or JSON."""
 
 # The help of commands with many settings: those most people need, or all of them, by subject.
 
@@ -231,14 +262,91 @@ class SettingsCommand(TyperCommand):
         yield "Help and files" if settings else "Help", last
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Names a command's function and says what it is for.
+
+    Attributes:
+        function: the function that runs it, as "module:name".
+        summary: one line, in the help of the group and of the command.
+        details: a second paragraph for the help of the command.
+    """
+
+    function: str
+    summary: str
+    details: str = ""
+
+
+class LazyCommands(Mapping[str, Any]):
+    """A group's commands by name. The first access to one imports its module.
+
+    Args:
+        table: a name's command, or its group.
+    """
+
+    def __init__(self, table: Mapping[str, Command | typer.Typer]) -> None:
+        self.table = table
+        self._loaded: dict[str, Any] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._loaded:
+            self._loaded[name] = self._load(name, self.table[name])
+        return self._loaded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def summary(self, name: str) -> str:
+        """Returns a command's line of help, without an import."""
+        entry = self.table[name]
+        return str(entry.info.help) if isinstance(entry, typer.Typer) else entry.summary
+
+    def _load(self, name: str, entry: Command | typer.Typer) -> Any:
+        if isinstance(entry, typer.Typer):
+            return typer.main.get_group(entry)
+        module, function = entry.function.split(":")
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        text = f"{entry.summary}\n\n{entry.details}".strip()
+        alone.command(name, cls=SettingsCommand, help=text)(
+            getattr(import_module(module), function)
+        )
+        return typer.main.get_command(alone)
+
+
+def command_group(name: str, help: str, table: Mapping[str, Command | typer.Typer]) -> typer.Typer:
+    """Returns a group of commands whose modules are imported on demand."""
+
+    class Group(CommandGroup):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings | {"commands": LazyCommands(table)})
+
+    return typer.Typer(
+        name=name,
+        cls=Group,
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
 class CommandGroup(TyperGroup):
     """A group whose help looks like that of its commands."""
+
+    commands: Any
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the names alone: Typer's own method would import every command."""
+        return list(self.commands)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         console = Console(highlight=False)
         _print_purpose(console, self, ctx)
-        found = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, each.get_short_help_str(200)) for name, each in found if each is not None]
+        rows = [(name, self.commands.summary(name)) for name in self.list_commands(ctx)]
         console.print(Panel(_table(rows), title="Commands", title_align="left"))
         options = [_row(option, {}, frozenset()) for option in self.get_params(ctx)]
         console.print(Panel(_table(options), title=_OWN, title_align="left"))

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from json import dumps
+from typing import Any
 
+import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from quire.cli.choices import choices_section
+from quire.cli.help import AsJson
 from quire.cli.progress import counted
-from quire.config import EngineArgs
+from quire.cli.settings import with_settings
+from quire.config import EngineArgs, EngineConfig
+from quire.engine.builder import resolve
+from quire.engine.ranks.ranks import has_experts, model_of_rank, obstacle
+from quire.layers.expert_weights import ExpertLinear
+from quire.layers.linear import Linear
+from quire.models import (
+    Decoder,
+    build_model,
+    load_config,
+    model_quantization,
+    spec_from_config,
+)
+from quire.models.config import ARCHITECTURES, is_hub_id
+from quire.models.files import download
+from quire.models.spec import LayerSpec
+from quire.models.stages import layer_bytes, stage_layers
+from quire.ops import KVFormat, kv_format
+from quire.plan import KVGroup
 from quire.tools.bench.record import card_name, versions
-
-if TYPE_CHECKING:
-    from quire.config import EngineConfig
-    from quire.models import Decoder
-    from quire.models.spec import LayerSpec
-    from quire.ops import KVFormat
-    from quire.plan import KVGroup
 
 _SIZES = (1, 2, 4, 8)
 _STAGES = ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
@@ -27,17 +43,13 @@ _STAGES = ((2, 1), (2, 2), (2, 4), (4, 1), (4, 2))
 
 
 def ranks_section(config: EngineConfig) -> dict[str, str]:
-    """Returns, for each tensor_parallel_size, the bytes of weights and of a token's KV on the rank
-    that holds the most, or why there can be none such; on a GPU also for how many tokens a GPU like
-    this one has room. Activations are not counted. Of a model with experts each size has a second
-    line, that of enable_expert_parallel; then come those of pipeline_parallel_size."""
-    import torch
+    """Describes the largest rank of each way to spread the model over GPUs.
 
-    from quire.engine.ranks.ranks import has_experts, model_of_rank, obstacle
-    from quire.models import load_config, model_quantization, spec_from_config
-    from quire.models.stages import stage_layers
-    from quire.ops import kv_format
-
+    The ways are the sizes of tensor_parallel_size, the same with enable_expert_parallel for a model
+    with experts, and then those of pipeline_parallel_size. A line has the bytes of weights and of
+    a token's KV, or the reason why that way is impossible. On a GPU it also has the number of
+    tokens that fit. Activations are not counted.
+    """
     hf_config = load_config(config.model_path)
     spec = spec_from_config(hf_config)
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
@@ -81,8 +93,6 @@ def _held(
     model: Decoder, stages: list[range], block_size: int, stored: KVFormat, memory: float | None
 ) -> str:
     """Describes the stage with the most weights, and the room of the one that has the least."""
-    from quire.models.stages import layer_bytes
-
     tokens = dict.fromkeys(range(len(model.layers)), 0)
     for group in model.kv_groups(block_size, stored):
         if group.kind != "state":
@@ -91,7 +101,7 @@ def _held(
     layers = layer_bytes(model)
     sizes = [sum(layers[index] for index in own) for own in stages]
     if len(stages) == 1:
-        # Embeddings that the head is tied to are there once.
+        # A tied head shares the embeddings, which count once.
         sizes = [sum(parameter.nbytes for parameter in model.parameters())]
     kv = [sum(tokens[index] for index in own) for own in stages]
     weights, token = max(zip(sizes, kv, strict=True))
@@ -108,9 +118,12 @@ def _held(
 Section = dict[str, Any]
 
 
-def info(engine: EngineArgs, *, as_json: bool) -> None:
-    """Reads configuration only: no weights are fetched or loaded, and no memory is taken on a
-    device."""
+@with_settings(EngineArgs)
+def info(*, engine: EngineArgs, json: AsJson = False) -> None:
+    """Prints versions, devices and the model's sizes.
+
+    It reads only configuration: it loads no weights and takes no memory of a device.
+    """
     config = config_alone(engine)
     sections = {
         "versions": versions(),
@@ -121,29 +134,22 @@ def info(engine: EngineArgs, *, as_json: bool) -> None:
         "chosen": choices_section(config),
         "architectures": architectures(),
     }
-    if as_json:
-        typer.echo(json.dumps(sections, indent=2))
+    if json:
+        typer.echo(dumps(sections, indent=2))
     else:
         _print(sections)
 
 
 def config_alone(engine: EngineArgs) -> EngineConfig:
     """Settles every setting. Only the configuration of a hub's model is fetched, no weights."""
-    from quire.engine.builder import resolve
-    from quire.models.config import is_hub_id
-
     name = engine.model
     if name is not None and is_hub_id(name):
-        from quire.models.files import download
-
         engine = replace(engine, model=str(download(name, engine.revision, weights=False)))
     config = resolve(engine)
     return config if name is None else replace(config, model_name=name)
 
 
 def devices() -> Section:
-    import torch
-
     found: Section = {"cpu": f"{card_name('cpu')}, {os.cpu_count()} cores"}
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
@@ -153,8 +159,6 @@ def devices() -> Section:
 
 
 def architectures() -> list[str]:
-    from quire.models.config import ARCHITECTURES
-
     return sorted(ARCHITECTURES)
 
 
@@ -164,20 +168,13 @@ def model_section(config: EngineConfig) -> Section:
     KV bytes are told apart: those of every token of a request, those that windows keep at most, and
     recurrent states.
     """
-    import torch
-
-    from quire.layers.expert_weights import ExpertLinear
-    from quire.layers.linear import Linear
-    from quire.models import build_model, load_config, model_quantization, spec_from_config
-    from quire.ops import kv_format
-
     hf_config = load_config(config.model_path)
     spec = spec_from_config(hf_config)
     dtype = getattr(torch, config.dtype)
     quantization = model_quantization(config.model_path, hf_config, spec, config.args.quantization)
     model = build_model(spec, device="meta", dtype=dtype, quantization=quantization)
     linear = [module for module in model.modules() if isinstance(module, Linear)]
-    # What a layer stores in few bits, and its scales, stand for so many weights.
+    # Packed values and scales are not parameters, so these layers are counted by their shapes.
     experts = [module for module in model.modules() if isinstance(module, ExpertLinear)]
     layers = [*linear, *experts]
     inside = {id(p) for layer in layers for p in layer.parameters() if p is not layer.bias}
@@ -230,10 +227,10 @@ def _group(group: KVGroup) -> str:
 
 
 def _kv_bytes(config: EngineConfig, weight_bytes: int) -> float | None:
-    """Memory for KV, as far as it can be told without loading: activations are not counted, and on
-    a CPU there is nothing to go by unless it is set."""
-    import torch
+    """Estimates the bytes for KV without loading the model.
 
+    Activations are not counted. Returns None on a CPU, unless kv_cache_gb is set.
+    """
     args = config.args
     if args.kv_cache_gb is not None:
         return args.kv_cache_gb * 1e9
@@ -256,10 +253,6 @@ def settings_section(config: EngineConfig) -> Section:
 
 
 def _print(sections: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console(highlight=False)
     for title, section in sections.items():
         console.print(f"[bold]{title}[/bold]")

@@ -20,7 +20,7 @@ _SYNONYMS = {
 def not_one_of(
     name: str, value: object, allowed: Sequence[str], param: str | None = None
 ) -> ConfigError:
-    """Returns the error for a value that is none of those allowed, with the one that was meant.
+    """Returns the error for a value that is not allowed, with the likely intended one.
 
     Args:
         name: the setting, as its user wrote it.

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-import json
+from json import dumps
 from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from quire.cli.help import AsJson
 from quire.cli.progress import amount_bar, progress_bar
+from quire.cli.settings import with_settings
 from quire.config import EngineArgs
 from quire.tools.evaluate import Perplexity, measure_perplexity
 
 
+@with_settings(EngineArgs)
 def perplexity(
-    engine: EngineArgs,
-    data: Path,
     *,
-    base: str | None,
-    window: int | None,
-    stride: int | None,
-    limit: int | None,
-    as_json: bool,
+    engine: EngineArgs,
+    data: Annotated[
+        Path, typer.Option(metavar="FILE", help="Text in UTF-8; may be compressed (.xz, .gz).")
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Compare with this model, as its checkpoint stores it."),
+    ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens that the model reads at once. Default: 2048, or its context if shorter."
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens from the start of a window to the next. Default: --window."),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Tokens of the text to read. Default: all.")
+    ] = None,
+    json: AsJson = False,
 ) -> None:
     """Prints the figures to standard output."""
     console = Console(stderr=True)
@@ -30,7 +49,7 @@ def perplexity(
             engine, data, base=base, window=window, stride=stride, limit=limit,
             on_start=on_start, on_window=on_window,
         )  # fmt: skip
-    typer.echo(json.dumps(found.as_dict(), indent=2) if as_json else _text(found))
+    typer.echo(dumps(found.as_dict(), indent=2) if json else _text(found))
 
 
 def _text(found: Perplexity) -> str:

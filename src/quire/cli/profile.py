@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
+from json import dumps
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from quire.cli.help import AsJson
 from quire.cli.progress import counted
+from quire.cli.settings import with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError, PromptTooLongError
 from quire.llm import LLM
@@ -22,43 +26,69 @@ from quire.sampling_params import SamplingParams
 from quire.tools.bench.cases import parse_case
 from quire.tools.bench.record import BenchRecord, append_jsonl, card_name, make_record
 from quire.tools.bench.work import ceilings
+from quire.tools.profile.profile import Profiler
 
 _LISTED = 12
 
 
+@with_settings(EngineArgs)
 def profile(
-    engine: EngineArgs,
     *,
-    rows: Sequence[int],
-    prompt_tokens: int,
-    steps: int,
-    cases: Sequence[str],
-    trace: Path | None,
-    nvtx: bool,
-    as_json: bool,
-    output: Path | None,
+    engine: EngineArgs,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            show_default=False,
+            help="Profile decode steps of so many requests (repeatable). Default: 1 and 8, unless "
+            "there are cases.",
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Random prompt tokens before those steps.")
+    ] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Decode steps to profile.")] = 50,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default=False,
+            help="Profile a whole case of quire bench throughput, prompts included (repeatable).",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the profile for https://ui.perfetto.dev, too."),
+    ] = None,
+    nvtx: Annotated[
+        bool,
+        typer.Option("--nvtx", help="Only name steps and layers, for nsys to profile the command."),
+    ] = False,
+    json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Append records to this file, one JSON object a line."),
+    ] = None,
 ) -> None:
-    """Profiles decode steps of so many rows each, then whole cases.
+    """Profiles decode steps of each number of rows, then whole cases.
 
     Raises:
         ConfigError: see `Profiler`; or there is one trace file for several profiles, or it cannot
             be written.
     """
-    from quire.tools.profile.profile import Profiler
-
-    if trace is not None and len(rows) + len(cases) > 1:
+    batches = rows or ([] if case else [1, 8])
+    cases = [parse_case(name) for name in case or ()]
+    if trace is not None and len(batches) + len(cases) > 1:
         raise ConfigError("a trace holds one profile: give one --rows, or one --case", "trace")
     if trace is not None and (trace.is_dir() or not os.access(trace.absolute().parent, os.W_OK)):
         raise ConfigError(f"{str(trace)!r} cannot be written", "trace")
-    known = [parse_case(name) for name in cases]
     settings = dataclasses.asdict(engine)
     llm = LLM(settings.pop("model"), **settings)
     with ExitStack() as stack:
         stack.callback(llm.shutdown)
         card = card_name(llm.config.device)
         profiler = Profiler(llm, ceilings(card, llm.config.dtype), nvtx=nvtx)
-        found = [profiler.decode(n, prompt_tokens, steps, trace) for n in rows]
-        found += [profiler.case(case, trace) for case in known]
+        found = [profiler.decode(n, prompt_tokens, steps, trace) for n in batches]
+        found += [profiler.case(each, trace) for each in cases]
         records = [
             make_record(
                 each.case,
@@ -72,8 +102,8 @@ def profile(
         ]
     if output is not None:
         append_jsonl(output, records)
-    if as_json:
-        typer.echo(json.dumps([{"case": r.case, **r.metrics} for r in records], indent=2))
+    if json:
+        typer.echo(dumps([{"case": r.case, **r.metrics} for r in records], indent=2))
         return
     for record in records:
         _print(record)
@@ -82,10 +112,6 @@ def profile(
 
 
 def _print(record: BenchRecord) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     metrics = dict(record.metrics)
     step = metrics.pop("step_us")
     heading = (
@@ -112,13 +138,18 @@ def _print(record: BenchRecord) -> None:
     console.print(table)
 
 
-# `quire trace`: a small workload, and a trace of its steps.
-
-
+@with_settings(EngineArgs, positional=False)
 def trace(
-    output: Path, engine: EngineArgs, requests: int, prompt_tokens: int, output_tokens: int
+    output: Annotated[
+        Path, typer.Argument(metavar="OUT.json", help="The trace, for https://ui.perfetto.dev.")
+    ],
+    *,
+    engine: EngineArgs,
+    requests: Annotated[int, typer.Option(min=1, max=100_000, help="Requests to run.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Random tokens of each.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 32,
 ) -> None:
-    """Runs requests that come all at once, after one that compiles everything.
+    """Runs requests that all come at once, after one that compiles the kernels.
 
     Raises:
         ConfigError: `output` cannot be written, or `trace_dir` is set.
@@ -131,7 +162,8 @@ def trace(
     with tempfile.TemporaryDirectory() as folder:
         settings = dataclasses.asdict(dataclasses.replace(engine, trace_dir=folder))
         llm = LLM(settings.pop("model"), **settings)
-        with closing(_Closing(llm)):
+        with ExitStack() as stack:
+            stack.callback(llm.shutdown)
             if prompt_tokens >= llm.config.scheduler.max_model_len:  # before so many are drawn
                 raise PromptTooLongError(prompt_tokens, llm.config.scheduler.max_model_len)
             params = SamplingParams(
@@ -145,11 +177,6 @@ def trace(
             steps = llm.stats().steps
         _join(sorted(Path(folder).iterdir()), output)
     typer.echo(f"{output}: {counted(steps, 'step')}; open it in https://ui.perfetto.dev")
-
-
-class _Closing:
-    def __init__(self, llm: LLM) -> None:
-        self.close = llm.shutdown
 
 
 def _join(files: list[Path], output: Path) -> None:

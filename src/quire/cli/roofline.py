@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+import torch
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from quire.cli.help import AsJson, ModelOptions, with_options
 from quire.cli.info import config_alone
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.llm import LLM
+from quire.models import load_config, spec_from_config
 from quire.system import stored_weights
 from quire.tools.bench.cases import Case, parse_case
+from quire.tools.bench.gpu_meter import GpuMeter
 from quire.tools.bench.record import card_name, number
-
-if TYPE_CHECKING:
-    from quire.tools.bench.throughput import QuireEngine
-    from quire.tools.roofline.residual import MeasuredCase
-    from quire.tools.roofline.roofline import Prediction, Roofline
+from quire.tools.bench.throughput import QuireEngine
+from quire.tools.profile import kernel_kinds
+from quire.tools.roofline.residual import MeasuredCase, residuals, run_case
+from quire.tools.roofline.roofline import CPU, MAX_REQUESTS, MAX_TOKENS, Prediction, Roofline
 
 _DEFAULT_CASES = ("b1", "b64", "ttft")
 _FIGURES = {
@@ -35,15 +42,40 @@ _FIGURES = {
 words."""
 
 
+@with_options(ModelOptions)
 def roofline(
-    engine: EngineArgs,
-    card: str | None,
-    names: Sequence[str] | None,
     *,
-    device: str,
-    run: bool | None,
-    kernels: bool,
-    as_json: bool,
+    model: ModelOptions,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="b1, b64, nano, ttft, or requests x prompt x output tokens, as in 64x512x1024. "
+            "May be repeated. Default: b1, b64 and ttft."
+        ),
+    ] = None,
+    card: Annotated[
+        str | None,
+        typer.Option(
+            help="h200, h100, b200, a100, l40s, l4, or cpu: this machine's, whose ceilings are "
+            "measured. Default: h200; with --device cpu, cpu.",
+            show_default=False,
+        ),
+    ] = None,
+    run: Annotated[
+        bool | None,
+        typer.Option(
+            "--run/--no-run",
+            help="Then run the cases here, with random weights where there is no checkpoint, and "
+            "show by how much the prediction is off. Default: where the GPU is the card.",
+            show_default=False,
+        ),
+    ] = None,
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Run, and compare the times of kinds of kernels as well."),
+    ] = False,
+    device: Annotated[str, typer.Option(help="Where to run: auto, cpu, cuda or cuda:N.")] = "auto",
+    json: AsJson = False,
 ) -> None:
     """Prints predictions, then what was measured, if the cases are run.
 
@@ -55,9 +87,8 @@ def roofline(
     Raises:
         ConfigError: see `Roofline` and its `case`; or the cases are to be run, and cannot be.
     """
-    from quire.tools.roofline.roofline import CPU, Roofline
-
-    cases = [parse_case(name) for name in names or _DEFAULT_CASES]
+    cases = [parse_case(name) for name in case or _DEFAULT_CASES]
+    engine = model.engine()
     config = config_alone(engine)
     card = card or (CPU if device == CPU else "h200")
     if engine.dtype == "auto" and card != CPU:
@@ -75,7 +106,7 @@ def roofline(
         "ceilings": line.limits.described(), "tensor_parallel_size": line.world,
         "predictions": list(found.values()),
     }  # fmt: skip
-    if not as_json:
+    if not json:
         _print(heading)
     if run or kernels or (run is None and not missing and card != CPU):
         fitting = [
@@ -84,22 +115,18 @@ def roofline(
         by_case = {each.case: each for group in predicted.values() for each in group}
         for name, more in _run(config, device, fitting, by_case, kernels=kernels):
             found[name] |= more
-        if not as_json:
+        if not json:
             _print_residuals(heading)
-    if as_json:
-        typer.echo(json.dumps(heading, indent=2))
+    if json:
+        typer.echo(dumps(heading, indent=2))
 
 
 def _stored_dtype(config: EngineConfig) -> str:
-    from quire.models import load_config, spec_from_config
-
     return str(spec_from_config(load_config(config.model_path)).dtype).removeprefix("torch.")
 
 
 def _missing(line: Roofline, device: str) -> str | None:
     """Returns what keeps the cases from being run as they are predicted; None if nothing does."""
-    import torch
-
     if device == "cpu":
         return None if line.card.name == card_name("cpu") else f"a CPU is not a {line.card.name}"
     if not torch.cuda.is_available():
@@ -119,9 +146,6 @@ def _run(
     kernels: bool,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Runs the cases. Yields (name, what its description says from now on) of each prediction."""
-    from quire.tools.bench.gpu_meter import GpuMeter
-    from quire.tools.roofline.residual import run_case
-
     if not cases:
         return
     with _engine(config, device) as engine:
@@ -132,8 +156,6 @@ def _run(
                 own = predicted[measured.case]
                 yield own.case, compared(own, measured)
                 if kernels:
-                    from quire.tools.profile import kernel_kinds
-
                     times = kernel_kinds.measured_kinds(engine, own.case)
                     kinds = kernel_kinds.compared(kernel_kinds.predicted_kinds(own), times)
                     yield own.case, {"measured_kinds": kinds}
@@ -146,12 +168,6 @@ def _engine(config: EngineConfig, device: str) -> Iterator[QuireEngine]:
     Raises:
         ConfigError: the device's memory does not suffice.
     """
-    import torch
-
-    from quire.llm import LLM
-    from quire.tools.bench.throughput import QuireEngine
-    from quire.tools.roofline.roofline import MAX_REQUESTS, MAX_TOKENS
-
     folder = Path(config.model_path)
     stored = bool(stored_weights(folder))
     settings: dict[str, Any] = {
@@ -193,8 +209,6 @@ def described(found: Prediction, line: Roofline) -> dict[str, Any]:
 
 def compared(predicted: Prediction, found: MeasuredCase) -> dict[str, Any]:
     """Returns what the description of a case says once it was run."""
-    from quire.tools.roofline.residual import residuals
-
     off = residuals(predicted, found)
     return {
         "measured": {**_figures(found), "seconds": found.seconds, **found.gpus},
@@ -211,9 +225,6 @@ def _figures(of: Prediction | MeasuredCase) -> dict[str, float | None]:
 
 
 def _print_residuals(heading: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table("case", "figure", box=None, padding=(0, 2))
     for name in ("predicted", "measured", "residual"):
         table.add_column(name, justify="right")
@@ -240,10 +251,6 @@ def _print_residuals(heading: dict[str, Any]) -> None:
 
 
 def _print(heading: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     console = Console(highlight=False)
     limits = heading["ceilings"]
     console.print(

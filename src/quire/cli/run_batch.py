@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -17,24 +20,51 @@ from rich.progress import (
 )
 
 from quire.cli.progress import TimeLeft, counted, progress_bar
+from quire.cli.settings import with_settings
 from quire.config import EngineArgs
+from quire.engine.process.client import EngineClient
 from quire.server.apis.batch.run import Batch, Counts
+from quire.server.app import build_app
 from quire.server.args import ApiArgs, ServerArgs
 
 _FAILED, _STOPPED = 1, 130
 
 
-def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int | None) -> None:
-    """Runs the lines that are not done yet.
+@with_settings(EngineArgs, ApiArgs, positional=False)
+def run_batch(
+    source: Annotated[
+        Path, typer.Argument(metavar="INPUT", help="Requests, one JSON object per line.")
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUTPUT", help="Answers. A request whose answer is in it is not run again."
+        ),
+    ],
+    *,
+    engine: EngineArgs,
+    api: ApiArgs,
+    error_file: Annotated[
+        Path | None,
+        typer.Option("--error-file", "-o", help="Failures go here instead of to OUTPUT."),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=100_000, help="Requests in progress at once. Default: 2 x --max-num-seqs."
+        ),
+    ] = None,
+) -> None:
+    """Runs the lines that have no outcome yet.
 
-    The exit status is 0 where every line has an answer, 1 where one failed, 130 where Ctrl-C ended
-    it.
+    The exit status is 0 if every line has an answer, 1 if a line failed, 130 after Ctrl-C.
     """
+    batch = Batch(source=source, target=target, errors=error_file)
     batch.check()
     console = Console(stderr=True)
     try:
         with asyncio.Runner() as runner:
-            counts = runner.run(_run(engine, api, batch, concurrency, console))
+            counts = runner.run(_run(engine, api, batch, max_concurrency, console))
     except KeyboardInterrupt:
         typer.echo("stopped; the same command goes on where this one was", err=True)
         raise typer.Exit(_STOPPED) from None
@@ -47,11 +77,6 @@ def run_batch(engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int |
 async def _run(
     engine: EngineArgs, api: ApiArgs, batch: Batch, concurrency: int | None, console: Console
 ) -> Counts:
-    from dataclasses import replace
-
-    from quire.engine.process.client import EngineClient
-    from quire.server.app import build_app
-
     with progress_bar(console) as on_progress:
         client = await EngineClient.launch(engine, on_progress)
     try:

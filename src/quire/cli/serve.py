@@ -8,24 +8,29 @@ import typer
 from rich.console import Console
 
 from quire.cli.progress import progress_bar
+from quire.cli.settings import with_settings
 from quire.config import EngineArgs
 from quire.server.args import ServerArgs
-from quire.server.process.listen import reachable_urls
-from quire.server.process.server import run_server
-from quire.server.telemetry import logs
 
 
-def serve(engine: EngineArgs, server: ServerArgs) -> None:
-    """Runs the server; once it is ready, prints its address and how to try it. On a machine that is
-    not the first, runs its workers instead.
+@with_settings(EngineArgs, ServerArgs)
+def serve(*, engine: EngineArgs, server: ServerArgs) -> None:
+    """Runs the server; once it is ready, prints its address and how to try it.
+
+    On every machine but the first it runs that machine's workers instead.
 
     Raises:
         ModelError: before the port is taken, if the model is a folder that cannot be served.
         ConfigError: the address is taken, or a setting is wrong.
     """
+    # `quire serve --help` must not import FastAPI.
+    from quire.server.process.listen import reachable_urls
+    from quire.server.process.server import run_server
+    from quire.server.telemetry import logs
+
     logs.configure(server)
     if engine.node_rank:
-        # Few servers run on several machines.
+        # It imports PyTorch, which a server's own process does without.
         from quire.engine.ranks.nodes import run_node
 
         run_node(engine)
@@ -60,7 +65,7 @@ def check_folder(engine: EngineArgs) -> None:
     """
     if engine.model is None:
         return
-    # They import PyTorch, of which this process needs nothing else.
+    # They import PyTorch, which a hub's or the small model's server does without.
     from quire.models.config import is_hub_id, load_config, resolve_model_path, spec_from_config
     from quire.models.files import weight_files
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
 import typer
+import yaml
 
 from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
@@ -242,7 +243,13 @@ def _help_all_parameter() -> inspect.Parameter:
 
 
 def build(schema: type[Args], flags: Mapping[str, Any], file: Mapping[str, Any]) -> Args:
-    """Builds the schema's instance from flags and variables (None: not given), then the file."""
+    """Builds an instance of a schema.
+
+    Args:
+        schema: the args dataclass.
+        flags: values of flags and variables by setting; None if neither is given.
+        file: values of the settings file, used where `flags` has None.
+    """
     values = {}
     for setting in settings_of(schema):
         value = flags.get(setting.name)
@@ -264,8 +271,6 @@ def read_file(path: Path | None) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    import yaml
-
     try:
         text = read_bounded(path).decode()
         raw = yaml.safe_load(text)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
 
+from quire.cli.help import ModelOptions, with_options
 from quire.cli.info import config_alone
 from quire.cli.progress import counted
-from quire.config import EngineArgs
 from quire.engine.ranks.ranks import model_of_rank
 from quire.errors import ConfigError, QuireError
 from quire.models import load_config, model_quantization, spec_from_config
@@ -22,8 +21,26 @@ if TYPE_CHECKING:
     from quire.ops.triton.products.plan import Shape
 
 
-def tune(engine: EngineArgs, *, device: str, rows: Sequence[int] | None, again: bool) -> None:
-    """Measures what the tables lack of a model, for numbers of rows, and prints each product.
+@with_options(ModelOptions)
+def tune(
+    *,
+    model: ModelOptions,
+    rows: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=1,
+            max=256,
+            show_default=False,
+            help="Rows of a step, rounded up to a power of two. May be repeated. Default: 1, 2, 4 "
+            "and so on up to 256.",
+        ),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Measure again what the table already has.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cuda or cuda:N.")] = "cuda",
+) -> None:
+    """Measures a model's products that are not in the tables yet, and prints each.
 
     Raises:
         ConfigError: there is no such GPU, or the model cannot be shared out over so many ranks.
@@ -31,22 +48,23 @@ def tune(engine: EngineArgs, *, device: str, rows: Sequence[int] | None, again: 
         QuireError: another process measures for the same table, or it cannot be written.
     """
     where = _gpu(device)
-    # They import Triton, which machines without a GPU may lack.
+    # Triton is missing on machines without a GPU.
     from quire.features.tuning.new_entries import lacking, make_entries
     from quire.features.tuning.table_order import products_of
     from quire.ops.triton.products.table import BUCKETS, bucket, cache_path, key_of
     from quire.ops.triton.products.table_file import sole_writer
     from quire.ops.triton.products.tune import Measured, preferred
 
+    engine = model.engine()
     config = config_alone(engine)
     hf_config = load_config(config.model_path)
     spec = spec_from_config(hf_config)
     quantization = model_quantization(config.model_path, hf_config, spec, engine.quantization)
     dtype = getattr(torch, config.dtype) if engine.dtype != "auto" else spec.dtype
     dtype = torch.bfloat16 if dtype == torch.float32 else dtype
-    model = model_of_rank(spec, quantization, engine.tensor_parallel_size, dtype)
+    rank = model_of_rank(spec, quantization, engine.tensor_parallel_size, dtype)
     sizes = sorted({bucket(m) or BUCKETS[-1] for m in rows or BUCKETS})
-    products = products_of(model, sizes)
+    products = products_of(rank, sizes)
     card = torch.cuda.get_device_name(where)
     wanted = products if again else lacking(products, card)
     known = len(products) - len(wanted)

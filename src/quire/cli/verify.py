@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from json import dumps
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from quire.cli.help import AsJson
 from quire.http_client import HttpClient
 from quire.tools.verify.run import OnOutcome, ScoreCard
 from quire.tools.verify.run import verify as run_checks
@@ -20,9 +22,19 @@ _STYLES = {"passed": "green", "failed": "bold red", "not offered": "dim"}
 
 
 def verify(
-    url: str, *, model: str | None, api_key: str | None, timeout: float, as_json: bool
+    url: Annotated[str, typer.Argument(help="The server's address, as in localhost:8000.")],
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first that the server lists.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key of that server.", envvar="QUIRE_API_KEY")
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that an answer, or a part of it, may take.")
+    ] = 120.0,
+    json: AsJson = False,
 ) -> None:
-    """Prints the score card. The exit status is 1 where a check failed.
+    """Prints the score card. The exit status is 1 if a check failed.
 
     Raises:
         ConfigError: the checks cannot be made; exit status 2.
@@ -30,8 +42,8 @@ def verify(
     client = HttpClient(url, api_key, timeout)
     with _progress(Console(stderr=True)) as on_outcome:
         card = run_checks(client, model, on_outcome)
-    if as_json:
-        typer.echo(json.dumps(described(card), indent=2))
+    if json:
+        typer.echo(dumps(described(card), indent=2))
     else:
         _print(card)
     if card.count("failed"):

@@ -61,7 +61,7 @@ class _CacheBench:
         self._prompts: deque[Int32] = deque()
         while not self.manager.evicted:
             self.new()
-        # Of the newest half nothing is evicted, whatever the number of requests.
+        # The newest half of the prompts stays cached, because eviction takes the oldest first.
         self._prompts = deque(self._prompts, maxlen=max(1, len(self._prompts) // 2))
 
     def _draw(self, count: int) -> Int32:

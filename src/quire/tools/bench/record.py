@@ -21,10 +21,15 @@ from quire.errors import ConfigError, installing
 class BenchRecord(msgspec.Struct, kw_only=True):
     """One measurement.
 
-    case: what was measured. model: its name, or "" where none took part. card: the device.
-    versions: of Quire and what it stands on. commit: of the source tree, "" outside of one; ends
-    in "+" where the tree had changes. date: UTC, ISO 8601. metrics: name with unit to number, as
-    in `output_tok_s`, `ttft_ms`. settings: what differs from the defaults.
+    Attributes:
+        case: the name of the workload.
+        model: the model's name; "" for a case without a model.
+        card: the device's name.
+        versions: versions of Python, Quire, torch, Triton and NumPy.
+        commit: the source tree's commit, with "+" if files had changed; "" outside of a tree.
+        date: UTC, ISO 8601.
+        metrics: numbers by name, the unit in the name, as in `output_tok_s` and `ttft_ms`.
+        settings: the settings that differ from the defaults.
     """
 
     case: str
@@ -45,7 +50,7 @@ def make_record(
     device: str = "cpu",
     settings: dict[str, Any] | None = None,
 ) -> BenchRecord:
-    """A record of what was just measured, with the surroundings filled in."""
+    """Returns a record of these metrics with the card, versions, commit and date filled in."""
     return BenchRecord(
         case=case,
         model=model,
@@ -69,7 +74,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit of the tree that this file is in."""
+    """Returns the commit of the source tree that this file is in."""
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -91,6 +96,7 @@ def commit() -> str:
 
 def card_name(device: str) -> str:
     if device.startswith("cuda"):
+        # Clients of a server record their figures without PyTorch.
         import torch
 
         return torch.cuda.get_device_name(torch.device(device))
@@ -123,7 +129,7 @@ def read_jsonl(path: Path) -> list[BenchRecord]:
 
 
 def format_table(records: Sequence[BenchRecord], leave_out: Sequence[str] = ()) -> str:
-    """A plain table, one row per record, one column per metric that any of them has."""
+    """Returns a plain table: a row per record, a column per metric of any record."""
     names = dict.fromkeys(name for record in records for name in record.metrics)
     metrics = [name for name in names if name not in leave_out]
     rows = [["case", "model", *metrics]]
@@ -145,7 +151,7 @@ def format_table(records: Sequence[BenchRecord], leave_out: Sequence[str] = ()) 
 
 
 def number(value: float) -> str:
-    """Three significant digits, or one decimal; whole numbers in full."""
+    """Returns three significant digits, or one decimal; whole numbers in full."""
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -158,7 +164,7 @@ Plot = Callable[[Sequence[BenchRecord], Path], None]
 
 @dataclass(frozen=True, slots=True)
 class OutputFiles:
-    """The files that were asked for; JSON lines are appended to, the others written anew."""
+    """The files for records. JSON lines are appended; the other files are overwritten."""
 
     jsonl: Path | None = None
     csv: Path | None = None
@@ -166,7 +172,7 @@ class OutputFiles:
     png: Path | None = None
 
     def check(self) -> None:
-        """Before anything is measured: raises ConfigError for what could not be written after."""
+        """Raises ConfigError if a file could not be written, before anything is measured."""
         if self.png is not None and importlib.util.find_spec("matplotlib") is None:
             raise ConfigError(
                 f"--png needs matplotlib, which is not installed; {installing('plots')}", "png"
@@ -180,12 +186,16 @@ class OutputFiles:
                 raise ConfigError(f"cannot write {path}: there is no such folder", "output")
 
     def add(self, record: BenchRecord) -> None:
-        """A record as soon as it is there, so that nothing is lost if a later case fails."""
+        """Appends a record at once, so that it is not lost if a later case fails."""
         if self.jsonl is not None:
             append_jsonl(self.jsonl, [record])
 
     def finish(self, records: Sequence[BenchRecord], plot: Plot, table: str | None = None) -> None:
-        """table: the Markdown to write, where it is not simply a row per record."""
+        """Writes the CSV, Markdown and picture files.
+
+        Args:
+            table: Markdown to write instead of a row per record.
+        """
         if self.csv is not None:
             write_csv(self.csv, records)
         if self.markdown is not None:
@@ -195,12 +205,12 @@ class OutputFiles:
 
 
 def columns(records: Iterable[BenchRecord]) -> list[str]:
-    """Every metric that any record has, in order of appearance."""
+    """Returns the metrics of all records, in order of appearance."""
     return list(dict.fromkeys(name for record in records for name in record.metrics))
 
 
 def write_csv(path: Path, records: Sequence[BenchRecord]) -> None:
-    """A row per record: what it is about, its metrics, its settings as JSON."""
+    """Writes a row per record: case, model and date, the metrics, the settings as JSON."""
     metrics = columns(records)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -218,7 +228,7 @@ def write_csv(path: Path, records: Sequence[BenchRecord]) -> None:
 
 
 def markdown(records: Sequence[BenchRecord]) -> str:
-    """A row per record and a column per metric, then where and when it was measured."""
+    """Returns a row per record and a column per metric, then the card, versions and date."""
     metrics = columns(records)
     rows = ["| " + " | ".join(["case", "model", *metrics]) + " |"]
     rows.append("| --- | --- |" + " ---: |" * len(metrics))

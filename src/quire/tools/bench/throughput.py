@@ -41,6 +41,7 @@ class QuireEngine:
     """An `LLM`, its steps watched."""
 
     def __init__(self, llm: LLM, limits: Ceilings | None) -> None:
+        # It imports PyTorch, which `quire bench throughput --help` must not.
         from quire.tools.bench.model_work import model_work
 
         self.llm = llm

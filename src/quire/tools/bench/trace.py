@@ -101,12 +101,12 @@ class StepTotals:
     """Sums over one run.
 
     Attributes:
-        rows: of all steps together.
-        gpu_seconds: from each step's first launch to its end, on the device.
-        bound_seconds: least time by the device's ceilings, each step by the slower of its bytes and
-            its FLOPs; 0 where they are not known.
-        stored, allocated: KV bytes that hold tokens, and that were allocated for them, averaged
-            over time.
+        rows: rows of all steps together.
+        gpu_seconds: time on the device from each step's first launch to its end.
+        bound_seconds: least time of the steps. A step's least time is that of its bytes or of its
+            FLOPs, whichever is longer. 0 if the device's ceilings are not known.
+        stored: KV bytes that hold tokens, averaged over time.
+        allocated: KV bytes of the blocks that hold them, averaged over time.
         reserved: KV bytes if every running request had room for the longest sequence.
     """
 

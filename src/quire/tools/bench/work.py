@@ -73,6 +73,7 @@ _TRIES = 5
 def measured_on_cpu(dtype: str) -> Ceilings:
     """Measures this CPU's ceilings, which takes less than a second: a sum over more than its caches
     hold, and a product of matrices."""
+    # `quire bench throughput --help` imports this module, and must not import PyTorch.
     import torch
 
     many = torch.ones(_READ_BYTES // 4)
@@ -123,11 +124,16 @@ class ExpertsWork:
 class ModelWork:
     """Least traffic and arithmetic. Weights are read once a step; activations stay in caches.
 
-    body_bytes, head_bytes: weights of all layers but their experts, and of the head. body_flops: of
-    the `linear_layers`, per token. head_flops: per row of logits. embedding_bytes: read per token.
-    tied: the head's weights are the embeddings. attention: each kind of layer, and how many there
-    are. state_bytes: recurrent states of one
-    request, over all `state_layers`; state_flops: per token.
+    Attributes:
+        body_bytes: weights of all layers without their experts.
+        head_bytes: weights of the head.
+        body_flops: FLOPs of the `linear_layers` per token.
+        head_flops: FLOPs of the head per row of logits.
+        embedding_bytes: bytes of embeddings read per token.
+        tied: whether the head's weights are the embeddings.
+        attention: each kind of attention layer, and the number of such layers.
+        state_bytes: recurrent states of one request, over all `state_layers`.
+        state_flops: FLOPs of the recurrent states per token.
     """
 
     body_bytes: int

@@ -37,10 +37,11 @@ class Base:
 class TokenScores(HostHook):
     """Scores the windows' tokens; requests are named by their window's number.
 
-    nats: float32 [tokens that count], each token's negative log-probability. divergence: float32
-    [the same], the Kullback-Leibler divergence of the next token's distribution from the base's, or
-    None without a base. states: the hidden states behind the scores, on the host, where they are to
-    be kept.
+    Attributes:
+        nats: float32 [scored tokens], each token's negative log-probability.
+        divergence: float32 [scored tokens], the Kullback-Leibler divergence of each token's
+            distribution from the base's; None without a base.
+        states: the hidden states that the scores are computed from, on the host, if kept.
     """
 
     def __init__(self, windows: Sequence[Window], base: Base | None, *, keep: bool) -> None:
@@ -68,7 +69,7 @@ class TokenScores(HostHook):
         for lane, length in zip(plan.lanes.tolist(), plan.q_len.tolist(), strict=True):
             number, at = self._at[lane]
             window = self._windows[number]
-            # Behind a window's last token comes none to be predicted.
+            # The logits of a window's last token predict a token outside of it.
             low = max(at, window.first - 1)
             high = min(at + length, len(window.tokens) - 1)
             if low < high:

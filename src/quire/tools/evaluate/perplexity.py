@@ -91,11 +91,15 @@ def measure_perplexity(
 ) -> Perplexity:
     """Computes the perplexity of the model that `args` describe over a text.
 
-    base: a model to compare with, served with the same settings, but as its checkpoint stores it.
-    window: tokens that the model sees at once, by default 2048, or as many as it takes. stride:
-        tokens between two windows' beginnings, by default a window: as in transformers' guide, the
-        less, the more context tokens have, and the longer it takes.
-    limit: tokens of the text to read, by default all.
+    Args:
+        data: file of the text.
+        base: a model to compare with, in its checkpoint's own format, other settings being equal.
+        window: tokens that the model reads at once. Default: 2048, or its context if shorter.
+        stride: tokens from the start of a window to the next. Default: `window`. A smaller stride
+            gives tokens more context, and takes longer.
+        limit: tokens of the text to read. Default: all.
+        on_start: called with the progress of each engine's start.
+        on_window: called after each window with the number done and the number of all.
 
     Raises:
         ConfigError: a setting is wrong, the text is empty or too short, or the base has another

@@ -48,10 +48,12 @@ def check_vocabulary(tokens: Int32, vocab_size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A part of a text that the model sees at once, without what stands before.
+    """A part of a text that the model reads at once, without the text before it.
 
-    tokens: int32 [n]. first: the first of them that counts; those before it are context. place: of
-    that token among all of the text that count.
+    Attributes:
+        tokens: int32 [n].
+        first: index of the first token that is scored; the tokens before it are context.
+        place: index of that token among all scored tokens of the text.
     """
 
     tokens: Int32

@@ -1,9 +1,9 @@
 """Profiles of a workload by torch's profiler: time by kernel, gaps, and shares of the ceilings.
 
-Kernels that are launched early (programmatic dependent launch) wait while their predecessors run,
-so a kernel is charged only for the time by which it outlasts all before it; what no kernel covers
-is idle, charged to the kernel that ends it. On a CPU, ops take the place of kernels, each charged
-for the time in which none that it calls runs.
+A kernel may be launched early (programmatic dependent launch) and wait while its predecessors run.
+A kernel is therefore charged only for the time by which it outlasts all kernels before it. Time
+without any kernel is idle time, and is charged to the next kernel. On a CPU, ops take the place of
+kernels. An op is charged for its own time, without that of the ops it calls.
 """
 
 from __future__ import annotations

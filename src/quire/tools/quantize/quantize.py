@@ -201,7 +201,7 @@ class _Run:
         )
         del block, statistics
         self.job.write(_file(index + 1, self.count), self._stored(rounded.tensors))
-        # What comes next sees what readers of the checkpoint will.
+        # The next blocks are calibrated with this block as readers of the checkpoint load it.
         infos = {key: TensorInfo(t.dtype, tuple(t.shape)) for key, t in rounded.tensors.items()}
         quantization = read_quantization(
             self.recipe.settings(sorted(self.ignored)), source.spec, infos

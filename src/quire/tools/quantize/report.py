@@ -14,13 +14,18 @@ FILES = ("quantization_report.json", "quantization_report.md")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Says what a quantized model is worth.
+    """Difference between a quantized model and its original.
 
-    errors: by module, the norm of the change of its outputs over that of the outputs. plain:
-    modules left in 16 bits. tokens: those held out that the figures are of. nats: of the original
-    and the quantized model; kl: the mean divergence of the second from the first, in nats. bytes:
-    of the checkpoints' weights, before and after. gate: the largest rise of perplexity that passes,
-    in percent.
+    Attributes:
+        errors: each module's error: the norm of its outputs' change over the norm of its outputs.
+        plain: the modules that stay in 16 bits.
+        tokens: the number of held-out tokens that were scored.
+        perplexity_before: the original's perplexity over those tokens.
+        perplexity_after: the quantized model's perplexity over those tokens.
+        kl: the quantized model's mean divergence from the original, in nats.
+        bytes_before: size of the original's weights.
+        bytes_after: size of the quantized weights.
+        gate: the largest rise of perplexity, in percent, that passes.
     """
 
     model: str

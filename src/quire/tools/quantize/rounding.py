@@ -35,8 +35,16 @@ def stored_tensors(rounded: Rounded, recipe: Recipe, dtype: torch.dtype) -> dict
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """Returns signed integers int8 [N, K] as int32 [N, K * bits / 32], offset so that the least
-    becomes 0, the first in the lowest bits; zeros behind the last."""
+    """Packs signed integers into 32-bit words.
+
+    The first value of a word is in its lowest bits. The last word is padded with zero bits.
+
+    Args:
+        values: int8 [N, K]. The smallest value of `bits` bits is stored as 0.
+
+    Returns:
+        int32 [N, K * bits / 32], rounded up.
+    """
     each = _WORD // bits
     wide = values.to(torch.int64) + 2 ** (bits - 1)
     wide = torch.nn.functional.pad(wide, (0, -wide.shape[1] % each)).view(len(wide), -1, each)

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.models import load_config, spec_from_config
 from quire.tools.bench.cases import TTFT, TTFT_LENGTHS, Case
+from quire.tools.bench.model_work import model_work
 from quire.tools.bench.record import card_name
 from quire.tools.bench.work import Ceilings, ceilings, measured_on_cpu
 
@@ -125,9 +128,9 @@ class Prediction:
     """Predicted figures of a case. Memory is in bytes, of one rank.
 
     Attributes:
-        decode_seconds: of a step that only decodes, averaged; None where there is none.
-        first_token_seconds: of the last request of those that come at once.
-        kv_bytes: what all requests hold at most.
+        decode_seconds: mean of the steps that only decode; None without such steps.
+        first_token_seconds: time to the first token of the request that is served last.
+        kv_bytes: the most KV that all requests hold together.
     """
 
     case: str
@@ -162,8 +165,6 @@ class Roofline:
             raise ConfigError(
                 f"no ceilings are known of {self.card.name} in {config.dtype}", "dtype"
             )
-        from quire.tools.bench.model_work import model_work
-
         self.limits: Ceilings = found
         self._read_spec(config)
         self.work = model_work(config)
@@ -185,10 +186,6 @@ class Roofline:
         }
 
     def _read_spec(self, config: EngineConfig) -> None:
-        import torch
-
-        from quire.models import load_config, spec_from_config
-
         itemsize = getattr(torch, config.dtype).itemsize
         spec = spec_from_config(load_config(config.model_path))
         self.layers = len(spec.layers)

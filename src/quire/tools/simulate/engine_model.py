@@ -15,13 +15,19 @@ from quire.system import read_bounded
 class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Coefficients of an engine, as `quire simulate --calibrate` measures them.
 
-    step_seconds: numbers of generating rows and the seconds of a step with so many; without any, it
-    takes what one does. Between two numbers it grows evenly, and beyond the last as before it.
-    prompt_token_seconds, context_token_seconds: for each prompt token, and each token that a row
-    attends to. prompt_pair_seconds: for each prompt token and token that it attends to.
-    request_seconds: of a request outside of steps: tokenizing, HTTP.
-    max_tokens, max_rows: of a step. kv_tokens: that the cache has room for.
-    handover_seconds, handover_token_seconds: of a prompt that was computed elsewhere.
+    Attributes:
+        step_seconds: pairs of a number of generating rows and a step's seconds. Values in between
+            are interpolated, values beyond the last pair extrapolated. A step without generating
+            rows takes as long as one with a single row.
+        prompt_token_seconds: added for each prompt token.
+        context_token_seconds: added for each token that a generating row attends to.
+        prompt_pair_seconds: added for each pair of a prompt token and a token it attends to.
+        request_seconds: a request's time outside of steps: tokenizing, HTTP.
+        max_tokens: the most tokens of a step.
+        max_rows: the most rows of a step.
+        kv_tokens: tokens that the KV cache has room for.
+        handover_seconds: for each prompt that another replica computed.
+        handover_token_seconds: for each token of such a prompt.
     """
 
     step_seconds: tuple[tuple[int, float], ...] = ((1, 4e-3), (256, 9e-3))

@@ -31,8 +31,12 @@ Event = tuple[float, int, Literal["wake", "add"], int, "Flight | None"]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A request on its way through the fleet. prefill_at: the replica that computes its prompt now,
-    for another. cached_apart: prompt tokens that this one held, None where there was none."""
+    """A request on its way through the fleet.
+
+    Attributes:
+        prefill_at: the replica that is computing its prompt for another replica.
+        cached_apart: prompt tokens that the prefill replica had cached; None without one.
+    """
 
     asked: TraceRequest
     prompt: Prompt
