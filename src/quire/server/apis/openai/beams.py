@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from quire.engine.loop.beam_search import MAX_WIDTH, BeamSearchParams
+from quire.sampling_params import OPENAI, SamplingParams
+from quire.server.apis.sampling import parameters_of
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import StrictModel
 
-if TYPE_CHECKING:
-    from quire.sampling_params import SamplingParams
-
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (None, 0.0, 1.0),
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "min_tokens": (None, 0),
+    **{
+        p.name: (None, p.default, *p.declared.neutral)
+        for p in parameters_of(OPENAI)
+        if not p.declared.in_beam_search
+    },
     "logit_bias": (None, {}),
     "stop": (None, []),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "prompt_logprobs": (None,),
-    "typical_p": (None, 1.0),
-    "xtc_probability": (None, 0.0),
-    "dry_multiplier": (None, 0.0),
     "stream": (None, False),
 }
 """Fields that have no meaning in a search, with the values that do not ask for anything."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import OPENAI, PARAMETERS, SamplingParams
 from quire.server.apis.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from quire.server.apis.openai.structured import structured_outputs
 from quire.server.apis.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
+from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.text import Prompt
 from quire.server.errors import ApiError
 from quire.system import read_bounded
@@ -36,32 +37,8 @@ _MUCH_TEXT = 4000
 _USUAL_CHARS = 4
 """Usual characters per token."""
 
-_COPIED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "prompt_logprobs",
-    "speculative",
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-)
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_COPIED = tuple(parameter.name for parameter in parameters_of(OPENAI))
+_FROM_MODEL = tuple(p.name for p in PARAMETERS if p.declared.from_model)
 
 
 def model_defaults(model_path: str) -> dict[str, float]:
@@ -96,11 +73,7 @@ def sampling_params(
     Args:
         blamed: the field that `logprobs` comes from.
     """
-    fields: dict[str, Any] = dict(state.defaults)
-    for name in _COPIED:
-        value = getattr(request, name)
-        if value is not None:
-            fields[name] = value
+    fields: dict[str, Any] = state.defaults | copied_fields(request, _COPIED)
     if request.stop is not None:
         fields["stop"] = tuple(request.stop)
     if request.logit_bias:
@@ -113,8 +86,8 @@ def sampling_params(
     if request.dry_multiplier:
         tokenizer = state.tokenizer("dry_multiplier")
         fields["dry_breaker_ids"] = breaker_ids(tokenizer, request.dry_sequence_breakers)
-    if request.prompt_logprobs == -1:
-        fields["prompt_logprobs"] = _count(state, "prompt_logprobs", -1)
+    if request.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = _count(state, "prompt_logprobs", request.prompt_logprobs)
     return SamplingParams(
         **fields,
         n=n or 1,
