@@ -7,6 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.apis.responses import items as response_items
 from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer
 from quire.server.apis.responses.convert import (
     NAMES,
@@ -22,6 +23,7 @@ from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
 from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
 from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.route import EVENTS, FLAG, PAGING, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
 from quire.server.context.request_context import context_of, owner_of
@@ -208,3 +210,26 @@ def _stream(state: ServerState, stored: StoredResponse, after: int, obfuscate: b
 def _write(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
     for event in events:
         event.write(buffer, obfuscate)
+
+
+_ONE = "/v1/responses/{response_id}"
+_STREAM_QUERY = {
+    "stream": FLAG,
+    "include_obfuscation": FLAG,
+    "starting_after": {"type": "integer", "minimum": -1},
+}
+
+ROUTES = (
+    Route("post", "/v1/responses", create_response, "Create a response",
+          CreateRequest, response_items.Response, EVENTS, counted=True),
+    Route("post", "/v1/responses/input_tokens", count_input_tokens,
+          "Count the tokens of a response's prompt",
+          PromptFields, InputTokens, counted=True, queued=False),
+    Route("get", _ONE, get_response, "A stored response",
+          answer=response_items.Response, stream=EVENTS, query=_STREAM_QUERY),
+    Route("delete", _ONE, delete_response, "Forget a response", answer=DeletedResponse),
+    Route("post", f"{_ONE}/cancel", cancel_response, "End a background response",
+          answer=response_items.Response),
+    Route("get", f"{_ONE}/input_items", list_input_items, "What a response answered",
+          answer=ItemList, query=PAGING),
+)  # fmt: skip
