@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from quire.server.apis.batch.multipart import FormReader, boundary_of
+from quire.server.apis.batch.form import FormReader, boundary_of
 from quire.server.apis.batch.service import BatchService
 from quire.server.apis.batch.store import BatchStore, FileObject, FileRecord
 from quire.server.context.request_context import owner_of
