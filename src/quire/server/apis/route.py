@@ -20,7 +20,7 @@ Check = Callable[[Request], Awaitable[None]]
 EVENTS = "text/event-stream"
 FLAG: Schema = {"type": "string", "enum": ["true", "false"]}
 """Schema of a query parameter that is true or false."""
-PAGING: Mapping[str, Schema] = {
+PAGE_QUERY: Mapping[str, Schema] = {
     "after": {"type": "string"},
     "order": {"type": "string", "enum": ["asc", "desc"]},
     "limit": {"type": "integer", "minimum": 1, "maximum": 100},

@@ -119,7 +119,7 @@ async def list_files(request: Request) -> Response:
         for file in batches_of(request).store.files(owner_of(request))
         if purpose in (None, file.purpose)
     ]
-    page, more = page_of(
+    page = page_of(
         query,
         found,
         [file.id for file in found],
@@ -127,8 +127,7 @@ async def list_files(request: Request) -> Response:
         limit=MAX_LISTED,
         most=MAX_LISTED,
     )
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(FileList(page, first, last, more))
+    return json_response(FileList(*page))
 
 
 async def show_file(request: Request) -> Response:

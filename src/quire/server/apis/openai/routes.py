@@ -36,7 +36,7 @@ from quire.server.apis.openai.tokenize import (
     tokenize,
     tokenizer_info,
 )
-from quire.server.apis.route import EVENTS, PAGING, Route
+from quire.server.apis.route import EVENTS, PAGE_QUERY, Route
 
 _CHATS = "/v1/chat/completions"
 _CHAT = f"{_CHATS}/{{completion_id}}"
@@ -49,12 +49,12 @@ ROUTES = (
     Route("post", _CHATS, chat_completions, "Answer a conversation",
           ChatRequest, _CHAT_ANSWER, EVENTS, counted=True),
     Route("get", _CHATS, list_chats, "Stored chat completions",
-          answer=ChatList, query={**PAGING, "model": {"type": "string"}}),
+          answer=ChatList, query={**PAGE_QUERY, "model": {"type": "string"}}),
     Route("get", _CHAT, show_chat, "A stored chat completion", answer=_CHAT_ANSWER),
     Route("post", _CHAT, update_chat, "Change its metadata", UpdateRequest, _CHAT_ANSWER),
     Route("delete", _CHAT, delete_chat, "Forget it", answer=DeletedChat),
     Route("get", f"{_CHAT}/messages", list_messages, "What it answered",
-          answer=MessageList, query=PAGING),
+          answer=MessageList, query=PAGE_QUERY),
     Route("post", "/tokenize", tokenize, "Text or a conversation to tokens",
           TokenizeRequest, Tokenized, counted=True, queued=False),
     Route("post", "/detokenize", detokenize, "Tokens to text",

@@ -23,13 +23,13 @@ from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
 from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
 from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
-from quire.server.apis.route import EVENTS, FLAG, PAGING, Route
+from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
 from quire.server.context.request_context import context_of, owner_of
 from quire.server.errors import ApiError, rename_fields
 from quire.server.http.bodies import read_body
-from quire.server.http.query import Query
+from quire.server.http.query import PAGING, Query, page_of
 from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
 
@@ -149,20 +149,11 @@ async def delete_response(request: Request) -> Response:
 
 async def list_input_items(request: Request) -> Response:
     """Lists all items that the response answered, earlier turns included."""
-    query = Query(request, "after", "limit", "order")
+    query = Query(request, *PAGING)
     items = list(_stored(request).input)
-    if query.choice("order", ("desc", "asc")) == "desc":
-        items.reverse()
-    after = query.text("after")
-    if after is not None:
-        ids = [item.id for item in items]
-        if after not in ids:
-            raise ApiError(400, f"'after': there is no item '{after[:200]}'.", param="after")
-        items = items[ids.index(after) + 1 :]
-    limit = query.integer("limit", 20, 1, 100)
-    data = [shown(item) for item in items[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return json_response(ItemList(data, first, last, has_more=len(items) > limit))
+    # Every stored item was given an id.
+    page = page_of(query, items, [item.id or "" for item in items], order=("desc", "asc"))
+    return json_response(ItemList(*page._replace(data=[shown(item) for item in page.data])))
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -231,5 +222,5 @@ ROUTES = (
     Route("post", f"{_ONE}/cancel", cancel_response, "End a background response",
           answer=response_items.Response),
     Route("get", f"{_ONE}/input_items", list_input_items, "What a response answered",
-          answer=ItemList, query=PAGING),
+          answer=ItemList, query=PAGE_QUERY),
 )  # fmt: skip
