@@ -316,10 +316,10 @@ class CountTokensRequest(StrictModel):
         return None if self.thinking is None else self.thinking.budget_tokens
 
 
-_DeclaredFields = sampling_model(ANTHROPIC)
+_DeclaredFields: Any = sampling_model(ANTHROPIC)
 
 
-class MessagesRequest(CountTokensRequest, _DeclaredFields):
+class MessagesRequest(CountTokensRequest, _DeclaredFields):  # type: ignore[misc]
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None

@@ -105,10 +105,10 @@ class StreamOptions(StrictModel):
         return self
 
 
-_DeclaredFields = sampling_model(OPENAI)
+_DeclaredFields: Any = sampling_model(OPENAI)
 
 
-class SamplingFields(StructuredFields, _DeclaredFields):
+class SamplingFields(StructuredFields, _DeclaredFields):  # type: ignore[misc]
     """Fields that all generating routes share.
 
     `SamplingParams` declares most of the sampling parameters. Those below have another form in a

@@ -265,10 +265,10 @@ class PromptFields(StrictModel):
         return None if self.reasoning is None else self.reasoning.effort
 
 
-_DeclaredFields = sampling_model(RESPONSES)
+_DeclaredFields: Any = sampling_model(RESPONSES)
 
 
-class CreateRequest(PromptFields, _DeclaredFields):
+class CreateRequest(PromptFields, _DeclaredFields):  # type: ignore[misc]
     """Body of `POST /v1/responses`.
 
     `user`, `safety_identifier` and `prompt_cache_key` are identifiers: echoed, not used (the prefix

@@ -153,7 +153,8 @@ async def list_input_items(request: Request) -> Response:
     items = list(_stored(request).input)
     # Every stored item was given an id.
     page = page_of(query, items, [item.id or "" for item in items], order=("desc", "asc"))
-    return json_response(ItemList(*page._replace(data=[shown(item) for item in page.data])))
+    data = [shown(item) for item in page.data]
+    return json_response(ItemList(data, page.first_id, page.last_id, page.has_more))
 
 
 def store_of(request: Request) -> ResponseStore:
