@@ -25,11 +25,11 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (None,),
     "stream": (None, False),
 }
-"""Fields that have no meaning in a search, with the values that do not ask for anything."""
+"""Fields that a beam search refuses, with the values that it lets through."""
 
 
 class BeamFields(StrictModel):
-    """Fields of a search, which are refused without `use_beam_search`."""
+    """Fields of a beam search. The last two are refused without `use_beam_search`."""
 
     use_beam_search: bool | None = None
     beam_width: int | None = Field(None, ge=1, le=MAX_WIDTH)
@@ -39,10 +39,11 @@ class BeamFields(StrictModel):
 def beams_of(
     body: Any, params: SamplingParams, n: int, best_of: int | None
 ) -> BeamSearchParams | None:
-    """Returns how to search; None: the request does not ask for it.
+    """Returns the parameters of the beam search, or None if the request asks for none.
 
     Args:
-        n: sequences to return. best_of: another name of `beam_width`, which is `n` by default.
+        n: sequences to return.
+        best_of: another name of `beam_width`, which is `n` by default.
 
     Raises:
         ApiError: naming the field.

@@ -131,7 +131,8 @@ async def tokenized(
     """Tokenizes many texts, off the event loop. Few or short ones are left to the engine's client.
 
     Args:
-        most: tokens that a prompt may have. always: tokenizes few or short texts too.
+        most: most tokens of a prompt.
+        always: whether few or short texts are tokenized too.
     """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     few = not always and (len(prompts) == 1 or size < _MUCH_TEXT)
@@ -168,11 +169,12 @@ def check_streaming(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_prompt_logprobs(tokens: int, params: SamplingParams, copies: int, param: str) -> None:
-    """Raises ApiError, 400, where the log-probabilities of the prompts are too many.
+    """Raises ApiError, 400, if the prompts have too many log-probabilities.
 
     Args:
-        tokens: of all prompts. copies: choices that repeat those of a prompt. param: the field
-            that asks for them.
+        tokens: number of tokens of all prompts.
+        copies: number of choices that repeat those of a prompt.
+        param: the field that asks for log-probabilities.
     """
     if params.prompt_logprobs is None:
         return
@@ -188,11 +190,12 @@ def check_logprobs(
     param: str,
     others: Sequence[str] = ("max_tokens", "n"),
 ) -> None:
-    """Raises ApiError, 400, where the log-probabilities of the completions may be too many.
+    """Raises ApiError, 400, if the completions may have too many log-probabilities.
 
     Args:
-        most: tokens that a completion may have at all. param: the field that asks for them. others:
-            further fields that their number depends on.
+        most: most tokens that a completion may have.
+        param: the field that asks for log-probabilities.
+        others: further fields that change their number.
     """
     if params.logprobs is None or params.max_tokens is None:
         return
@@ -204,8 +207,14 @@ def check_logprobs(
 
 
 def usual_room(params: SamplingParams, most: int) -> int | None:
-    """Returns the most tokens of a completion whose request names none, where its log-probabilities
-    leave less than the context. most: tokens that a completion may have at all."""
+    """Returns the token limit of a completion whose request sets none.
+
+    The limit keeps its log-probabilities within `MAX_LOGPROBS`. Returns None if the context is the
+    lower limit.
+
+    Args:
+        most: most tokens that a completion may have.
+    """
     if params.logprobs is None or params.max_tokens is not None:
         return None
     room = MAX_LOGPROBS // (params.n * (params.logprobs + 1))
