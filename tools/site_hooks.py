@@ -25,7 +25,7 @@ USE = (
     "structured-output", "tools-and-reasoning", "parallel",
 )  # fmt: skip
 """Documents that come first among those for users, in this order."""
-INSIDE = ("adding-a-model", "design-decisions", "roofline")
+INSIDE = ("adding-a-model", "adding-a-sampling-parameter", "design-decisions", "roofline")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

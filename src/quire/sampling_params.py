@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Collection, Iterable, Sequence, Sized
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -135,11 +136,11 @@ _INT32_MAX = 2**31 - 1
 def check_lists(params: Any) -> None:
     """Checks the lists of `SamplingParams`. Raises RequestError naming the field."""
     _check_stops(params.stop, params.detokenize)
-    for name in ("stop_token_ids", "dry_breaker_ids"):
-        tokens: Sequence[int] = getattr(params, name)
-        _at_most(name, tokens, MAX_STOP_TOKENS)
-        for token in tokens:
-            integer(name, token, 0, _INT32_MAX)
+    for name, entries, low, high in _INTEGER_LISTS:
+        numbers: Sequence[int] = getattr(params, name)
+        _at_most(name, numbers, entries)
+        for number in numbers:
+            integer(name, number, low, high)
     if params.logit_bias is not None:
         _check_bias(params.logit_bias)
     if not all(map(callable, params.logits_processors)):
@@ -191,24 +192,42 @@ MAX_N = 128
 MIN_TEMPERATURE = 1e-5
 """Lower temperatures are greedy: logits divided by them might pass the range of float32."""
 
-_LISTS = (
-    "stop", "stop_token_ids", "allowed_token_ids", "bad_token_ids", "dry_breaker_ids",
-    "logits_processors",
-)  # fmt: skip
-_RANGES = {
-    "temperature": (0.0, 100.0), "min_p": (0.0, 1.0), "presence_penalty": (-2.0, 2.0),
-    "frequency_penalty": (-2.0, 2.0), "xtc_probability": (0.0, 1.0), "xtc_threshold": (0.0, 1.0),
-    "dry_multiplier": (0.0, 100.0), "dry_base": (1.0, 16.0),
-}  # fmt: skip
-_ABOVE_0 = {"top_p": 1.0, "repetition_penalty": 100.0, "typical_p": 1.0}
-_INTEGERS = {
-    "n": (1, MAX_N), "top_k": (-1, _INT32_MAX), "min_tokens": (0, _INT32_MAX),
-    "dry_allowed_length": (1, _INT32_MAX), "dry_penalty_last_n": (-1, _INT32_MAX),
-}  # fmt: skip
-_FLAGS = (
-    "include_stop_str_in_output", "ignore_eos", "skip_special_tokens",
-    "spaces_between_special_tokens", "detokenize",
-)  # fmt: skip
+OPENAI = "openai"
+"""Completions, chat completions, `/generate`, and batches of them."""
+RESPONSES = "responses"
+ANTHROPIC = "anthropic"
+_OPEN_APIS = (OPENAI, RESPONSES)
+_EVERY_API = (OPENAI, RESPONSES, ANTHROPIC)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parameter:
+    """Declares the values of a field of `SamplingParams`, and the requests that may set it.
+
+    The field's type and default say the rest. The field's checks, the request fields of the APIs
+    and the copying from them come from this declaration; `docs/adding-a-sampling-parameter.md`
+    shows how. A field without one is set under its own rules.
+
+    Attributes:
+        low: least number, of each entry if the field is a list.
+        high: greatest number.
+        above_low: whether the number must be greater than `low`.
+        entries: most entries of a list; 0: the field is no list.
+        apis: the APIs whose requests have a field of this name and type.
+        from_model: whether a model's `generation_config.json` may set the default.
+        in_beam_search: whether a beam search takes or ignores it. If not, only values that change
+            nothing are allowed: null, the default, and `neutral`.
+        neutral: further values that change nothing, or nothing in a beam search.
+    """
+
+    low: Any = None
+    high: Any = None
+    above_low: bool = False
+    entries: int = 0
+    apis: tuple[str, ...] = ()
+    from_model: bool = False
+    in_beam_search: bool = False
+    neutral: tuple[float, ...] = ()
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -301,40 +320,72 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         RequestError: a field has the wrong type, is not finite or out of bounds; `param` names it.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
+    n: Annotated[int, Parameter(low=1, high=MAX_N)] = 1
+    temperature: Annotated[
+        float, Parameter(low=0.0, high=100.0, apis=_EVERY_API, from_model=True, neutral=(0.0,))
+    ] = 1.0
+    top_p: Annotated[
+        float, Parameter(low=0.0, high=1.0, above_low=True, apis=_EVERY_API, from_model=True)
+    ] = 1.0
+    top_k: Annotated[
+        int, Parameter(low=-1, high=_INT32_MAX, apis=_EVERY_API, from_model=True, neutral=(-1,))
+    ] = 0
+    min_p: Annotated[float, Parameter(low=0.0, high=1.0, apis=_OPEN_APIS, from_model=True)] = 0.0
+    presence_penalty: Annotated[float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS)] = 0.0
+    frequency_penalty: Annotated[float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS)] = 0.0
+    repetition_penalty: Annotated[
+        float, Parameter(low=0.0, high=100.0, above_low=True, apis=_OPEN_APIS, from_model=True)
+    ] = 1.0
+    seed: Annotated[
+        int | None,
+        Parameter(low=-(2**63), high=2**63 - 1, apis=_OPEN_APIS, in_beam_search=True),
+    ] = None
     stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    stop_token_ids: Annotated[
+        tuple[int, ...],
+        Parameter(
+            low=0, high=_INT32_MAX, entries=MAX_STOP_TOKENS, apis=_OPEN_APIS, in_beam_search=True
+        ),
+    ] = ()
+    include_stop_str_in_output: Annotated[bool, Parameter(apis=(OPENAI,), in_beam_search=True)] = (
+        False
+    )
+    ignore_eos: Annotated[bool, Parameter(apis=_OPEN_APIS, in_beam_search=True)] = False
+    max_tokens: Annotated[int | None, Parameter(low=1, high=_INT32_MAX)] = 16
+    min_tokens: Annotated[int, Parameter(low=0, high=_INT32_MAX, apis=_OPEN_APIS)] = 0
+    logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    typical_p: float = 1.0
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1
-    dry_breaker_ids: tuple[int, ...] = ()
+    typical_p: Annotated[float, Parameter(low=0.0, high=1.0, above_low=True, apis=(OPENAI,))] = 1.0
+    xtc_probability: Annotated[float, Parameter(low=0.0, high=1.0, apis=(OPENAI,))] = 0.0
+    xtc_threshold: Annotated[
+        float, Parameter(low=0.0, high=1.0, apis=(OPENAI,), in_beam_search=True)
+    ] = 0.1
+    dry_multiplier: Annotated[float, Parameter(low=0.0, high=100.0, apis=(OPENAI,))] = 0.0
+    dry_base: Annotated[
+        float, Parameter(low=1.0, high=16.0, apis=(OPENAI,), in_beam_search=True)
+    ] = 1.75
+    dry_allowed_length: Annotated[
+        int, Parameter(low=1, high=_INT32_MAX, apis=(OPENAI,), in_beam_search=True)
+    ] = 2
+    dry_penalty_last_n: Annotated[
+        int, Parameter(low=-1, high=_INT32_MAX, apis=(OPENAI,), in_beam_search=True)
+    ] = -1
+    dry_breaker_ids: Annotated[
+        tuple[int, ...], Parameter(low=0, high=_INT32_MAX, entries=MAX_STOP_TOKENS)
+    ] = ()
     logits_processors: tuple[Any, ...] = ()
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    detokenize: bool = True
+    skip_special_tokens: Annotated[bool, Parameter(apis=(OPENAI,), in_beam_search=True)] = True
+    spaces_between_special_tokens: Annotated[
+        bool, Parameter(apis=(OPENAI,), in_beam_search=True)
+    ] = True
+    detokenize: Annotated[bool, Parameter()] = True
     structured_outputs: StructuredOutputsParams | None = None
-    speculative: Literal["auto", "off"] = "auto"
+    speculative: Annotated[
+        Literal["auto", "off"], Parameter(apis=_OPEN_APIS, in_beam_search=True)
+    ] = "auto"
 
     def __post_init__(self) -> None:
         self._normalize()
@@ -353,8 +404,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 msgspec.structs.force_setattr(self, name, tuple(value or ()))
         for name in _FLAGS:
             flag(name, getattr(self, name))
-        if self.speculative not in ("auto", "off"):
-            raise wrong_type("speculative", "auto or off", self.speculative)
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise wrong_type(name, " or ".join(words), getattr(self, name))
         given: object = self.structured_outputs
         if isinstance(given, dict):
             check_structured(given, StructuredOutputsParams.__struct_fields__)
@@ -364,27 +416,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise wrong_type("structured_outputs", "StructuredOutputsParams or a dict", given)
 
     def _check_ranges(self) -> None:
-        for name, (low, high) in _RANGES.items():
-            between(name, getattr(self, name), low, high)
-        for name, high in _ABOVE_0.items():
-            between(name, getattr(self, name), 0.0, high, open_low=True)
-        for name, (least, most) in _INTEGERS.items():
-            integer(name, getattr(self, name), least, most)
+        for name, low, high, above_low in _NUMBERS:
+            between(name, getattr(self, name), low, high, open_low=above_low)
+        for name, low, high in _INTEGERS:
+            integer(name, getattr(self, name), low, high)
+        for name, low, high in _OPTIONAL_INTEGERS:
+            value = getattr(self, name)
+            if value is not None:
+                integer(name, value, low, high)
         if self.temperature < MIN_TEMPERATURE:
             msgspec.structs.force_setattr(self, "temperature", 0.0)
-        if self.seed is not None:
-            integer("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.max_tokens is not None:
-            integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
-            if self.min_tokens > self.max_tokens:
-                raise RequestError(
-                    f"min_tokens ({self.min_tokens}) is greater than max_tokens "
-                    f"({self.max_tokens})",
-                    param="min_tokens",
-                )
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) is greater than max_tokens ({self.max_tokens})",
+                param="min_tokens",
+            )
 
     @property
     def greedy(self) -> bool:
@@ -406,3 +452,56 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """Whether the host makes masks of the allowed tokens."""
         rules = self.allowed_token_ids or self.bad_token_ids
         return self.structured_outputs is not None or bool(rules)
+
+
+class DeclaredParameter(NamedTuple):
+    """A field of `SamplingParams` with its declaration.
+
+    Attributes:
+        kind: its type, without None.
+        optional: whether it may be None.
+    """
+
+    name: str
+    kind: Any
+    optional: bool
+    default: Any
+    declared: Parameter
+
+
+def _declared_parameters(params: type[msgspec.Struct]) -> tuple[DeclaredParameter, ...]:
+    found = []
+    for field in msgspec.structs.fields(params):
+        if get_origin(field.type) is Annotated:
+            kind, declared = get_args(field.type)[:2]
+            options = get_args(kind)
+            optional = type(None) in options
+            (kind,) = (o for o in options if o is not type(None)) if optional else (kind,)
+            found.append(DeclaredParameter(field.name, kind, optional, field.default, declared))
+    return tuple(found)
+
+
+PARAMETERS = _declared_parameters(SamplingParams)
+
+# The checks of a request, by kind, so that each request only loops over them.
+_LISTS = [f.name for f in msgspec.structs.fields(SamplingParams) if f.default == ()]
+_FLAGS = [p.name for p in PARAMETERS if p.kind is bool]
+_WORDS = {p.name: get_args(p.kind) for p in PARAMETERS if get_origin(p.kind) is Literal}
+_NUMBERS = [
+    (p.name, p.declared.low, p.declared.high, p.declared.above_low)
+    for p in PARAMETERS
+    if p.kind is float
+]
+_INTEGERS = [
+    (p.name, p.declared.low, p.declared.high)
+    for p in PARAMETERS
+    if p.kind is int and not p.optional
+]
+_OPTIONAL_INTEGERS = [
+    (p.name, p.declared.low, p.declared.high) for p in PARAMETERS if p.kind is int and p.optional
+]
+_INTEGER_LISTS = [
+    (p.name, p.declared.entries, p.declared.low, p.declared.high)
+    for p in PARAMETERS
+    if p.declared.entries
+]

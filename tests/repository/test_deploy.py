@@ -17,8 +17,8 @@ import yaml
 from quire.cli.settings import settings_of
 from quire.config import EngineArgs
 from quire.server.args import ServerArgs
-from quire.server.http.auth import PUBLIC_PATHS
 from quire.server.openapi import ROUTES
+from quire.server.routes import PUBLIC_PATHS
 from tools import check_package
 
 ROOT = Path(__file__).resolve().parents[2]

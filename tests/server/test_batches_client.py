@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from quire.errors import ConfigError, OverloadedError
 from quire.server.apis.batch import service as service_module
-from quire.server.apis.batch.multipart import FormReader, boundary_of
+from quire.server.apis.batch.form import FormReader, boundary_of
 from quire.server.apis.batch.service import open_store
 from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
@@ -401,9 +401,10 @@ def test_a_key_leaves_room_for_others(tmp_path: Path) -> None:
             await until(http, id, "completed", headers=as_key("b"))
             files = (await http.get("/v1/files", headers=as_key("b"))).json()["data"]
             assert len(files) == 3
+            uploaded = next(file for file in files if file["purpose"] == "batch")
             store.owner_bytes = sum(file["bytes"] for file in files) - 1
             body = {
-                "input_file_id": files[0]["id"], "endpoint": URL, "completion_window": "24h",
+                "input_file_id": uploaded["id"], "endpoint": URL, "completion_window": "24h",
             }  # fmt: skip
             refused = await http.post("/v1/batches", json=body, headers=as_key("b"))
             assert_error(refused, 413, None, "store_full")
@@ -508,7 +509,7 @@ async def _refuses_uploads(http: httpx.AsyncClient) -> None:
 @given(
     content=st.binary(max_size=200) | st.sampled_from([b"\r\n--b", b"\r\n--", b"--bound", b"\r"]),
     size=st.integers(1, 40),
-    preamble=st.sampled_from([b"", b"\r\n", b"text\r\n"]),
+    preamble=st.sampled_from([b"", b"\r\n"]),
 )
 def test_forms_do_not_depend_on_how_they_are_cut(
     content: bytes, size: int, preamble: bytes
@@ -516,7 +517,7 @@ def test_forms_do_not_depend_on_how_they_are_cut(
     if b"\r\n--bound" in content:
         return
     form = preamble + b"".join(
-        b"--bound  \r\nContent-Disposition: form-data; " + head + b"\r\n\r\n" + body + b"\r\n"
+        b"--bound\r\nContent-Disposition: form-data; " + head + b"\r\n\r\n" + body + b"\r\n"
         for head, body in (
             (b'name="purpose"', b"batch"),
             (b'name="file"; filename="a.jsonl"\r\nContent-Type: text/plain', content),
@@ -541,6 +542,11 @@ def test_forms_do_not_depend_on_how_they_are_cut(
         b"no form at all",
         b"--bound\r\n",
         b"--bound--\r\n",
+        b'text\r\n--bound\r\nContent-Disposition: form-data; name="file"\r\n\r\nx\r\n--bound--',
+        b'--bound  \r\nContent-Disposition: form-data; name="file"\r\n\r\nx\r\n--bound--',
+        b"--bound\r\n" + b"x: y\r\n" * 17 + b"\r\n",
+        b"--bound\r\n" + b"x: " + b"y" * 5000 + b"\r\nz: " + b"y" * 5000 + b"\r\n\r\n",
+        b'--bound\r\nContent-Disposition: form-data; name="a"\r\n\r\nx\r\n--bound--',
         b"--bound\r\n\r\nvalue\r\n--bound--",
         b'--bound\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx',
         b'--bound\r\nContent-Disposition: form-data; name="a"\r\n\r\n\xff\r\n--bound--',

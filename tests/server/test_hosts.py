@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from quire.server.args import ServerArgs
-from quire.server.http.auth import PUBLIC_PATHS
+from quire.server.routes import PUBLIC_PATHS
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import PROMPT, assert_error, connect, run
 

@@ -13,9 +13,10 @@ from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.rate_limits import RateLimiter, RateLimits
 from quire.server.context.request_context import limit_exceeded
-from quire.server.http.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
+from quire.server.http.auth import find_key
 from quire.server.http.context_middleware import limit_headers
 from quire.server.http.error_handler import is_anthropic
+from quire.server.routes import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS
 
 Headers = list[tuple[bytes, bytes]]
 

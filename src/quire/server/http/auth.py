@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quire.server import playground
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.request_context import context_in
 from quire.server.errors import ApiError, stopping
@@ -12,59 +11,34 @@ from quire.server.http.error_handler import error_response, is_anthropic, route_
 from quire.server.http.hosts import HostCheck
 from quire.server.state import ServerState
 
-PUBLIC_PATHS = frozenset({"/health", "/ping", "/ready", *playground.FILES})
-
-COUNTED_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/pooling",
-        "/score",
-        "/v1/score",
-        "/rerank",
-        "/v1/rerank",
-        "/v2/rerank",
-        "/v1/messages",
-        "/v1/messages/count_tokens",
-        "/v1/responses",
-        "/v1/responses/input_tokens",
-        "/generate",
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/v1/files",
-        "/v1/batches",
-    }
-)
-"""Routes whose POST requests count against their key's limit."""
-
-UNQUEUED_PATHS = frozenset(
-    {
-        "/tokenize",
-        "/detokenize",
-        "/apply-template",
-        "/v1/messages/count_tokens",
-        "/v1/responses/input_tokens",
-        "/v1/files",
-        "/v1/batches",
-    }
-)
-"""Counted routes that do not use the engine."""
-
 
 class AuthMiddleware:
     """Refuses requests without a valid key, and takes each request from its key's limit.
 
     The route is decided on the path as the router will see it, by exact match: no other spelling (a
     prefix, a doubled or a trailing slash) is taken for a public route.
+
+    Args:
+        public: paths whose requests need no key.
+        counted: paths whose POST requests count against their key's limits.
+        unqueued: counted paths that do not use the engine.
     """
 
-    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        state: ServerState,
+        *,
+        public: frozenset[str],
+        counted: frozenset[str],
+        unqueued: frozenset[str],
+    ) -> None:
         self.app = app
         self.state = state
         self.hosts = HostCheck(state.args)
-        self.public = PUBLIC_PATHS | ({"/metrics"} if state.args.public_metrics else set())
+        self.public = public
+        self.counted = counted
+        self.unqueued = unqueued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -89,11 +63,11 @@ class AuthMiddleware:
             if path in self.public:
                 return
             context.key = self._key(scope)
-        if scope["method"] == "POST" and path in COUNTED_PATHS:
+        if scope["method"] == "POST" and path in self.counted:
             if self.state.draining:  # on a connection that was open before
                 raise stopping()
             context.take_request()
-            if path not in UNQUEUED_PATHS:
+            if path not in self.unqueued:
                 self.state.check_room(context.tenant)
         else:
             context.read_limits()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from starlette.requests import Request
 
@@ -61,6 +61,21 @@ class Query:
         return int(value)
 
 
+class Page(NamedTuple, Generic[T]):
+    """A page of a list, with the fields of the APIs' lists in their order.
+
+    Attributes:
+        first_id: id of the first item; None if there are no items.
+        last_id: id of the last item.
+        has_more: whether items follow the last one.
+    """
+
+    data: list[T]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 def page_of(
     query: Query,
     items: list[T],
@@ -69,11 +84,12 @@ def page_of(
     order: tuple[str, str] = ("asc", "desc"),
     limit: int = 20,
     most: int = 100,
-) -> tuple[list[T], bool]:
-    """Returns the items that `after`, `limit` and `order` ask for, and whether there are more.
+) -> Page[T]:
+    """Returns the items that `after`, `limit` and `order` ask for.
 
     Args:
         items: oldest first.
+        ids: of the items.
         order: the two orders, the default first.
         limit: default of `limit`, which may be up to `most`.
     """
@@ -83,9 +99,12 @@ def page_of(
     if after is not None:
         if after not in ids:
             raise ApiError(400, f"'after': there is no '{after[:200]}'.", param="after")
-        items = items[ids.index(after) + 1 :]
+        place = ids.index(after) + 1
+        items, ids = items[place:], ids[place:]
     count = query.integer("limit", limit, 1, most)
-    return items[:count], len(items) > count
+    shown = ids[:count]
+    first, last = (shown[0], shown[-1]) if shown else (None, None)
+    return Page(items[:count], first, last, len(items) > count)
 
 
 def _invalid(name: str, reason: str) -> ApiError:

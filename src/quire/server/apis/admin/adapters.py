@@ -9,7 +9,7 @@ from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
 from quire.server.http.strict_model import Name, StrictModel
-from quire.server.state import ServerState, state_of
+from quire.server.state import state_of
 
 
 class LoadAdapterRequest(StrictModel):
@@ -28,7 +28,7 @@ class UnloadAdapterRequest(StrictModel):
 
 async def load_adapter(request: Request) -> Response:
     """Answers when the adapter was read: requests may name it from then on."""
-    state = _state(request)
+    state = state_of(request)
     body = await read_body(request, LoadAdapterRequest, state.args.max_body_bytes)
     state.check_alive()
     if not body.lora_name or not body.lora_path:
@@ -45,7 +45,7 @@ async def load_adapter(request: Request) -> Response:
 
 async def unload_adapter(request: Request) -> Response:
     """Answers at once; requests that run with the adapter go on."""
-    state = _state(request)
+    state = state_of(request)
     body = await read_body(request, UnloadAdapterRequest, state.args.max_body_bytes)
     state.check_alive()
     if not body.lora_name:
@@ -58,11 +58,10 @@ async def unload_adapter(request: Request) -> Response:
     return _done(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
-def _state(request: Request) -> ServerState:
-    """Returns the state. Raises ApiError, 403, unless the request's key may change adapters."""
+async def check_adapters_key(request: Request) -> None:
+    """Raises ApiError, 403, unless the request's key may change adapters."""
     if not context_of(request).key.admin:
         raise ApiError(403, "This key may not load or unload adapters.", code="not_an_admin")
-    return state_of(request)
 
 
 def _done(text: str) -> Response:

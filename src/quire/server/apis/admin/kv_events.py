@@ -12,13 +12,12 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.errors import EngineDeadError
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
-from quire.server.apis.admin.management import for_admins
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import StrictModel
-from quire.server.state import ServerState
+from quire.server.state import ServerState, state_of
 
 _LOOK_SECONDS = 0.1
 """From one look at the engines to the next."""
@@ -44,7 +43,7 @@ class PeersAnswer(msgspec.Struct):
 
 async def peers(request: Request) -> Response:
     """Replaces the servers that compute prompts for this one."""
-    state = for_admins(request)
+    state = state_of(request)
     body = await read_body(request, PeersBody, state.args.max_body_bytes)
     try:
         async with asyncio.timeout(_TIMEOUT):
@@ -56,7 +55,7 @@ async def peers(request: Request) -> Response:
 async def events(request: Request) -> Response:
     """Streams what the engines' caches hold, then every change of it and of their load: a JSON
     object in each line."""
-    state = for_admins(request)
+    state = state_of(request)
     Query(request)
     state.check_alive()
     return StreamingResponse(_lines(state), media_type=NDJSON)

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from quire import __version__
 from quire.config import EngineConfig
 from quire.features.disaggregation.facts import checkpoint_digest
-from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
@@ -89,7 +88,7 @@ async def load(request: Request) -> Response:
 
 
 async def server_info(request: Request) -> Response:
-    state = for_admins(request)
+    state = state_of(request)
     config = state.client.config
     if config.args.kv_peers is not None:  # it has the peers' key
         config = replace(config, args=replace(config.args, kv_peers=None))
@@ -98,7 +97,7 @@ async def server_info(request: Request) -> Response:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Forgets all prefixes that no running request uses."""
-    state = for_admins(request)
+    state = state_of(request)
     try:
         async with asyncio.timeout(_TIMEOUT):
             return json_response(CacheResetAnswer(await state.client.reset_prefix_cache()))
@@ -112,7 +111,7 @@ async def sleep(request: Request) -> Response:
     Raises:
         ApiError: 409, requests run, or another call is at it.
     """
-    state = for_admins(request)
+    state = state_of(request)
     level = Query(request, "level").integer("level", 1, 1, 2)
     with _alone(state):
         if not state.client.asleep:
@@ -142,7 +141,7 @@ async def _fall_asleep(state: ServerState) -> None:
 
 async def wake_up(request: Request) -> Response:
     """Starts the engine again, and answers when it takes requests."""
-    state = for_admins(request)
+    state = state_of(request)
     Query(request)
     with _alone(state):
         if state.client.asleep:
@@ -186,13 +185,6 @@ def _advise(config: EngineConfig, *, keep: bool) -> None:
     for path in stored_weights(Path(config.model_path)):
         with contextlib.suppress(OSError), open_regular(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, advice)
-
-
-def for_admins(request: Request) -> ServerState:
-    """Returns the state. Raises ApiError, 403, unless the request's key is an admin's."""
-    if not context_of(request).key.admin:
-        raise ApiError(403, "This key is not an admin's.", code="not_an_admin")
-    return state_of(request)
 
 
 def _stuck() -> ApiError:

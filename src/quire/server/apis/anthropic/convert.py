@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from quire.errors import RequestError
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import ANTHROPIC, SamplingParams, StructuredOutputsParams
 from quire.server.apis.anthropic.protocol import (
     CountTokensRequest,
     MessageParam,
@@ -18,6 +18,7 @@ from quire.server.apis.anthropic.protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
 from quire.server.chat.thinking import effort_variables, template_variables, thinking_switch
 from quire.server.state import ServerState, new_id
@@ -25,6 +26,7 @@ from quire.server.state import ServerState, new_id
 _BETWEEN = "\n\n"
 """Separator of blocks, which are separate pieces of text that often do not end in a space."""
 
+_COPIED = tuple(parameter.name for parameter in parameters_of(ANTHROPIC))
 
 NAMES = {
     "continue_final_message": "messages",
@@ -136,12 +138,10 @@ def dialogue_of(state: ServerState, body: CountTokensRequest) -> Dialogue:
 
 
 def _params(state: ServerState, body: MessagesRequest) -> SamplingParams:
-    given = {name: getattr(body, name) for name in ("temperature", "top_k", "top_p")}
-    fields = {name: value for name, value in given.items() if value is not None}
     format = body.output_config.format if body.output_config is not None else None
     structured = None if format is None else StructuredOutputsParams(json=_json(format.json_schema))
     return SamplingParams(
-        **{**state.defaults, **fields},
+        **(state.defaults | copied_fields(body, _COPIED)),
         max_tokens=body.max_tokens,
         stop=tuple(body.stop_sequences or ()),
         structured_outputs=structured,

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.sampling_params import ANTHROPIC
+from quire.server.apis.sampling import sampling_model
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import INT32_MAX, Name, StrictModel, drop_unused
 
@@ -314,15 +316,17 @@ class CountTokensRequest(StrictModel):
         return None if self.thinking is None else self.thinking.budget_tokens
 
 
-class MessagesRequest(CountTokensRequest):
+_DeclaredFields: Any = sampling_model(ANTHROPIC)
+
+
+class MessagesRequest(CountTokensRequest, _DeclaredFields):  # type: ignore[misc]
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     metadata: MessageMetadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
     stream: bool | None = None
-    temperature: float | None = None
+    # Anthropic's API has no -1.
     top_k: int | None = Field(None, ge=0, le=INT32_MAX)
-    top_p: float | None = None
 
     @model_validator(mode="after")
     def _budget_fits(self) -> MessagesRequest:

@@ -20,6 +20,7 @@ from quire.server.apis.anthropic.events import (
     write_event,
 )
 from quire.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
+from quire.server.apis.route import EVENTS, Route
 from quire.server.chat.dialogue import (
     Event,
     Finished,
@@ -194,3 +195,11 @@ class MessageAnswer:
             usage.completion_tokens,
             ThinkingTokensDetails(reasoning_tokens(usage)),
         )
+
+
+ROUTES = (
+    Route("post", "/v1/messages", create_message, "Answer a conversation, as Anthropic's API does",
+          MessagesRequest, Message, EVENTS, counted=True),
+    Route("post", "/v1/messages/count_tokens", count_tokens, "Count the tokens of a conversation",
+          CountTokensRequest, TokenCount, counted=True, queued=False),
+)  # fmt: skip

@@ -70,9 +70,8 @@ async def create_batch(request: Request) -> Response:
 async def list_batches(request: Request) -> Response:
     query = Query(request, "after", "limit")
     found = [r.batch for r in batches_of(request).store.batches(owner_of(request))]
-    page, more = page_of(query, found, [batch.id for batch in found], order=("desc", "asc"))
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(BatchList(page, first, last, more))
+    page = page_of(query, found, [batch.id for batch in found], order=("desc", "asc"))
+    return json_response(BatchList(*page))
 
 
 async def show_batch(request: Request) -> Response:

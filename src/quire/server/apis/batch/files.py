@@ -10,7 +10,7 @@ from pydantic import Field, ValidationError, WithJsonSchema
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
-from quire.server.apis.batch.multipart import FormReader, boundary_of
+from quire.server.apis.batch.form import FormReader, boundary_of
 from quire.server.apis.batch.service import BatchService
 from quire.server.apis.batch.store import BatchStore, FileObject, FileRecord
 from quire.server.context.request_context import owner_of
@@ -119,7 +119,7 @@ async def list_files(request: Request) -> Response:
         for file in batches_of(request).store.files(owner_of(request))
         if purpose in (None, file.purpose)
     ]
-    page, more = page_of(
+    page = page_of(
         query,
         found,
         [file.id for file in found],
@@ -127,8 +127,7 @@ async def list_files(request: Request) -> Response:
         limit=MAX_LISTED,
         most=MAX_LISTED,
     )
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(FileList(page, first, last, more))
+    return json_response(FileList(*page))
 
 
 async def show_file(request: Request) -> Response:

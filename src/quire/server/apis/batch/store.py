@@ -144,8 +144,9 @@ class BatchStore:
     """Keeps files and batches, each for its owner, in a folder of its own.
 
     A file is `ID.jsonl` and its record `ID.json`, a batch its record. Records are written under
-    another name and then renamed. What has no record, and is no output of a batch that runs, is
-    left from an upload that was cut off, and goes at the next start. Nothing else is deleted.
+    another name and then renamed. At start the store
+    deletes the files that have no record and that no running batch writes: they are left from
+    interrupted uploads. It deletes nothing else.
 
     Attributes:
         max_bytes: bytes that files may take in all.

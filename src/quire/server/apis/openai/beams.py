@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import Field
 
 from quire.engine.loop.beam_search import MAX_WIDTH, BeamSearchParams
+from quire.sampling_params import OPENAI, SamplingParams
+from quire.server.apis.sampling import parameters_of
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import StrictModel
 
-if TYPE_CHECKING:
-    from quire.sampling_params import SamplingParams
-
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "temperature": (None, 0.0, 1.0),
-    "top_p": (None, 1.0),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0.0),
-    "presence_penalty": (None, 0.0),
-    "frequency_penalty": (None, 0.0),
-    "repetition_penalty": (None, 1.0),
-    "min_tokens": (None, 0),
+    **{
+        p.name: (None, p.default, *p.declared.neutral)
+        for p in parameters_of(OPENAI)
+        if not p.declared.in_beam_search
+    },
     "logit_bias": (None, {}),
     "stop": (None, []),
     "bad_words": (None, []),
     "allowed_token_ids": (None,),
     "prompt_logprobs": (None,),
-    "typical_p": (None, 1.0),
-    "xtc_probability": (None, 0.0),
-    "dry_multiplier": (None, 0.0),
     "stream": (None, False),
 }
-"""Fields that have no meaning in a search, with the values that do not ask for anything."""
+"""Fields that a beam search refuses, with the values that it lets through."""
 
 
 class BeamFields(StrictModel):
-    """Fields of a search, which are refused without `use_beam_search`."""
+    """Fields of a beam search. The last two are refused without `use_beam_search`."""
 
     use_beam_search: bool | None = None
     beam_width: int | None = Field(None, ge=1, le=MAX_WIDTH)
@@ -46,10 +39,11 @@ class BeamFields(StrictModel):
 def beams_of(
     body: Any, params: SamplingParams, n: int, best_of: int | None
 ) -> BeamSearchParams | None:
-    """Returns how to search; None: the request does not ask for it.
+    """Returns the parameters of the beam search, or None if the request asks for none.
 
     Args:
-        n: sequences to return. best_of: another name of `beam_width`, which is `n` by default.
+        n: sequences to return.
+        best_of: another name of `beam_width`, which is `n` by default.
 
     Raises:
         ApiError: naming the field.

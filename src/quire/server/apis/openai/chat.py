@@ -289,8 +289,8 @@ class ChatWriter:
         )
         self.id = reply.request_id if body.request_id is None else f"chatcmpl-{body.request_id}"
         self.echoed = body.messages[-1].text if body.echo else ""
-        # What a stream has said so far, where it is to be stored, and its log-probabilities as
-        # they were sent: to format all of them again at its end would keep other requests waiting.
+        # A stream that will be stored keeps its text so far, and its log-probabilities as they
+        # were sent. Formatting all of them again at the end would keep other requests waiting.
         self.answers: dict[int, ChatAnswer] = {}
         self.sent: dict[int, ChatLogprobs] = {}
         self.begun: set[int] = set()

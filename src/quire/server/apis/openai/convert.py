@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.errors import RequestError
-from quire.sampling_params import SamplingParams
+from quire.sampling_params import OPENAI, PARAMETERS, SamplingParams
 from quire.server.apis.openai.protocol import ChatRequest, CompletionRequest, SamplingFields
 from quire.server.apis.openai.structured import structured_outputs
 from quire.server.apis.openai.vocabulary import bad_token_ids, breaker_ids, count_of_logprobs
+from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.text import Prompt
 from quire.server.errors import ApiError
 from quire.system import read_bounded
@@ -36,32 +37,8 @@ _MUCH_TEXT = 4000
 _USUAL_CHARS = 4
 """Usual characters per token."""
 
-_COPIED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "prompt_logprobs",
-    "speculative",
-    "typical_p",
-    "xtc_probability",
-    "xtc_threshold",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-)
-_FROM_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_COPIED = tuple(parameter.name for parameter in parameters_of(OPENAI))
+_FROM_MODEL = tuple(p.name for p in PARAMETERS if p.declared.from_model)
 
 
 def model_defaults(model_path: str) -> dict[str, float]:
@@ -96,11 +73,7 @@ def sampling_params(
     Args:
         blamed: the field that `logprobs` comes from.
     """
-    fields: dict[str, Any] = dict(state.defaults)
-    for name in _COPIED:
-        value = getattr(request, name)
-        if value is not None:
-            fields[name] = value
+    fields: dict[str, Any] = state.defaults | copied_fields(request, _COPIED)
     if request.stop is not None:
         fields["stop"] = tuple(request.stop)
     if request.logit_bias:
@@ -113,8 +86,8 @@ def sampling_params(
     if request.dry_multiplier:
         tokenizer = state.tokenizer("dry_multiplier")
         fields["dry_breaker_ids"] = breaker_ids(tokenizer, request.dry_sequence_breakers)
-    if request.prompt_logprobs == -1:
-        fields["prompt_logprobs"] = _count(state, "prompt_logprobs", -1)
+    if request.prompt_logprobs is not None:
+        fields["prompt_logprobs"] = _count(state, "prompt_logprobs", request.prompt_logprobs)
     return SamplingParams(
         **fields,
         n=n or 1,
@@ -158,7 +131,8 @@ async def tokenized(
     """Tokenizes many texts, off the event loop. Few or short ones are left to the engine's client.
 
     Args:
-        most: tokens that a prompt may have. always: tokenizes few or short texts too.
+        most: most tokens of a prompt.
+        always: whether few or short texts are tokenized too.
     """
     size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
     few = not always and (len(prompts) == 1 or size < _MUCH_TEXT)
@@ -195,11 +169,12 @@ def check_streaming(body: ChatRequest | CompletionRequest) -> None:
 
 
 def check_prompt_logprobs(tokens: int, params: SamplingParams, copies: int, param: str) -> None:
-    """Raises ApiError, 400, where the log-probabilities of the prompts are too many.
+    """Raises ApiError, 400, if the prompts have too many log-probabilities.
 
     Args:
-        tokens: of all prompts. copies: choices that repeat those of a prompt. param: the field
-            that asks for them.
+        tokens: number of tokens of all prompts.
+        copies: number of choices that repeat those of a prompt.
+        param: the field that asks for log-probabilities.
     """
     if params.prompt_logprobs is None:
         return
@@ -215,11 +190,12 @@ def check_logprobs(
     param: str,
     others: Sequence[str] = ("max_tokens", "n"),
 ) -> None:
-    """Raises ApiError, 400, where the log-probabilities of the completions may be too many.
+    """Raises ApiError, 400, if the completions may have too many log-probabilities.
 
     Args:
-        most: tokens that a completion may have at all. param: the field that asks for them. others:
-            further fields that their number depends on.
+        most: most tokens that a completion may have.
+        param: the field that asks for log-probabilities.
+        others: further fields that change their number.
     """
     if params.logprobs is None or params.max_tokens is None:
         return
@@ -231,8 +207,14 @@ def check_logprobs(
 
 
 def usual_room(params: SamplingParams, most: int) -> int | None:
-    """Returns the most tokens of a completion whose request names none, where its log-probabilities
-    leave less than the context. most: tokens that a completion may have at all."""
+    """Returns the token limit of a completion whose request sets none.
+
+    The limit keeps its log-probabilities within `MAX_LOGPROBS`. Returns None if the context is the
+    lower limit.
+
+    Args:
+        most: most tokens that a completion may have.
+    """
     if params.logprobs is None or params.max_tokens is not None:
         return None
     room = MAX_LOGPROBS // (params.n * (params.logprobs + 1))

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.sampling_params import MAX_ALLOWED, MAX_BAD
+from quire.sampling_params import MAX_ALLOWED, MAX_BAD, OPENAI
 from quire.server.apis.openai.beams import BeamFields
 from quire.server.apis.openai.messages import (
     ChatMessageParam,
@@ -18,6 +18,7 @@ from quire.server.apis.openai.messages import (
     parse_tool_choice,
 )
 from quire.server.apis.openai.structured import StructuredFields
+from quire.server.apis.sampling import sampling_model
 from quire.server.chat.dialogue import ToolChoice
 from quire.server.http.strict_model import (
     INT32_MAX,
@@ -104,8 +105,14 @@ class StreamOptions(StrictModel):
         return self
 
 
-class SamplingFields(StructuredFields):
+_DeclaredFields: Any = sampling_model(OPENAI)
+
+
+class SamplingFields(StructuredFields, _DeclaredFields):  # type: ignore[misc]
     """Fields that all generating routes share.
+
+    `SamplingParams` declares most of the sampling parameters. Those below have another form in a
+    request than there.
 
     Null or absent means the model's default (see `ServerArgs.generation_config`), then that of
     `SamplingParams`. `user` and `safety_identifier` are opaque identifiers: accepted, not used.
@@ -113,32 +120,11 @@ class SamplingFields(StructuredFields):
 
     model: Name | None = None
     stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = Field(None, ge=1, le=INT32_MAX)
-    dry_penalty_last_n: int | None = Field(None, ge=-1, le=INT32_MAX)
     dry_sequence_breakers: (
         Annotated[list[Breaker], Field(max_length=MAX_BREAKERS, fail_fast=True)] | None
     ) = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], Field(max_length=MAX_STOP, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = None
-    min_tokens: Count | None = None
     logit_bias: LogitBias | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
     bad_words: Annotated[list[Word], Field(max_length=MAX_BAD_WORDS, fail_fast=True)] | None = None
     allowed_token_ids: (
         Annotated[list[Count], Field(min_length=1, max_length=MAX_ALLOWED, fail_fast=True)] | None
@@ -150,7 +136,6 @@ class SamplingFields(StructuredFields):
     return_token_ids: bool | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
     cache_salt: Name | None = None
-    speculative: Literal["auto", "off"] | None = None
     user: Name | None = None
     safety_identifier: Name | None = None
 

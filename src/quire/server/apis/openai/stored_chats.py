@@ -147,9 +147,8 @@ async def list_chats(request: Request) -> Response:
             for key, name in wanted.items()
         )
     ]
-    page, more = page_of(query, found, [completion.id for completion in found])
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(ChatList(page, first, last, more))
+    page = page_of(query, found, [completion.id for completion in found])
+    return json_response(ChatList(*page))
 
 
 async def show_chat(request: Request) -> Response:
@@ -189,9 +188,8 @@ async def list_messages(request: Request) -> Response:
         )
         for place, message in enumerate(chat.messages)
     ]
-    page, more = page_of(query, messages, [message.id for message in messages])
-    first, last = (page[0].id, page[-1].id) if page else (None, None)
-    return json_response(MessageList(page, first, last, more))
+    page = page_of(query, messages, [message.id for message in messages])
+    return json_response(MessageList(*page))
 
 
 def _stored(request: Request) -> StoredChat:

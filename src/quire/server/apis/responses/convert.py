@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import RESPONSES, SamplingParams, StructuredOutputsParams
 from quire.server.apis.openai.convert import check_logprobs, usual_room
 from quire.server.apis.responses.items import (
     FunctionCallItem,
@@ -32,6 +32,7 @@ from quire.server.apis.responses.protocol import (
     flat_name,
 )
 from quire.server.apis.responses.store import ResponseStore
+from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
@@ -44,20 +45,7 @@ _ID_PREFIX = {
     "function_call_output": "fco",
     "reasoning": "rs",
 }
-_SAMPLING = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "min_tokens",
-    "speculative",
-)
+_COPIED = tuple(parameter.name for parameter in parameters_of(RESPONSES))
 
 
 NAMES = {
@@ -158,10 +146,8 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
 
 
 def _params(state: ServerState, body: CreateRequest) -> SamplingParams:
-    given = {name: getattr(body, name) for name in _SAMPLING}
-    fields = {name: value for name, value in given.items() if value is not None}
     return SamplingParams(
-        **{**state.defaults, **fields},
+        **(state.defaults | copied_fields(body, _COPIED)),
         max_tokens=body.max_output_tokens,
         stop=tuple(body.stop or ()),
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()} or None,

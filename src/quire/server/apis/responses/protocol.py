@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.sampling_params import RESPONSES
 from quire.server.apis.responses.items import MAX_ITEMS, InputItem
+from quire.server.apis.sampling import sampling_model
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import (
     INT32_MAX,
-    Count,
     LogitBias,
     Metadata,
     Name,
@@ -264,7 +265,10 @@ class PromptFields(StrictModel):
         return None if self.reasoning is None else self.reasoning.effort
 
 
-class CreateRequest(PromptFields):
+_DeclaredFields: Any = sampling_model(RESPONSES)
+
+
+class CreateRequest(PromptFields, _DeclaredFields):  # type: ignore[misc]
     """Body of `POST /v1/responses`.
 
     `user`, `safety_identifier` and `prompt_cache_key` are identifiers: echoed, not used (the prefix
@@ -282,25 +286,13 @@ class CreateRequest(PromptFields):
     store: bool | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: float | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    top_p: float | None = None
     user: Name | None = None
 
     cache_salt: Name | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
     logit_bias: LogitBias | None = None
-    min_p: float | None = None
-    min_tokens: Count | None = None
-    presence_penalty: float | None = None
     priority: int | None = Field(None, ge=-INT32_MAX, le=INT32_MAX)
-    repetition_penalty: float | None = None
-    speculative: Literal["auto", "off"] | None = None
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: Annotated[list[str], Field(max_length=64, fail_fast=True)] | None = None
-    stop_token_ids: Annotated[list[Count], Field(max_length=256, fail_fast=True)] | None = None
-    top_k: int | None = Field(None, ge=-1, le=INT32_MAX)
 
     @field_validator("include")
     @classmethod

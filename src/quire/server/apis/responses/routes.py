@@ -7,6 +7,7 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.server.apis.responses import items as response_items
 from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer
 from quire.server.apis.responses.convert import (
     NAMES,
@@ -22,12 +23,13 @@ from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
 from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
 from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
 from quire.server.context.request_context import context_of, owner_of
 from quire.server.errors import ApiError, rename_fields
 from quire.server.http.bodies import read_body
-from quire.server.http.query import Query
+from quire.server.http.query import PAGING, Query, page_of
 from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, state_of
 
@@ -147,20 +149,12 @@ async def delete_response(request: Request) -> Response:
 
 async def list_input_items(request: Request) -> Response:
     """Lists all items that the response answered, earlier turns included."""
-    query = Query(request, "after", "limit", "order")
+    query = Query(request, *PAGING)
     items = list(_stored(request).input)
-    if query.choice("order", ("desc", "asc")) == "desc":
-        items.reverse()
-    after = query.text("after")
-    if after is not None:
-        ids = [item.id for item in items]
-        if after not in ids:
-            raise ApiError(400, f"'after': there is no item '{after[:200]}'.", param="after")
-        items = items[ids.index(after) + 1 :]
-    limit = query.integer("limit", 20, 1, 100)
-    data = [shown(item) for item in items[:limit]]
-    first, last = (data[0]["id"], data[-1]["id"]) if data else (None, None)
-    return json_response(ItemList(data, first, last, has_more=len(items) > limit))
+    # Every stored item was given an id.
+    page = page_of(query, items, [item.id or "" for item in items], order=("desc", "asc"))
+    data = [shown(item) for item in page.data]
+    return json_response(ItemList(data, page.first_id, page.last_id, page.has_more))
 
 
 def store_of(request: Request) -> ResponseStore:
@@ -208,3 +202,26 @@ def _stream(state: ServerState, stored: StoredResponse, after: int, obfuscate: b
 def _write(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
     for event in events:
         event.write(buffer, obfuscate)
+
+
+_ONE = "/v1/responses/{response_id}"
+_STREAM_QUERY = {
+    "stream": FLAG,
+    "include_obfuscation": FLAG,
+    "starting_after": {"type": "integer", "minimum": -1},
+}
+
+ROUTES = (
+    Route("post", "/v1/responses", create_response, "Create a response",
+          CreateRequest, response_items.Response, EVENTS, counted=True),
+    Route("post", "/v1/responses/input_tokens", count_input_tokens,
+          "Count the tokens of a response's prompt",
+          PromptFields, InputTokens, counted=True, queued=False),
+    Route("get", _ONE, get_response, "A stored response",
+          answer=response_items.Response, stream=EVENTS, query=_STREAM_QUERY),
+    Route("delete", _ONE, delete_response, "Forget a response", answer=DeletedResponse),
+    Route("post", f"{_ONE}/cancel", cancel_response, "End a background response",
+          answer=response_items.Response),
+    Route("get", f"{_ONE}/input_items", list_input_items, "What a response answered",
+          answer=ItemList, query=PAGE_QUERY),
+)  # fmt: skip

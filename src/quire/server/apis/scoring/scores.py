@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from quire.arrays import Float32
     from quire.engine.loop.embedding import Embedding
 
-SCORE_PATHS = ("/score", "/v1/score")
-RERANK_PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
-"""Routes of one answer. Cohere's clients ask under /v1 and /v2."""
-
 _UNIT = PoolingParams()
 """Vectors of length 1: the product of two of them is their cosine."""
 
