@@ -10,12 +10,14 @@ import ssl
 from collections.abc import Callable
 
 from quire.config import EngineArgs
+from quire.engine.process.client import EngineClient
 from quire.errors import ConfigError
 from quire.server.apis.batch.service import open_store
 from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
+from quire.server.process.supervisor import Supervisor
 from quire.server.process.uvicorn_server import serve
 
 OnReady = Callable[[str, str], None]
@@ -67,8 +69,6 @@ async def _serve(
     on_ready: OnReady | None,
     on_progress: Callable[..., None] | None,
 ) -> None:
-    from quire.engine.process.client import EngineClient
-
     launching = asyncio.ensure_future(
         EngineClient.launch(
             engine_args,
@@ -96,8 +96,6 @@ async def _serve(
         if server_args.api_workers == 1:
             await serve(app, sock, tls, server_args, ready)
         else:
-            from quire.server.process.supervisor import Supervisor
-
             await Supervisor(client, server_args, sock).run(ready)
     finally:
         await client.shutdown()

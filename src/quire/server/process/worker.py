@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine.process.client import EngineClient
+from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind, tls_context
 from quire.server.process.uvicorn_server import serve
@@ -52,9 +54,6 @@ def main() -> None:
 
 
 async def _work(share: WorkerConfig) -> None:
-    from quire.engine.process.client import EngineClient
-    from quire.server.app import build_app
-
     living = asyncio.create_task(_show_life())
     client = await EngineClient.attach(*share.engines)
     try:
