@@ -39,7 +39,7 @@ class HostileReplica:
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 target, tag = head.split(b" ")[1], fields[TAG_HEADER]
                 if target in READY and target not in self.questions:
-                    writer.write(well(target, tag))
+                    writer.write(valid_answer(target, tag))
                     continue
                 self.requests += 1
                 data = late + self.answer(target, tag, body)
@@ -52,7 +52,7 @@ class HostileReplica:
         writer.close()
 
 
-def well(target: bytes, tag: bytes) -> bytes:
+def valid_answer(target: bytes, tag: bytes) -> bytes:
     """Returns a server's answer to a router's question."""
     bodies = {
         b"/load": b'{"running": 0, "waiting": 0, "checkpoint": "a"}',

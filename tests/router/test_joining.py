@@ -41,7 +41,7 @@ def test_the_key_goes_to_whoever_proves_to_have_it() -> None:
             await asyncio.sleep(0.1)
             assert len(joining.keys_seen) == seen
             joining.key = KEY
-            await setup.until(lambda: known[0].well)
+            await setup.until(lambda: known[0].healthy)
 
     run(main)
 
@@ -160,7 +160,7 @@ def test_hosts(entries: list[str], allowed: list[str], refused: list[str]) -> No
 
 @pytest.mark.parametrize("entry", ["", "a b", "http://a", "a/b", "10.0.0.0/99", "a:99999", "u@a"])
 def test_entries_that_are_no_hosts(entry: str) -> None:
-    with pytest.raises(ConfigError, match=r"replica_hosts: .* is none of a host"):
+    with pytest.raises(ConfigError, match=r"replica_hosts: .* is not HOST"):
         ReplicaHosts([entry])
 
 

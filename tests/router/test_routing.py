@@ -71,7 +71,7 @@ async def routed(
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet, app)
         await setup.until(
-            lambda: all(r.well or not f.ready for r, f in zip(fleet, replicas, strict=True))
+            lambda: all(r.healthy or not f.ready for r, f in zip(fleet, replicas, strict=True))
         )
         yield setup
 
@@ -132,9 +132,9 @@ def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
             for _ in range(4):
                 assert (await setup.ask()).status_code == 200
             assert len(second.seen) == 4
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             second.die()
-            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            await setup.until(lambda: not any(r.healthy for r in setup.fleet))
             answer = await setup.ask()
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "no_replica"
@@ -152,19 +152,19 @@ def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
             for replica in (first, second):
                 replica.gate.set()
             first.ready = False
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             for _ in range(4):
                 assert (await setup.ask()).status_code == 200
             assert not first.seen
             second.ready = False
-            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            await setup.until(lambda: not any(r.healthy for r in setup.fleet))
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
             first.status = second.status = 503  # as a server does that stops, sleeps, is dead
             answer = await setup.ask()
             assert (answer.status_code, answer.content) == (503, b"refused")
             first.ready, first.status = True, 200
-            await setup.until(lambda: any(r.well for r in setup.fleet))
+            await setup.until(lambda: any(r.healthy for r in setup.fleet))
             assert (await setup.http.get("/ready")).status_code == 200
             assert (await setup.ask()).status_code == 200
 
@@ -181,7 +181,7 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
             await setup.until(lambda: known.health == "slow")
             assert (await setup.http.get("/ready")).status_code == 200
             assert (await setup.ask()).status_code == 200
-            await setup.until(lambda: known.well)
+            await setup.until(lambda: known.healthy)
             replica.answers_late = 1000
             await setup.until(lambda: known.health == "lost")
             assert (await setup.ask()).status_code == 503
@@ -210,7 +210,7 @@ def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
             assert standing.state.running == 0
             first.frozen = False
             first.gate.set()
-            await setup.until(lambda: standing.well)
+            await setup.until(lambda: standing.healthy)
 
     run(main)
 
@@ -327,7 +327,7 @@ def test_stored_answers_are_looked_for_and_files_have_a_home() -> None:
                 assert (await setup.http.get("/v1/files")).status_code == 200
             assert len(second.seen) == before
             first.die()
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             assert (await setup.http.get("/v1/files")).status_code == 503
 
     run(main)
@@ -403,9 +403,9 @@ def test_metrics_tell_of_replicas_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"url": "ftp://x"}, 400, "is no http address"),
+        ({"url": "ftp://x"}, 400, "is not an http address"),
         ({"url": "http://127.0.0.1:1"}, 502, "http://127.0.0.1:1: "),
-        ({"address": "x"}, 400, "The body is no replica"),
+        ({"address": "x"}, 400, "The body does not describe a replica"),
     ],
 )
 def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: str) -> None:
@@ -476,12 +476,12 @@ def test_what_is_no_such_server_is_lost_and_cannot_join(
             joining = {"url": other.url}
             answer = await setup.http.post("/replicas", json=joining, headers=ADMIN)
             assert answer.status_code == 502
-            assert "not answered as it should" in caplog.text
+            assert "is invalid" in caplog.text
             (routed_replica,) = setup.fleet
             replica.nonsense = said
-            await setup.until(lambda: not routed_replica.well)
+            await setup.until(lambda: not routed_replica.healthy)
             replica.nonsense = None
-            await setup.until(lambda: routed_replica.well)
+            await setup.until(lambda: routed_replica.healthy)
 
     run(main)
 
@@ -632,7 +632,7 @@ def test_bodies_that_are_no_utf8() -> None:
             assert replica.seen[-1][3] == broken
             refused = await setup.http.post("/replicas", content=b'{"url": "\xff"}', headers=ADMIN)
             assert refused.status_code == 400
-            assert "The body is no replica" in refused.json()["error"]["message"]
+            assert "The body does not describe a replica" in refused.json()["error"]["message"]
 
     run(main)
     keys.close()
@@ -724,16 +724,16 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
 
             async def restart(replica: FakeReplica, known: RoutedReplica) -> None:
                 replica.ready, replica.name = False, "other"
-                await setup.until(lambda: not known.well)
+                await setup.until(lambda: not known.healthy)
                 replica.ready = True
 
             await restart(first, changed)
             await setup.until(lambda: len(setup.fleet.replicas) == 1)
             assert list(setup.fleet) == [other]
-            assert (other.well, other.leaving) == (True, False)
+            assert (other.healthy, other.leaving) == (True, False)
             assert (await setup.ask()).status_code == 200
             await restart(second, other)
-            await setup.until(lambda: other.well)
+            await setup.until(lambda: other.healthy)
             assert other.model is not None
             assert {entry.id for entry in other.model} == {"other"}
             # The one that left serves what is served now.
@@ -774,7 +774,7 @@ def test_addresses() -> None:
     async def main() -> None:
         fleet = Fleet(FleetSettings(check_seconds=0.02))
         for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1", "http://[::1", "a b"):
-            with pytest.raises(ConfigError, match="is no http address"):
+            with pytest.raises(ConfigError, match="is not an http address"):
                 fleet.join(url)
         assert fleet.join("a:81") is fleet.join("http://a:81/") is fleet.join("a:81/v1")
         await fleet.close()
@@ -787,7 +787,7 @@ def test_addresses() -> None:
     [
         ([], "name the servers"),
         (["--admin-api-key", "k"], "replica_hosts names nobody"),
-        (["--admin-api-key", "k", "--replica-hosts", "http://a"], "'http://a' is none of a host"),
+        (["--admin-api-key", "k", "--replica-hosts", "http://a"], "'http://a' is not HOST"),
         (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
         (["http://a", "--api-key", "a b"], "api_key must be printable"),
         (["http://a", "--check-seconds", "inf"], "finite"),

@@ -53,10 +53,10 @@ def test_requests_are_given_up_where_nothing_is_heard_for_some_looks() -> None:
             waiting = asyncio.create_task(known.upstream.send("GET", b"/", [], b""))
             await asyncio.sleep(0.05)
             for _ in range(3):  # of the first of them something was heard before
-                known.unreachable("it does not accept connections")
+                known.mark_unreachable("it does not accept connections")
                 await asyncio.sleep(0)
             assert not waiting.done()
-            known.unreachable("it does not accept connections")
+            known.mark_unreachable("it does not accept connections")
             # It is not sent again on a fresh connection, as behind one that was closed.
             with pytest.raises(ReplicaLostError):
                 await waiting

@@ -357,7 +357,7 @@ def test_what_does_not_travel_is_refused(
     [
         ({"role": "prefill", "peer": ("localhost:1",)}, "asks no peer"),
         ({"role": "router"}, "role must be one of"),
-        ({"peer": ("ftp://localhost",)}, "peer: .* is no http address"),
+        ({"peer": ("ftp://localhost",)}, "peer: .* is not an http address"),
         ({"transport": "rdma"}, "transport must be one of tcp, nixl, ipc, got 'rdma'"),
         ({"kv_transfer": "late"}, "kv_transfer must be one of"),
         ({"lease_timeout": 0.0}, "lease_timeout"),
