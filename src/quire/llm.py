@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.arrays import Int32
 from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
-from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import Prompt, as_list, max_total, one_each, prompt_ids, read_prompt
 from quire.engine.loop.terminal import interrupts_held
 from quire.errors import RequestError, integer
@@ -307,7 +307,7 @@ def _worth_a_look(progress: StepProgress, followed: bool) -> Iterator[Progress]:
             yield progress[place]
 
 
-def _add(output: CompletionOutput, update: StreamUpdate) -> None:
+def _add(output: CompletionOutput, update: CompletionUpdate) -> None:
     output.text += update.text
     output.token_ids += update.token_ids
     if update.logprobs is not None:

@@ -16,7 +16,7 @@ import quire
 from quire.grammar.grammar import compilable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.chat.dialogue import Dialogue, ToolChoice
-from quire.server.chat.tools import constrained, parameters_of
+from quire.server.chat.tools import constrain_params, parameters_of
 from quire.server.errors import ApiError
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
@@ -236,7 +236,7 @@ def params_for(
         parallel_tool_calls=parallel,
         request_id="r",
     )
-    return constrained(dialogue, format, added_tokens(), begins_open)
+    return constrain_params(dialogue, format, added_tokens(), begins_open)
 
 
 @pytest.mark.parametrize("parser", CALLS)

@@ -12,7 +12,7 @@ from quire.plan import Logprobs
 
 
 @dataclass(slots=True)
-class StreamDelta:
+class TokenDelta:
     """Output of one completion since it was last read.
 
     Attributes:
@@ -40,20 +40,20 @@ class RequestStream:
     """
 
     def __init__(self) -> None:
-        self.deltas: dict[int, StreamDelta] = {}
+        self.deltas: dict[int, TokenDelta] = {}
         self.prompt_logprobs: list[Logprobs] = []
         self.error: QuireError | None = None
         self.arrived = asyncio.Event()
 
-    def delta(self, index: int) -> StreamDelta:
+    def delta(self, index: int) -> TokenDelta:
         """Returns a completion's delta, to be added to."""
         self.arrived.set()
         delta = self.deltas.get(index)
         if delta is None:
-            delta = self.deltas[index] = StreamDelta()
+            delta = self.deltas[index] = TokenDelta()
         return delta
 
-    def take(self) -> dict[int, StreamDelta]:
+    def take(self) -> dict[int, TokenDelta]:
         """Returns the unread deltas, and begins new ones."""
         deltas, self.deltas = self.deltas, {}
         return deltas
@@ -130,6 +130,6 @@ class StreamRouter:
             if (delta := self._delta(end.handle)) is not None:
                 delta.reason, delta.stop_token = end.reason, end.stop_token
 
-    def _delta(self, handle: int) -> StreamDelta | None:
+    def _delta(self, handle: int) -> TokenDelta | None:
         found = self._streams.get(handle)
         return None if found is None else found[0].delta(found[1])

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
 from quire.server.chat.dialogue import (
-    Event,
+    ChatEvent,
     Finished,
     ReasoningDelta,
     TextDelta,
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.chat.text import TextPiece
+from quire.server.chat.text import ChoiceText
 from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Part, Text, ToolParser
 from quire.server.parsers.think import ThinkParser
 
@@ -27,9 +27,9 @@ _MOST_CALLS = 8
 Tokens = tuple[list[int], list[dict[int, Logprob]]]
 
 
-def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
+def plain_events(piece: ChoiceText, with_tokens: bool) -> list[ChatEvent]:
     """Returns the events of a piece that needs no parsing."""
-    events: list[Event] = []
+    events: list[ChatEvent] = []
     text = piece.text
     if text or (with_tokens and piece.token_ids):
         events.append(TextDelta(piece.choice, text, piece.token_ids, piece.logprobs))
@@ -70,33 +70,33 @@ class ChoiceParser:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._calls = 0
-        self._complete = 0
+        self._complete_calls = 0
 
-    def read(self, piece: TextPiece) -> list[Event]:
-        events: list[Event] = []
+    def read(self, piece: ChoiceText) -> list[ChatEvent]:
+        events: list[ChatEvent] = []
         text, last = piece.text, piece.finish_reason is not None
-        held = len(self._token_ids)
+        waiting = len(self._token_ids)
         self._token_ids += piece.token_ids
         self._logprobs += piece.logprobs
         if self._think is not None:
-            text = self._read_reasoning(self._think, piece, held, events)
+            text = self._read_reasoning(self._think, piece, waiting, events)
         if self._tools is not None:
             parts = self._tools.feed(text)
             if last:
                 parts += self._tools.finish(stopped=piece.finish_reason == "stop")
             for part in parts:
-                self._add(piece.choice, part, events)
+                self._add_part(piece.choice, part, events)
         elif text:
-            events.append(TextDelta(piece.choice, text, *self._spend()))
+            events.append(TextDelta(piece.choice, text, *self._take_tokens()))
         if piece.finish_reason is not None:
             if self._with_tokens and self._token_ids:
-                events.append(TextDelta(piece.choice, "", *self._spend()))
-            called = self._complete and piece.finish_reason == "stop"
+                events.append(TextDelta(piece.choice, "", *self._take_tokens()))
+            called = self._complete_calls and piece.finish_reason == "stop"
             reason = "tool_calls" if called else piece.finish_reason
             events.append(Finished(piece.choice, reason, piece.stop_reason))
         return events
 
-    def _spend(self, count: int | None = None) -> Tokens:
+    def _take_tokens(self, count: int | None = None) -> Tokens:
         """Takes the first `count` waiting tokens, or all."""
         spent = self._token_ids[:count], self._logprobs[:count]
         self._token_ids = [] if count is None else self._token_ids[count:]
@@ -104,12 +104,12 @@ class ChoiceParser:
         return spent
 
     def _read_reasoning(
-        self, think: ThinkParser, piece: TextPiece, held: int, events: list[Event]
+        self, think: ThinkParser, piece: ChoiceText, waiting: int, events: list[ChatEvent]
     ) -> str:
         """Adds the reasoning's event; returns the text that belongs to the answer.
 
         Args:
-            held: waiting tokens of earlier pieces.
+            waiting: waiting tokens of earlier pieces.
         """
         if think.answering:
             return piece.text
@@ -126,16 +126,16 @@ class ChoiceParser:
         count = 0
         if block:
             whole = block == len(piece.text)
-            count = held + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
+            count = waiting + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
         elif not think.answering and not undecided:
             count = len(self._token_ids)
         self.reasoning_tokens += count
-        tokens = self._spend(count) if count else ([], [])
+        tokens = self._take_tokens(count) if count else ([], [])
         if self._show_reasoning and (reasoning or (self._with_tokens and count)):
             events.append(ReasoningDelta(piece.choice, reasoning, *tokens))
         return answer
 
-    def _tokens_in(self, piece: TextPiece, characters: int) -> int:
+    def _tokens_in(self, piece: ChoiceText, characters: int) -> int:
         """Returns the number of the piece's tokens that make up its first characters.
 
         Those characters end with the block's closing mark.
@@ -149,20 +149,20 @@ class ChoiceParser:
             left -= len(self._tokenizer.token_bytes(token))
         return len(piece.token_ids)
 
-    def _add(self, choice: int, part: Part, events: list[Event]) -> None:
+    def _add_part(self, choice: int, part: Part, events: list[ChatEvent]) -> None:
         if isinstance(part, CallBegin):
             self._calls += 1
-        wanted = self._calls == 1 or not self._one_call
+        shown = self._calls == 1 or not self._one_call
         index = self._calls - 1
         match part:
             case Text(text):
-                events.append(TextDelta(choice, text, *self._spend()))
-            case CallBegin(id, name) if wanted:
-                events.append(ToolCallBegin(choice, index, id, name, *self._spend()))
-            case CallArguments(text) if wanted:
-                events.append(ToolCallDelta(choice, index, text, *self._spend()))
+                events.append(TextDelta(choice, text, *self._take_tokens()))
+            case CallBegin(id, name) if shown:
+                events.append(ToolCallBegin(choice, index, id, name, *self._take_tokens()))
+            case CallArguments(text) if shown:
+                events.append(ToolCallDelta(choice, index, text, *self._take_tokens()))
             case CallEnd():
-                self._complete += 1
+                self._complete_calls += 1
 
 
 def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:

@@ -39,7 +39,7 @@ class Dialogue:
             or None beside tool calls), and where they apply name, tool_call_id, reasoning_content
             and tool_calls in OpenAI's shape, with arguments as JSON text.
         params: with n, max_tokens and structured_outputs.
-        usual_max_tokens: most tokens of an answer where `params` names none; None leaves it to the
+        default_max_tokens: most tokens where `params` names none; None leaves it to the
             context.
         tools: in OpenAI's shape: {"type": "function", "function": {name, description, parameters,
             strict}}.
@@ -57,7 +57,7 @@ class Dialogue:
 
     messages: list[dict[str, Any]]
     params: SamplingParams
-    usual_max_tokens: int | None = None
+    default_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
@@ -136,7 +136,7 @@ class Finished:
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallDelta
-Event = Delta | Finished
+ChatEvent = Delta | Finished
 
 
 @dataclass(slots=True)
@@ -159,7 +159,7 @@ class ChatAnswer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: ChatEvent) -> None:
         match event:
             case Finished():
                 self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
@@ -178,7 +178,7 @@ class ChatAnswer:
 
 # Conversations for chat templates, built from the smaller parts that other APIs send.
 
-_BETWEEN = "\n\n"
+_SEPARATOR = "\n\n"
 
 
 class ConversationBuilder:
@@ -192,28 +192,28 @@ class ConversationBuilder:
         self.param = param
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
-        self._open: dict[str, str] = {}
-        self._cut: set[str] = set()
+        self._open_calls: dict[str, str] = {}
+        self._truncated_calls: set[str] = set()
         """Calls without whole arguments, which may have results and need none."""
 
     def system(self, text: str) -> None:
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += _BETWEEN + text
+            self.messages[0]["content"] += _SEPARATOR + text
         else:
             self.messages.append({"role": "system", "content": text})
 
     def user(self, text: str, *, merge: bool = False) -> None:
         """Adds a user's text; `merge` appends it to the last message if that is the user's too."""
-        if merge and self._last == "user":
-            self.messages[-1]["content"] += _BETWEEN + text
+        if merge and self._last_role == "user":
+            self.messages[-1]["content"] += _SEPARATOR + text
         else:
             self.messages.append({"role": "user", "content": text})
 
     def reasoning(self, text: str) -> None:
-        self._add("reasoning_content", text)
+        self._append("reasoning_content", text)
 
     def assistant(self, text: str) -> None:
-        self._add("content", text)
+        self._append("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
         """Adds a tool call. `arguments`: the text of a JSON object; empty is one without members.
@@ -223,45 +223,45 @@ class ConversationBuilder:
         arguments = arguments or "{}"
         if id in self._names:
             raise RequestError(f"'{param}': there are two calls with the id '{id}'.", param=param)
-        self._names[id] = self._open[id] = name
-        if not is_object(arguments):
-            self._open.pop(id)
-            self._cut.add(id)
+        self._names[id] = self._open_calls[id] = name
+        if not is_json_object(arguments):
+            self._open_calls.pop(id)
+            self._truncated_calls.add(id)
             self.assistant(call_text(name, arguments))
             return
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, param: str) -> None:
-        if id in self._cut:
-            self._cut.remove(id)
-            self._open[id] = self._names[id]
-        if id not in self._open:
+        if id in self._truncated_calls:
+            self._truncated_calls.remove(id)
+            self._open_calls[id] = self._names[id]
+        if id not in self._open_calls:
             what = "has its result already" if id in self._names else "is not in the conversation"
             raise RequestError(f"'{param}': the call '{id}' {what}.", param=param)
-        name = self._open.pop(id)
+        name = self._open_calls.pop(id)
         self.messages.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
 
     def finish(self) -> list[dict[str, Any]]:
-        for id in self._open:
+        for id in self._open_calls:
             raise RequestError(
                 f"the call '{id}' has no result in '{self.param}'.", param=self.param
             )
         return self.messages
 
     @property
-    def _last(self) -> str | None:
+    def _last_role(self) -> str | None:
         return self.messages[-1]["role"] if self.messages else None
 
     def _assistant(self) -> dict[str, Any]:
-        if self._last != "assistant":
+        if self._last_role != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
 
-    def _add(self, name: str, text: str) -> None:
+    def _append(self, name: str, text: str) -> None:
         message = self._assistant()
         before = message.get(name)
-        message[name] = before + _BETWEEN + text if before and text else (before or "") + text
+        message[name] = before + _SEPARATOR + text if before and text else (before or "") + text
 
 
 def call_text(name: str, arguments: str) -> str:
@@ -269,7 +269,7 @@ def call_text(name: str, arguments: str) -> str:
     return f'{{"name": {json.dumps(name)}, "arguments": {arguments}'
 
 
-def is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FIELDS = ("documents", "reasoning_effort", "verbosity")
 """Variables of templates that are fields of requests."""
-_FOLDED = "folded"
+_FOLDED_KEY = "folded"
 """Key of users' messages that have a system message, while messages are folded."""
 _MARK = "~end-of-what-is-to-be-continued~"
 
@@ -50,14 +50,14 @@ def render_prompt(
         ApiError, RequestError: the template does not take what the dialogue asks for.
     """
     template = _templates(tokenizer, dialogue)
-    tools = _shown_tools(tokenizer, dialogue, template)
+    tools = _tools_for_template(tokenizer, dialogue, template)
     variables = _variables(dialogue, template, bool(tools))
     messages = _messages(tokenizer, dialogue, template, bool(tools))
     if tools:
         variables["tools"] = tools
     add = dialogue.add_generation_prompt and not dialogue.continue_final_message
     if dialogue.continue_final_message:
-        messages = _marked(messages)
+        messages = _add_mark(messages)
     if dialogue.chat_template is None:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
     else:
@@ -65,7 +65,7 @@ def render_prompt(
         text = template(bool(tools)).render(messages, add_generation_prompt=add, **variables)
     continued = None
     if dialogue.continue_final_message:
-        text = _up_to_mark(text)
+        text = _cut_at_mark(text)
         continued = dialogue.messages[-1]["content"]
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
@@ -86,7 +86,7 @@ def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
     return lambda with_tools: own
 
 
-def _shown_tools(
+def _tools_for_template(
     tokenizer: Tokenizer, dialogue: Dialogue, template: Templates
 ) -> list[dict[str, Any]]:
     """Returns the tools that the template is shown.
@@ -99,7 +99,7 @@ def _shown_tools(
         return []
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
-        raise _not_shown("tools", "tools", traits)
+        raise _not_shown_error("tools", "tools", traits)
     shown = []
     for tool in dialogue.tools:
         function = {name: value for name, value in tool["function"].items() if name != "strict"}
@@ -139,46 +139,46 @@ def _messages(
 ) -> list[dict[str, Any]]:
     """Returns the messages, with tool calls in the shape that the template takes."""
     messages = dialogue.messages
-    called = any(message.get("tool_calls") for message in messages)
-    late = any(
+    has_calls = any(message.get("tool_calls") for message in messages)
+    has_late_system = any(
         message["role"] == "system" and before["role"] != "system"
         for before, message in itertools.pairwise(messages)
     )
-    if not called and not late:
+    if not has_calls and not has_late_system:
         return messages
     traits = tokenizer.traits(template(with_tools))
-    if late and not traits.late_system:
-        messages = _without_late_system(messages)
-    if not called:
+    if has_late_system and not traits.late_system:
+        messages = _fold_late_system(messages)
+    if not has_calls:
         return messages
     if not traits.shows_calls:
-        raise _not_shown("tool calls", "messages", traits)
+        raise _not_shown_error("tool calls", "messages", traits)
     if traits.ids_name_tools:
-        messages = _with_named_ids(messages)
+        messages = _rename_call_ids(messages)
     return [
-        _with_calls(message, traits) if message.get("tool_calls") else message
+        _format_calls(message, traits) if message.get("tool_calls") else message
         for message in messages
     ]
 
 
-def _without_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _fold_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages whose system messages behind others are parts of users' turns."""
     out: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "system" and any(each["role"] != "system" for each in out):
             message = {"role": "user", "content": message.get("content") or ""}
-        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED):
+        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED_KEY):
             out.append(message)
             continue
         if out[-1]["role"] == "user":
             text = f"{out[-1].get('content') or ''}\n\n{message.get('content') or ''}"
-            out[-1] = {**out[-1], "content": text, _FOLDED: True}
+            out[-1] = {**out[-1], "content": text, _FOLDED_KEY: True}
         else:
-            out.append({**message, _FOLDED: True})
-    return [{name: each[name] for name in each if name != _FOLDED} for each in out]
+            out.append({**message, _FOLDED_KEY: True})
+    return [{name: each[name] for name in each if name != _FOLDED_KEY} for each in out]
 
 
-def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rename_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns messages whose calls, and the results of these, have ids that name the tools."""
     ids: dict[str, str] = {}
     out, number = [], 0
@@ -196,7 +196,7 @@ def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
+def _not_shown_error(what: str, param: str, traits: TemplateTraits) -> ApiError:
     why = "" if traits.error is None else f" ({traits.error})"
     return ApiError(
         400,
@@ -207,7 +207,7 @@ def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
     )
 
 
-def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+def _format_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call["function"])
@@ -218,7 +218,7 @@ def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, An
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the messages with a mark behind the final message's text."""
     final = messages[-1]
     if not (final.get("content") or "").strip():
@@ -230,7 +230,7 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK} "}]
 
 
-def _up_to_mark(text: str) -> str:
+def _cut_at_mark(text: str) -> str:
     """Returns the text before the mark.
 
     A space follows the mark, unless the template trims messages; then the text is trimmed too.

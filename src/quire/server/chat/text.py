@@ -21,7 +21,7 @@ from quire.server.state import ServerState
 from quire.server.telemetry.metrics import RequestTimer
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -49,7 +49,7 @@ Prompt = str | list[int]
 
 
 @dataclass(slots=True)
-class TextPiece:
+class ChoiceText:
     """New text and tokens of one completion, from one update or from several merged.
 
     choice: its index in the answer, which is prompt index times n plus the completion's own.
@@ -66,7 +66,7 @@ class TextPiece:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, update: StreamUpdate) -> None:
+    def add(self, update: CompletionUpdate) -> None:
         self.texts.append(update.text)
         self.token_ids += update.token_ids
         if update.logprobs is not None:
@@ -117,7 +117,7 @@ class TextGeneration:
         self.completion_tokens = 0
         self._inputs = prompts
         self._tasks: list[asyncio.Task[None]] = []
-        self._pieces: dict[int, TextPiece] = {}
+        self._pieces: dict[int, ChoiceText] = {}
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._running = len(prompts)
@@ -170,7 +170,7 @@ class TextGeneration:
         if self._error is not None:
             raise self._error
 
-    async def batches(self) -> AsyncIterator[list[TextPiece]]:
+    async def batches(self) -> AsyncIterator[list[ChoiceText]]:
         """Yields new pieces, one per completion, until all prompts have ended.
 
         Raises the engine's error once the pieces that came before it are out.
@@ -206,7 +206,7 @@ class TextGeneration:
                 async for update in updates:
                     clock.observe(update)
                     self.context.observe(update)
-                    self._take(index, update)
+                    self._add_update(index, update)
         except Exception as error:  # handed to whoever reads `batches`
             if isinstance(error, OverloadedError):
                 self.state.note_full(self.context.tenant)
@@ -224,15 +224,15 @@ class TextGeneration:
             self._running -= 1
             self._changed.set()
 
-    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[StreamUpdate, None]:
+    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[CompletionUpdate, None]:
         """Returns the updates of a prompt's completions."""
-        return self._ask(prompt, self.params, f"{self.request_id}-{index}")
+        return self._generate(prompt, self.params, f"{self.request_id}-{index}")
 
-    def _ask(
+    def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[StreamUpdate, None]:
+    ) -> AsyncGenerator[CompletionUpdate, None]:
         return cast(
-            "AsyncGenerator[StreamUpdate, None]",
+            "AsyncGenerator[CompletionUpdate, None]",
             self.state.client.generate(
                 prompt,
                 params,
@@ -248,7 +248,7 @@ class TextGeneration:
             ),
         )
 
-    def _take(self, index: int, update: StreamUpdate) -> None:
+    def _add_update(self, index: int, update: CompletionUpdate) -> None:
         if update.prompt_token_ids is not None:
             info = self.prompts[index]
             info.token_ids = update.prompt_token_ids
@@ -263,27 +263,27 @@ class TextGeneration:
         choice = index * self.params.n + update.index
         piece = self._pieces.get(choice)
         if piece is None:
-            piece = self._pieces[choice] = TextPiece(choice)
+            piece = self._pieces[choice] = ChoiceText(choice)
         piece.add(update)
         self._changed.set()
 
 
-async def collect(generation: TextGeneration) -> list[TextPiece]:
+async def collect(generation: TextGeneration) -> list[ChoiceText]:
     """The whole answer, one piece per completion, in order. Closes the generation."""
     generation.start()
-    whole: dict[int, TextPiece] = {}
+    merged: dict[int, ChoiceText] = {}
     try:
         async for pieces in generation.batches():
             for piece in pieces:
-                first = whole.setdefault(piece.choice, piece)
+                first = merged.setdefault(piece.choice, piece)
                 if first is not piece:
                     _extend(first, piece)
     finally:
         await generation.close()
-    return [whole[choice] for choice in sorted(whole)]
+    return [merged[choice] for choice in sorted(merged)]
 
 
-def _extend(piece: TextPiece, more: TextPiece) -> None:
+def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.texts += more.texts
     piece.token_ids += more.token_ids
     piece.logprobs += more.logprobs

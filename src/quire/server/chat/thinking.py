@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from msgspec import UnsetType
 from msgspec.structs import replace as replace_params
 
-from quire.server.chat.dialogue import Event, Finished, ReasoningDelta
+from quire.server.chat.dialogue import ChatEvent, Finished, ReasoningDelta
 from quire.server.chat.generation import ChatGeneration
 from quire.server.chat.prompt import RenderedPrompt
 from quire.server.chat.text import CompletionTokensDetails, CompletionUsage
@@ -105,34 +105,34 @@ class BudgetedChatGeneration:
     more, as tokens arrive several at a time. The dialogue must be one `with_tokens`.
     """
 
-    def __init__(self, state: ServerState, reply: ChatGeneration, budget: int) -> None:
-        self.request_id = reply.request_id
-        self.start = reply.start
-        self.ready = reply.ready
+    def __init__(self, state: ServerState, generation: ChatGeneration, budget: int) -> None:
+        self.request_id = generation.request_id
+        self.start = generation.start
+        self.ready = generation.ready
         self._state = state
         self._budget = budget
-        self._thought = reply
+        self._thinking = generation
         self._answer: ChatGeneration | None = None
         self._closing: list[int] = []
 
     async def close(self) -> None:
-        await self._thought.close()
+        await self._thinking.close()
         if self._answer is not None:
             await self._answer.close()
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        said: list[int] = []
-        batches = cast("AsyncGenerator[list[Event], None]", self._thought.batches())
+    async def batches(self) -> AsyncIterator[list[ChatEvent]]:
+        token_ids: list[int] = []
+        batches = cast("AsyncGenerator[list[ChatEvent], None]", self._thinking.batches())
         async with contextlib.aclosing(batches):
             async for events in batches:
                 yield events
-                said += [id for event in events for id in _token_ids(event)]
-                if self._is_over(events, said):
+                token_ids += [id for event in events for id in _token_ids(event)]
+                if self._is_budget_spent(events, token_ids):
                     break
             else:
                 return
-        await self._thought.close()
-        self._answer = answer = self._go_on(said)
+        await self._thinking.close()
+        self._answer = answer = self._continue_with_answer(token_ids)
         if answer is None:
             yield [Finished(0, "length")]
             return
@@ -143,7 +143,7 @@ class BudgetedChatGeneration:
     @property
     def usage(self) -> CompletionUsage:
         """Token counts; the tokens that close the block count as thinking."""
-        usage, extra = self._thought.usage, len(self._closing)
+        usage, extra = self._thinking.usage, len(self._closing)
         thought = usage.completion_tokens + extra
         if self._answer is not None:
             usage.completion_tokens = thought + self._answer.usage.completion_tokens
@@ -151,23 +151,23 @@ class BudgetedChatGeneration:
             usage.completion_tokens_details = CompletionTokensDetails(thought)
         return usage
 
-    def _is_over(self, events: list[Event], said: list[int]) -> bool:
-        if len(said) < self._budget or not isinstance(events[-1], ReasoningDelta):
+    def _is_budget_spent(self, events: list[ChatEvent], token_ids: list[int]) -> bool:
+        if len(token_ids) < self._budget or not isinstance(events[-1], ReasoningDelta):
             return False
         format = self._state.chat_format.reasoning
-        text = self._tokenizer.decode(said, skip_special_tokens=False)
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
         return format is not None and format.close not in text
 
-    def _go_on(self, said: list[int]) -> ChatGeneration | None:
+    def _continue_with_answer(self, token_ids: list[int]) -> ChatGeneration | None:
         """Returns the generation that continues after the thinking; None where there is no room for
         one."""
         format = self._state.chat_format.reasoning
         closing = format.closing if format is not None else ""
         self._closing = self._tokenizer.encode(closing, add_special_tokens=False).tolist()
-        prompt = [*self._thought.prompt_token_ids, *said, *self._closing]
-        dialogue = self._thought.dialogue
+        prompt = [*self._thinking.prompt_token_ids, *token_ids, *self._closing]
+        dialogue = self._thinking.dialogue
         limit = dialogue.params.max_tokens
-        left = None if limit is None else limit - len(said) - len(self._closing)
+        left = None if limit is None else limit - len(token_ids) - len(self._closing)
         full = len(prompt) >= self._state.client.config.scheduler.max_model_len
         if full or (left is not None and left < 1):
             return None
@@ -176,7 +176,7 @@ class BudgetedChatGeneration:
             params=replace_params(dialogue.params, max_tokens=left),
             request_id=f"{dialogue.request_id}-answer",
         )
-        rendered, context = RenderedPrompt(closing, prompt), self._thought.context
+        rendered, context = RenderedPrompt(closing, prompt), self._thinking.context
         context.continues = True
         context.completion_tokens += len(self._closing)
         return ChatGeneration(self._state, self._tokenizer, dialogue, rendered, context)
@@ -186,5 +186,5 @@ class BudgetedChatGeneration:
         return self._state.tokenizer("thinking")
 
 
-def _token_ids(event: Event) -> list[int]:
+def _token_ids(event: ChatEvent) -> list[int]:
     return [] if isinstance(event, Finished) else event.token_ids

@@ -22,11 +22,11 @@ from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.stream import ToolParser
 
 # What of a schema's root is enforced where arguments are written one by one.
-_OF_PROPERTIES = ANNOTATIONS | {
+_PROPERTY_KEYWORDS = ANNOTATIONS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
 }  # fmt: skip
 # What of a string's schema is enforced where strings are written as they are.
-_OF_STRINGS = ANNOTATIONS | {"type", "enum", "const"}
+_STRING_KEYWORDS = ANNOTATIONS | {"type", "enum", "const"}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MOST_STEPS = 16
 """References followed in a row."""
@@ -116,7 +116,7 @@ def one_call(dialogue: Dialogue) -> bool:
     )
 
 
-def constrained(
+def constrain_params(
     dialogue: Dialogue, format: ChatFormat, added: Mapping[str, int], begins_open: bool | None
 ) -> SamplingParams:
     """Returns the dialogue's sampling parameters, with a grammar where one is needed.
@@ -128,16 +128,16 @@ def constrained(
         added: the tokenizer's added tokens.
         begins_open: see `ReasoningFormat.begins_open`.
     """
-    params, wanted = dialogue.params, dialogue.params.structured_outputs
-    tools, must = callable_tools(dialogue), dialogue.tool_choice.mode == "required"
+    params, outputs = dialogue.params, dialogue.params.structured_outputs
+    tools, required = callable_tools(dialogue), dialogue.tool_choice.mode == "required"
     strict = {t["function"]["name"] for t in dialogue.tools if t["function"].get("strict")}
     reasons = format.reasoning is not None and begins_open is not False
-    calls = bool(tools) and (must or wanted is not None or bool(strict & tools.keys()))
-    if not calls and not (wanted is not None and reasons):
+    calls = bool(tools) and (required or outputs is not None or bool(strict & tools.keys()))
+    if not calls and not (outputs is not None and reasons):
         return params
     rules = Rules(added, format.template)
     answer = rules.literal(format.reasoning.answer) if format.reasoning and reasons else ""
-    body = f"{answer} ({_body(rules, wanted)})" if wanted is not None else ""
+    body = f"{answer} ({_output_rule(rules, outputs)})" if outputs is not None else ""
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
         schemas = _schemas(dialogue, tools, parser)
@@ -147,9 +147,9 @@ def constrained(
             raise ApiError(
                 400, f"Invalid value for 'tools': {error}", param="tools", code=error.code
             ) from None
-        if must:
+        if required:
             body = call
-        elif wanted is not None:
+        elif outputs is not None:
             body = f"{body} | {call}"
         else:
             first = "" if parser.marks_text else parser.first  # marks tell its text from calls
@@ -176,7 +176,7 @@ def _schemas(
         if name not in tools:
             continue
         strict = bool(tool["function"].get("strict"))
-        schema = tools[name] if strict else _lenient(tools[name])
+        schema = tools[name] if strict else _lenient_schema(tools[name])
         param = f"tools[{place}].function.parameters"
         try:
             enforceable(schema)
@@ -192,12 +192,12 @@ def _schemas(
 
 def _check_format(schema: Mapping[str, Any], parser: type[ToolParser], param: str) -> None:
     """Raises ApiError for a keyword that cannot be enforced in the format of the calls."""
-    pointers = sorted(schema.keys() - _OF_PROPERTIES) if parser.by_property else []
+    pointers = sorted(schema.keys() - _PROPERTY_KEYWORDS) if parser.by_property else []
     if parser.bare_strings:
         for name, inner in schema.get("properties", {}).items():
             if isinstance(inner, Mapping) and inner.get("type") == "string":
                 pointers += [
-                    f"properties/{name}/{key}" for key in sorted(inner.keys() - _OF_STRINGS)
+                    f"properties/{name}/{key}" for key in sorted(inner.keys() - _STRING_KEYWORDS)
                 ]
     if pointers:
         raise _invalid(
@@ -207,22 +207,22 @@ def _check_format(schema: Mapping[str, Any], parser: type[ToolParser], param: st
         )
 
 
-def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+def _lenient_schema(schema: dict[str, Any]) -> dict[str, Any]:
     options = schema.get("x-guidance")
     own = options if isinstance(options, dict) else {}
     return {**schema, "x-guidance": {**own, "lenient": True}}
 
 
-def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
+def _output_rule(rules: Rules, outputs: StructuredOutputsParams | None) -> str:
     """Returns structured outputs as a part of a larger grammar."""
-    if wanted is None:
+    if outputs is None:
         return ""
-    if wanted.json is not None:
-        return rules.add(f"%json {wanted.json}")
-    if wanted.json_object:
+    if outputs.json is not None:
+        return rules.add(f"%json {outputs.json}")
+    if outputs.json_object:
         return rules.add('%json {"type": "object"}')
-    if wanted.regex is not None:
-        return rules.regex(wanted.regex)
-    if wanted.grammar is not None:
-        return rules.add(f"%lark {{\n{as_lark(wanted.grammar)}\n}}")
-    return rules.texts(wanted.choice)
+    if outputs.regex is not None:
+        return rules.regex(outputs.regex)
+    if outputs.grammar is not None:
+        return rules.add(f"%lark {{\n{as_lark(outputs.grammar)}\n}}")
+    return rules.texts(outputs.choice)

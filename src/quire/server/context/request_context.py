@@ -19,7 +19,7 @@ from quire.server.context.request_trace import RequestTrace
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 SCOPE_KEY = "quire.request_context"
 BATCH_KEY = "quire.batch_key"
@@ -157,7 +157,7 @@ class RequestContext:
         """Tokens that count for the key's limit."""
         return self.prompt_tokens + max(self.completion_tokens, self.searched_tokens)
 
-    def observe(self, update: StreamUpdate) -> None:
+    def observe(self, update: CompletionUpdate) -> None:
         if update.prompt_token_ids is not None and not self.continues:
             self.count_prompt(len(update.prompt_token_ids), update.num_cached_tokens)
         if update.token_ids:

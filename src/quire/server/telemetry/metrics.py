@@ -18,7 +18,7 @@ from quire.server.errors import ApiError
 from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
@@ -180,7 +180,7 @@ class RequestTimer:
         self.last: dict[int, float] = {}
         self.outputs: dict[int, int] = {}
 
-    def observe(self, update: StreamUpdate) -> None:
+    def observe(self, update: CompletionUpdate) -> None:
         now = time.perf_counter()
         metrics, index, count = self.metrics, update.index, len(update.token_ids)
         if update.prompt_token_ids is not None:

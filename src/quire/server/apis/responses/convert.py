@@ -143,7 +143,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     dialogue = Dialogue(
         messages=messages_of(body, items),
         params=params,
-        usual_max_tokens=usual_room(params, most),
+        default_max_tokens=usual_room(params, most),
         tools=[_tool(tool, namespace) for namespace, tool in functions_of(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
