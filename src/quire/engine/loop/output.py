@@ -14,11 +14,13 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class CompletionUpdate:
-    """New output of one completion.
+    """Stage 2 of a text: one completion's new tokens with their text.
+
+    It is made from a `TokenDelta`. In the server a `ChoiceText` follows.
 
     Attributes:
-        index: of the completion among the request's `n`.
-        text, token_ids, logprobs: what is new.
+        index: number of the completion among the request's `n`.
+        text, token_ids, logprobs: the new output.
         finish_reason, stop_reason: None until the completion ends.
         prompt_token_ids, prompt_logprobs, num_cached_tokens: with the request's first update only.
         queued: seconds until the request's first step, with its first update only.

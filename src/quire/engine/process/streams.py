@@ -13,12 +13,18 @@ from quire.plan import Logprobs
 
 @dataclass(slots=True)
 class TokenDelta:
-    """Output of one completion since it was last read.
+    """Stage 1 of a text: one completion's tokens from the engine that nobody has read yet.
+
+    `CompletionUpdate` follows, which has their text.
 
     Attributes:
+        tokens: token ids.
+        logprobs: their log-probabilities, if the request asks for them.
         reason: the finish reason, once the completion has ended.
-        num_cached_tokens, queued: set with the completion's first tokens.
-        pooled: float32 [hidden size], of a request for an embedding.
+        stop_token: the stop token that ended it.
+        num_cached_tokens: prompt tokens from the prefix cache, with the first tokens only.
+        queued: seconds until the request's first step, with the first tokens only.
+        pooled: float32 [hidden size], for a request for an embedding.
     """
 
     tokens: list[int] = field(default_factory=list)

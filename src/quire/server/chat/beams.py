@@ -1,4 +1,4 @@
-"""Beam search for HTTP requests: a generation whose completions are the best sequences."""
+"""Beam search for HTTP requests: the completions are the likeliest sequences."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from quire.server.chat.text import Prompt, TextGeneration
 
 
 class BeamGeneration(TextGeneration):
-    """The `n` best sequences of each prompt, which come at the end.
+    """The `n` best sequences of each prompt. They all come at the end of the search.
 
     Args:
-        beams: how to search. `params` says how many sequences to give, and in what shape.
+        beams: parameters of the search. `params` gives the number of sequences to return, and
+            whether they have log-probabilities.
     """
 
     def __init__(self, beams: BeamSearchParams, *given: Any, **options: Any) -> None:
@@ -27,7 +28,7 @@ class BeamGeneration(TextGeneration):
 
     async def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[CompletionUpdate, None]:
         name, client = f"{self.request_id}-{index}", self.state.client
-        # The first beam is the prompt itself; its answer tells the prompt's tokens.
+        # The first beam is the prompt itself. Its update has the prompt's token ids.
         search = BeamSearch(self._beams, client.config, 0)
         self.context.searched_tokens += 1
         first = await self._next_token(prompt, search.step_params, f"{name}-0-0")
@@ -58,7 +59,10 @@ class BeamGeneration(TextGeneration):
     async def _next_tokens(
         self, prompts: list[list[int]], params: SamplingParams, name: str
     ) -> list[dict[int, Logprob]]:
-        """Returns what may follow each prompt. One that fails ends the others."""
+        """Returns the candidates for the next token of each prompt.
+
+        If one prompt fails, the others are cancelled.
+        """
         tasks = [
             asyncio.create_task(self._next_token(prompt, params, f"{name}-{place}"))
             for place, prompt in enumerate(prompts)
@@ -73,7 +77,7 @@ class BeamGeneration(TextGeneration):
     async def _next_token(
         self, prompt: Prompt, params: SamplingParams, name: str
     ) -> CompletionUpdate:
-        """Returns the update with the token that follows, and its alternatives."""
+        """Returns one update with the next token and its alternatives."""
         merged = CompletionUpdate(0, logprobs=[])
         async with contextlib.aclosing(self._generate(prompt, params, name)) as updates:
             async for update in updates:

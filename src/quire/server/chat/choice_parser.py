@@ -1,4 +1,4 @@
-"""Parsing of one choice's text into events."""
+"""Parses one choice's text into chat events."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _MOST_CALLS = 8
-"""Marks of calls inside a block of reasoning that are looked at."""
+"""Most marks of calls to examine in a block of reasoning that was never closed."""
 
 Tokens = tuple[list[int], list[dict[int, Logprob]]]
 
 
 def plain_events(piece: ChoiceText, with_tokens: bool) -> list[ChatEvent]:
-    """Returns the events of a piece that needs no parsing."""
+    """Returns the events of a piece that needs no parsing.
+
+    Args:
+        with_tokens: tokens without text get an event too.
+    """
     events: list[ChatEvent] = []
     text = piece.text
     if text or (with_tokens and piece.token_ids):
@@ -41,12 +45,19 @@ def plain_events(piece: ChoiceText, with_tokens: bool) -> list[ChatEvent]:
 class ChoiceParser:
     """Parses one choice: reasoning first, then text and tool calls.
 
-    Tokens go with the first event made of text that came with or after them. Where reasoning ends
-    within a piece, its tokens are told apart by the closing mark, or if that is no single token by
-    the length of their bytes.
+    A token goes with the first event whose text came with the token or after it. If reasoning ends
+    within a piece, the closing mark's token separates the reasoning's tokens from the answer's. If
+    the mark is not a single token, the lengths of the tokens' bytes separate them.
+
+    Args:
+        think: splits off the reasoning; None for a model without reasoning.
+        tools: finds tool calls; None if there are no tools.
+        one_call: drops all calls after the first.
+        show_reasoning: reasoning gets events.
+        with_tokens: tokens without text get an event too.
 
     Attributes:
-        reasoning_tokens: tokens of the reasoning block, its marks included.
+        reasoning_tokens: number of tokens in the reasoning block, including its marks.
     """
 
     def __init__(
@@ -97,7 +108,7 @@ class ChoiceParser:
         return events
 
     def _take_tokens(self, count: int | None = None) -> Tokens:
-        """Takes the first `count` waiting tokens, or all."""
+        """Removes and returns the first `count` waiting tokens, or all of them."""
         spent = self._token_ids[:count], self._logprobs[:count]
         self._token_ids = [] if count is None else self._token_ids[count:]
         self._logprobs = [] if count is None else self._logprobs[count:]
@@ -106,10 +117,10 @@ class ChoiceParser:
     def _read_reasoning(
         self, think: ThinkParser, piece: ChoiceText, waiting: int, events: list[ChatEvent]
     ) -> str:
-        """Adds the reasoning's event; returns the text that belongs to the answer.
+        """Appends the reasoning's event to `events`, and returns the text of the answer.
 
         Args:
-            waiting: waiting tokens of earlier pieces.
+            waiting: number of waiting tokens from earlier pieces.
         """
         if think.answering:
             return piece.text
@@ -136,9 +147,10 @@ class ChoiceParser:
         return answer
 
     def _tokens_in(self, piece: ChoiceText, characters: int) -> int:
-        """Returns the number of the piece's tokens that make up its first characters.
+        """Returns how many of the piece's tokens make up its first characters.
 
-        Those characters end with the block's closing mark.
+        Args:
+            characters: number of characters, which end with the block's closing mark.
         """
         if self._close in piece.token_ids:
             return piece.token_ids.index(self._close) + 1
@@ -166,8 +178,7 @@ class ChoiceParser:
 
 
 def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:
-    """Splits the end of a block of reasoning that was never closed into (reasoning, calls that end
-    it)."""
+    """Splits the rest of an unclosed block of reasoning into (reasoning, calls at its end)."""
     marks = "|".join(map(re.escape, tools.starts))
     places = [found.start() for found in re.finditer(marks, text)] if marks else []
     end = len(text)

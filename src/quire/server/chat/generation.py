@@ -1,4 +1,4 @@
-"""Generation of answers to dialogues, as batches of events or as a whole."""
+"""Generates the answer to a dialogue, as batches of chat events or as a whole."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
-"""Characters of a whole answer above which it is parsed off the event loop."""
+"""Characters above which an answer is parsed in a thread, so that the event loop goes on."""
 
 
 async def prepare(
     state: ServerState, dialogue: Dialogue, context: RequestContext
 ) -> ChatGeneration:
-    """Returns a generation that is ready to start, its tokens taken from the key's limit.
+    """Returns a generation that is ready to start, and charges its tokens to the key's limit.
 
     Raises:
-        ApiError, RequestError: naming the field.
+        ApiError, RequestError: a field is invalid; the error names it.
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
@@ -58,23 +58,31 @@ async def prepare(
     asked = dialogue.params.structured_outputs is not None
     await check_structured(state, generation.params, "structured_outputs" if asked else "tools")
     params = generation.params
-    # Each step of a search makes a token for every beam.
+    # Beam search computes one token per beam in each step, so every beam counts as a completion.
     completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
     context.take_tokens(len(generation.prompt_token_ids), dialogue.params.max_tokens, completions)
     return generation
 
 
 async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
-    """Returns the prompt's token ids without running it. Raises as `prepare`."""
+    """Returns the prompt's token ids without running it.
+
+    Raises:
+        ApiError, RequestError: as `prepare`.
+    """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
     return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
 
 
 class ChatGeneration:
-    """A running answer to a dialogue.
+    """The generation of the answer to one dialogue.
 
-    `start`, `ready` and `close` are those of `TextGeneration`.
+    `start`, `ready` and `close` are the methods of its `TextGeneration`.
+
+    Attributes:
+        params: the dialogue's sampling parameters, with a grammar if tool calls need one.
+        prompt_token_ids: the prompt's token ids.
     """
 
     def __init__(
@@ -126,7 +134,7 @@ class ChatGeneration:
         self.close = self._generation.close
 
     async def batches(self) -> AsyncIterator[list[ChatEvent]]:
-        """Yields the events of all updates since the last batch; never an empty one."""
+        """Yields the events since the last batch. No batch is empty."""
         async for pieces in self._generation.batches():
             events: list[ChatEvent] = []
             for piece in pieces:
@@ -135,7 +143,7 @@ class ChatGeneration:
                 yield events
 
     async def whole(self) -> list[ChatAnswer]:
-        """Runs to the end; returns one answer per choice, in order. Closes the generation."""
+        """Runs to the end, closes the generation, and returns one answer per choice, in order."""
         answers = []
         for piece in await collect(self._generation):
             if sum(map(len, piece.texts)) > _LONG_TEXT:

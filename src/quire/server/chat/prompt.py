@@ -1,4 +1,4 @@
-"""Rendering of a dialogue's messages to the text and tokens of a prompt."""
+"""Renders a dialogue's messages to the text and the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _FIELDS = ("documents", "reasoning_effort", "verbosity")
-"""Variables of templates that are fields of requests."""
+"""Template variables that are also fields of requests."""
 _FOLDED_KEY = "folded"
-"""Key of users' messages that have a system message, while messages are folded."""
+"""Marks a user's message that contains a system message, until all messages are folded."""
 _MARK = "~end-of-what-is-to-be-continued~"
 
 
 @dataclass(slots=True)
 class RenderedPrompt:
-    """A rendered prompt. `continued`: the final message's text, where that is to be continued."""
+    """A rendered prompt.
+
+    Attributes:
+        continued: text of the final message if the model is to continue it.
+    """
 
     text: str
     token_ids: list[int]
@@ -40,14 +44,14 @@ def render_prompt(
 ) -> RenderedPrompt:
     """Applies the chat template and tokenizes its text. Runs in a thread.
 
-    The template writes its special tokens itself, so the tokenizer does not add them again. To
-    continue the final message, the text that the template puts after that message is cut off.
+    The template writes special tokens itself, so the tokenizer does not add them. If the model is
+    to continue the final message, the template's text after that message is cut off.
 
     Args:
-        most: tokens above which the text is refused before it is tokenized.
+        most: most tokens. A text that is too long for them is refused before it is tokenized.
 
     Raises:
-        ApiError, RequestError: the template does not take what the dialogue asks for.
+        ApiError, RequestError: the template does not support something in the dialogue.
     """
     template = _templates(tokenizer, dialogue)
     tools = _tools_for_template(tokenizer, dialogue, template)
@@ -74,14 +78,18 @@ def render_prompt(
 
 
 Templates = Callable[[bool], ChatTemplate]
-"""Returns the chat template for a conversation with tools, or without."""
+"""Returns the chat template for a conversation with tools (True) or without (False)."""
 
 
 def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
-    """Returns the model's templates, or the request's own. Raises RequestError for a wrong one."""
+    """Returns the model's templates, or the request's own template.
+
+    Raises:
+        RequestError: the request's template is invalid.
+    """
     if dialogue.chat_template is None:
         return tokenizer.template
-    # Not kept: templates of requests would push the model's out.
+    # A request's template is not cached, because such templates would evict the model's.
     own = ChatTemplate(dialogue.chat_template)
     return lambda with_tools: own
 
@@ -89,10 +97,10 @@ def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
 def _tools_for_template(
     tokenizer: Tokenizer, dialogue: Dialogue, template: Templates
 ) -> list[dict[str, Any]]:
-    """Returns the tools that the template is shown.
+    """Returns the tools to pass to the template.
 
-    With a free choice these are the tools that may be called. A tool without parameters gets an
-    empty schema. `strict` is left out, as no model was trained on it.
+    If the model chooses freely, only the tools that it may call are passed. A tool without
+    parameters gets an empty schema. `strict` is left out, because no model was trained on it.
     """
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
@@ -112,9 +120,10 @@ def _tools_for_template(
 
 
 def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
-    """Returns the template's further variables.
+    """Returns the dialogue's template variables that the template uses.
 
-    One that the template does not use is a hint, but for documents, which the answer depends on.
+    A variable that the template does not use is declined as a hint. Documents are not a hint,
+    because the answer depends on them: without a place for them the request is refused.
     """
     variables = dict(dialogue.template_kwargs)
     if not variables:
@@ -137,7 +146,7 @@ def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dic
 def _messages(
     tokenizer: Tokenizer, dialogue: Dialogue, template: Templates, with_tools: bool
 ) -> list[dict[str, Any]]:
-    """Returns the messages, with tool calls in the shape that the template takes."""
+    """Returns the messages, with tool calls and system messages in the template's shape."""
     messages = dialogue.messages
     has_calls = any(message.get("tool_calls") for message in messages)
     has_late_system = any(
@@ -162,7 +171,7 @@ def _messages(
 
 
 def _fold_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose system messages behind others are parts of users' turns."""
+    """Moves the text of system messages that follow other messages into users' messages."""
     out: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "system" and any(each["role"] != "system" for each in out):
@@ -179,7 +188,7 @@ def _fold_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rename_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose calls, and the results of these, have ids that name the tools."""
+    """Gives calls and their results new ids that contain the tool's name."""
     ids: dict[str, str] = {}
     out, number = [], 0
     for message in messages:
@@ -219,7 +228,7 @@ def _format_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, 
 
 
 def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with a mark behind the final message's text."""
+    """Returns the messages with a mark after the final message's text."""
     final = messages[-1]
     if not (final.get("content") or "").strip():
         raise ApiError(
@@ -233,7 +242,7 @@ def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _cut_at_mark(text: str) -> str:
     """Returns the text before the mark.
 
-    A space follows the mark, unless the template trims messages; then the text is trimmed too.
+    If the space after the mark is gone, the template trims messages. Then the text is trimmed too.
     """
     before, mark, behind = text.rpartition(_MARK)
     if not mark:

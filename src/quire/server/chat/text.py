@@ -1,4 +1,4 @@
-"""Runs of a request's prompts, whose updates are handed on in batches."""
+"""Runs a request's prompts in the engine, and hands their output on in batches."""
 
 from __future__ import annotations
 
@@ -42,17 +42,21 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-# Runs of a request's prompts, whose updates are handed on in batches.
-
 Prompt = str | list[int]
 """Text or token ids."""
 
 
 @dataclass(slots=True)
 class ChoiceText:
-    """New text and tokens of one completion, from one update or from several merged.
+    """Stage 3 of a text: one choice's updates since the client's stream last took them.
 
-    choice: its index in the answer, which is prompt index times n plus the completion's own.
+    It merges several `CompletionUpdate` if the client is slow. In a chat, `ChatEvent` follow.
+
+    Attributes:
+        choice: index in the answer: the prompt's index times n plus the completion's index.
+        texts: the updates' texts, in order.
+        token_ids, logprobs: the updates' tokens.
+        finish_reason, stop_reason: None until the completion ends.
     """
 
     choice: int
@@ -78,7 +82,13 @@ class ChoiceText:
 
 @dataclass(slots=True)
 class PromptInfo:
-    """A prompt's data from its first update."""
+    """What the first update tells about its prompt.
+
+    Attributes:
+        token_ids: the prompt's token ids.
+        logprobs: log-probabilities of the prompt's tokens, if the request asks for them.
+        num_cached_tokens: prompt tokens from the prefix cache.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob] | None] | None = None
@@ -86,11 +96,19 @@ class PromptInfo:
 
 
 class TextGeneration:
-    """The prompts of one HTTP request, running.
+    """The prompts of one HTTP request while the engine runs them.
 
-    One task per prompt reads the engine's updates. The reader of `batches` takes all updates since
-    its last look, so a slow socket gets fewer, larger pieces, and the engine never waits for a
-    client.
+    One task per prompt reads the engine's updates. `batches` yields all updates since the last
+    batch, merged by choice. A slow client thus gets fewer and larger pieces, and the engine never
+    waits for a client.
+
+    Args:
+        prompts: each is text or token ids.
+        params: sampling parameters of all prompts.
+        request_id: name of the request; prompts append their index.
+        priority: priority in the engine's queue; lower runs first.
+        cache_salt: prompts with different salts share no KV.
+        keep_special: ids of special tokens that stay in the text.
     """
 
     def __init__(
@@ -139,7 +157,7 @@ class TextGeneration:
             self.fail(timed_out())
 
     def fail(self, error: ApiError) -> None:
-        """Aborts what still runs, and raises `error` after the text that came before it."""
+        """Aborts the running prompts. `batches` raises `error` after the text so far."""
         if self._running:
             self._error = self._error or error
             for task in self._tasks:
@@ -147,7 +165,7 @@ class TextGeneration:
             self._changed.set()
 
     async def close(self) -> None:
-        """Aborts what still runs. Idempotent."""
+        """Aborts the running prompts. Idempotent."""
         tasks, self._tasks = self._tasks, []
         if not tasks:
             return
@@ -164,16 +182,18 @@ class TextGeneration:
     async def ready(self) -> None:
         """Waits for the first update, so that an invalid request still gets an error status.
 
-        Raises the engine's error.
+        Raises:
+            QuireError: the engine's error, or the one passed to `fail`.
         """
         await self._changed.wait()
         if self._error is not None:
             raise self._error
 
     async def batches(self) -> AsyncIterator[list[ChoiceText]]:
-        """Yields new pieces, one per completion, until all prompts have ended.
+        """Yields lists of new pieces, one piece per choice, until all prompts have ended.
 
-        Raises the engine's error once the pieces that came before it are out.
+        Raises:
+            QuireError: as `ready`, after the pieces that came before the error.
         """
         while True:
             await self._changed.wait()
@@ -207,7 +227,7 @@ class TextGeneration:
                     clock.observe(update)
                     self.context.observe(update)
                     self._add_update(index, update)
-        except Exception as error:  # handed to whoever reads `batches`
+        except Exception as error:  # `batches` raises it.
             if isinstance(error, OverloadedError):
                 self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
@@ -254,7 +274,7 @@ class TextGeneration:
             info.token_ids = update.prompt_token_ids
             info.logprobs = update.prompt_logprobs
             info.num_cached_tokens = update.num_cached_tokens
-            # Adapters' blocks have names that only the engine knows.
+            # With an adapter, block hashes depend on a name that only the engine knows.
             if self.context.reports and index == 0 and not self.context.adapter:
                 self.context.report = encode_report(
                     info.token_ids, self.cache_salt, self.state.client.config.block_size
@@ -269,7 +289,7 @@ class TextGeneration:
 
 
 async def collect(generation: TextGeneration) -> list[ChoiceText]:
-    """The whole answer, one piece per completion, in order. Closes the generation."""
+    """Runs a generation to the end, closes it, and returns one piece per choice, in order."""
     generation.start()
     merged: dict[int, ChoiceText] = {}
     try:
@@ -290,15 +310,15 @@ def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
 
 
-# Checks of structured outputs before a request runs.
-
-
 async def check_structured(
     state: ServerState, params: SamplingParams, field: str = "structured_outputs"
 ) -> None:
-    """Compiles the grammar that `params` ask for, off the event loop.
+    """Compiles the grammar that `params` ask for, outside the event loop.
 
-    A grammar that cannot be enforced is refused so before anything is generated.
+    This refuses a grammar that cannot be enforced before any token is generated.
+
+    Args:
+        field: the request's field that led to the grammar, for the error.
 
     Raises:
         ApiError: 400, naming `field`.

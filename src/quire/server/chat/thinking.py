@@ -1,4 +1,4 @@
-"""Switches and budgets of a model's thinking."""
+"""Turns a model's thinking on or off, and bounds its length."""
 
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ _SWITCHES = ("enable_thinking", "thinking")
 
 
 def template_variables(state: ServerState, param: str, *, with_tools: bool) -> frozenset[str]:
-    """Returns the variables that the chat template uses. Raises `ApiError` naming `param`."""
+    """Returns the names of the variables that the chat template uses.
+
+    Raises:
+        ApiError: the server has no tokenizer; the error names `param`.
+    """
     return state.tokenizer(param).template(with_tools).variables
 
 
 def effort_variables(
     state: ServerState, effort: str | None, known: frozenset[str], param: str
 ) -> dict[str, Any]:
-    """Returns the variables by which a chat template gets an effort of reasoning.
+    """Returns the variables that pass a reasoning effort to the chat template.
 
-    A template without efforts may have a switch that turns thinking off, which is "none". A model
-    that does not reason makes no effort anyway.
+    A template without the variable `reasoning_effort` may have a switch for thinking. For the
+    effort "none" the switch is turned off. Any other effort has no place in such a template, and is
+    declined as a hint.
 
     Args:
+        effort: the requested effort; None for no request.
         known: the variables that the template uses.
-
-    Other templates have no place for an effort, which is ignored then.
+        param: name of the request's field, for the error.
 
     Raises:
-        ApiError: it would be ignored, but the server refuses hints.
+        ApiError: the effort has no place in the template, and the server refuses hints.
     """
     if effort is None:
         return {}
@@ -70,11 +75,11 @@ def thinking_switch(
 ) -> dict[str, Any]:
     """Returns the template's variables that turn thinking on or off.
 
-    A wish to think is a hint, which a model that cannot think ignores.
+    A request for thinking is a hint: it is declined for a model that cannot think.
 
     Raises:
-        ApiError: the model cannot be kept from thinking, or cannot think and the server refuses
-            hints.
+        ApiError: the template cannot turn the model's thinking off; or the model cannot think, and
+            the server refuses hints.
     """
     thinks = state.chat_format.reasoning is not None
     for name in _SWITCHES:
@@ -98,11 +103,15 @@ def reasoning_tokens(usage: CompletionUsage) -> int:
 
 
 class BudgetedChatGeneration:
-    """A chat generation of one choice whose thinking ends after about `budget` tokens.
+    """A chat generation with one choice whose thinking ends after about `budget` tokens.
 
-    A model that still thinks then is stopped, its block of thinking is closed for it, and it
-    continues from there; the prefix cache holds what was computed so far. It may think a few tokens
-    more, as tokens arrive several at a time. The dialogue must be one `with_tokens`.
+    If the model is still thinking then, its generation is aborted. A second generation continues
+    from the same tokens with the thinking block closed; the prefix cache has their KV. Tokens
+    arrive several at a time, so the thinking may exceed the budget by a few.
+
+    Args:
+        generation: the generation to bound; its dialogue has `with_tokens`.
+        budget: most tokens of thinking.
     """
 
     def __init__(self, state: ServerState, generation: ChatGeneration, budget: int) -> None:
@@ -142,7 +151,7 @@ class BudgetedChatGeneration:
 
     @property
     def usage(self) -> CompletionUsage:
-        """Token counts; the tokens that close the block count as thinking."""
+        """Token counts. The tokens that close the thinking block count as thinking."""
         usage, extra = self._thinking.usage, len(self._closing)
         thought = usage.completion_tokens + extra
         if self._answer is not None:
@@ -159,8 +168,10 @@ class BudgetedChatGeneration:
         return format is not None and format.close not in text
 
     def _continue_with_answer(self, token_ids: list[int]) -> ChatGeneration | None:
-        """Returns the generation that continues after the thinking; None where there is no room for
-        one."""
+        """Returns the generation of the answer after the thinking.
+
+        Returns None if max_tokens or the context leaves no room for an answer.
+        """
         format = self._state.chat_format.reasoning
         closing = format.closing if format is not None else ""
         self._closing = self._tokenizer.encode(closing, add_special_tokens=False).tolist()
