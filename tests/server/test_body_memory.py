@@ -99,7 +99,7 @@ def test_a_body_that_gave_way_takes_no_more() -> None:
             with pytest.raises(ApiError, match="hold all"):
                 held.take(b"x")
             with pytest.raises(ApiError, match="hold all"):
-                held.whole()
+                held.finish()
         assert budget.used == 0
 
     run(go())

@@ -12,7 +12,7 @@ from quire.router.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.rate_limits import RateLimiter, RateLimits
-from quire.server.context.request_context import limit_exceeded
+from quire.server.context.request_context import limit_error
 from quire.server.http.auth import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS, find_key
 from quire.server.http.context_middleware import limit_headers
 from quire.server.http.error_handler import is_anthropic
@@ -67,7 +67,7 @@ class Allowance:
         tokens = self._prompt + _max_answer_tokens(body)
         taken, self.levels = self.limiter.take_tokens(self.key, tokens)
         if not taken and self.levels.tokens is not None:
-            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+            raise limit_error("tokens", self.levels.tokens, tokens)
         self._taken = tokens
 
     def settle(self, used: int | None, computed: bool, pieces: int) -> None:
@@ -158,9 +158,9 @@ class ClientKeys:
         taken, levels = self._limiter.take_request(key)
         if not taken:
             if levels.tokens is not None and levels.tokens.remaining < 1:
-                raise limit_exceeded("tokens", levels.tokens, 1)
+                raise limit_error("tokens", levels.tokens, 1)
             if levels.requests is not None:
-                raise limit_exceeded("requests", levels.requests, 1)
+                raise limit_error("requests", levels.requests, 1)
         counts = key.tokens_per_minute is not None and path not in UNQUEUED_PATHS
         return Allowance(key, self._limiter, is_anthropic(path), counts, levels)
 

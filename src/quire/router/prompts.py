@@ -48,11 +48,11 @@ async def read_body(
                     )
                 held.take(chunk)
                 if not message.get("more_body", False):
-                    return held.whole()
+                    return held.finish()
                 more = bodies.BODY_SECONDS + size / bodies.BODY_BYTES_PER_SECOND
                 timeout.reschedule(began + more)
     except TimeoutError:
-        raise held.late() from None
+        raise held.late_error() from None
 
 
 # Keys of prompts. Replicas that hold the KV of a prompt's beginning are found by these keys.

@@ -95,15 +95,15 @@ _RETRY_SECONDS = 1.0
 """Time after which a full queue is likely to have room."""
 
 
-def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
+def unsupported_error(param: str, why: str = "is not supported by this server") -> ApiError:
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
-def stopping() -> ApiError:
+def stopping_error() -> ApiError:
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
 
 
-def asleep() -> ApiError:
+def asleep_error() -> ApiError:
     return ApiError(
         503,
         "The engine sleeps until POST /wake_up.",
@@ -112,7 +112,7 @@ def asleep() -> ApiError:
     )
 
 
-def engine_dead(end: str = "") -> ApiError:
+def engine_dead_error(end: str = "") -> ApiError:
     """end: what is known of how it died."""
     return ApiError(
         503,
@@ -122,7 +122,7 @@ def engine_dead(end: str = "") -> ApiError:
     )
 
 
-def overloaded() -> ApiError:
+def overloaded_error() -> ApiError:
     return ApiError(
         503,
         "The server has as many requests waiting as it may (--max-queue, --max-queue-tokens); try "
@@ -175,13 +175,13 @@ def as_api_error(error: BaseException) -> ApiError:
         status = 404 if error.code in _NOT_FOUND else 400
         return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
-        return overloaded()
+        return overloaded_error()
     if isinstance(error, CompilerBusyError):
         return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
     if isinstance(error, BrokenLogitsError):
         return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):
-        return engine_dead()
+        return engine_dead_error()
     if isinstance(error, PeerMismatchError):
         return ApiError(409, str(error), code="peer_mismatch", retry=False)
     if isinstance(error, HTTPException):

@@ -45,19 +45,21 @@ FILES = {
 def add_playground(app: FastAPI) -> None:
     """Adds one route per file, so that no path is ever made from a client's."""
     for path, name in FILES.items():
-        app.add_api_route(path, _sender(name), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(
+            path, _file_handler(name), methods=["GET", "HEAD"], include_in_schema=False
+        )
 
 
 def add_root(app: FastAPI) -> None:
     """Adds `HEAD /` to a server without the playground: clients ask it first of all."""
-    app.add_api_route("/", _nothing, methods=["HEAD"], include_in_schema=False)
+    app.add_api_route("/", _empty_answer, methods=["HEAD"], include_in_schema=False)
 
 
-async def _nothing(request: Request) -> Response:
+async def _empty_answer(request: Request) -> Response:
     return Response()
 
 
-def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
+def _file_handler(name: str) -> Callable[[Request], Awaitable[Response]]:
     data = (_FOLDER / name).read_bytes()
     tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
     headers = {**_HEADERS, "etag": tag}

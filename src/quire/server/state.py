@@ -26,7 +26,13 @@ from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKeys
 from quire.server.context.body_budget import BodyBudget
 from quire.server.context.rate_limits import RateLimiter
-from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
+from quire.server.errors import (
+    ApiError,
+    asleep_error,
+    engine_dead_error,
+    overloaded_error,
+    stopping_error,
+)
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.tracing import Tracing
@@ -160,27 +166,27 @@ class ServerState:
     def check_alive(self) -> None:
         """Raises ApiError, 503, or EngineDeadError unless there is an engine."""
         if self.client.asleep:
-            raise asleep()
+            raise asleep_error()
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
 
     def check_health(self) -> None:
         """Raises ApiError, 503, where the engine should live and does not: says how it ended."""
         if not self.client.asleep and not self.client.alive:
-            raise engine_dead(self.client.end)
+            raise engine_dead_error(self.client.end)
 
     def check_ready(self) -> None:
         """Raises ApiError, 503, unless requests are taken. However many wait, they are."""
         self.check_alive()
         if self.draining:
-            raise stopping()
+            raise stopping_error()
         if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def stop_generations(self) -> None:
         """Ends all running generations with an error that tells clients why."""
         for generation in list(self.generations):
-            generation.fail(stopping())
+            generation.fail(stopping_error())
 
     def note_full(self, tenant: str) -> None:
         """Notes that the engine has just refused a tenant's request because too many wait."""
@@ -192,7 +198,7 @@ class ServerState:
         The next request is not even read then, so that refusing many costs little.
         """
         if time.monotonic() < self._full_until.get(tenant, 0.0):
-            raise overloaded()
+            raise overloaded_error()
 
     @property
     def adapters(self) -> tuple[str, ...]:

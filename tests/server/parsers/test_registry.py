@@ -144,5 +144,5 @@ def test_names() -> None:
     assert tool_parser("none", "<tool_call>") is None
     format = reasoning_format("deepseek_r1", "")
     assert format is not None
-    assert format.implied
+    assert format.implicit_open
     assert reasoning_format("none", "</think>") is None

@@ -122,13 +122,13 @@ class ChoiceParser:
         Args:
             waiting: number of waiting tokens from earlier pieces.
         """
-        if think.answering:
+        if think.in_answer:
             return piece.text
         reasoning, answer, block = think.feed(piece.text)
         undecided = think.undecided
         if piece.finish_reason is not None:
             rest = think.finish()
-            inside = not undecided and not think.answering
+            inside = not undecided and not think.in_answer
             if inside and self._tools is not None and piece.finish_reason == "stop":
                 rest = _before_calls(self._tools, rest[0])
             reasoning, answer = reasoning + rest[0], answer + rest[1]
@@ -138,7 +138,7 @@ class ChoiceParser:
         if block:
             whole = block == len(piece.text)
             count = waiting + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
-        elif not think.answering and not undecided:
+        elif not think.in_answer and not undecided:
             count = len(self._token_ids)
         self.reasoning_tokens += count
         tokens = self._take_tokens(count) if count else ([], [])

@@ -15,7 +15,7 @@ from quire.errors import OverloadedError, RequestError
 from quire.features.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
-from quire.server.context.request_context import RequestContext, timed_out
+from quire.server.context.request_context import RequestContext, timeout_error
 from quire.server.errors import ApiError
 from quire.server.state import ServerState
 from quire.server.telemetry.metrics import RequestTimer
@@ -154,7 +154,7 @@ class TextGeneration:
     def _time_out(self) -> None:
         if self._running:
             self.context.end = "timeout"
-            self.fail(timed_out())
+            self.fail(timeout_error())
 
     def fail(self, error: ApiError) -> None:
         """Aborts the running prompts. `batches` raises `error` after the text so far."""
@@ -275,7 +275,7 @@ class TextGeneration:
             info.logprobs = update.prompt_logprobs
             info.num_cached_tokens = update.num_cached_tokens
             # With an adapter, block hashes depend on a name that only the engine knows.
-            if self.context.reports and index == 0 and not self.context.adapter:
+            if self.context.wants_report and index == 0 and not self.context.adapter:
                 self.context.report = encode_report(
                     info.token_ids, self.cache_salt, self.state.client.config.block_size
                 )

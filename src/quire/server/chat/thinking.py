@@ -15,7 +15,7 @@ from quire.server.chat.generation import ChatGeneration
 from quire.server.chat.prompt import RenderedPrompt
 from quire.server.chat.text import CompletionTokensDetails, CompletionUsage
 from quire.server.context.hints import decline, refuses_hints
-from quire.server.errors import unsupported
+from quire.server.errors import unsupported_error
 from quire.server.state import ServerState
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def effort_variables(
     if not refuses_hints():
         decline(param)
         return {}
-    raise unsupported(
+    raise unsupported_error(
         param,
         f"{effort[:40]!r} has no place in the model's chat template, which does not use "
         "'reasoning_effort'; --ignore-reasoning-effort ignores it",
@@ -89,9 +89,9 @@ def thinking_switch(
         if not refuses_hints():
             decline(param)
             return {}
-        raise unsupported(param, "asks for thinking, but this model is not known to think")
+        raise unsupported_error(param, "asks for thinking, but this model is not known to think")
     if not on and thinks:
-        raise unsupported(
+        raise unsupported_error(
             param, "asks for no thinking, but the model's chat template has no switch for it"
         )
     return {}
@@ -188,7 +188,7 @@ class BudgetedChatGeneration:
             request_id=f"{dialogue.request_id}-answer",
         )
         rendered, context = RenderedPrompt(closing, prompt), self._thinking.context
-        context.continues = True
+        context.is_continuation = True
         context.completion_tokens += len(self._closing)
         return ChatGeneration(self._state, self._tokenizer, dialogue, rendered, context)
 

@@ -162,7 +162,7 @@ def constrain_params(
             body = f"{body} | {call}"
         else:
             # If the format also marks text, no first character has to be kept for calls.
-            first = "" if parser.marks_text else parser.first
+            first = "" if parser.marks_text else parser.first_chars
             body = rules.optional_call(call, parser.starts, first, answer)
     if reasons and format.reasoning is not None:
         turn = rules.literal(format.reasoning.turn)

@@ -82,7 +82,7 @@ class ApiKeys:
         ]
         if self._args.api_key_file is not None:
             keys += self._read(Path(self._args.api_key_file))
-        _check_different(keys)
+        _check_unique(keys)
         self._by_tag = {self._tag(key.digest): key for key in keys}
 
     def reload(self) -> None:
@@ -108,7 +108,7 @@ class ApiKeys:
         """Returns the digests of the admins' keys; none where no key is needed."""
         return [key.digest for key in self._by_tag.values() if key.admin]
 
-    def with_digest(self, digest: bytes) -> ApiKey | None:
+    def find_by_digest(self, digest: bytes) -> ApiKey | None:
         """Returns the key of a secret's digest, which must come from here; None: there is no such
         key any more."""
         if not self.required:
@@ -128,13 +128,13 @@ class ApiKeys:
             raw = read_bounded(path, MAX_FILE_BYTES)
             mode = path.stat().st_mode
         except OSError as error:
-            raise _wrong(f"cannot read {path}: {error.strerror}") from None
+            raise _key_file_error(f"cannot read {path}: {error.strerror}") from None
         try:
             tables = tomllib.loads(raw.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise _wrong(f"{path} is not valid TOML: {error}") from None
+            raise _key_file_error(f"{path} is not valid TOML: {error}") from None
         if len(tables) > MAX_KEYS:
-            raise _wrong(f"{path} has {len(tables)} keys; at most {MAX_KEYS} are possible")
+            raise _key_file_error(f"{path} has {len(tables)} keys; at most {MAX_KEYS} are possible")
         if mode & (stat.S_IRGRP | stat.S_IROTH) and any("key" in t for t in tables.values()):
             logger.warning("%s holds keys and can be read by other users", path)
         return [self._parse(path, name, table) for name, table in tables.items()]
@@ -142,62 +142,68 @@ class ApiKeys:
     def _parse(self, path: Path, name: str, table: Any) -> ApiKey:
         where = f"{path}, [{name[:64]}]"
         if not _NAME.fullmatch(name):
-            raise _wrong(f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@' and '-'")
+            raise _key_file_error(
+                f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@' and '-'"
+            )
         if not isinstance(table, dict):
-            raise _wrong(f"{where}: must be a table, as in [{name}]")
+            raise _key_file_error(f"{where}: must be a table, as in [{name}]")
         for field in table:
             if field not in _FIELDS:
-                raise _wrong(f"{where}: unknown {field[:64]!r}; known are {', '.join(_FIELDS)}")
+                raise _key_file_error(
+                    f"{where}: unknown {field[:64]!r}; known are {', '.join(_FIELDS)}"
+                )
         fields: dict[str, Any] = {}
         for limit in ("requests_per_minute", "tokens_per_minute"):
             value = table.get(limit)
             if value is not None:
                 if type(value) is not int or not 0 <= value <= 10**12:
-                    raise _wrong(f"{where}: {limit} must be an integer >= 0 (0 is no limit)")
+                    raise _key_file_error(
+                        f"{where}: {limit} must be an integer >= 0 (0 is no limit)"
+                    )
                 fields[limit] = value
         share = table.get("share", 1.0)
         if type(share) not in (int, float) or not (math.isfinite(share) and 0.01 <= share <= 100):
-            raise _wrong(f"{where}: share must be a number from 0.01 to 100")
+            raise _key_file_error(f"{where}: share must be a number from 0.01 to 100")
         models = table.get("models")
         if models is not None:
             if not isinstance(models, list) or not all(isinstance(m, str) and m for m in models):
-                raise _wrong(f"{where}: models must be a list of names")
+                raise _key_file_error(f"{where}: models must be a list of names")
             fields["models"] = frozenset(models)
         admin = table.get("admin", False)
         if type(admin) is not bool:
-            raise _wrong(f"{where}: admin must be true or false")
+            raise _key_file_error(f"{where}: admin must be true or false")
         fields["admin"] = admin
-        return self._key(name, _digest_in(table, where), share=float(share), **fields)
+        return self._key(name, _read_digest(table, where), share=float(share), **fields)
 
 
 def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def _digest_in(table: dict[str, Any], where: str) -> bytes:
+def _read_digest(table: dict[str, Any], where: str) -> bytes:
     secret, digest = table.get("key"), table.get("key_sha256")
     if (secret is None) == (digest is None):
-        raise _wrong(f"{where}: needs one of key and key_sha256")
+        raise _key_file_error(f"{where}: needs one of key and key_sha256")
     if secret is not None:
         if not isinstance(secret, str) or not check_secret(secret):
-            raise _wrong(f"{where}: key must be printable ASCII without spaces")
+            raise _key_file_error(f"{where}: key must be printable ASCII without spaces")
         return digest_of(secret.encode())
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
-        raise _wrong(f"{where}: key_sha256 must be 64 hexadecimal digits")
+        raise _key_file_error(f"{where}: key_sha256 must be 64 hexadecimal digits")
     return bytes.fromhex(digest)
 
 
-def _check_different(keys: Iterable[ApiKey]) -> None:
+def _check_unique(keys: Iterable[ApiKey]) -> None:
     names: dict[bytes, str] = {}
     taken = set()
     for key in keys:
         if key.digest in names:
-            raise _wrong(f"{names[key.digest]} and {key.name} have the same key")
+            raise _key_file_error(f"{names[key.digest]} and {key.name} have the same key")
         if key.name in taken:
-            raise _wrong(f"there are two keys of the name {key.name}")
+            raise _key_file_error(f"there are two keys of the name {key.name}")
         names[key.digest] = key.name
         taken.add(key.name)
 
 
-def _wrong(message: str) -> ConfigError:
+def _key_file_error(message: str) -> ConfigError:
     return ConfigError(f"api_key_file: {message}", "api_key_file")

@@ -29,7 +29,7 @@ class BodyBudget:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.used = 0
-        self._coming: dict[HeldBody, float] = {}
+        self._incoming: dict[HeldBody, float] = {}
         """The moment of each body's last byte, oldest first."""
 
     @contextmanager
@@ -44,23 +44,23 @@ class BodyBudget:
     def _grow(self, body: HeldBody, size: int) -> None:
         """Raises ApiError, 503, where there is no room for more bytes of a body."""
         now = asyncio.get_running_loop().time()
-        self._coming.pop(body, None)
+        self._incoming.pop(body, None)
         while self.used + size > self.limit:
-            oldest = next(iter(self._coming), None)
-            if oldest is None or now - self._coming[oldest] < STALLED_SECONDS:
-                raise self.refusal()
+            oldest = next(iter(self._incoming), None)
+            if oldest is None or now - self._incoming[oldest] < STALLED_SECONDS:
+                raise self.full_error()
             oldest.give_way()
         self.used += size
-        self._coming[body] = now
+        self._incoming[body] = now
 
     def _shrink(self, body: HeldBody, size: int) -> None:
-        self._coming.pop(body, None)
+        self._incoming.pop(body, None)
         self.used -= size
 
-    def _arrived(self, body: HeldBody) -> None:
-        self._coming.pop(body, None)
+    def _mark_complete(self, body: HeldBody) -> None:
+        self._incoming.pop(body, None)
 
-    def refusal(self) -> ApiError:
+    def full_error(self) -> ApiError:
         return ApiError(
             503,
             f"The bodies of requests hold all of the {self.limit / 1e6:g} MB that they may take "
@@ -70,7 +70,7 @@ class BodyBudget:
         )
 
 
-def too_late() -> ApiError:
+def late_body_error() -> ApiError:
     return ApiError(408, "The body did not arrive in time.", code="timeout")
 
 
@@ -92,26 +92,26 @@ class HeldBody:
     def take(self, chunk: bytes) -> None:
         """Appends a chunk. Raises ApiError, 503."""
         if self._gave_way:
-            raise self._budget.refusal()
+            raise self._budget.full_error()
         more = max(0, len(self._data) + len(chunk) - FREE_BYTES) - self._counted
         if more:
             self._budget._grow(self, more)
             self._counted += more
         self._data += chunk
 
-    def whole(self) -> bytearray:
+    def finish(self) -> bytearray:
         """Returns the body, which has come to its end and gives way to no other. Raises ApiError,
         503, if it has given way already."""
         if self._gave_way:
-            raise self._budget.refusal()
-        self._budget._arrived(self)
+            raise self._budget.full_error()
+        self._budget._mark_complete(self)
         return self._data
 
-    def late(self) -> ApiError:
+    def late_error(self) -> ApiError:
         """Returns the error to answer when `timeout` is over."""
         if self._gave_way:
-            return self._budget.refusal()
-        return too_late()
+            return self._budget.full_error()
+        return late_body_error()
 
     def give_way(self) -> None:
         """Ends the reading, and frees the bytes at once."""
@@ -121,6 +121,6 @@ class HeldBody:
             self.timeout.reschedule(asyncio.get_running_loop().time())
 
     def release(self) -> None:
-        """Frees the bytes. Whoever still has the result of `whole` keeps them alive."""
+        """Frees the bytes. Whoever still has the result of `finish` keeps them alive."""
         self._budget._shrink(self, self._counted)
         self._counted, self._data = 0, bytearray()

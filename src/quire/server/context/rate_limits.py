@@ -73,7 +73,7 @@ class RateLimiter:
         self._table = mmap.mmap(self._file.fileno(), size)
         self._clock = clock
         self._mutex = threading.Lock()
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
 
     def close(self) -> None:
         self._table.close()
@@ -113,37 +113,37 @@ class RateLimiter:
         with self._mutex:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
-                place = self._place(key.name)
-                digest, *state = _SLOT.unpack_from(self._table, place)
+                offset = self._offset(key.name)
+                digest, *state = _SLOT.unpack_from(self._table, offset)
                 bucket = _KeyBuckets(key, self._clock(), *state)
                 yield bucket
-                _SLOT.pack_into(self._table, place, digest, *bucket.state())
+                _SLOT.pack_into(self._table, offset, digest, *bucket.state())
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _place(self, name: str) -> int:
+    def _offset(self, name: str) -> int:
         """Returns the offset of the key's bucket.
 
         The bucket is the first slot, from one given by the name's digest on, that is the key's own
         or free. In a full table it replaces the one at that first slot.
         """
-        place = self._places.get(name)
+        offset = self._offsets.get(name)
         digest = hashlib.sha256(name.encode()).digest()[:16]
-        if place is not None and self._table[place : place + 16] == digest:
-            return place
+        if offset is not None and self._table[offset : offset + 16] == digest:
+            return offset
         first = int.from_bytes(digest[:4], "big") % _SLOTS
         for step in range(_SLOTS):
-            place = (first + step) % _SLOTS * _SLOT.size
-            owner = self._table[place : place + 16]
+            offset = (first + step) % _SLOTS * _SLOT.size
+            owner = self._table[offset : offset + 16]
             if owner in (digest, bytes(16)):
                 break
         else:
-            place = first * _SLOT.size
+            offset = first * _SLOT.size
             owner = b""
         if owner != digest:
-            _SLOT.pack_into(self._table, place, digest, 0.0, 0.0, 0.0, 0.0)
-        self._places[name] = place
-        return place
+            _SLOT.pack_into(self._table, offset, digest, 0.0, 0.0, 0.0, 0.0)
+        self._offsets[name] = offset
+        return offset
 
 
 class _KeyBuckets:
@@ -160,8 +160,8 @@ class _KeyBuckets:
     ) -> None:
         self._key = key
         self._now = now
-        self.requests = _filled(key.requests_per_minute, requests, requests_at, now)
-        self.tokens = _filled(key.tokens_per_minute, tokens, tokens_at, now)
+        self.requests = _refill(key.requests_per_minute, requests, requests_at, now)
+        self.tokens = _refill(key.tokens_per_minute, tokens, tokens_at, now)
 
     def levels(self) -> RateLimits:
         key = self._key
@@ -184,7 +184,7 @@ class _KeyBuckets:
         return requests, requests_at, tokens, tokens_at
 
 
-def _filled(limit: int | None, level: float, at: float, now: float) -> float:
+def _refill(limit: int | None, level: float, at: float, now: float) -> float:
     if limit is None:
         return math.inf
     if at == 0.0:

@@ -41,7 +41,7 @@ class RequestContext:
         end: reason why its last completion ended.
         first_token: seconds until the first token.
         searched_tokens: tokens that beam searches made; answers have the best of them.
-        continues: further prompts go on where an answer was cut, and are counted already.
+        is_continuation: further prompts go on where an answer was cut, and are counted already.
         prompts: texts for the log, where prompts are logged.
         hints: the request's fields that its answer ignores.
         on_end: called once, when the request is over.
@@ -67,7 +67,7 @@ class RequestContext:
     cached_tokens: int = 0
     completion_tokens: int = 0
     searched_tokens: int = 0
-    continues: bool = False
+    is_continuation: bool = False
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
     adapter: str = ""
@@ -75,10 +75,10 @@ class RequestContext:
     prefill: str | None = None
     traceparent: str = ""
     tag: bytes = b""
-    reports: bool = False
+    wants_report: bool = False
     report: bytes = b""
-    reports_usage: bool = False
-    streams: bool = False
+    wants_usage: bool = False
+    is_stream: bool = False
     trace: RequestTrace | None = None
     hints: Hints | None = None
     on_end: Callable[[RequestContext], None] | None = None
@@ -103,9 +103,9 @@ class RequestContext:
         taken, self.levels = self.rate_limiter.take_request(self.key)
         if not taken:
             if self.levels.tokens is not None and self.levels.tokens.remaining < 1:
-                raise limit_exceeded("tokens", self.levels.tokens, 1)
+                raise limit_error("tokens", self.levels.tokens, 1)
             if self.levels.requests is not None:
-                raise limit_exceeded("requests", self.levels.requests, 1)
+                raise limit_error("requests", self.levels.requests, 1)
 
     def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
         """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
@@ -122,7 +122,7 @@ class RequestContext:
         tokens = prompt + (answer or 0) * completions
         taken, self.levels = self.rate_limiter.take_tokens(self.key, tokens)
         if not taken and self.levels.tokens is not None:
-            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+            raise limit_error("tokens", self.levels.tokens, tokens)
         self._taken += tokens
 
     def read_limits(self) -> None:
@@ -158,7 +158,7 @@ class RequestContext:
         return self.prompt_tokens + max(self.completion_tokens, self.searched_tokens)
 
     def observe(self, update: CompletionUpdate) -> None:
-        if update.prompt_token_ids is not None and not self.continues:
+        if update.prompt_token_ids is not None and not self.is_continuation:
             self.count_prompt(len(update.prompt_token_ids), update.num_cached_tokens)
         if update.token_ids:
             self.completion_tokens += len(update.token_ids)
@@ -191,11 +191,11 @@ def is_id(text: str) -> bool:
     return _GIVEN_ID.fullmatch(text) is not None
 
 
-def timed_out() -> ApiError:
+def timeout_error() -> ApiError:
     return ApiError(504, "The request took longer than --request-timeout allows.", code="timeout")
 
 
-def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
+def limit_error(what: str, left: LimitStatus, need: int) -> ApiError:
     """Returns the refusal of a request that needs more of a limit than is left. what: requests or
     tokens."""
     if need > left.limit:

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from quire.server import playground
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.request_context import context_in
-from quire.server.errors import ApiError, stopping
+from quire.server.errors import ApiError, stopping_error
 from quire.server.http.error_handler import error_response, is_anthropic, route_of
 from quire.server.http.hosts import HostCheck
 from quire.server.state import ServerState
@@ -88,17 +88,17 @@ class AuthMiddleware:
             self.hosts.check(scope)
             if path in self.public:
                 return
-            context.key = self._key(scope)
+            context.key = self._find_key(scope)
         if scope["method"] == "POST" and path in COUNTED_PATHS:
             if self.state.draining:  # on a connection that was open before
-                raise stopping()
+                raise stopping_error()
             context.take_request()
             if path not in UNQUEUED_PATHS:
                 self.state.check_room(context.tenant)
         else:
             context.read_limits()
 
-    def _key(self, scope: Scope) -> ApiKey:
+    def _find_key(self, scope: Scope) -> ApiKey:
         keys = self.state.keys
         return (
             find_key(keys, scope, "--api-key or --api-key-file")
@@ -112,12 +112,12 @@ def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
 
     Raises ApiError, 401.
     """
-    given = secrets_in(scope)
-    key = keys.find(given[0]) if len(given) == 1 else None
+    secrets = secrets_in(scope)
+    key = keys.find(secrets[0]) if len(secrets) == 1 else None
     if key is None:
-        if not given:
+        if not secrets:
             problem = "The API key is missing: send it as 'Authorization: Bearer KEY'"
-        elif len(given) > 1:
+        elif len(secrets) > 1:
             problem = "The request gives several API keys: send one"
         else:
             problem = "The API key is incorrect"
@@ -134,7 +134,7 @@ def secrets_in(scope: Scope) -> list[bytes]:
     """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
     key`.
 
-    The same secret given both ways counts once.
+    The same secret secrets both ways counts once.
     """
     found = []
     for name, value in scope["headers"]:

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from quire.server.context.body_budget import HeldBody, too_late
+from quire.server.context.body_budget import HeldBody, late_body_error
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError, from_validation
 from quire.server.state import state_of
@@ -86,7 +86,7 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         async with body_time(request, held) as timeout:
             async for chunk in body_chunks(request, limit, timeout):
                 held.take(chunk)
-        data = held.whole()
+        data = held.finish()
         if len(data) <= _OFF_LOOP_BYTES:
             return parse(data, model)
         loop, thread = asyncio.get_running_loop(), state.parse_thread
@@ -109,7 +109,7 @@ async def body_time(
                 held.timeout = timeout
             yield timeout
     except TimeoutError:
-        raise (too_late() if held is None else held.late()) from None
+        raise (late_body_error() if held is None else held.late_error()) from None
 
 
 async def body_chunks(

@@ -30,10 +30,10 @@ from quire.server.context.request_context import (
     duration,
     is_id,
 )
-from quire.server.errors import stopping
+from quire.server.errors import stopping_error
 from quire.server.http.error_handler import error_response, is_anthropic, route_of
 from quire.server.http.replica_proofs import TAG_HEADER, tag_in
-from quire.server.http.usage_report import ASK_HEADER, with_usage
+from quire.server.http.usage_report import ASK_HEADER, add_usage
 from quire.server.state import ServerState, new_id
 
 
@@ -89,7 +89,7 @@ class RequestContextMiddleware:
         scope["root_path"] = self.state.args.root_path
         context = scope[SCOPE_KEY] = self._context(scope)
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 headers = [
@@ -97,23 +97,23 @@ class RequestContextMiddleware:
                     *_headers(context, is_anthropic(route_of(scope))),
                 ]
                 message = {**message, "headers": headers}
-            await send(with_usage(message, context) if context.reports_usage else message)
+            await send(add_usage(message, context) if context.wants_usage else message)
 
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             # The time to drain is over. Raised, it would be logged as an error with its traceback.
             if not self.state.draining:
                 raise
             if not context.status:
-                await error_response(stopping(), scope)(scope, receive, sending)
+                await error_response(stopping_error(), scope)(scope, receive, send_with_headers)
         finally:
             context.release()
-            self._count(scope, context)
+            self._count_request(scope, context)
             if access.isEnabledFor(logging.INFO):
                 _log(scope, context)
 
-    def _count(self, scope: Scope, context: RequestContext) -> None:
+    def _count_request(self, scope: Scope, context: RequestContext) -> None:
         """Counts the request under its route's template, as clients could choose any path or
         method."""
         route = getattr(scope.get("route"), "path", _NO_ROUTE)
@@ -133,7 +133,7 @@ class RequestContextMiddleware:
         if tracing is not None and trace is not None:
             on_end = functools.partial(tracing.export, trace)
         context = RequestContext(
-            id=_given_id(scope) or new_id("req", "_"),
+            id=_client_request_id(scope) or new_id("req", "_"),
             key=batch_key or self.state.keys.anonymous,
             batch=batch_key is not None,
             rate_limiter=self.state.rate_limiter,
@@ -146,7 +146,7 @@ class RequestContextMiddleware:
         return context
 
 
-def _given_id(scope: Scope) -> str | None:
+def _client_request_id(scope: Scope) -> str | None:
     """Returns the client's request id, if it is well formed."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
@@ -156,16 +156,16 @@ def _given_id(scope: Scope) -> str | None:
 
 
 def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
-    """Reads what a router says: who computes the prompt, and what it wants to be told. peers:
-    others may compute prompts, and are told of the trace."""
+    """Reads what a router says: who computes the prompt, and what it wants to be values. peers:
+    others may compute prompts, and are values of the trace."""
     context.tag = tag_in(scope["headers"]) or b""
     for name, value in scope["headers"]:
         if name == PREFILL_HEADER:
             context.prefill = value.decode("latin-1").removeprefix(LOCAL)
         elif name == REPORT_HEADER:
-            context.reports = True
+            context.wants_report = True
         elif name == ASK_HEADER:
-            context.reports_usage = True
+            context.wants_usage = True
         elif name == b"traceparent" and peers and _TRACEPARENT.fullmatch(value):
             context.traceparent = value.decode()
 

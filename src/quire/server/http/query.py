@@ -23,7 +23,7 @@ class Query:
     """
 
     def __init__(self, request: Request, *names: str) -> None:
-        self._given: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         for name, value in request.query_params.multi_items():
             if name not in names:
                 raise ApiError(
@@ -32,25 +32,25 @@ class Query:
                     param=name[:100],
                     code="unknown_parameter",
                 )
-            if name in self._given:
+            if name in self._values:
                 raise _invalid(name, "it is given twice")
-            self._given[name] = value
+            self._values[name] = value
 
     def text(self, name: str) -> str | None:
-        return self._given.get(name)
+        return self._values.get(name)
 
     def flag(self, name: str) -> bool:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
         """Returns one of `allowed`, whose first is the default."""
-        value = self._given.get(name, allowed[0])
+        value = self._values.get(name, allowed[0])
         if value not in allowed:
             raise _invalid(name, f"it must be one of {', '.join(allowed)}")
         return value
 
     def integer(self, name: str, default: int, low: int, high: int = INT32_MAX) -> int:
-        value = self._given.get(name)
+        value = self._values.get(name)
         if value is None:
             return default
         digits = value.removeprefix("-")

@@ -39,7 +39,7 @@ class Challenge:
 
     def is_met(self, proof: bytes, address: tuple[str, int | None] | None) -> bool:
         """Tells whether an answer proves the key. address: to which the question was sent."""
-        place = _place(address)
+        place = _address_bytes(address)
         if place is None:
             return False
         return hmac.compare_digest(proof, _mac(self._digest, b"replica", self._nonce, place))
@@ -55,7 +55,7 @@ def prove(
         digests: of the keys that may be proved.
         address: this end of the connection.
     """
-    match, place = _CHALLENGE.fullmatch(header), _place(address)
+    match, place = _CHALLENGE.fullmatch(header), _address_bytes(address)
     if match is None or place is None:
         return None
     nonce, mac = match.groups()
@@ -65,7 +65,7 @@ def prove(
     return None
 
 
-def _place(address: tuple[str, int | None] | None) -> bytes | None:
+def _address_bytes(address: tuple[str, int | None] | None) -> bytes | None:
     """Returns an address and its port as both ends write them; None for what has none, such as a
     Unix socket."""
     if address is None:

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 Writer = Callable[[bytearray, list[T]], None]
 """Appends the bytes of a batch to the buffer."""
-Fail = Callable[[bytearray, ApiError], None]
+ErrorWriter = Callable[[bytearray, ApiError], None]
 
 
 class EventSource(Protocol[T]):
@@ -78,7 +78,7 @@ def write_data(buffer: bytearray, data: bytes) -> None:
     buffer += b"data: " + data + b"\n\n"
 
 
-def obfuscated(data: bytes) -> bytes:
+def obfuscate(data: bytes) -> bytes:
     """Pads a JSON object with random characters.
 
     An eavesdropper on the encrypted connection then learns less about its text from its size.
@@ -111,7 +111,7 @@ class EventStream(Response, Generic[T]):
         finish: Callable[[bytearray], None],
         *,
         metrics: ServerMetrics,
-        fail: Fail | None = None,
+        fail: ErrorWriter | None = None,
         is_long: Callable[[list[T]], bool] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:

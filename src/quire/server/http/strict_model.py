@@ -30,7 +30,7 @@ RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,12
 """A client's own name of a request."""
 
 
-def _token_ids(bias: Any) -> Any:
+def _check_bias(bias: Any) -> Any:
     """Checks a map of token ids to numbers up to the first error."""
     if not isinstance(bias, dict):
         return bias
@@ -64,31 +64,31 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name in _RESERVED_KWARGS or not name.isidentifier():
             raise RequestError(f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.")
     return kwargs
 
 
-LogitBias = Annotated[dict[str, float], BeforeValidator(_token_ids)]
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 """Further variables of the chat template."""
 
 
-def _short(metadata: dict[str, str]) -> dict[str, str]:
+def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if len(key) > 64 or len(value) > 512:
             raise RequestError("keys have at most 64 characters and values at most 512.")
     return metadata
 
 
-Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_check_metadata)]
 
 
-def _texts_or_ids(value: Any) -> Any:
+def _check_prompts(value: Any) -> Any:
     """Checks the shape of prompts up to the first error."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _fits(value)):
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_list_of_prompts(value)):
         return value
     raise RequestError(
         f"it must be a string, a list of token ids (integers from 0 to {INT32_MAX}), or a "
@@ -96,7 +96,7 @@ def _texts_or_ids(value: Any) -> Any:
     )
 
 
-def _fits(value: list[Any]) -> bool:
+def _is_list_of_prompts(value: list[Any]) -> bool:
     if type(value[0]) is int:
         return _is_ids(value)
     return all(
@@ -112,7 +112,7 @@ def _is_ids(items: list[Any]) -> bool:
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
 TextsOrIds = Annotated[
     Any,
-    AfterValidator(_texts_or_ids),
+    AfterValidator(_check_prompts),
     WithJsonSchema(
         {
             "anyOf": [
@@ -126,7 +126,7 @@ TextsOrIds = Annotated[
 """A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
 
 
-def _known_tier(tier: str) -> str:
+def _check_tier(tier: str) -> str:
     if tier in ("auto", "default"):
         return tier
     if refuses_hints():
@@ -138,7 +138,7 @@ def _known_tier(tier: str) -> str:
     return "default"
 
 
-ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_known_tier)]
+ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_check_tier)]
 """There is one tier, the default. Another one is a hint."""
 
 TruncationSide = Literal["left", "right"]
@@ -172,7 +172,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, data: Any) -> Any:
+    def _drop_unknown_nulls(cls, data: Any) -> Any:
         """Drops unknown fields that are null, which ask for nothing."""
         if not isinstance(data, dict) or None not in data.values():
             return data

@@ -19,16 +19,16 @@ _MARK = b"\n: quire-usage "
 """The comment, with the end of the line before it."""
 
 
-def with_usage(message: Message, context: RequestContext) -> Message:
-    """Returns a message of an answer, told of in `context`, that tells what the request used."""
+def add_usage(message: Message, context: RequestContext) -> Message:
+    """Returns a message of an answer, values of in `context`, that tells what the request used."""
     used = context.used_tokens
     if message["type"] == "http.response.start":
         kinds = [value for name, value in message["headers"] if name == b"content-type"]
-        context.streams = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        context.is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
         if any(kind.startswith(b"application/json") for kind in kinds):
             headers = [*message["headers"], (USED_HEADER, b"%d" % used)]
             return {**message, "headers": headers}
-    elif context.streams and not message.get("more_body", False):
+    elif context.is_stream and not message.get("more_body", False):
         return {**message, "body": message.get("body", b"") + _MARK[1:] + b"%d\n\n" % used}
     return message
 
@@ -36,29 +36,29 @@ def with_usage(message: Message, context: RequestContext) -> Message:
 class UsageReader:
     """Takes what a server tells off an answer. headers: of the answer.
 
-    used: tokens; None while it has told none.
+    used: tokens; None while it has values none.
     """
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
-        told = dict(headers)
-        self.used = _number(told.get(USED_HEADER, b""))
-        self._streams = told.get(b"content-type", b"").startswith(b"text/event-stream")
-        self._last = b"\n"
+        values = dict(headers)
+        self.used = _number(values.get(USED_HEADER, b""))
+        self._is_stream = values.get(b"content-type", b"").startswith(b"text/event-stream")
+        self._last_byte = b"\n"
         """The last byte that was passed on."""
         self._held = b""
 
     def pass_on(self, part: bytes) -> bytes:
         """Returns what of the body is the client's by now."""
-        if not self._streams:
+        if not self._is_stream:
             return part
-        data = self._last + self._held + part
+        data = self._last_byte + self._held + part
         at = data.rfind(_MARK)
         if at < 0:
             sizes = range(min(len(data), len(_MARK) - 1), 1, -1)
             at = next((len(data) - n for n in sizes if data.endswith(_MARK[:n])), len(data) - 1)
-        given, self._held = data[1 : at + 1], data[at + 1 :]
-        self._last = data[at : at + 1]
-        return given
+        forwarded, self._held = data[1 : at + 1], data[at + 1 :]
+        self._last_byte = data[at : at + 1]
+        return forwarded
 
     def end(self) -> bytes:
         """Returns what is left of a body that has come to its end."""

@@ -88,7 +88,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def closing(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
+def closing_socket(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
     """Closes the socket in the end, and removes a Unix socket's name."""
     try:
         yield

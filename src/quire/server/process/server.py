@@ -16,7 +16,7 @@ from quire.server.apis.batch.service import open_store
 from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
+from quire.server.process.listen import bind, closing_socket, tls_context, url_of, warn_if_open
 from quire.server.process.supervisor import Supervisor
 from quire.server.process.uvicorn_server import serve
 
@@ -56,7 +56,10 @@ def run_server(
         sock.close()
         sock = bind(server_args, shared=True)
     store = open_store(server_args)
-    with closing(sock, server_args), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        closing_socket(sock, server_args),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_serve(engine_args, server_args, sock, tls, store, on_ready, on_progress))
 
 

@@ -86,7 +86,7 @@ class Supervisor:
             asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)
         ]
         stopped = asyncio.create_task(self._stopping.wait())
-        waiting = asyncio.create_task(_all(ready))
+        waiting = asyncio.create_task(_wait_for_all(ready))
         await asyncio.wait((waiting, stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             on_ready()
@@ -120,7 +120,7 @@ class Supervisor:
         while not self._stopping.is_set():
             began = time.monotonic()
             worker = await self._start()
-            status = await self._watched(worker, number, ready)
+            status = await self._watch(worker, number, ready)
             self._workers.discard(worker)
             multiprocess.mark_process_dead(worker.pid, str(self._metrics))  # type: ignore[no-untyped-call]
             if self._stopping.is_set():
@@ -130,7 +130,7 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _PAUSE)
 
-    async def _watched(
+    async def _watch(
         self, worker: asyncio.subprocess.Process, number: int, ready: asyncio.Event
     ) -> int:
         """Waits for a worker's end; ends one that has said nothing for too long.
@@ -172,6 +172,6 @@ class Supervisor:
         return worker
 
 
-async def _all(events: Sequence[asyncio.Event]) -> None:
+async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()

@@ -22,7 +22,7 @@ from quire.server.process.uvicorn_server import serve
 from quire.server.telemetry import logs
 from quire.system import end_with
 
-_LIFE_SECONDS = 1.0
+_ALIVE_SECONDS = 1.0
 READY_LINE = b"ready\n"
 
 
@@ -31,7 +31,7 @@ class WorkerConfig(msgspec.Struct):
 
     Attributes:
         engines: addresses of the engines' sockets.
-        fd: a listening socket that all workers share; None binds an own one to the port in `args`.
+        fd: a listening socket that all workers config; None binds an own one to the port in `args`.
         limits: file of the keys' rate limits.
         owner: process id of the supervisor.
     """
@@ -46,34 +46,36 @@ class WorkerConfig(msgspec.Struct):
 def main() -> None:
     import uvloop
 
-    share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    end_with(share.owner)
-    logs.configure(share.args)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    end_with(config.owner)
+    logs.configure(config.args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_work(share))
+        runner.run(_serve(config))
 
 
-async def _work(share: WorkerConfig) -> None:
-    living = asyncio.create_task(_show_life())
-    client = await EngineClient.attach(*share.engines)
+async def _serve(config: WorkerConfig) -> None:
+    alive_reports = asyncio.create_task(_report_alive())
+    client = await EngineClient.attach(*config.engines)
     try:
-        app = build_app(client, share.args, Path(share.limits))
-        tls = tls_context(share.args)
-        sock = bind(share.args, shared=True) if share.fd is None else socket.socket(fileno=share.fd)
-        await serve(app, sock, tls, share.args, lambda: _say(READY_LINE))
+        app = build_app(client, config.args, Path(config.limits))
+        tls = tls_context(config.args)
+        sock = (
+            bind(config.args, shared=True) if config.fd is None else socket.socket(fileno=config.fd)
+        )
+        await serve(app, sock, tls, config.args, lambda: _write_line(READY_LINE))
     finally:
-        living.cancel()
+        alive_reports.cancel()
         await client.shutdown()
 
 
-async def _show_life() -> None:
+async def _report_alive() -> None:
     """Tells the supervisor that the event loop turns, until the worker ends."""
     while True:
-        _say(b"alive\n")
-        await asyncio.sleep(_LIFE_SECONDS)
+        _write_line(b"alive\n")
+        await asyncio.sleep(_ALIVE_SECONDS)
 
 
-def _say(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

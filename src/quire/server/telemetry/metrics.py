@@ -127,14 +127,14 @@ class ServerMetrics:
         self.queued.observe(queued)
 
     def text(self) -> bytes:
-        registry = self._collected()
+        registry = self._scrape_registry()
         if self.vllm_model is None:
             return generate_latest(registry)
-        also = CollectorRegistry()
-        also.register(VllmNames(registry, self.vllm_model))
-        return generate_latest(registry) + generate_latest(also)
+        vllm_registry = CollectorRegistry()
+        vllm_registry.register(VllmNames(registry, self.vllm_model))
+        return generate_latest(registry) + generate_latest(vllm_registry)
 
-    def _collected(self) -> CollectorRegistry:
+    def _scrape_registry(self) -> CollectorRegistry:
         if MULTIPROCESS not in os.environ:
             return self.registry
         registry = CollectorRegistry()
@@ -168,7 +168,7 @@ def _size(file: Path) -> int:
 class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("about", "first", "last", "metrics", "open", "outputs", "start")
+    __slots__ = ("first", "last", "metrics", "open", "outputs", "prompt_counts", "start")
 
     def __init__(self, metrics: ServerMetrics, n: int) -> None:
         self.metrics = metrics
@@ -176,7 +176,7 @@ class RequestTimer:
         metrics.started.inc(n)
         self.start = time.perf_counter()
         self.first: float | None = None
-        self.about: tuple[int, int, float] | None = None
+        self.prompt_counts: tuple[int, int, float] | None = None
         self.last: dict[int, float] = {}
         self.outputs: dict[int, int] = {}
 
@@ -185,8 +185,8 @@ class RequestTimer:
         metrics, index, count = self.metrics, update.index, len(update.token_ids)
         if update.prompt_token_ids is not None:
             prompt = len(update.prompt_token_ids)
-            self.about = prompt, update.num_cached_tokens, update.queued
-            metrics.count_prompt(*self.about)
+            self.prompt_counts = prompt, update.num_cached_tokens, update.queued
+            metrics.count_prompt(*self.prompt_counts)
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:
@@ -210,7 +210,7 @@ class RequestTimer:
 
     def phases(self) -> PromptPhases:
         """Returns the phases so far."""
-        prompt, cached, queued = self.about or (0, 0, None)
+        prompt, cached, queued = self.prompt_counts or (0, 0, None)
         outputs = sum(self.outputs.values())
         now = time.perf_counter()
         return PromptPhases(self.start, now, queued, self.first, prompt, cached, outputs)

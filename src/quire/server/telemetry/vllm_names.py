@@ -52,21 +52,21 @@ class VllmNames(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._source.collect():
             for name in NAMES.get(metric.name, ()):
-                yield self._renamed(metric, f"vllm:{name}")
+                yield self._rename(metric, f"vllm:{name}")
             if metric.name == _BLOCKS:
                 yield self._usage(metric.samples)
 
-    def _renamed(self, metric: Metric, name: str) -> Metric:
-        made = Metric(name, metric.documentation, metric.type)
+    def _rename(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
         for sample in metric.samples:
             labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
-            made.samples.append(
+            renamed.samples.append(
                 sample._replace(
                     name=name + sample.name.removeprefix(metric.name),
                     labels={**labels, "model_name": self._model},
                 )
             )
-        return made
+        return renamed
 
     def _usage(self, samples: Iterable[Sample]) -> Metric:
         """Returns the share of KV blocks in use, in the KV group that is fullest."""
@@ -74,7 +74,7 @@ class VllmNames(Collector):
         for sample in samples:
             blocks.setdefault(sample.labels["group"], {})[sample.labels["state"]] = sample.value
         shares = [states["used"] / max(1.0, sum(states.values())) for states in blocks.values()]
-        made = Metric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "gauge")
+        renamed = Metric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "gauge")
         labels = {"model_name": self._model}
-        made.add_sample(made.name, labels, max(shares, default=0.0))
-        return made
+        renamed.add_sample(renamed.name, labels, max(shares, default=0.0))
+        return renamed

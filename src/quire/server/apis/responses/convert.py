@@ -35,7 +35,7 @@ from quire.server.apis.responses.store import ResponseStore
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
-from quire.server.errors import ApiError, unsupported
+from quire.server.errors import ApiError, unsupported_error
 from quire.server.state import ServerState, new_id
 
 _ID_PREFIX = {
@@ -134,7 +134,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         variables["verbosity"] = verbosity
     elif verbosity not in (None, "medium"):
         if refuses_hints():
-            raise unsupported("text.verbosity", "has no place in the model's chat template")
+            raise unsupported_error("text.verbosity", "has no place in the model's chat template")
         decline("text.verbosity")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
