@@ -58,7 +58,7 @@ def test_bodies_beyond_the_memory_are_refused_and_small_ones_pass() -> None:
             end.set()
             assert {(await each).status_code for each in set(asked) - done} == {200}
             assert bodies.used == 0
-            assert not bodies._coming
+            assert not bodies._incoming
 
     run(go())
 

@@ -170,7 +170,7 @@ class _Connection(asyncio.Protocol):
         """Ends the connection.
 
         Args:
-            error: raised to whoever waits for the rest of the answer.
+            error: raised in the task that waits for the rest of the answer.
         """
         self._error, self._keep_alive = self._error or error, False
         if not self._head.done():
@@ -411,14 +411,14 @@ class Upstream:
             connection.abort()
 
     def abort_all(self) -> None:
-        """Ends all connections in use. Whoever waits for an answer gets ReplicaLostError."""
+        """Ends all connections in use. Tasks that wait for an answer get ReplicaLostError."""
         while self._in_use:
             self._in_use.pop().abort()
 
     def abort_silent(self, seconds: float) -> None:
         """Ends the connections in use that have been silent for longer than `seconds`.
 
-        Whoever waits for their answers gets SilentError.
+        Tasks that wait for their answers get SilentError.
         """
         now = asyncio.get_running_loop().time()
         for connection in [each for each in self._in_use if each.silence(now) > seconds]:

@@ -1,4 +1,4 @@
-"""API keys of `--api-key` and of a key file, and the limits of each."""
+"""The API keys of `--api-key` and of a key file, with the limits of each key."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ApiKey:
     """An API key.
 
     Attributes:
-        name: names the key in logs, limits and traces.
+        name: the key's name in logs, limits and traces.
         digest: SHA-256 of the secret.
-        requests_per_minute, tokens_per_minute: None is no limit.
+        requests_per_minute, tokens_per_minute: rate limits; None is unlimited.
         share: weight of the key's requests in the engine's fair scheduling.
-        models: names of the models and adapters that it may use; None is all.
-        admin: may load and unload adapters, see the settings and forget cached prefixes.
+        models: names of the models and adapters that it may use; None allows all.
+        admin: the key may load and unload adapters, read the settings and clear the prefix cache.
     """
 
     name: str
@@ -56,7 +56,11 @@ class ApiKey:
 
 
 class ApiKeys:
-    """All API keys. Without any, every request belongs to `anonymous`."""
+    """All API keys of a server.
+
+    Attributes:
+        anonymous: the key of every request to a server without keys.
+    """
 
     def __init__(self, args: ServerArgs) -> None:
         self._args = args
@@ -67,14 +71,14 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Tells whether a key is needed."""
+        """Tells whether requests need a key."""
         return bool(self._args.api_key) or self._args.api_key_file is not None
 
     def load(self) -> None:
         """Reads the key file.
 
         Raises:
-            ConfigError: the file is wrong; the keys stay as they were.
+            ConfigError: the file is invalid. The keys stay as they were.
         """
         keys = [
             self._key(f"api-key-{place}", digest_of(secret.encode()), admin=True)
@@ -95,22 +99,25 @@ class ApiKeys:
             logger.info("%d keys", len(self._by_tag))
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """Returns the key of a secret.
+        """Returns the key with this secret; None if there is none.
 
-        The time taken does not tell which key was close, or how close: keys are looked up by a
-        keyed hash that a client cannot steer, and compared in constant time.
+        The time that it takes reveals nothing about the keys. They are looked up by a hash with a
+        random salt, which a client cannot predict, and are compared in constant time.
         """
         digest = digest_of(secret)
         key = self._by_tag.get(self._tag(digest), self.anonymous)
         return key if hmac.compare_digest(digest, key.digest) else None
 
     def admin_digests(self) -> list[bytes]:
-        """Returns the digests of the admins' keys; none where no key is needed."""
+        """Returns the digests of the admins' keys; an empty list without keys."""
         return [key.digest for key in self._by_tag.values() if key.admin]
 
     def find_by_digest(self, digest: bytes) -> ApiKey | None:
-        """Returns the key of a secret's digest, which must come from here; None: there is no such
-        key any more."""
+        """Returns the key with this digest; None if it was removed.
+
+        Args:
+            digest: a digest that this server has stored. A client must not be able to choose it.
+        """
         if not self.required:
             return self.anonymous if digest == self.anonymous.digest else None
         return self._by_tag.get(self._tag(digest))

@@ -37,7 +37,7 @@ COUNTED_PATHS = frozenset(
         "/v1/batches",
     }
 )
-"""Routes whose POST requests count against their key's limit."""
+"""Routes whose POST requests count against the key's rate limits."""
 
 UNQUEUED_PATHS = frozenset(
     {
@@ -50,14 +50,14 @@ UNQUEUED_PATHS = frozenset(
         "/v1/batches",
     }
 )
-"""Counted routes that do not use the engine."""
+"""Counted routes that do not put a request into the engine's queue."""
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key, and takes each request from its key's limit.
+    """Refuses requests without a valid key, and charges each request to its key's limit.
 
-    The route is decided on the path as the router will see it, by exact match: no other spelling (a
-    prefix, a doubled or a trailing slash) is taken for a public route.
+    A path is public only if it matches a public route exactly, in the form in which the router sees
+    it. A prefix, a doubled slash or a trailing slash does not match.
     """
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
@@ -70,7 +70,7 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # websockets: there are none
+        if scope["type"] != "http":  # The server has no websockets.
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
@@ -82,7 +82,11 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
-        """Raises ApiError: 401, 403, 429, or 503 while the queue is full or the server stops."""
+        """Checks a request's host and key, and charges it to the key's limit.
+
+        Raises:
+            ApiError: 401, 403 or 429; 503 while the queue is full or the server stops.
+        """
         path, context = route_of(scope), context_in(scope)
         if not context.batch:
             self.hosts.check(scope)
@@ -90,7 +94,7 @@ class AuthMiddleware:
                 return
             context.key = self._find_key(scope)
         if scope["method"] == "POST" and path in COUNTED_PATHS:
-            if self.state.draining:  # on a connection that was open before
+            if self.state.draining:  # The connection was open before the server began to stop.
                 raise stopping_error()
             context.take_request()
             if path not in UNQUEUED_PATHS:
@@ -108,9 +112,13 @@ class AuthMiddleware:
 
 
 def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
-    """Returns the key that a request gives. flags: those that name the keys, for the error.
+    """Returns the API key of a request.
 
-    Raises ApiError, 401.
+    Args:
+        flags: the flags that define the keys, for the error.
+
+    Raises:
+        ApiError: 401.
     """
     secrets = secrets_in(scope)
     key = keys.find(secrets[0]) if len(secrets) == 1 else None
@@ -131,10 +139,10 @@ def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
 
 
 def secrets_in(scope: Scope) -> list[bytes]:
-    """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
-    key`.
+    """Returns the different secrets in a request's headers.
 
-    The same secret secrets both ways counts once.
+    They are in `Authorization`, and on Anthropic's routes in `x-api-key`. A secret that is in both
+    counts once.
     """
     found = []
     for name, value in scope["headers"]:

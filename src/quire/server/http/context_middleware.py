@@ -1,4 +1,4 @@
-"""Headers of answers that tell of a key's limits, by the names of each API."""
+"""The outermost middleware: request ids, deadlines, response headers and the access log."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ from quire.server.state import ServerState, new_id
 
 
 def limit_headers(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tuple[str, str]]:
-    """Yields names and values. what: requests or tokens."""
+    """Yields the headers that show one limit of a key, under the names of each API.
+
+    Args:
+        what: "requests" or "tokens".
+        left: the limit, and what is left of it.
+        anthropic: use the names of Anthropic's API instead of OpenAI's.
+    """
     remaining = str(max(0, math.floor(left.remaining)))
     if anthropic:
         reset = datetime.now(UTC) + timedelta(seconds=left.refill)
@@ -52,8 +58,6 @@ def limit_headers(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tup
         yield f"x-ratelimit-reset-{what}", duration(left.refill)
 
 
-# Outermost middleware: request ids, deadlines, response headers and the access log.
-
 access = logging.getLogger("quire.access")
 
 EXPOSED_HEADERS = [
@@ -66,7 +70,7 @@ EXPOSED_HEADERS = [
         for part in ("limit", "remaining", "reset")
     ),
 ]
-"""Response headers that scripts of allowed origins may read."""
+"""Response headers that scripts from allowed origins may read."""
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _NO_ROUTE = "other"
@@ -75,7 +79,7 @@ _CLIENT_GONE = 499
 
 
 class RequestContextMiddleware:
-    """Gives every request a context, and its answer the headers that tell of it."""
+    """Creates a context for each request, and adds headers about it to the answer."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
@@ -85,7 +89,7 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # The router takes it off a path where a proxy has left it on.
+        # Some proxies leave the root path on the request's path. Starlette removes it from there.
         scope["root_path"] = self.state.args.root_path
         context = scope[SCOPE_KEY] = self._context(scope)
 
@@ -102,7 +106,7 @@ class RequestContextMiddleware:
         try:
             await self.app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
-            # The time to drain is over. Raised, it would be logged as an error with its traceback.
+            # The drain time is over. If it were raised, uvicorn would log it with a traceback.
             if not self.state.draining:
                 raise
             if not context.status:
@@ -114,8 +118,10 @@ class RequestContextMiddleware:
                 _log(scope, context)
 
     def _count_request(self, scope: Scope, context: RequestContext) -> None:
-        """Counts the request under its route's template, as clients could choose any path or
-        method."""
+        """Counts the request under its route's template.
+
+        Clients choose paths and methods freely, so these must not become labels of metrics.
+        """
         route = getattr(scope.get("route"), "path", _NO_ROUTE)
         method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
         seconds = time.perf_counter() - context.began
@@ -127,7 +133,7 @@ class RequestContextMiddleware:
         timeout, tracing = self.state.args.request_timeout, self.state.tracing
         batch_key: ApiKey | None = scope.get(BATCH_KEY)
         if batch_key is not None:
-            timeout = None  # batches have a time limit of their own
+            timeout = None  # Batches have their own time limit.
         trace = None if tracing is None else tracing.begin(route_of(scope), scope)
         on_end = None
         if tracing is not None and trace is not None:
@@ -147,7 +153,7 @@ class RequestContextMiddleware:
 
 
 def _client_request_id(scope: Scope) -> str | None:
-    """Returns the client's request id, if it is well formed."""
+    """Returns the client's request id; None if it is missing or invalid."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text: str = value.decode("latin-1")
@@ -156,8 +162,11 @@ def _client_request_id(scope: Scope) -> str | None:
 
 
 def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
-    """Reads what a router says: who computes the prompt, and what it wants to be values. peers:
-    others may compute prompts, and are values of the trace."""
+    """Reads a router's headers: which peer computes the prompt, and which reports it wants.
+
+    Args:
+        peers: peers may compute prompts. The trace is then passed on to them.
+    """
     context.tag = tag_in(scope["headers"]) or b""
     for name, value in scope["headers"]:
         if name == PREFILL_HEADER:

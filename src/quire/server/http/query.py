@@ -1,4 +1,4 @@
-"""Query parameters, read as strictly as bodies."""
+"""Reads query parameters as strictly as bodies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ PAGING = ("after", "limit", "order")
 class Query:
     """A request's query parameters.
 
-    Raises ApiError, 400, for a parameter that is not in `names`, is given twice, or is of the wrong
-    kind.
+    Args:
+        names: the parameters that the route has.
+
+    Raises:
+        ApiError: 400, a parameter is unknown, repeated or of the wrong type.
     """
 
     def __init__(self, request: Request, *names: str) -> None:
@@ -43,7 +46,7 @@ class Query:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """Returns one of `allowed`, whose first is the default."""
+        """Returns one of `allowed`; the first is the default."""
         value = self._values.get(name, allowed[0])
         if value not in allowed:
             raise _invalid(name, f"it must be one of {', '.join(allowed)}")
@@ -70,12 +73,14 @@ def page_of(
     limit: int = 20,
     most: int = 100,
 ) -> tuple[list[T], bool]:
-    """Returns the items that `after`, `limit` and `order` ask for, and whether there are more.
+    """Returns the page that `after`, `limit` and `order` select, and whether more items follow.
 
     Args:
-        items: oldest first.
+        items: all items, oldest first.
+        ids: their ids, in the same order.
         order: the two orders, the default first.
-        limit: default of `limit`, which may be up to `most`.
+        limit: default of the parameter `limit`.
+        most: largest allowed `limit`.
     """
     if query.choice("order", order) == "desc":
         items, ids = items[::-1], ids[::-1]

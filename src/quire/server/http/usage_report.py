@@ -1,7 +1,7 @@
-"""Tells a router that limits keys over the fleet what a request has used.
+"""Reports a request's tokens to a router, which limits keys over its whole fleet.
 
-An answer in one piece says it in a header. A stream of events ends with a comment, which the router
-takes off. Streams of bare text say nothing.
+A JSON answer has the number in a header. A stream of events has it in a comment at its end, which
+the router removes. A stream of plain text has no report.
 """
 
 from __future__ import annotations
@@ -11,16 +11,21 @@ from starlette.types import Message
 from quire.server.context.request_context import RequestContext
 
 ASK_HEADER = b"x-quire-report-usage"
-"""A request's header: the answer is to tell."""
+"""Header of a request that asks for the report."""
 USED_HEADER = b"x-quire-usage"
-"""An answer's header: tokens of prompts and answers."""
+"""Header of an answer with the report: tokens of the prompts and of the answers."""
 
 _MARK = b"\n: quire-usage "
-"""The comment, with the end of the line before it."""
+"""Beginning of the comment, with the end of the line before it."""
 
 
 def add_usage(message: Message, context: RequestContext) -> Message:
-    """Returns a message of an answer, values of in `context`, that tells what the request used."""
+    """Returns an ASGI message of an answer with the report added.
+
+    Args:
+        message: the answer's start, or a part of its body.
+        context: the request's context.
+    """
     used = context.used_tokens
     if message["type"] == "http.response.start":
         kinds = [value for name, value in message["headers"] if name == b"content-type"]
@@ -34,9 +39,13 @@ def add_usage(message: Message, context: RequestContext) -> Message:
 
 
 class UsageReader:
-    """Takes what a server tells off an answer. headers: of the answer.
+    """Removes the report from a server's answer.
 
-    used: tokens; None while it has values none.
+    Args:
+        headers: the answer's headers.
+
+    Attributes:
+        used: the reported tokens; None until the report has arrived.
     """
 
     def __init__(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -44,11 +53,14 @@ class UsageReader:
         self.used = _number(values.get(USED_HEADER, b""))
         self._is_stream = values.get(b"content-type", b"").startswith(b"text/event-stream")
         self._last_byte = b"\n"
-        """The last byte that was passed on."""
+        """The last byte that was returned."""
         self._held = b""
 
     def pass_on(self, part: bytes) -> bytes:
-        """Returns what of the body is the client's by now."""
+        """Returns the bytes of the body that may be forwarded.
+
+        Bytes that may begin the comment are held back.
+        """
         if not self._is_stream:
             return part
         data = self._last_byte + self._held + part
@@ -61,7 +73,7 @@ class UsageReader:
         return forwarded
 
     def end(self) -> bytes:
-        """Returns what is left of a body that has come to its end."""
+        """Returns the last bytes of the body, without the comment."""
         if self._held.startswith(_MARK[1:]):
             self.used = _number(self._held.removeprefix(_MARK[1:]).strip())
             self._held = b""

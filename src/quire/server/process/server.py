@@ -1,4 +1,4 @@
-"""Entry point of the server: binds, launches the engine, serves, drains and stops."""
+"""Entry point of the server: it binds, launches the engine, serves, drains and stops."""
 
 from __future__ import annotations
 
@@ -33,14 +33,18 @@ def run_server(
 ) -> None:
     """Serves until SIGINT or SIGTERM.
 
-    It then stops accepting, lets running requests finish for `drain_timeout` seconds, and returns.
-    A second signal does not wait for them.
+    It then refuses new requests, gives running ones `drain_timeout` seconds to finish, and returns.
+    A second signal ends it at once.
+
+    Args:
+        on_ready: called once the server answers requests.
+        on_progress: called with the progress of the engine's start.
 
     Raises:
         ConfigError: the address cannot be bound, or a setting is wrong.
         ModelError: the model cannot be loaded.
     """
-    import uvloop
+    import uvloop  # Not available on every platform, and needed only here.
 
     if "simulate_acceptance" in (engine_args.speculative or {}):
         raise ConfigError(
@@ -48,11 +52,12 @@ def run_server(
             "speculative",
         )
     engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
-    # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
+    # Loading the model may take minutes. Binding first reports a taken port at once.
     tls = tls_context(server_args)
     sock = bind(server_args)
     if server_args.api_workers > 1 and server_args.uds is None:
-        # Two servers that shared a port by mistake would each get half of the requests.
+        # The exclusive bind above fails if another server has the port. Without it both servers
+        # would share the port, and each would get half of the requests.
         sock.close()
         sock = bind(server_args, shared=True)
     store = open_store(server_args)

@@ -1,8 +1,8 @@
 """One of several API processes that share a port: `python -m quire.server.process.worker`.
 
-Reads a `WorkerConfig` from standard input, attaches to the engine that the supervisor has started,
-and serves until it is told to stop or its supervisor is gone. On standard output it says "alive"
-every second, and once "ready".
+It reads a `WorkerConfig` from standard input, attaches to the supervisor's engine, and serves until
+a signal arrives or the supervisor is gone. On standard output it writes "alive" every second, and
+"ready" once.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class WorkerConfig(msgspec.Struct):
     """Configuration of a worker, sent by its supervisor.
 
     Attributes:
+        args: the server's settings.
         engines: addresses of the engines' sockets.
-        fd: a listening socket that all workers config; None binds an own one to the port in `args`.
-        limits: file of the keys' rate limits.
+        fd: a listening socket that all workers share; None binds a new one to the port in `args`.
+        limits: path of the file with the keys' rate limits.
         owner: process id of the supervisor.
     """
 
@@ -44,7 +45,7 @@ class WorkerConfig(msgspec.Struct):
 
 
 def main() -> None:
-    import uvloop
+    import uvloop  # Not available on every platform, and needed only here.
 
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     end_with(config.owner)
@@ -69,7 +70,7 @@ async def _serve(config: WorkerConfig) -> None:
 
 
 async def _report_alive() -> None:
-    """Tells the supervisor that the event loop turns, until the worker ends."""
+    """Writes a line every second, which shows the supervisor that the event loop is running."""
     while True:
         _write_line(b"alive\n")
         await asyncio.sleep(_ALIVE_SECONDS)
