@@ -233,8 +233,8 @@ class ServerArgs(ApiArgs):
     )
     engine_restarts: int = _setting(
         3,
-        "Most restarts of an engine that dies, with growing pauses. The count starts again once the "
-        "engine has run for a minute.",
+        "Most restarts of an engine that dies, with growing pauses. The count starts again once "
+        "the engine has run for a minute.",
     )
     data_parallel_size: int = _setting(
         1,
@@ -261,9 +261,9 @@ class ServerArgs(ApiArgs):
     )
     transport: Literal["tcp", "nixl", "ipc"] = _setting(
         "tcp",
-        "How KV is transferred. tcp: TCP connections, or shared memory between servers of one host. "
-        "nixl: ranks read the cache of the peer's ranks (needs the extra `nixl`). ipc: the same "
-        "between GPUs of one host, with CUDA only.",
+        "How KV is transferred. tcp: TCP connections, or shared memory between servers of one "
+        "host. nixl: ranks read the cache of the peer's ranks (needs the extra `nixl`). ipc: the "
+        "same between GPUs of one host, with CUDA only.",
     )
     lease_timeout: float = _setting(
         10.0, "Seconds without a message from a peer after which it counts as dead."

@@ -364,9 +364,9 @@ def test_what_does_not_travel_is_refused(
         ({"kv_port": 70000}, "kv_port"),
         ({"role": "prefill", "kv_port": 8000, "port": 8000}, "is also the API's port"),
         ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
-        ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
+        ({"role": "prefill", "data_parallel_size": 2}, "start several servers"),
         ({"transport": "ipc"}, "transport only applies to servers with peers"),
-        ({"remote_prefill_tokens": 64}, "give peer, or role=prefill or decode"),
+        ({"remote_prefill_tokens": 64}, "set peer, or role=prefill or decode"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:
