@@ -1,4 +1,4 @@
-"""A replica that answers the router's questions well, and requests with any bytes."""
+"""A replica with valid answers to the router's questions, and with any bytes for requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ READY = (b"/ready", b"/load", b"/v1/models", b"/kv/events")
 
 
 class HostileReplica:
-    """Answers each request by `answer`, and sends what it returns.
+    """Answers each request with the bytes that `answer` returns.
 
     Attributes:
-        answer: from a request's target, tag and body to bytes.
-        questions: targets of questions that are answered by `answer`, too.
-        late: as `answer`; sent before the next answer on the same connection.
-        more: runs behind each answer.
-        sent: bytes of all answers.
+        answer: maps a request's target, tag and body to the bytes to send.
+        questions: targets of the router's questions that also get these bytes.
+        late: maps as `answer`; its bytes go before the next answer on the same connection.
+        more: runs after each answer.
+        sent: number of bytes of all answers.
     """
 
     def __init__(self, answer: Callable[[bytes, bytes, bytes], bytes]) -> None:

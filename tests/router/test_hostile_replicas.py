@@ -1,4 +1,4 @@
-"""The router before replicas that break HTTP, fall silent, or send without an end."""
+"""The router with replicas that break HTTP, fall silent, or never stop sending."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("tagged", [False, True])
 def test_clients_get_no_answer_of_another(apart: bool, tagged: bool) -> None:
-    """Each request has two answers, the second at once or after the next request has come."""
+    """Each request gets two answers: the second one at once, or after the next request."""
 
     async def main() -> None:
         def second(target: bytes, tag: bytes, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Servers that join a fleet, and who gets the replicas' key."""
+"""Servers join a fleet, and only some of them get the replicas' key."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_key_goes_to_nobody_else(
             assert refused.status_code == 502
             assert impostor.keys_seen == []
             assert "does not prove" in caplog.text
-            # By its address, whoever runs the router can trust it all the same.
+            # The router's settings can trust it by its address.
             setup.fleet.hosts.trust("127.0.0.1", int(impostor.url.rpartition(":")[2]))
             await join(setup, impostor.url)
             assert impostor.keys_seen

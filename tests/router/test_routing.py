@@ -1,4 +1,4 @@
-"""The router before servers that refuse, die, hang and come back."""
+"""The router with servers that refuse, die, hang and come back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def routed(
     body_memory: int = 100_000,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
-    """A router before these, all of which are ready."""
+    """Yields a router for these replicas once all of them are ready."""
     async with contextlib.AsyncExitStack() as stack:
         for replica in replicas:
             await stack.enter_async_context(serving(replica))
@@ -160,7 +160,9 @@ def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
             await setup.until(lambda: not any(r.healthy for r in setup.fleet))
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
-            first.status = second.status = 503  # as a server does that stops, sleeps, is dead
+            first.status = second.status = (
+                503  # as a server answers that is stopping, asleep or dead
+            )
             answer = await setup.ask()
             assert (answer.status_code, answer.content) == (503, b"refused")
             first.ready, first.status = True, 200
@@ -190,7 +192,7 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
 
 
 def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
-    """Ends of connections do not come from a process that is stopped, or a host that is gone."""
+    """A stopped process, or a host that is gone, does not close its connections."""
 
     async def main() -> None:
         first, second = FakeReplica(), FakeReplica()
@@ -203,7 +205,7 @@ def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
             await setup.until(lambda: standing.state.running == 2)
             await setup.until(lambda: standing.health == "lost")
             second.gate.set()
-            # What had no answer yet gets one from the other.
+            # A request without an answer so far gets one from the other replica.
             assert [(await each).content for each in waiting] == [b"one two"] * 2
             ends = await asyncio.gather(*begun, return_exceptions=True)
             assert sum(isinstance(end, httpx.RemoteProtocolError) for end in ends) == 1
@@ -216,7 +218,7 @@ def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
 
 
 def test_requests_of_a_slow_replica_are_not_given_up() -> None:
-    """Parts of answers still come from it, though it answers no looks in time."""
+    """Parts of answers still arrive, although it misses its health checks."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -264,7 +266,7 @@ def test_an_answer_that_breaks_ends_the_clients_connection() -> None:
             (dying if dying.seen else other).die()
             with pytest.raises(httpx.RemoteProtocolError):
                 await asked
-            # What was passed on cannot be taken back: no other replica was asked.
+            # The client has a part of the answer already, so no other replica was tried.
             assert len(dying.seen) + len(other.seen) == 1
             text = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert "quire_router_broken_answers_total 1.0" in text
@@ -487,7 +489,7 @@ def test_what_is_no_such_server_is_lost_and_cannot_join(
 
 
 def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
-    """Limits count once, whichever replica answers, and tell of themselves as a server's do."""
+    """A limit counts over all replicas, and the answers' headers show it as a server's do."""
     file = tmp_path / "keys.toml"
     file.write_text('[a]\nkey = "aa"\nrequests_per_minute = 3\n[b]\nkey = "bb"\n')
     file.chmod(0o600)
@@ -537,7 +539,7 @@ def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
 
 
 def test_tokens_of_the_fleet() -> None:
-    """An estimate is taken first, as on a server, and what a server says it used counts then."""
+    """An estimate is taken first. Then the tokens that the server reports count."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     def left(answer: httpx.Response) -> int:
@@ -556,7 +558,7 @@ def test_tokens_of_the_fleet() -> None:
             assert replica.seen[-1][2]["x-quire-report-usage"] == "1"
             used = 20 * len(tail)
             assert 0 <= left(answer) - (1000 - (used - 20) - 201) < 100  # the bucket fills up
-            # In one piece it is told by a header, which is not passed on.
+            # A JSON answer reports it in a header, which is not forwarded.
             replica.headers = ((b"x-quire-usage", b"300"), (b"content-type", b"application/json"))
             replica.parts = (b"{}", b": quire-usage 1")
             answer = await setup.ask()
@@ -564,7 +566,7 @@ def test_tokens_of_the_fleet() -> None:
                 b"{}: quire-usage 1",
                 None,
             )
-            # What never fits is refused for good; what does not fit now, until it does.
+            # A request above the limit itself is not to be retried; any other may be, later.
             over = await setup.ask(json={"prompt": "x" * 4000, "max_tokens": 100})
             assert (over.status_code, over.json()["error"]["type"]) == (429, "tokens")
             assert "may need 1101 tokens" in over.json()["error"]["message"]
@@ -574,7 +576,7 @@ def test_tokens_of_the_fleet() -> None:
             assert "may need 1201 tokens" in over.json()["error"]["message"]
             over = await setup.ask(json={"prompt": "x", "max_tokens": 900})
             assert (over.status_code, int(over.headers["retry-after"]) > 0) == (429, True)
-            # A refused request gives all back, one that tells nothing what it took.
+            # A refused request gives all tokens back. Without a report the estimate counts.
             replica.headers, replica.status = (), 500
             await setup.ask(json={"prompt": "x", "max_tokens": 200})
             replica.status, replica.parts = 200, (b"data: 1\n\n",)
@@ -609,7 +611,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
             await setup.until(lambda: known.state.running == 0)
             replica.frozen = False
             assert 399 <= await left(setup) < 500
-            # What no replica takes gives all back.
+            # A request that no replica answers gives all tokens back.
             replica.die()
             for _ in range(3):
                 answer = await setup.ask(json={"prompt": "x", "max_tokens": 300})
@@ -620,7 +622,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
 
 
 def test_bodies_that_are_no_utf8() -> None:
-    """Passes on what clients send, for the servers to refuse, and refuses what is for itself."""
+    """The router forwards invalid bodies, and refuses those for its own routes."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     async def main() -> None:
@@ -661,7 +663,7 @@ def test_bodies_that_do_not_come_run_out_of_time(
 
 
 def test_bodies_beyond_the_memory_are_refused() -> None:
-    """A body counts until its answer begins, as until then it may be sent again."""
+    """A body counts until its answer begins, because until then it may be sent again."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -736,7 +738,7 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
             await setup.until(lambda: other.healthy)
             assert other.model is not None
             assert {entry.id for entry in other.model} == {"other"}
-            # The one that left serves what is served now.
+            # The replica that left serves the same model as the fleet by now.
             joined = await setup.http.post("/replicas", json={"url": first.url}, headers=ADMIN)
             assert joined.status_code == 200
 
@@ -744,7 +746,7 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
 
 
 def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
-    """A page of the router's own is none of another site to a replica."""
+    """A replica does not take the router's own page for another site's."""
 
     async def main() -> None:
         replica = FakeReplica()

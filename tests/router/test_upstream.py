@@ -1,4 +1,4 @@
-"""Connections to a replica: which of them are kept, and which given up."""
+"""Connections to a replica: when they are reused, and when they are closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = b"x" * ((1 << 18) + 100)
 
 
 def test_a_connection_that_is_not_read_from_is_not_kept() -> None:
-    """The end of a large answer has come, but nobody has read it."""
+    """The end of a large answer has arrived, but nobody has read it."""
 
     async def main() -> None:
         length = (b"content-length", b"%d" % len(LARGE))

@@ -36,7 +36,7 @@ _DECODER = msgspec.json.Decoder(_LengthFields)
 
 @dataclass(slots=True)
 class Allowance:
-    """What one request takes from its key's limits.
+    """The amounts that one request takes from its key's limits.
 
     Attributes:
         anthropic: the route is one of Anthropic's API, which names its headers differently.

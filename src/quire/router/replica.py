@@ -1,4 +1,4 @@
-"""What the router knows of a replica: its cached blocks, its load, its model and its health."""
+"""A replica as the router knows it: its cached blocks, its load, its model and its health."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def test_after_reasoning() -> None:
     assert accepts(closed, one)
     assert not accepts(closed, f"<think>\n</think>\n\n{one}")
     text = params_for("hermes", choice, reasoning="mistral", begins_open=True)
-    assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is no token
+    assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is not a token
 
 
 def test_headers_of_gpt_oss() -> None:

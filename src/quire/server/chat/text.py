@@ -82,7 +82,7 @@ class ChoiceText:
 
 @dataclass(slots=True)
 class PromptInfo:
-    """What the first update tells about its prompt.
+    """Data about a prompt from its first update.
 
     Attributes:
         token_ids: the prompt's token ids.

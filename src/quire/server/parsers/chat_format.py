@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a model writes tool calls and reasoning.
+    """The formats in which a model writes tool calls and reasoning.
 
     Attributes:
         tool_parser: parser of its tool calls; None if their format is unknown.
