@@ -96,8 +96,8 @@ class Chooser:
             index = self._next_in_turn(answerers)
             return RouteChoice(index, (Placement(candidates[index], index, prompt.size // 4),))
         known = self.prefixes.look_up(prompt)
-        # Ties are broken by the prompt's first key, so that several routers, which do not know of
-        # each other, send prompts with the same beginning to the same replica.
+        # The prompt's first key breaks ties. Several routers thus send prompts with the same
+        # beginning to the same replica, although they do not know of each other.
         first = int.from_bytes(known.keys[0][:8]) if known.keys else self._turn
         if len(answerers) == len(candidates):
             return self._choose_one(known, candidates, first)

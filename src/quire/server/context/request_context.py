@@ -97,7 +97,10 @@ class RequestContext:
 
     @property
     def tenant(self) -> str:
-        """The name for the engine's fair scheduling. No key has a slash in its name."""
+        """The engine's fair scheduling counts the request under this name.
+
+        No key has a slash in its name, so a batch's name cannot be another key's.
+        """
         return f"{self.key.name}/batch" if self.batch else self.key.name
 
     @property

@@ -45,7 +45,7 @@ class HarmonyParser(JsonToolParser):
             pass
 
     def _message(self) -> Generator[None, None, bool]:
-        """Reads a header, and the whole message unless that is text.
+        """Reads a header and, if its message is a call or analysis, also the message.
 
         Returns:
             True if the next header has begun.
