@@ -79,7 +79,7 @@ def write_data(buffer: bytearray, data: bytes) -> None:
     buffer += b"data: " + data + b"\n\n"
 
 
-def obfuscate(data: bytes) -> bytes:
+def pad_event(data: bytes) -> bytes:
     """Pads a JSON object with random characters.
 
     Its size then tells an eavesdropper on the encrypted connection less about its text.
