@@ -171,7 +171,7 @@ PLUGIN_POINTS = {
     "ops/choose.py:implementation": "the device's ops",
     "ops/launches.py:compiling": "the device's ops: kernels are compiled before graphs",
     "models/quantization.py": "weight formats: GGUF",
-    "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what the installed Triton lacks",
+    "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
     "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
     "runner/sized_model.py:_open_places": "places outside the device that blocks are moved to",
 }

@@ -1,4 +1,4 @@
-"""Requests to a server that speaks OpenAI's API, for commands of the terminal."""
+"""A small HTTP client with which the terminal's commands call a server with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,35 +13,43 @@ _MOST_NAME = 253
 
 
 def split_url(url: str, param: str = "url") -> SplitResult:
-    """Splits a server's address; http:// may be left out. param: the setting that has it.
+    """Splits a server's address into its parts.
+
+    Args:
+        url: the address; http:// may be left out.
+        param: name of the setting that holds the address, for the error.
 
     Raises:
-        ConfigError: `url` is no http address.
+        ConfigError: `url` is not an http address.
     """
     try:
         parts = urlsplit(url if "//" in url else f"http://{url}")
-        port = parts.port  # raises, where it is no number
-        name = (parts.hostname or "").encode("idna")  # raises, where a part is too long
+        port = parts.port  # raises ValueError if it is not a number
+        name = (parts.hostname or "").encode("idna")  # raises ValueError if a label is too long
         if len(name) > _MOST_NAME:
             raise ValueError(name)
     except ValueError:
         port = 0
     printed = url.isascii() and url.isprintable() and " " not in url
     if port == 0 or not printed or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url[:200]!r} is no http address", param)
+        raise ConfigError(f"{url[:200]!r} is not an http address", param)
     return parts
 
 
 class HttpClient:
-    """Sends requests, each on a connection of its own.
+    """Sends requests to one server, each on a new connection.
 
     Args:
-        url: the server's address; http:// and a /v1 at the end may be left out or given.
+        url: the server's address, with or without http:// and a trailing /v1.
         api_key: bearer key; None sends none.
-        timeout: seconds that a connection, or a part of an answer, may take.
+        timeout: seconds that connecting may take, and that each read may take.
+
+    Attributes:
+        address: host and port.
+        url: the address with its scheme and without /v1.
 
     Raises:
-        ConfigError: `url` is no http address, or the key cannot be sent.
+        ConfigError: `url` is not an http address, or the key is not printable ASCII.
     """
 
     def __init__(self, url: str, api_key: str | None = None, timeout: float = 600.0) -> None:
@@ -64,7 +72,14 @@ class HttpClient:
         body: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """Returns the connection, which the caller closes, and the answer, whatever its status.
+        """Sends a request and waits for the head of its answer.
+
+        Args:
+            path: path without the base path of `url`.
+            headers: further headers.
+
+        Returns:
+            The connection, which the caller closes, and the answer with any status.
 
         Raises:
             ConfigError: the server cannot be reached.

@@ -15,7 +15,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.engine.loop.embedding import embed_all
-from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import (
     Prompt,
     as_list,
@@ -345,7 +345,7 @@ def _worth_a_look(progress: StepProgress, followed: bool) -> Iterator[RequestPro
             yield progress[place]
 
 
-def _add(output: CompletionOutput, update: StreamUpdate) -> None:
+def _add(output: CompletionOutput, update: CompletionUpdate) -> None:
     output.text += update.text
     output.token_ids += update.token_ids
     if update.logprobs is not None:

@@ -32,7 +32,7 @@ from quire.engine.loop.messages import (
 )
 from quire.engine.loop.output import CompletionReader
 from quire.engine.loop.stats import EngineStats
-from quire.engine.process.client import EngineClient, StreamUpdate
+from quire.engine.process.client import CompletionUpdate, EngineClient
 from quire.engine.process.streams import RequestStream
 from quire.errors import (
     BrokenLogitsError,
@@ -63,12 +63,12 @@ def on_engine(work: Work, **settings: object) -> None:
     asyncio.run(asyncio.wait_for(go(), 120))
 
 
-def endless(client: EngineClient, name: str) -> AsyncIterator[StreamUpdate]:
+def endless(client: EngineClient, name: str) -> AsyncIterator[CompletionUpdate]:
     params = SamplingParams(max_tokens=None, ignore_eos=True)
     return client.generate([10, 20, 30], params, request_id=name)
 
 
-async def tokens_of(updates: AsyncIterator[StreamUpdate]) -> tuple[list[int], str | None]:
+async def tokens_of(updates: AsyncIterator[CompletionUpdate]) -> tuple[list[int], str | None]:
     found: list[int] = []
     reason = None
     async for update in updates:
@@ -132,7 +132,7 @@ def test_streams() -> None:
 
 
 def test_broken_logits_end_a_stream_with_an_error_after_its_text() -> None:
-    async def go() -> StreamUpdate:
+    async def go() -> CompletionUpdate:
         stream, params = RequestStream(), SamplingParams(max_tokens=9)
         client = EngineClient(SimpleNamespace())  # type: ignore[arg-type]
         client.tokenizer = None

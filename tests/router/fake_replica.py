@@ -1,4 +1,4 @@
-"""Servers of a test's own, in its event loop: what they answer, and when they die, it decides."""
+"""Fake servers in a test's event loop. The test decides what they answer and when they die."""
 
 from __future__ import annotations
 
@@ -28,12 +28,23 @@ from quire.server.http.replica_proofs import (
 
 @dataclass
 class FakeReplica:
-    """A server of one model. status: of answers to requests. parts: of their bodies; all but the
-    first wait for `gate`. stored: ids of answers that it has. peers: as it was told last.
-    events: to be sent. report: of each prompt. nonsense: its answer to the router's questions.
-    headers: of its answers. answers_late: how many more looks it lets wait. frozen: it keeps its
-    connections, and says nothing. key: it needs it, and proves it.
-    other_place: it proves it for another address, as a relay would. keys_seen: what it was sent."""
+    """A fake server with one model.
+
+    Attributes:
+        status: status of its answers to requests.
+        parts: parts of the answers' bodies; all but the first wait for `gate`.
+        stored: ids of the answers that it has stored.
+        peers: the peers that the router sent last.
+        events: events to send.
+        report: report about each prompt.
+        nonsense: its answer to the router's questions.
+        headers: headers of its answers.
+        answers_late: number of health checks that it will still let time out.
+        frozen: it keeps its connections, but sends nothing.
+        key: the key that it needs, and proves to have.
+        other_place: it proves the key for another address, as a relay would.
+        keys_seen: the keys that it was sent.
+    """
 
     name: str = "fake"
     checkpoint: str = "a"
@@ -106,7 +117,7 @@ class FakeReplica:
                 await self._stream(receive, send)
 
     def _proving(self, scope: Any, send: Any) -> Any:
-        """Returns `send` with a proof of the key, where the router asks for one."""
+        """Returns a `send` that adds a proof of the key if the router asks for one."""
         host, port = scope["server"]
         challenge = dict(scope["headers"]).get(CHALLENGE_HEADER, b"")
         digests = [] if self.key is None else [digest_of(self.key.encode())]
@@ -120,7 +131,7 @@ class FakeReplica:
         return self.key is None or sent == f"Bearer {self.key}".encode()
 
     async def _events(self, send: Any) -> None:
-        """Sends the lines that the test puts into `events`; 404 without any."""
+        """Sends the lines that the test puts into `events`; answers 404 without `events`."""
         if self.events is None:
             await _answer(send, 404, b"")
             return
@@ -152,7 +163,7 @@ class FakeReplica:
         await send({"type": "http.response.body", "body": b""})
 
     def die(self) -> None:
-        """Ends all connections, and takes no more."""
+        """Ends all connections, and accepts no more."""
         for listener in self.server.servers:
             listener.close()
         for connection in list(self.server.server_state.connections):

@@ -1,4 +1,4 @@
-"""A replica that answers the router's questions well, and requests with any bytes."""
+"""A replica with valid answers to the router's questions, and with any bytes for requests."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ READY = (b"/ready", b"/load", b"/v1/models", b"/kv/events")
 
 
 class HostileReplica:
-    """Answers each request by `answer`, and sends what it returns.
+    """Answers each request with the bytes that `answer` returns.
 
     Attributes:
-        answer: from a request's target, tag and body to bytes.
-        questions: targets of questions that are answered by `answer`, too.
-        late: as `answer`; sent before the next answer on the same connection.
-        more: runs behind each answer.
-        sent: bytes of all answers.
+        answer: maps a request's target, tag and body to the bytes to send.
+        questions: targets of the router's questions that also get these bytes.
+        late: maps as `answer`; its bytes go before the next answer on the same connection.
+        more: runs after each answer.
+        sent: number of bytes of all answers.
     """
 
     def __init__(self, answer: Callable[[bytes, bytes, bytes], bytes]) -> None:
@@ -39,7 +39,7 @@ class HostileReplica:
                 body = await reader.readexactly(int(fields[b"content-length"]))
                 target, tag = head.split(b" ")[1], fields[TAG_HEADER]
                 if target in READY and target not in self.questions:
-                    writer.write(well(target, tag))
+                    writer.write(valid_answer(target, tag))
                     continue
                 self.requests += 1
                 data = late + self.answer(target, tag, body)
@@ -52,7 +52,7 @@ class HostileReplica:
         writer.close()
 
 
-def well(target: bytes, tag: bytes) -> bytes:
+def valid_answer(target: bytes, tag: bytes) -> bytes:
     """Returns a server's answer to a router's question."""
     bodies = {
         b"/load": b'{"running": 0, "waiting": 0, "checkpoint": "a"}',

@@ -1,4 +1,4 @@
-"""The router before replicas that break HTTP, fall silent, or send without an end."""
+"""The router with replicas that break HTTP, fall silent, or never stop sending."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD_BOUND = 1 << 20
 async def before(replica: HostileReplica, **settings: Any) -> AsyncIterator[Setup]:
     async with hostile(replica) as url, routed(**settings) as setup:
         setup.fleet.join(url)
-        await setup.until(lambda: all(each.well for each in setup.fleet))
+        await setup.until(lambda: all(each.healthy for each in setup.fleet))
         yield setup
 
 
@@ -70,7 +70,7 @@ def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
                 good = FakeReplica()
                 good.gate.set()
                 setup.fleet.join(await stack.enter_async_context(serving(good)))
-                await setup.until(lambda: all(each.well for each in setup.fleet))
+                await setup.until(lambda: all(each.healthy for each in setup.fleet))
                 assert {(await setup.ask()).status_code for _ in range(3)} == {200}
 
     run(main)
@@ -79,7 +79,7 @@ def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("tagged", [False, True])
 def test_clients_get_no_answer_of_another(apart: bool, tagged: bool) -> None:
-    """Each request has two answers, the second at once or after the next request has come."""
+    """Each request gets two answers: the second one at once, or after the next request."""
 
     async def main() -> None:
         def second(target: bytes, tag: bytes, body: bytes) -> bytes:
@@ -138,7 +138,7 @@ def test_trailers_are_dropped_and_framing_is_bounded() -> None:
                 replica.answer = lambda *_, tail=tail: chunked + tail  # type: ignore[misc]
                 with contextlib.suppress(httpx.RemoteProtocolError):
                     assert (await setup.ask()).status_code == 502
-                await setup.until(lambda: all(each.well for each in setup.fleet))
+                await setup.until(lambda: all(each.healthy for each in setup.fleet))
 
     run(main)
 
@@ -169,7 +169,7 @@ def test_answers_without_an_end_are_not_read_to_it(where: str, question: bytes) 
             bound = HEAD_BOUND if where == "head" else 8 << 20
             assert first < bound * 2 + (8 << 20)
             replica.questions = ()
-            await setup.until(lambda: known.well)
+            await setup.until(lambda: known.healthy)
             assert failures >= 1
 
     run(main)
@@ -190,7 +190,7 @@ def test_a_replica_that_is_ready_but_silent() -> None:
                 assert replica.requests == asked + 1  # it may have been computed: not sent again
             with pytest.raises(httpx.RemoteProtocolError):
                 await setup.http.post("/v1/chat/completions", json={})
-            assert known.well
+            assert known.healthy
             assert known.state.running == 0
 
     run(main)
@@ -207,7 +207,7 @@ def test_a_model_that_changes_while_its_server_is_ready() -> None:
             assert (await setup.ask()).status_code == 200
             second.name = "other"  # it is alone
             await setup.until(lambda: {e.id for e in stays.model or ()} == {"other"})
-            assert stays.well
+            assert stays.healthy
 
     run(main)
 
@@ -220,8 +220,8 @@ def test_names_that_no_host_can_have(host: str) -> None:
             refused = await setup.http.post("/replicas", json={"url": url}, headers=ADMIN)
             assert refused.status_code == 400
             assert refused.json()["error"]["param"] == "url"
-            assert "is no http address" in refused.json()["error"]["message"]
-            with pytest.raises(ConfigError, match="is no http address"):
+            assert "is not an http address" in refused.json()["error"]["message"]
+            with pytest.raises(ConfigError, match="is not an http address"):
                 HttpClient(url)
 
     run(main)

@@ -1,4 +1,4 @@
-"""Servers that join a fleet, and who gets the replicas' key."""
+"""Servers join a fleet, and only some of them get the replicas' key."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_key_goes_to_whoever_proves_to_have_it() -> None:
             await asyncio.sleep(0.1)
             assert len(joining.keys_seen) == seen
             joining.key = KEY
-            await setup.until(lambda: known[0].well)
+            await setup.until(lambda: known[0].healthy)
 
     run(main)
 
@@ -58,7 +58,7 @@ def test_the_key_goes_to_nobody_else(
             assert refused.status_code == 502
             assert impostor.keys_seen == []
             assert "does not prove" in caplog.text
-            # By its address, whoever runs the router can trust it all the same.
+            # The router's settings can trust it by its address.
             setup.fleet.hosts.trust("127.0.0.1", int(impostor.url.rpartition(":")[2]))
             await join(setup, impostor.url)
             assert impostor.keys_seen
@@ -160,7 +160,7 @@ def test_hosts(entries: list[str], allowed: list[str], refused: list[str]) -> No
 
 @pytest.mark.parametrize("entry", ["", "a b", "http://a", "a/b", "10.0.0.0/99", "a:99999", "u@a"])
 def test_entries_that_are_no_hosts(entry: str) -> None:
-    with pytest.raises(ConfigError, match=r"replica_hosts: .* is none of a host"):
+    with pytest.raises(ConfigError, match=r"replica_hosts: .* is not HOST"):
         ReplicaHosts([entry])
 
 

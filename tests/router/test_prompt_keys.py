@@ -1,4 +1,4 @@
-"""Prompts of the router: equal beginnings have equal keys, others do not."""
+"""The router's keys of prompts: equal beginnings have equal keys, others do not."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_conversations_share_what_they_have_in_common() -> None:
     first, second = "x" * 3000, "y" * 3000
     one, two = prompt(messages=chat(first)), prompt(messages=chat(first, second))
     assert len(one) == 11
-    # The end of the array, where more follows, lies in the last piece, which is not whole.
+    # They first differ at the end of the array, which is in the last, incomplete piece.
     assert common(one, two) == 11
     assert common(two, prompt(messages=chat(first, "z" * 3000))) >= 11
     assert not common(one, prompt(messages=chat("z" + first)))

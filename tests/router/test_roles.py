@@ -1,4 +1,4 @@
-"""Replicas with roles: who computes a prompt, by what the replicas say of themselves."""
+"""Replicas with roles: which one computes a prompt, given their reports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ LONG, SHORT = prompt_of("x" * 40_000), prompt_of("x" * 400)
 def test_prompts_are_computed_apart_where_others_decode() -> None:
     chooser = Chooser("prefix")
     fleet = {0: state("prefill"), 1: state("decode", handover_seconds=0.05)}
-    # Nobody is made to wait here: the way there and back would be lost time.
+    # Nothing decodes here, so a handover would only cost time.
     idle = chooser.choose(LONG, fleet)
     assert (idle.index, idle.prefill, len(idle.placements)) == (1, "", 1)
     idle.end()
@@ -60,7 +60,7 @@ def test_prompts_are_computed_apart_where_others_decode() -> None:
     apart.answered()
     assert (fleet[0].running, fleet[0].waiting, fleet[1].running) == (0, 0, 1)
     apart.end()
-    # A handover that costs more than what it spares.
+    # The handover costs more than it saves.
     fleet[1] = state("decode", handover_seconds=5.0, running=2)
     assert chooser.choose(SHORT, fleet).prefill == ""
     # Its queue is too long.
@@ -75,7 +75,7 @@ def test_who_cannot_compute_for_others_is_not_chosen_for_it() -> None:
     assert chooser.choose(LONG, fleet).prefill == ""
     fleet[0].grants, fleet[1].peers = True, {}
     assert chooser.choose(LONG, fleet).prefill == ""
-    # With nobody to decode, a request runs where prompts are computed.
+    # Without a decode replica, a prefill replica runs the whole request.
     alone = chooser.choose(LONG, {0: state("prefill")})
     assert (alone.index, alone.prefill) == (0, None)
     for policy in ("round-robin", "least-loaded"):
@@ -98,7 +98,7 @@ def test_events_say_who_holds_a_prompt() -> None:
     fleet[first.index].settle(LONG.keys, blocks)
     first.end()
     assert fleet[first.index].held_tokens(known) == pytest.approx(10_000, rel=0.02)
-    # It is evicted there, and found in another one that was never asked.
+    # One replica evicts it, and another one, which had no request, reports it.
     fleet[first.index].take_line(line(removed=b"".join(name for _, name in blocks)))
     assert fleet[first.index].held_tokens(known) == 0
     other = (first.index + 1) % 3
@@ -148,7 +148,7 @@ def test_roles_over_http() -> None:
             assert sent["x-quire-report-prompt"] == "1"
             assert not writer.seen
             assert (first.state.running, second.state.running) == (0, 0)
-            # The same again is held: its few tokens are computed where it is answered.
+            # The prompt is cached now, so the answering replica computes its few other tokens.
             known = setup.fleet.chooser.prefixes.look_up(prompt_of("x" * 4000))
             assert second.state.held_tokens(known) > 900
             page = (await setup.http.get("/replicas", headers=ADMIN)).json()["replicas"]
@@ -156,7 +156,7 @@ def test_roles_over_http() -> None:
             assert [each["informed"] for each in page] == [False, True]
             metrics = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert 'quire_router_prompts_total{where="apart"} 1.0' in metrics
-            # The one that decodes is lost: the other one takes all of a request.
+            # The decode replica is lost, so the other one runs the whole request.
             writer.gate.set()
             reader.die()
             assert (await setup.ask(json={"prompt": "x" * 4000})).status_code == 200
@@ -194,7 +194,7 @@ def test_a_trace_spans_router_and_replicas() -> None:
             assert span.attributes is not None
             assert span.attributes["quire.replica"] == replica.url.partition("//")[2]
             assert span.attributes["http.response.status_code"] == 200
-            # And the one that decodes hands it on to the one that computes the prompt.
+            # The decode replica passes the trace on to the prefill replica.
             peer = Peer(replica.url, None, KVFacts(3, "", "tcp", "", "", "", 16, ()))
             peer._epoch = "e"
             with pytest.raises(PeerError, match="no valid answer"):

@@ -1,4 +1,4 @@
-"""The router before servers that refuse, die, hang and come back."""
+"""The router with servers that refuse, die, hang and come back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def routed(
     body_memory: int = 100_000,
     **settings: Any,
 ) -> AsyncIterator[Setup]:
-    """A router before these, all of which are ready."""
+    """Yields a router for these replicas once all of them are ready."""
     async with contextlib.AsyncExitStack() as stack:
         for replica in replicas:
             await stack.enter_async_context(serving(replica))
@@ -71,7 +71,7 @@ async def routed(
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         setup = Setup(http, fleet, app)
         await setup.until(
-            lambda: all(r.well or not f.ready for r, f in zip(fleet, replicas, strict=True))
+            lambda: all(r.healthy or not f.ready for r, f in zip(fleet, replicas, strict=True))
         )
         yield setup
 
@@ -132,9 +132,9 @@ def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
             for _ in range(4):
                 assert (await setup.ask()).status_code == 200
             assert len(second.seen) == 4
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             second.die()
-            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            await setup.until(lambda: not any(r.healthy for r in setup.fleet))
             answer = await setup.ask()
             assert answer.status_code == 503
             assert answer.json()["error"]["code"] == "no_replica"
@@ -152,19 +152,21 @@ def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
             for replica in (first, second):
                 replica.gate.set()
             first.ready = False
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             for _ in range(4):
                 assert (await setup.ask()).status_code == 200
             assert not first.seen
             second.ready = False
-            await setup.until(lambda: not any(r.well for r in setup.fleet))
+            await setup.until(lambda: not any(r.healthy for r in setup.fleet))
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
-            first.status = second.status = 503  # as a server does that stops, sleeps, is dead
+            first.status = second.status = (
+                503  # as a server answers that is stopping, asleep or dead
+            )
             answer = await setup.ask()
             assert (answer.status_code, answer.content) == (503, b"refused")
             first.ready, first.status = True, 200
-            await setup.until(lambda: any(r.well for r in setup.fleet))
+            await setup.until(lambda: any(r.healthy for r in setup.fleet))
             assert (await setup.http.get("/ready")).status_code == 200
             assert (await setup.ask()).status_code == 200
 
@@ -181,7 +183,7 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
             await setup.until(lambda: known.health == "slow")
             assert (await setup.http.get("/ready")).status_code == 200
             assert (await setup.ask()).status_code == 200
-            await setup.until(lambda: known.well)
+            await setup.until(lambda: known.healthy)
             replica.answers_late = 1000
             await setup.until(lambda: known.health == "lost")
             assert (await setup.ask()).status_code == 503
@@ -190,7 +192,7 @@ def test_a_busy_replica_is_not_lost_by_one_late_answer() -> None:
 
 
 def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
-    """Ends of connections do not come from a process that is stopped, or a host that is gone."""
+    """A stopped process, or a host that is gone, does not close its connections."""
 
     async def main() -> None:
         first, second = FakeReplica(), FakeReplica()
@@ -203,20 +205,20 @@ def test_requests_of_a_replica_that_stands_still_are_given_up() -> None:
             await setup.until(lambda: standing.state.running == 2)
             await setup.until(lambda: standing.health == "lost")
             second.gate.set()
-            # What had no answer yet gets one from the other.
+            # A request without an answer so far gets one from the other replica.
             assert [(await each).content for each in waiting] == [b"one two"] * 2
             ends = await asyncio.gather(*begun, return_exceptions=True)
             assert sum(isinstance(end, httpx.RemoteProtocolError) for end in ends) == 1
             assert standing.state.running == 0
             first.frozen = False
             first.gate.set()
-            await setup.until(lambda: standing.well)
+            await setup.until(lambda: standing.healthy)
 
     run(main)
 
 
 def test_requests_of_a_slow_replica_are_not_given_up() -> None:
-    """Parts of answers still come from it, though it answers no looks in time."""
+    """Parts of answers still arrive, although it misses its health checks."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -264,7 +266,7 @@ def test_an_answer_that_breaks_ends_the_clients_connection() -> None:
             (dying if dying.seen else other).die()
             with pytest.raises(httpx.RemoteProtocolError):
                 await asked
-            # What was passed on cannot be taken back: no other replica was asked.
+            # The client has a part of the answer already, so no other replica was tried.
             assert len(dying.seen) + len(other.seen) == 1
             text = (await setup.http.get("/metrics", headers=ADMIN)).text
             assert "quire_router_broken_answers_total 1.0" in text
@@ -327,7 +329,7 @@ def test_stored_answers_are_looked_for_and_files_have_a_home() -> None:
                 assert (await setup.http.get("/v1/files")).status_code == 200
             assert len(second.seen) == before
             first.die()
-            await setup.until(lambda: sum(r.well for r in setup.fleet) == 1)
+            await setup.until(lambda: sum(r.healthy for r in setup.fleet) == 1)
             assert (await setup.http.get("/v1/files")).status_code == 503
 
     run(main)
@@ -403,9 +405,9 @@ def test_metrics_tell_of_replicas_that_are_there() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
-        ({"url": "ftp://x"}, 400, "is no http address"),
+        ({"url": "ftp://x"}, 400, "is not an http address"),
         ({"url": "http://127.0.0.1:1"}, 502, "http://127.0.0.1:1: "),
-        ({"address": "x"}, 400, "The body is no replica"),
+        ({"address": "x"}, 400, "The body does not describe a replica"),
     ],
 )
 def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: str) -> None:
@@ -476,18 +478,18 @@ def test_what_is_no_such_server_is_lost_and_cannot_join(
             joining = {"url": other.url}
             answer = await setup.http.post("/replicas", json=joining, headers=ADMIN)
             assert answer.status_code == 502
-            assert "not answered as it should" in caplog.text
+            assert "is invalid" in caplog.text
             (routed_replica,) = setup.fleet
             replica.nonsense = said
-            await setup.until(lambda: not routed_replica.well)
+            await setup.until(lambda: not routed_replica.healthy)
             replica.nonsense = None
-            await setup.until(lambda: routed_replica.well)
+            await setup.until(lambda: routed_replica.healthy)
 
     run(main)
 
 
 def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
-    """Limits count once, whichever replica answers, and tell of themselves as a server's do."""
+    """A limit counts over all replicas, and the answers' headers show it as a server's do."""
     file = tmp_path / "keys.toml"
     file.write_text('[a]\nkey = "aa"\nrequests_per_minute = 3\n[b]\nkey = "bb"\n')
     file.chmod(0o600)
@@ -537,7 +539,7 @@ def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
 
 
 def test_tokens_of_the_fleet() -> None:
-    """An estimate is taken first, as on a server, and what a server says it used counts then."""
+    """An estimate is taken first. Then the tokens that the server reports count."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     def left(answer: httpx.Response) -> int:
@@ -556,7 +558,7 @@ def test_tokens_of_the_fleet() -> None:
             assert replica.seen[-1][2]["x-quire-report-usage"] == "1"
             used = 20 * len(tail)
             assert 0 <= left(answer) - (1000 - (used - 20) - 201) < 100  # the bucket fills up
-            # In one piece it is told by a header, which is not passed on.
+            # A JSON answer reports it in a header, which is not forwarded.
             replica.headers = ((b"x-quire-usage", b"300"), (b"content-type", b"application/json"))
             replica.parts = (b"{}", b": quire-usage 1")
             answer = await setup.ask()
@@ -564,7 +566,7 @@ def test_tokens_of_the_fleet() -> None:
                 b"{}: quire-usage 1",
                 None,
             )
-            # What never fits is refused for good; what does not fit now, until it does.
+            # A request above the limit itself is not to be retried; any other may be, later.
             over = await setup.ask(json={"prompt": "x" * 4000, "max_tokens": 100})
             assert (over.status_code, over.json()["error"]["type"]) == (429, "tokens")
             assert "may need 1101 tokens" in over.json()["error"]["message"]
@@ -574,7 +576,7 @@ def test_tokens_of_the_fleet() -> None:
             assert "may need 1201 tokens" in over.json()["error"]["message"]
             over = await setup.ask(json={"prompt": "x", "max_tokens": 900})
             assert (over.status_code, int(over.headers["retry-after"]) > 0) == (429, True)
-            # A refused request gives all back, one that tells nothing what it took.
+            # A refused request gives all tokens back. Without a report the estimate counts.
             replica.headers, replica.status = (), 500
             await setup.ask(json={"prompt": "x", "max_tokens": 200})
             replica.status, replica.parts = 200, (b"data: 1\n\n",)
@@ -609,7 +611,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
             await setup.until(lambda: known.state.running == 0)
             replica.frozen = False
             assert 399 <= await left(setup) < 500
-            # What no replica takes gives all back.
+            # A request that no replica answers gives all tokens back.
             replica.die()
             for _ in range(3):
                 answer = await setup.ask(json={"prompt": "x", "max_tokens": 300})
@@ -620,7 +622,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
 
 
 def test_bodies_that_are_no_utf8() -> None:
-    """Passes on what clients send, for the servers to refuse, and refuses what is for itself."""
+    """The router forwards invalid bodies, and refuses those for its own routes."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     async def main() -> None:
@@ -632,7 +634,7 @@ def test_bodies_that_are_no_utf8() -> None:
             assert replica.seen[-1][3] == broken
             refused = await setup.http.post("/replicas", content=b'{"url": "\xff"}', headers=ADMIN)
             assert refused.status_code == 400
-            assert "The body is no replica" in refused.json()["error"]["message"]
+            assert "The body does not describe a replica" in refused.json()["error"]["message"]
 
     run(main)
     keys.close()
@@ -661,7 +663,7 @@ def test_bodies_that_do_not_come_run_out_of_time(
 
 
 def test_bodies_beyond_the_memory_are_refused() -> None:
-    """A body counts until its answer begins, as until then it may be sent again."""
+    """A body counts until its answer begins, because until then it may be sent again."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -724,19 +726,19 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
 
             async def restart(replica: FakeReplica, known: RoutedReplica) -> None:
                 replica.ready, replica.name = False, "other"
-                await setup.until(lambda: not known.well)
+                await setup.until(lambda: not known.healthy)
                 replica.ready = True
 
             await restart(first, changed)
             await setup.until(lambda: len(setup.fleet.replicas) == 1)
             assert list(setup.fleet) == [other]
-            assert (other.well, other.leaving) == (True, False)
+            assert (other.healthy, other.leaving) == (True, False)
             assert (await setup.ask()).status_code == 200
             await restart(second, other)
-            await setup.until(lambda: other.well)
+            await setup.until(lambda: other.healthy)
             assert other.model is not None
             assert {entry.id for entry in other.model} == {"other"}
-            # The one that left serves what is served now.
+            # The replica that left serves the same model as the fleet by now.
             joined = await setup.http.post("/replicas", json={"url": first.url}, headers=ADMIN)
             assert joined.status_code == 200
 
@@ -744,7 +746,7 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
 
 
 def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
-    """A page of the router's own is none of another site to a replica."""
+    """A replica does not take the router's own page for another site's."""
 
     async def main() -> None:
         replica = FakeReplica()
@@ -774,7 +776,7 @@ def test_addresses() -> None:
     async def main() -> None:
         fleet = Fleet(FleetSettings(check_seconds=0.02))
         for url in ("", "ftp://a", "http://", "http://a:b", "http://a/?x=1", "http://[::1", "a b"):
-            with pytest.raises(ConfigError, match="is no http address"):
+            with pytest.raises(ConfigError, match="is not an http address"):
                 fleet.join(url)
         assert fleet.join("a:81") is fleet.join("http://a:81/") is fleet.join("a:81/v1")
         await fleet.close()
@@ -787,7 +789,7 @@ def test_addresses() -> None:
     [
         ([], "name the servers"),
         (["--admin-api-key", "k"], "replica_hosts names nobody"),
-        (["--admin-api-key", "k", "--replica-hosts", "http://a"], "'http://a' is none of a host"),
+        (["--admin-api-key", "k", "--replica-hosts", "http://a"], "'http://a' is not HOST"),
         (["http://a", "--policy", "best"], "policy must be one of prefix, least-loaded"),
         (["http://a", "--api-key", "a b"], "api_key must be printable"),
         (["http://a", "--check-seconds", "inf"], "finite"),

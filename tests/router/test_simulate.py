@@ -1,4 +1,4 @@
-"""Simulated fleets: engines obey their model, nothing is lost, policies differ as they should."""
+"""Simulated fleets: engines follow their model, no request is lost, policies differ as expected."""
 
 from __future__ import annotations
 
@@ -72,8 +72,10 @@ def test_a_step_takes_what_the_model_says() -> None:
 
 
 def test_prompts_attend_to_what_stands_before_them() -> None:
-    """Also to what was held, and that of each step to what earlier steps computed. It counts once:
-    the context is of rows that generate."""
+    """A prompt attends to cached tokens, and each step's tokens attend to earlier steps' tokens.
+
+    These pairs count once, because the context covers only rows that generate.
+    """
     model = msgspec.structs.replace(MODEL, prompt_pair_seconds=1e-6, context_token_seconds=1.0)
     node = SimulatedNode(model, 16)
     first = SimulatedRequest(0.0, 150, 1, tuple(b"%d" % n for n in range(9)))
@@ -93,7 +95,7 @@ def test_an_arrival_cuts_steps_short() -> None:
     node.advance(node.wakes)
     begin = node.step.begin if node.step is not None else 0.0
     node.add(SimulatedRequest(0.5, 10, 1, ()), 0.5)
-    # The step under way ends first.
+    # The running step ends first.
     assert 0.5 <= node.wakes < 0.5 + 0.011
     assert (node.wakes - begin) / 0.011 == pytest.approx(round((node.wakes - begin) / 0.011))
 

@@ -1,4 +1,4 @@
-"""Connections to a replica: which of them are kept, and which given up."""
+"""Connections to a replica: when they are reused, and when they are closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LARGE = b"x" * ((1 << 18) + 100)
 
 
 def test_a_connection_that_is_not_read_from_is_not_kept() -> None:
-    """The end of a large answer has come, but nobody has read it."""
+    """The end of a large answer has arrived, but nobody has read it."""
 
     async def main() -> None:
         length = (b"content-length", b"%d" % len(LARGE))
@@ -53,10 +53,10 @@ def test_requests_are_given_up_where_nothing_is_heard_for_some_looks() -> None:
             waiting = asyncio.create_task(known.upstream.send("GET", b"/", [], b""))
             await asyncio.sleep(0.05)
             for _ in range(3):  # of the first of them something was heard before
-                known.unreachable("it does not accept connections")
+                known.mark_unreachable("it does not accept connections")
                 await asyncio.sleep(0)
             assert not waiting.done()
-            known.unreachable("it does not accept connections")
+            known.mark_unreachable("it does not accept connections")
             # It is not sent again on a fresh connection, as behind one that was closed.
             with pytest.raises(ReplicaLostError):
                 await waiting

@@ -29,4 +29,4 @@ def share() -> None:
 
     server._App.add_api_route = add_api_route  # type: ignore[method-assign]
     # Its handlers are made anew for each application.
-    playground._sender = functools.cache(playground._sender)
+    playground._file_handler = functools.cache(playground._file_handler)

@@ -397,6 +397,6 @@ def test_a_401_says_what_is_wrong_with_the_key(headers: dict[str, str], says: st
 
     response = run(go())
     assert response.status_code == 401
-    assert response.json()["error"]["message"].startswith(says)
+    assert response.json()["error"]["message"].startswith(f"invalid x-api-key: {says}")
     assert "--api-key or --api-key-file" in response.json()["error"]["message"]
     assert response.headers["x-should-retry"] == "false"

@@ -58,7 +58,7 @@ def test_bodies_beyond_the_memory_are_refused_and_small_ones_pass() -> None:
             end.set()
             assert {(await each).status_code for each in set(asked) - done} == {200}
             assert bodies.used == 0
-            assert not bodies._coming
+            assert not bodies._incoming
 
     run(go())
 
@@ -99,7 +99,7 @@ def test_a_body_that_gave_way_takes_no_more() -> None:
             with pytest.raises(ApiError, match="hold all"):
                 held.take(b"x")
             with pytest.raises(ApiError, match="hold all"):
-                held.whole()
+                held.finish()
         assert budget.used == 0
 
     run(go())

@@ -189,7 +189,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
             stack.push_async_callback(fleet.close)
             url = await stack.enter_async_context(serving(build_router(fleet, None, 1 << 20)))
             client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-            await until(lambda: all(r.able and r.state.informed for r in fleet))
+            await until(lambda: all(r.available and r.state.informed for r in fleet))
             await until(lambda: bool(decoding.state.peers))
 
             async def ask_router(prompt: str) -> str:

@@ -109,7 +109,7 @@ def test_a_worker_that_shows_no_life_is_ended(
         worker = await asyncio.create_subprocess_exec(
             sys.executable, "-c", lines + code, stdout=asyncio.subprocess.PIPE
         )
-        return await Supervisor._watched(object.__new__(Supervisor), worker, 1, ready)
+        return await Supervisor._watch(object.__new__(Supervisor), worker, 1, ready)
 
     ready = asyncio.Event()
     assert run(watched("raise SystemExit(3)")) == 3

@@ -1,4 +1,4 @@
-"""The router's application: a few routes of its own, and all others passed on."""
+"""The router's ASGI application. It answers a few routes itself and forwards all others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ _PAGE = Path(__file__).with_name("fleet.html")
 
 
 class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of POST /replicas. url: of a server. role: see `Role`. swap: all others leave."""
+    """Body of POST /replicas.
+
+    Attributes:
+        url: the server's address.
+        role: what the server does for the fleet, see `Role`.
+        swap: all other replicas leave the fleet.
+    """
 
     url: str
     role: Role = "both"
@@ -39,9 +45,20 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReplicaEntry(msgspec.Struct):
-    """running: requests from this router. reported: requests that it has, as it said last.
-    informed: what it holds is known by its events, not estimated. prompt_tokens: of prompts that it
-    has to compute. prefill_rate: how many it computes in a second, 0 if that is not known."""
+    """One replica in the answer to GET /replicas.
+
+    Attributes:
+        ready: its last health check passed.
+        leaving: it gets no further requests.
+        running: requests in flight from this router.
+        reported: requests in flight from anyone, by the replica's last report.
+        requests: requests that it has answered for this router.
+        failures: health checks and requests that found it lost.
+        informed: its events tell which blocks it holds; False means that the router estimates it.
+        prompt_tokens: prompt tokens that it has yet to compute.
+        prefill_rate: prompt tokens that it computes per second; 0 if unknown.
+        models: the models' names in the API.
+    """
 
     name: str
     url: str
@@ -59,15 +76,22 @@ class ReplicaEntry(msgspec.Struct):
 
 
 class FleetState(msgspec.Struct):
+    """The answer to GET /replicas."""
+
     policy: str
     replicas: list[ReplicaEntry]
 
 
 @dataclass(frozen=True)
 class RouterApp:
-    """An ASGI application. admin_key: for changes of the fleet; None refuses them. keys: of
-    clients; None leaves them to the servers. hosts: whose names, and pages, may ask; None: any.
-    public_metrics: /metrics needs no key."""
+    """The router as an ASGI application.
+
+    Attributes:
+        admin_key: key that may change the fleet; None refuses all changes.
+        keys: checks the clients' keys; None leaves that to the servers.
+        hosts: checks `Host` and `Origin`; None accepts any.
+        public_metrics: /metrics needs no key.
+    """
 
     fleet: Fleet
     proxy: Proxy
@@ -81,7 +105,7 @@ class RouterApp:
         if scope["type"] != "http":
             return
         tag = tag_in(scope["headers"])
-        if tag is not None:  # of a router before this one
+        if tag is not None:  # A router in front of this one expects its tag on the answer.
             send = with_headers(send, [(TAG_HEADER, tag)])
         try:
             await self._route(scope, receive, send)
@@ -95,7 +119,9 @@ class RouterApp:
         if self.hosts is not None:
             self.hosts.check(scope)
         if any(name == b"via" and self.fleet.via in value for name, value in scope["headers"]):
-            reason = "The request has come back: a replica of this router is the router itself."
+            reason = (
+                "The request has come back: one of this router's replicas is the router itself."
+            )
             raise ApiError(508, reason, code="loop", retry=False)
         if path == "/health" and method in ("GET", "HEAD"):
             await _answer(send, 200, b"")
@@ -138,21 +164,21 @@ class RouterApp:
             except UnknownReplicaError as error:
                 raise ApiError(404, str(error), code="no_such_replica") from None
         else:
-            raise ApiError(405, f"{method} is not possible here.")
+            raise ApiError(405, f"{method} is not allowed on {scope['path'][:200]}.")
 
     async def _join(self, body: bytearray) -> RoutedReplica:
         try:
-            wanted = msgspec.json.decode(body, type=JoinRequest)
+            join = msgspec.json.decode(body, type=JoinRequest)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ApiError(400, f"The body is no replica: {error}") from None
+            raise ApiError(400, f"The body does not describe a replica: {error}") from None
         try:
-            return await self.fleet.admit(wanted.url, wanted.role, swap=wanted.swap)
+            return await self.fleet.admit(join.url, join.role, swap=join.swap)
         except ConfigError as error:
             raise ApiError(400, str(error), param="url") from None
         except ReplicaNotAllowedError as error:
             raise ApiError(403, str(error), param="url", code="replica_not_allowed") from None
         except ReplicaLostError as error:
-            raise ApiError(502, f"{wanted.url}: {error}", code="replica_lost") from None
+            raise ApiError(502, f"{join.url}: {error}", code="replica_lost") from None
         except OtherModelError as error:
             raise ApiError(409, str(error), code="other_model") from None
 
@@ -163,8 +189,14 @@ class RouterApp:
             raise ApiError(401, "This needs the admin key.", code="invalid_api_key")
 
     def _check_key(self, scope: Scope) -> None:
-        """Checks the key of who asks for what the router knows of its replicas: a client's, the
-        admin's or the replicas'. Without any of them nobody needs one. Raises ApiError, 401."""
+        """Checks the key of a request for the state of the fleet.
+
+        A client's key, the admin's key and the replicas' key are all accepted. If none of them is
+        set, no key is needed.
+
+        Raises:
+            ApiError: 401.
+        """
         own = [key for key in (self.admin_key, self.fleet.settings.key) if key]
         if any(_has_key(scope, key) for key in own):
             return
@@ -184,7 +216,7 @@ def _has_key(scope: Scope, key: str) -> bool:
 
 
 def _error_body(error: ApiError, path: str) -> bytes:
-    """Returns an error in the shape of the API that a path belongs to."""
+    """Returns an error's JSON in the shape of the path's API, OpenAI's or Anthropic's."""
     if is_anthropic(path):
         return msgspec.json.encode(error_body(error, f"req_{uuid.uuid4().hex}"))
     return msgspec.json.encode(error.body)
@@ -195,7 +227,7 @@ def _state(replica: RoutedReplica) -> ReplicaEntry:
         name=replica.name,
         url=replica.upstream.url,
         role=replica.role,
-        ready=replica.well,
+        ready=replica.healthy,
         leaving=replica.leaving,
         running=replica.state.running,
         reported=replica.state.reported,

@@ -1,4 +1,4 @@
-"""The API keys of a router's clients, and what each may ask of the whole fleet."""
+"""The API keys of a router's clients, with rate limits that hold for the whole fleet."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.router.prompts import BYTES_PER_TOKEN, Prompt
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.rate_limits import RateLimiter, RateLimits
-from quire.server.context.request_context import limit_exceeded
+from quire.server.context.request_context import limit_error
 from quire.server.http.auth import find_key
 from quire.server.http.context_middleware import limit_headers
 from quire.server.http.error_handler import is_anthropic
@@ -21,8 +21,8 @@ from quire.server.routes import COUNTED_PATHS, PUBLIC_PATHS, UNQUEUED_PATHS
 Headers = list[tuple[bytes, bytes]]
 
 
-class _Answer(msgspec.Struct):
-    """The answer's length as a body says it, whatever it is; servers check it."""
+class _LengthFields(msgspec.Struct):
+    """The fields of a body that bound the answer's length. Only servers validate them."""
 
     max_tokens: Any = None
     max_completion_tokens: Any = None
@@ -32,14 +32,17 @@ class _Answer(msgspec.Struct):
     beam_width: Any = None
 
 
-_DECODER = msgspec.json.Decoder(_Answer)
+_DECODER = msgspec.json.Decoder(_LengthFields)
 
 
 @dataclass(slots=True)
 class Allowance:
-    """The part of its key's limits that a request takes.
+    """The amounts that one request takes from its key's limits.
 
-    counts: whether its tokens count. levels: the limits since it has taken its part.
+    Attributes:
+        anthropic: the route is one of Anthropic's API, which names its headers differently.
+        counts: the request's tokens count against the key's limit.
+        levels: what is left of the key's limits after this request took its part.
     """
 
     key: ApiKey
@@ -51,22 +54,34 @@ class Allowance:
     _prompt: int = field(default=0, init=False)
 
     def take_tokens(self, prompt: Prompt, body: bytes | bytearray) -> None:
-        """Takes the tokens that a prompt, estimated by its bytes, and its answer may need: what is
-        not used is given back by `settle`. Raises ApiError, 429."""
+        """Takes the tokens that the request may need; `settle` gives unused ones back.
+
+        The prompt's tokens are estimated from its bytes. The answer counts with its largest
+        allowed length.
+
+        Raises:
+            ApiError: 429.
+        """
         if not self.counts:
             return
         self._prompt = prompt.size // BYTES_PER_TOKEN + 1
-        tokens = self._prompt + _most_answered(body)
+        tokens = self._prompt + _max_answer_tokens(body)
         taken, self.levels = self.limiter.take_tokens(self.key, tokens)
         if not taken and self.levels.tokens is not None:
-            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+            raise limit_error("tokens", self.levels.tokens, tokens)
         self._taken = tokens
 
     def settle(self, used: int | None, computed: bool, pieces: int) -> None:
-        """Gives back what was taken and not used. used: tokens, as the server says. It says nothing
-        of an answer that broke off, or that its client left: of such a one each of the `pieces`
-        that came counts, and at least what was taken. computed: whether a server may have computed
-        for it; else nothing counts."""
+        """Gives back the tokens that were taken and not used.
+
+        Args:
+            used: tokens by the server's report. None if the server reported nothing, because the
+                answer broke off or the client disconnected. Then at least the taken tokens count,
+                and at least the prompt plus one token for each piece.
+            computed: a server may have computed something for the request. If not, and `used` is
+                None, no tokens count.
+            pieces: pieces of the answer's body that arrived.
+        """
         if not self.counts:
             return
         if used is None:
@@ -75,7 +90,7 @@ class Allowance:
 
     @property
     def headers(self) -> Headers:
-        """Returns headers of the answer that tell of the key's limits."""
+        """Headers of the answer that show the key's limits."""
         levels = ("requests", self.levels.requests), ("tokens", self.levels.tokens)
         return [
             (name.encode(), value.encode())
@@ -86,15 +101,15 @@ class Allowance:
 
 
 class ClientKeys:
-    """Refuses requests without a key of the file, and takes each from its key's limits.
+    """Refuses requests without a valid key, and charges each request to its key's limits.
 
-    Paths are those of a server: what needs no key there needs none here, and what is counted there
-    is counted here.
+    The router treats each path as a server does: the same paths are public, and the same paths
+    count against the limits.
 
     Args:
-        file: as of a server's `api_key_file`; None asks for no key.
-        requests_per_minute, tokens_per_minute: of keys for which the file names no limit; None is
-            no limit.
+        file: key file in the format of a server's `api_key_file`; None asks for no key.
+        requests_per_minute, tokens_per_minute: limits of the keys for which the file sets none;
+            None is unlimited.
 
     Raises:
         ConfigError: the file is wrong.
@@ -123,8 +138,14 @@ class ClientKeys:
         self._limiter.close()
 
     def check(self, scope: Scope) -> Allowance | None:
-        """Takes a request from its key's limit; returns what else it may take, None where nothing
-        is limited. Raises ApiError: 401, 429."""
+        """Checks a request's key and takes the request from the key's limit.
+
+        Returns:
+            The allowance from which the request takes its tokens; None if it has no limits.
+
+        Raises:
+            ApiError: 401, 429.
+        """
         path = scope["path"]
         if path in PUBLIC_PATHS:
             return None
@@ -138,15 +159,15 @@ class ClientKeys:
         taken, levels = self._limiter.take_request(key)
         if not taken:
             if levels.tokens is not None and levels.tokens.remaining < 1:
-                raise limit_exceeded("tokens", levels.tokens, 1)
+                raise limit_error("tokens", levels.tokens, 1)
             if levels.requests is not None:
-                raise limit_exceeded("requests", levels.requests, 1)
+                raise limit_error("requests", levels.requests, 1)
         counts = key.tokens_per_minute is not None and path not in UNQUEUED_PATHS
         return Allowance(key, self._limiter, is_anthropic(path), counts, levels)
 
 
-def _most_answered(body: bytes | bytearray) -> int:
-    """Returns the most tokens of all answers to a request, 0 where its body names no number."""
+def _max_answer_tokens(body: bytes | bytearray) -> int:
+    """Returns the most tokens that all answers may have; 0 if the body sets no limit."""
     try:
         found = _DECODER.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

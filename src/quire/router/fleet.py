@@ -1,4 +1,4 @@
-"""The replicas behind a router: who they are, which of them are well, and who takes a request."""
+"""The replicas behind a router: membership, health checks, and the choice for each request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quire.router.upstream import ReplicaLostError, UnreachableError, Upstream
 logger = logging.getLogger("quire.router")
 
 _REFUSED_SECONDS = 30.0
-"""Seconds until a replica that has no events for this router is asked again."""
+"""Seconds until the router asks a replica again that refused to send its events."""
 
 
 class OtherModelError(QuireError):
@@ -35,12 +35,18 @@ class UnknownReplicaError(QuireError):
 
 @dataclass(frozen=True)
 class FleetSettings:
-    """policy: who takes a request. key: sent with questions of the router's own.
-    replica_hosts: whose servers may join, see `ReplicaHosts`. check_seconds:
-    from one look at a replica to the next. check_timeout: seconds until a replica that does not
-    answer such a question is taken for lost. answer_timeout: seconds without a byte of an answer
-    after which a request is given up. drain_timeout: seconds that a replica's requests have when it
-    leaves."""
+    """Settings of a fleet.
+
+    Attributes:
+        policy: how a replica is chosen for a request.
+        key: API key that the router sends with its own questions to replicas.
+        replica_hosts: hosts whose servers may join, see `ReplicaHosts`.
+        check_seconds: pause between two health checks of a replica.
+        check_timeout: seconds that a replica has to answer a health check.
+        connect_timeout: seconds that a connection to a replica may take.
+        answer_timeout: seconds without a byte of an answer after which a request is given up.
+        drain_timeout: seconds that the requests of a leaving replica have to finish.
+    """
 
     policy: RoutePolicy = "prefix"
     key: str | None = None
@@ -56,9 +62,11 @@ class Fleet:
     """The replicas of one model. Not thread-safe; an event loop owns it.
 
     Attributes:
-        hosts: whose servers may join.
-        chooser: decides who takes a request.
-        via: what the router adds to `Via` (RFC 9110, 7.6.3), by which it knows its own requests.
+        replicas: the replicas by name.
+        hosts: decides which servers may join.
+        chooser: chooses the replicas for a request.
+        via: value that the router adds to `Via` (RFC 9110, 7.6.3). It recognizes its own requests
+            by this value.
     """
 
     def __init__(self, settings: FleetSettings) -> None:
@@ -76,16 +84,21 @@ class Fleet:
 
     @property
     def model(self) -> Model | None:
-        """The model of its first replica that stays."""
+        """The model of the first replica that is not leaving; None while no model is known."""
         found = (r.model for r in self if r.model is not None and not r.leaving)
         return next(found, None)
 
     # -- members -------------------------------------------------------------------------------
 
     def join(self, url: str, role: Role = "both") -> RoutedReplica:
-        """Takes a replica in, which gets requests once it is well. One that was there already is
-        taken back if it was leaving, in its new role. Its address is trusted with the replicas'
-        key. Raises ConfigError if the address is none."""
+        """Adds a replica, which gets requests once it is healthy.
+
+        The router trusts its address with the replicas' key. A replica that is leaving stays, in
+        the new role.
+
+        Raises:
+            ConfigError: `url` is not an address.
+        """
         upstream = Upstream(url, self.settings.connect_timeout)
         self.hosts.trust(upstream.host, upstream.port)
         return self._join(upstream, role)
@@ -102,47 +115,52 @@ class Fleet:
         return replica
 
     async def admit(self, url: str, role: Role = "both", *, swap: bool) -> RoutedReplica:
-        """Takes in a replica that is well now. swap: it may serve another model, and all others
-        leave.
+        """Adds a replica after a health check.
+
+        Args:
+            swap: the replica may serve another model, and all other replicas leave.
 
         Raises:
-            ConfigError: the address is none.
-            ReplicaNotAllowedError: `replica_hosts` has it not.
+            ConfigError: `url` is not an address.
+            ReplicaNotAllowedError: `replica_hosts` does not name the address.
             ReplicaLostError: it does not answer, is not ready, or does not prove that it has the
-                replicas' key. Of an address that is not trusted it is not told which.
+                replicas' key. For an address that is not trusted the error does not say which.
             OtherModelError: it serves another model.
         """
         upstream = Upstream(url, self.settings.connect_timeout)
         self.hosts.check(upstream.host, upstream.port)
         trusted = self.hosts.trusts(upstream.host, upstream.port)
-        visitor = RoutedReplica(-1, upstream, trusted=trusted)
+        candidate = RoutedReplica(-1, upstream, trusted=trusted)
         try:
-            await self._questions.look(visitor)
+            await self._questions.check(candidate)
         except (NotReadyError, LateError, ReplicaLostError) as error:
-            if trusted or visitor.proven:
+            if trusted or candidate.proven:
                 raise ReplicaLostError(str(error)) from None
-            # The answer must not tell which ports are open, and what listens there.
-            logger.warning("%s cannot join: %s", visitor.name, error)
+            # The answer must not reveal which ports are open and what listens there.
+            logger.warning("%s cannot join: %s", candidate.name, error)
             raise ReplicaLostError(
-                "no server that can join is ready there; the router's log says more"
+                "no server that can join is ready at this address; the router's log says why"
             ) from None
         finally:
-            visitor.upstream.close()
+            candidate.upstream.close()
         model = self.model
-        if model not in (None, visitor.model) and not swap:
-            theirs, ours = (model_names(each) for each in (visitor.model, model))
-            raise OtherModelError(f"{visitor.name} serves {theirs}, this router {ours}")
+        if model not in (None, candidate.model) and not swap:
+            theirs, ours = (model_names(each) for each in (candidate.model, model))
+            raise OtherModelError(f"{candidate.name} serves {theirs}, this router {ours}")
         replica = self._join(Upstream(url, self.settings.connect_timeout), role)
-        replica.model, replica.proven = visitor.model, visitor.proven
-        replica.found_well()
+        replica.model, replica.proven = candidate.model, candidate.proven
+        replica.mark_healthy()
         for other in list(self) if swap else ():
             if other is not replica:
                 self.dismiss(other.name)
         return replica
 
     def dismiss(self, name: str) -> RoutedReplica:
-        """Sends a replica no further requests; once it has none, it is forgotten. Raises
-        UnknownReplicaError."""
+        """Sends no further requests to a replica, and removes it once its requests have ended.
+
+        Raises:
+            UnknownReplicaError: no replica has this name.
+        """
         replica = self.replicas.get(name)
         if replica is None:
             raise UnknownReplicaError(f"there is no replica {name!r}")
@@ -153,7 +171,7 @@ class Fleet:
         return replica
 
     async def close(self) -> None:
-        """Ends the watching of all replicas, and their idle connections."""
+        """Ends all health checks and idle connections."""
         for replica in self:
             for task in replica.tasks:
                 task.cancel()
@@ -162,28 +180,28 @@ class Fleet:
     # -- health and events ---------------------------------------------------------------------
 
     async def _watch(self, replica: RoutedReplica) -> None:
-        """Looks at a replica again and again, until it has left."""
-        while not self._gone(replica):
+        """Checks a replica's health in a loop until it has left; then removes it."""
+        while not self._has_drained(replica):
             try:
-                await self._questions.look(replica)
-                if self._differs(replica):
+                await self._questions.check(replica)
+                if self._serves_other_model(replica):
                     serves = model_names(replica.model)
                     logger.error("%s serves %s now: it leaves", replica.name, serves)
                     self.dismiss(replica.name)
                 else:
-                    await self._name_peers(replica)
-                    replica.found_well()
+                    await self._announce_peers(replica)
+                    replica.mark_healthy()
             except UnreachableError as error:
-                replica.unreachable(error)
+                replica.mark_unreachable(error)
             except ReplicaLostError as error:
-                replica.lost(error)
+                replica.mark_lost(error)
             except NotReadyError as error:
-                replica.refuses(error)
+                replica.mark_not_ready(error)
             except LateError as error:
-                replica.late(error)
+                replica.mark_late(error)
             except Exception:
                 logger.exception("cannot look at %s", replica.name)
-            replica.upstream.give_up_silent(self.settings.answer_timeout)
+            replica.upstream.abort_silent(self.settings.answer_timeout)
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
             if task is not asyncio.current_task():
@@ -192,76 +210,85 @@ class Fleet:
         del self.replicas[replica.name], self._by_number[replica.number]
         logger.info("replica %s has left", replica.name)
 
-    def _differs(self, replica: RoutedReplica) -> bool:
-        """Whether a replica serves another model than the others that stay."""
+    def _serves_other_model(self, replica: RoutedReplica) -> bool:
+        """Tells whether a replica serves another model than the replicas that are not leaving."""
         others = (r.model for r in self if r is not replica and not r.leaving)
         model = next((each for each in others if each is not None), None)
         return not replica.leaving and model not in (None, replica.model)
 
-    def _gone(self, replica: RoutedReplica) -> bool:
-        waited = time.time() - replica.since > self.settings.drain_timeout
-        return replica.leaving and (not replica.state.running or waited)
+    def _has_drained(self, replica: RoutedReplica) -> bool:
+        """Tells whether a leaving replica has no requests left, or has used up its drain time."""
+        overdue = time.time() - replica.since > self.settings.drain_timeout
+        return replica.leaving and (not replica.state.running or overdue)
 
-    async def _name_peers(self, replica: RoutedReplica) -> None:
-        """Tells a replica that decodes who computes prompts, where that has changed."""
+    async def _announce_peers(self, replica: RoutedReplica) -> None:
+        """Sends a decode replica the addresses of the prefill replicas, if they have changed."""
         if replica.role != "decode":
             replica.state.peers = {}
             return
         peers = [r for r in self if r.role == "prefill" and not r.leaving]
         urls = tuple(peer.upstream.url for peer in peers)
-        if urls == replica.told_peers:
+        if urls == replica.announced_peers:
             return
         replica.state.peers = {}
         try:
-            names = await self._questions.name_peers(replica, urls)
+            names = await self._questions.announce_peers(replica, urls)
         except QuestionRefusedError as error:
-            logger.error("%s computes its prompts itself: %s", replica.name, error)
+            logger.error("replica %s computes its own prompts: %s", replica.name, error)
         else:
             numbers = (peer.number for peer in peers)
             replica.state.peers = dict(zip(numbers, names, strict=True))
-        replica.told_peers = urls
+        replica.announced_peers = urls
 
     async def _follow(self, replica: RoutedReplica) -> None:
-        """Takes in a replica's events as long as it is there."""
+        """Reads a replica's events until the task is cancelled, and reconnects when they end."""
         while True:
             pause = self.settings.check_seconds
             if replica.health != "lost":
                 try:
-                    await self._questions.follow(replica)
+                    await self._questions.follow_events(replica)
                 except QuestionRefusedError as error:
-                    logger.warning("what %s holds is estimated: %s", replica.name, error)
+                    logger.warning("cached blocks of %s are estimated: %s", replica.name, error)
                     pause = _REFUSED_SECONDS
                 except ReplicaLostError as error:
                     logger.info("no events of %s: %s", replica.name, error)
                 except Exception:
-                    logger.exception("cannot take in the events of %s", replica.name)
+                    logger.exception("cannot read the events of %s", replica.name)
             await asyncio.sleep(pause)
 
     # -- requests ------------------------------------------------------------------------------
 
     def home(self) -> RoutedReplica | None:
-        """Returns the replica that keeps what only one can keep, such as files."""
+        """Returns the replica that stores files and batches, which only one replica can do."""
         return next((replica for replica in self if not replica.leaving), None)
 
     def place(
         self, prompt: Prompt, tried: Collection[RoutedReplica] = ()
     ) -> tuple[RoutedReplica, RouteChoice] | None:
-        """Chooses replicas for a request, by the policy: the one that answers; None if none is left
-        that was not tried. Where none is able, those that were slow, or else not ready, when they
-        were last asked, are asked all the same: they know best, and there is nobody else."""
+        """Chooses the replicas for a request by the policy.
+
+        If no replica is ready, slow ones are tried, and after those the ones that refused. Their
+        state may have changed since the last health check, and no other replica is left.
+
+        Args:
+            tried: replicas that have failed for this request.
+
+        Returns:
+            The replica that answers, and the choice; None if every reachable replica was tried.
+        """
         left = [r for r in self if r.reachable and r not in tried]
-        able: dict[int, ReplicaState] = {}
+        candidates: dict[int, ReplicaState] = {}
         for health in ("ready", "slow", "refusing"):
-            able = able or {r.number: r.state for r in left if r.health == health}
-        if not able:
+            candidates = candidates or {r.number: r.state for r in left if r.health == health}
+        if not candidates:
             return None
-        choice = self.chooser.choose(prompt, able)
+        choice = self.chooser.choose(prompt, candidates)
         return self._by_number[choice.index], choice
 
     def learn(
         self, prompt: Prompt, choice: RouteChoice, tokens: int, blocks: Sequence[Block]
     ) -> None:
-        """Takes note of the tokens and blocks of a prompt that is answered."""
+        """Records the tokens and blocks of a prompt whose answer has begun."""
         self.chooser.prefixes.learn(prompt, tokens, blocks)
         for placement in choice.placements:
             replica = self._by_number.get(placement.index)

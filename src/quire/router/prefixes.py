@@ -1,8 +1,8 @@
-"""Prompts as the router knows them, and the blocks that engines have for them.
+"""A map from prompts, as the router sees them, to the KV blocks of engines.
 
-The router sees bytes, an engine tokens. Answers tell the blocks of their prompts (see
-`prompt_report`), so that the router knows for a beginning that it has seen before which block ends
-near it, and by events who holds that block.
+The router sees a prompt's bytes, an engine its tokens. An answer reports the blocks of its prompt
+(see `prompt_report`). The router stores them under the prompt's beginnings. When it sees such a
+beginning again, it knows the last block in it. The replicas' events tell which replica holds it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,24 @@ from quire.router.prompts import PIECE_BYTES, Prompt
 _MOST_KEYS = 1 << 17
 _FIRST_BYTES_PER_TOKEN = 4.0
 _KEPT = 0.98
-"""Weight of the prompts before in the mean of bytes per token, at each prompt."""
+"""Weight of the earlier prompts in the moving average of bytes per token."""
 
 Block = tuple[int, bytes]
-"""Tokens up to a block's end, and the block's hash in events."""
+"""Number of the prompt's tokens up to the end of the block, and the block's hash in events."""
 
 _NO_BLOCK = (0, b"")
-"""Stands for a beginning that is shorter than the first block that is known."""
+"""Stored for a beginning that is shorter than the prompt's first reported block."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownPrompt:
-    """A prompt with what is known of its blocks.
+    """A prompt with the blocks that are known for its beginning.
 
-    tokens: about how many. keys: of its whole pieces. piece_tokens: of a piece. blocks: that end
-    within it, ascending.
+    Attributes:
+        tokens: estimated number of tokens.
+        keys: keys of its whole pieces.
+        piece_tokens: estimated tokens in a piece.
+        blocks: known blocks of the prompt, in ascending order.
     """
 
     tokens: int
@@ -40,7 +43,11 @@ class KnownPrompt:
 
 
 class PrefixMap:
-    """Maps the keys of prompts' pieces to blocks. Keeps the newest."""
+    """Maps the keys of prompts' pieces to blocks.
+
+    Args:
+        most: largest number of keys. The ones that were recorded longest ago are dropped first.
+    """
 
     def __init__(self, most: int = _MOST_KEYS) -> None:
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
@@ -63,7 +70,7 @@ class PrefixMap:
         return KnownPrompt(int(tokens), keys, PIECE_BYTES / self._bytes_per_token, found)
 
     def learn(self, prompt: Prompt, tokens: int, blocks: Sequence[Block]) -> None:
-        """Takes note of a prompt's tokens, and of some of its blocks, ascending."""
+        """Records a prompt's number of tokens and its reported blocks, in ascending order."""
         if not tokens or not prompt.size:
             return
         ratio = prompt.size / tokens

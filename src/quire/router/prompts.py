@@ -1,4 +1,4 @@
-"""The bodies of requests to a router."""
+"""Reads the bodies of requests to a router, and finds the prompt in them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from quire.server.http import bodies
 async def read_body(
     receive: Callable[[], Awaitable[MutableMapping[str, Any]]], limit: int, held: HeldBody
 ) -> bytearray | None:
-    """Returns a body, which has as long to come as on a server; None if the client leaves before it
-    is whole.
+    """Reads a body, with the same time limits as on a server.
 
     Args:
-        held: keeps what has come.
+        limit: most bytes of the body.
+        held: buffer for the bytes that have arrived.
+
+    Returns:
+        The body; None if the client disconnects before it is complete.
 
     Raises:
-        ApiError: 408; 413, it has more than `limit` bytes; 503, see `BodyBudget`.
+        ApiError: 408 for a late body, 413 for one above `limit`, 503 for a full `BodyBudget`.
     """
     began, size = asyncio.get_running_loop().time(), 0
     try:
@@ -45,23 +48,23 @@ async def read_body(
                     )
                 held.take(chunk)
                 if not message.get("more_body", False):
-                    return held.whole()
+                    return held.finish()
                 more = bodies.BODY_SECONDS + size / bodies.BODY_BYTES_PER_SECOND
                 timeout.reschedule(began + more)
     except TimeoutError:
-        raise held.late() from None
+        raise held.late_error() from None
 
 
-# Keys of the prompts of requests, by which replicas are told apart that hold their beginnings.
+# Keys of prompts. Replicas that hold the KV of a prompt's beginning are found by these keys.
 
 BYTES_PER_TOKEN = 4
 PIECE_BYTES = PIECE * BYTES_PER_TOKEN
 _MOST_PIECES = 1024
-"""Pieces that are looked at: what is behind them is hardly shared in part."""
+"""Most pieces of a prompt that get keys; two prompts rarely differ only after that many."""
 
 
-class _Body(msgspec.Struct):
-    """The parts of a body that stand before an answer, in the order of most templates."""
+class _PromptFields(msgspec.Struct):
+    """The fields of a body that make up the prompt, in the order of most templates."""
 
     model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
@@ -74,13 +77,18 @@ class _Body(msgspec.Struct):
     previous_response_id: msgspec.Raw = msgspec.Raw(b"")
 
 
-_DECODER = msgspec.json.Decoder(_Body)
+_DECODER = msgspec.json.Decoder(_PromptFields)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """keys: of the whole pieces, by which equal beginnings are found. size: in bytes.
-    continues: whether it goes on after an answer that only one replica may have stored."""
+    """A request's prompt as the router knows it.
+
+    Attributes:
+        keys: one key for each whole piece. Prompts with the same first n keys begin alike.
+        size: bytes.
+        continues: the request continues a stored answer, which only one replica may have.
+    """
 
     keys: tuple[bytes, ...] = ()
     size: int = 0
@@ -88,7 +96,7 @@ class Prompt:
 
 
 def read_prompt(body: bytes | bytearray) -> Prompt:
-    """Returns the prompt of a request's body; of what is no JSON object, an empty one."""
+    """Returns the prompt in a request's body; an empty one if the body is not a JSON object."""
     try:
         found = _DECODER.decode(body)
     except (msgspec.DecodeError, RecursionError):

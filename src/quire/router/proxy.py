@@ -1,4 +1,4 @@
-"""The passing on of a request to a replica, and of its answer to the client."""
+"""Forwards a request to a replica, and the replica's answer to the client."""
 
 from __future__ import annotations
 
@@ -40,27 +40,34 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-_OF_A_CONNECTION = {
+_HOP_BY_HOP = {
     b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-authorization", b"te", b"trailer",
     b"transfer-encoding", b"upgrade",
 }  # fmt: skip
-"""Headers that are of one connection (RFC 9110, 7.6.1)."""
-_SET_HERE = {
+"""Headers that hold for one connection only and are not forwarded (RFC 9110, 7.6.1)."""
+_ROUTER_HEADERS = {
     b"host", b"content-length", b"expect", PREFILL_HEADER, REPORT_HEADER, ASK_HEADER, TAG_HEADER,
 }  # fmt: skip
-_KEPT_BACK = {PROMPT_HEADER, USED_HEADER, TAG_HEADER}
-_BODILESS = (204, 304)
-"""Statuses whose answers have no body, whatever length they tell."""
-_STORED = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
-_FILED = re.compile(r"(/v1)?/(files|batches)(/.*)?")
+"""Headers of requests that the router sets itself, so the client's are dropped."""
+_INTERNAL_HEADERS = {PROMPT_HEADER, USED_HEADER, TAG_HEADER}
+"""Headers of answers that are for the router, not for the client."""
+_NO_BODY_STATUSES = (204, 304)
+"""Statuses whose answers have no body, even if they have a Content-Length."""
+_STORED_PATH = re.compile(r"(/v1)?/(responses|chat/completions)/[^/]+")
+_FILE_PATH = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
 
 class Proxy:
-    """Passes requests on as they are.
+    """Forwards requests to replicas, unchanged but for some headers.
 
-    A request is sent to another replica if the first is lost, or answers that it is overloaded or
-    ends (503), before any of its answer was passed on. What only one replica can have is looked
-    for: a stored answer at all of them in turn, files and batches at the fleet's home.
+    If a replica is lost or answers 503 before the client got any bytes, the proxy tries another
+    one. A stored answer exists on one replica only, so the proxy asks all of them in turn. Files
+    and batches are on the fleet's home replica.
+
+    Args:
+        max_body_bytes: bytes of the largest body.
+        max_body_memory_bytes: bytes that all bodies may take together while they arrive.
+        exporter: sends the router's spans; None makes none.
     """
 
     def __init__(
@@ -80,7 +87,11 @@ class Proxy:
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, allowance: Allowance | None = None
     ) -> None:
-        """Answers a request. allowance: what it takes from its key's limits, None for nothing."""
+        """Answers a request.
+
+        Args:
+            allowance: the request's part of its key's limits; None if it has no limits.
+        """
         began = time.perf_counter()
         with self.bodies.hold() as held:
             body = await read_body(receive, self._max_body_bytes, held)
@@ -88,7 +99,7 @@ class Proxy:
                 return
             prompt = read_prompt(body) if body else Prompt()
             exchange = _Exchange(scope, body, held, prompt, allowance)
-            del body  # it goes when its answer begins
+            del body  # The exchange has the only reference, so the body is freed with it.
             await self._answer(exchange, receive, send, began)
 
     async def _answer(
@@ -100,33 +111,33 @@ class Proxy:
             send = with_headers(send, allowance.headers)
         task = asyncio.current_task()
         assert task is not None
-        leaving = asyncio.create_task(_left(receive))
-        leaving.add_done_callback(lambda left: None if left.cancelled() else task.cancel())
+        disconnect = asyncio.create_task(_wait_for_disconnect(receive))
+        disconnect.add_done_callback(lambda waiter: None if waiter.cancelled() else task.cancel())
         span = None if self._exporter is None else RequestSpan(self._exporter, scope)
         try:
-            await self._pass_on(exchange, send, began, span)
+            await self._forward(exchange, send, began, span)
         except asyncio.CancelledError:
-            if not leaving.done() or task.uncancel():
+            if not disconnect.done() or task.uncancel():
                 raise
             self._metrics.left.inc()
         finally:
-            leaving.cancel()
+            disconnect.cancel()
             if span is not None:
                 span.end(exchange.status if exchange.whole else 0)
             if allowance is not None:
                 allowance.settle(exchange.used, exchange.computed, exchange.pieces)
 
-    async def _pass_on(
+    async def _forward(
         self, exchange: _Exchange, send: Send, began: float, span: RequestSpan | None
     ) -> None:
         scope, prompt = exchange.scope, exchange.prompt
-        stored = prompt.continues or _STORED.fullmatch(scope["path"]) is not None
+        stored = prompt.continues or _STORED_PATH.fullmatch(scope["path"]) is not None
         tried: list[RoutedReplica] = []
         last: tuple[RoutedReplica, ReplicaLostError] | None = None
         while True:
             found = self._choose(scope["path"], prompt, tried)
             if found is None:
-                raise _nobody(last)
+                raise _no_replica_error(last)
             replica, choice = found
             tried.append(replica)
             if span is not None:
@@ -137,10 +148,10 @@ class Proxy:
                     exchange.sent = True
                     answer = await self._send(replica, headers, exchange)
                 except SilentError as error:
-                    # Another replica would be asked when the client has left long since.
+                    # By now the client has probably given up, so no other replica is tried.
                     raise ApiError(504, f"{replica.name}: {error}.", code="timeout") from None
                 except ReplicaLostError as error:
-                    replica.lost(error)
+                    replica.mark_lost(error)
                     last, exchange.sent = (replica, error), False
                     self._metrics.retries.inc()
                     continue
@@ -167,7 +178,7 @@ class Proxy:
     def _choose(
         self, path: str, prompt: Prompt, tried: list[RoutedReplica]
     ) -> tuple[RoutedReplica, RouteChoice] | None:
-        if not _FILED.fullmatch(path):
+        if not _FILE_PATH.fullmatch(path):
             return self._fleet.place(prompt, tried)
         home = self._fleet.home()
         if home is None or home in tried or not home.reachable:
@@ -175,8 +186,8 @@ class Proxy:
         return home, RouteChoice(home.number, (Placement(home.state, home.number, 0),))
 
     def _has_more(self, path: str, tried: list[RoutedReplica]) -> bool:
-        """Whether a further replica could take a request."""
-        if _FILED.fullmatch(path):
+        """Tells whether another replica could take the request."""
+        if _FILE_PATH.fullmatch(path):
             return False
         return any(
             replica.reachable and replica.health != "refusing" and replica not in tried
@@ -190,14 +201,14 @@ class Proxy:
         exchange: _Exchange,
         span: RequestSpan | None,
     ) -> Headers:
-        """Returns what is sent to a replica besides the body."""
+        """Returns the headers of the request to the replica."""
         scope = exchange.scope
         headers: Headers = [
             (name, value)
-            for name, value in _end_to_end(scope["headers"])
-            if name not in _SET_HERE
-            # To a replica the router's own pages would be those of another host.
-            and not (name == b"origin" and _is_own(value, scope))
+            for name, value in _end_to_end_headers(scope["headers"])
+            if name not in _ROUTER_HEADERS
+            # A page of the router has the router's origin, which a replica would refuse as foreign.
+            and not (name == b"origin" and _is_own_origin(value, scope))
         ]
         headers.append((b"via", self._fleet.via))
         if choice.prefill is not None:
@@ -223,7 +234,7 @@ class Proxy:
         return await replica.upstream.send(scope["method"], target, headers, exchange.body)
 
     def _learn(self, prompt: Prompt, choice: RouteChoice, answer: ReplicaAnswer) -> None:
-        """Takes note of what an answer says of its prompt's blocks."""
+        """Records the blocks of the prompt if the answer reports them."""
         value = next((value for name, value in answer.headers if name == PROMPT_HEADER), None)
         report = None if value is None else decode_report(value)
         if report is not None:
@@ -237,10 +248,10 @@ class Proxy:
         exchange: _Exchange,
         send: Send,
     ) -> None:
-        kept_back = _KEPT_BACK
-        if answer.status in _BODILESS:
-            kept_back = kept_back | {b"content-length"}
-        kept = [(n, value) for n, value in _end_to_end(answer.headers) if n not in kept_back]
+        dropped = _INTERNAL_HEADERS
+        if answer.status in _NO_BODY_STATUSES:
+            dropped = dropped | {b"content-length"}
+        kept = [(n, value) for n, value in _end_to_end_headers(answer.headers) if n not in dropped]
         usage = UsageReader(answer.headers) if exchange.metered else None
         exchange.status = answer.status
         await send({"type": "http.response.start", "status": answer.status, "headers": kept})
@@ -252,10 +263,10 @@ class Proxy:
                 if given:
                     await send({"type": "http.response.body", "body": given, "more_body": True})
         except ReplicaLostError as error:
-            # The client has a part of the answer: that it ends too early must show.
+            # The client has a part of the answer. It must notice that the rest is missing.
             self._metrics.broken.inc()
             if not isinstance(error, SilentError):
-                replica.lost(error)
+                replica.mark_lost(error)
             raise BrokenAnswerError from None
         rest = b"" if usage is None else usage.end()
         exchange.used = None if usage is None else usage.used
@@ -265,12 +276,16 @@ class Proxy:
 
 @dataclass(slots=True)
 class _Exchange:
-    """A request, and what became of it.
+    """A request and the progress of its answer.
 
-    body: empty once its answer has begun, as nobody else is asked then. held: counts it.
-    sent: a replica has it, as far as is known. status: of its answer, 0 before there is one.
-    pieces: of the answer that have come. used: tokens, as the replica says. whole: the answer has
-    come to its end.
+    Attributes:
+        body: emptied when the answer begins, because the request is not sent again after that.
+        held: counts the body's bytes in the `BodyBudget`.
+        sent: a replica probably has the request.
+        status: status of the answer; 0 before there is one.
+        pieces: pieces of the answer's body that have arrived.
+        used: tokens by the replica's report; None without one.
+        whole: the answer is complete.
     """
 
     scope: Scope
@@ -285,61 +300,73 @@ class _Exchange:
     whole: bool = False
 
     def drop_body(self) -> None:
-        """Frees the body, which no replica needs any more."""
+        """Frees the body."""
         self.body = b""
         self.held.release()
 
     @property
     def metered(self) -> bool:
-        """Whether its tokens count."""
+        """Tells whether the request's tokens count against its key's limit."""
         return self.allowance is not None and self.allowance.counts
 
     @property
     def computed(self) -> bool:
-        """Whether a replica may have computed for it, also where its client left before the
-        answer."""
+        """Tells whether a replica may have computed tokens for the request.
+
+        That may be true even if the client disconnected before the answer began.
+        """
         return self.sent and self.status < 400
 
 
 class BrokenAnswerError(Exception):
-    """A replica was lost within its answer: the client's connection must end without its end."""
+    """A replica was lost in the middle of its answer.
+
+    It makes the HTTP server cut the client's connection, which shows that the answer is incomplete.
+    """
 
 
-def _end_to_end(headers: Headers) -> Headers:
-    """Returns the headers that are not of one connection: neither one of those, nor named there."""
-    left = _OF_A_CONNECTION
+def _end_to_end_headers(headers: Headers) -> Headers:
+    """Returns the headers to forward.
+
+    Drops the hop-by-hop headers: the standard ones, and those that `Connection` names.
+    """
+    hop_by_hop = _HOP_BY_HOP
     for name, value in headers:
         if name == b"connection":
-            left = left | {each.strip().lower() for each in value.split(b",")}
-    return [header for header in headers if header[0] not in left]
+            hop_by_hop = hop_by_hop | {each.strip().lower() for each in value.split(b",")}
+    return [header for header in headers if header[0] not in hop_by_hop]
 
 
 def with_headers(send: Send, headers: Headers) -> Send:
-    """Returns `send` with these headers of answers, in place of those of the same names."""
+    """Returns a `send` that sets these headers on the answer, replacing ones of the same name."""
     names = {name for name, _ in headers}
 
-    async def sending(message: MutableMapping[str, Any]) -> None:
+    async def send_with_headers(message: MutableMapping[str, Any]) -> None:
         if message["type"] == "http.response.start":
             others = [each for each in message["headers"] if each[0] not in names]
             message = {**message, "headers": [*others, *headers]}
         await send(message)
 
-    return sending
+    return send_with_headers
 
 
-async def _left(receive: Receive) -> None:
-    """Waits until the client has left."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def _is_own(origin: bytes, scope: Scope) -> bool:
-    """Whether a page's origin is this router, by the name under which it is asked."""
+def _is_own_origin(origin: bytes, scope: Scope) -> bool:
+    """Tells whether an origin is this router, by the `Host` that the client used."""
     return (b"host", origin.partition(b"://")[2]) in scope["headers"]
 
 
-def _nobody(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
-    """Returns the error of a request that no replica has answered. last: which failed, and how."""
+def _no_replica_error(last: tuple[RoutedReplica, ReplicaLostError] | None) -> ApiError:
+    """Returns the error for a request that no replica has answered.
+
+    Args:
+        last: the replica that failed last, and how it failed; None if none was tried.
+    """
     if last is None:
         return ApiError(503, "No replica is ready.", code="no_replica", retry_after=1.0)
     replica, error = last

@@ -1,4 +1,4 @@
-"""A router's questions to replicas, besides requests."""
+"""The router's own requests to replicas: health checks, peers and events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.server.http.replica_proofs import CHALLENGE_HEADER, PROOF_HEADER, Cha
 logger = logging.getLogger("quire.router")
 
 _MOST_ANSWER_BYTES = 1 << 22
-"""Most bytes of an answer; a list of thousands of adapters has fewer."""
+"""Most bytes of an answer. Even a list of thousands of adapters is smaller."""
 _MOST_LINE_BYTES = 1 << 26
 _MOST_PEER_NAME = 256
 
@@ -40,35 +40,39 @@ class _Peers(msgspec.Struct):
 
 
 class QuestionRefusedError(Exception):
-    """A replica answered with another status than 200, or what is no answer to the question."""
+    """A replica answered with another status than 200, or with an invalid body."""
 
 
 class NotReadyError(Exception):
-    """A replica answers, and takes no requests now."""
+    """A replica answers, but takes no requests at the moment."""
 
 
 class LateError(Exception):
     """A replica did not answer in time."""
 
 
-Form = TypeVar("Form")
+Answer = TypeVar("Answer")
 
 
-def _decode(target: str, data: bytes | bytearray, form: type[Form]) -> Form:
-    """Reads an answer. Raises QuestionRefusedError."""
+def _decode(target: str, data: bytes | bytearray, kind: type[Answer]) -> Answer:
+    """Decodes an answer's JSON.
+
+    Raises:
+        QuestionRefusedError: it does not have the expected fields.
+    """
     try:
-        return msgspec.json.decode(data, type=form)
+        return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
-        raise QuestionRefusedError(f"{target} is not answered as it should: {error}") from None
+        raise QuestionRefusedError(f"the answer to {target} is invalid: {error}") from None
 
 
 class Questions:
-    """Asks replicas.
+    """Sends the router's own requests to replicas.
 
     Args:
-        key: sent along to those that are trusted or have proved that they have it.
-        timeout: seconds an answer may take.
-        via: see `Fleet`.
+        key: API key. Only replicas that are trusted, or have proved that they have it, get it.
+        timeout: seconds that an answer may take.
+        via: value for the header `Via`, see `Fleet`.
     """
 
     def __init__(self, key: str | None, timeout: float, via: bytes) -> None:
@@ -81,19 +85,23 @@ class Questions:
             return [*self._plain, (b"authorization", b"Bearer " + self._key)]
         return self._plain
 
-    async def look(self, replica: RoutedReplica) -> None:
-        """Asks whether it is ready, for its load and its model, which may change at any time.
+    async def check(self, replica: RoutedReplica) -> None:
+        """Asks a replica for its readiness, its load and its model.
+
+        The model is asked for every time, because another server may start at the same address.
 
         Raises:
-            NotReadyError, LateError
-            ReplicaLostError: it cannot be reached, or is no such server.
+            NotReadyError: it takes no requests.
+            LateError: it did not answer within the timeout.
+            ReplicaLostError: it cannot be reached, or is not a Quire server.
         """
         try:
             await self._ask_ready(replica)
             load = _decode("/load", await self._ask(replica, b"/load"), _ReplicaLoad)
             models = _decode("/v1/models", await self._ask(replica, b"/v1/models"), _Models)
-            # Adapters come and go on each server by itself. A name may be anyone's.
-            replica.serves(
+            # Adapters are left out: each server loads its own. The checkpoint's digest replaces
+            # the root, because different models may be served under one name.
+            replica.set_model(
                 frozenset(
                     msgspec.structs.replace(m, root=load.checkpoint or m.root)
                     for m in models.data
@@ -107,19 +115,22 @@ class Questions:
         if load.kv_tokens is not None:
             replica.state.has_room(load.kv_tokens)
 
-    async def name_peers(self, replica: RoutedReplica, urls: Sequence[str]) -> list[str]:
-        """Tells a replica who computes prompts for it; returns how it calls these.
+    async def announce_peers(self, replica: RoutedReplica, urls: Sequence[str]) -> list[str]:
+        """Sends a decode replica the addresses of the prefill replicas.
+
+        Returns:
+            The replica's name for each of them, in the same order.
 
         Raises:
             ReplicaLostError, LateError: it does not answer.
-            QuestionRefusedError: it does not ask others, or the key is no admin's.
+            QuestionRefusedError: it does not use peers, or the key is not an admin's.
         """
         body = msgspec.json.encode(_Peers(list(urls)))
         names = _decode("/kv/peers", await self._ask(replica, b"/kv/peers", body), _Peers).peers
         if len(names) != len(urls):
             raise QuestionRefusedError(f"/kv/peers names {len(names)} of {len(urls)} peers")
         if not all(len(name) <= _MOST_PEER_NAME and check_secret(name) for name in names):
-            raise QuestionRefusedError("/kv/peers names a peer by what no header can hold")
+            raise QuestionRefusedError("/kv/peers returned a peer name that no header can hold")
         return names
 
     async def _ask_ready(self, replica: RoutedReplica) -> None:
@@ -140,8 +151,8 @@ class Questions:
             raise QuestionRefusedError(f"/ready answered {status}")
         if challenge is not None and not replica.proven:
             raise QuestionRefusedError(
-                "it does not prove that it has the replicas' key at this address; behind a proxy "
-                "it must be trusted, as HOST:PORT in --replica-hosts"
+                "it does not prove that it has the replicas' key at this address; if it is behind "
+                "a proxy, trust it with HOST:PORT in --replica-hosts"
             )
 
     async def _ask(
@@ -149,7 +160,7 @@ class Questions:
     ) -> bytearray:
         answer, found = await self._answer(replica, target, self._headers(replica), body)
         status = answer.status
-        if status == 503:  # its engine has not answered in time
+        if status == 503:  # The server is up, but its engine has not answered in time.
             raise LateError(f"{target.decode()} answered 503")
         if status != 200:
             raise QuestionRefusedError(f"{target.decode()} answered {status}")
@@ -176,12 +187,12 @@ class Questions:
             raise LateError(f"no answer to {target.decode()}") from None
         return answer, found
 
-    async def follow(self, replica: RoutedReplica) -> None:
-        """Takes in the events of a replica until they end.
+    async def follow_events(self, replica: RoutedReplica) -> None:
+        """Reads a replica's KV events into its state until the stream ends.
 
         Raises:
-            ReplicaLostError: the connection ended, or nothing has come for too long.
-            QuestionRefusedError: it has no events for this router, or what came is none.
+            ReplicaLostError: the connection ended, or nothing arrived within the timeout.
+            QuestionRefusedError: it refuses to send events, or sent an invalid one.
         """
         state = replica.state
         try:

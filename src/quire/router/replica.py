@@ -1,6 +1,4 @@
-"""A replica as the router knows it: what it holds and has to do, by its events and by what was sent
-to it since.
-"""
+"""A replica as the router knows it: its cached blocks, its load, its model and its health."""
 
 from __future__ import annotations
 
@@ -22,15 +20,15 @@ Role = Literal["both", "prefill", "decode"]
 
 
 class ReplicaState(Replica):
-    """Knows of one replica what `Replica` estimates, and what its events say.
+    """A replica's cached blocks and load, by its own events and by the estimates of `Replica`.
 
     Attributes:
-        role: prefill computes prompts for those with role decode.
-        informed: its events come. Then the estimate is of requests under way only.
-        reported: running and waiting requests, as it said last.
-        grants: it computes prompts for others, as far as is known.
-        load: of all its engines, as it said last.
-        peers: by the numbers of replicas that it asks for prompts, their names there.
+        role: a prefill replica computes prompts for the decode replicas.
+        informed: the replica sends events. Then only requests in flight are estimated.
+        reported: running and waiting requests, by its last report.
+        grants: the replica computes prompts for others; True until it reports otherwise.
+        load: load of all its engines together, by its last report.
+        peers: maps the number of each prefill replica that it uses to its name for it.
     """
 
     def __init__(self, role: Role = "both") -> None:
@@ -45,16 +43,16 @@ class ReplicaState(Replica):
 
     @property
     def busy(self) -> int:
-        """Requests that it has, from this router or from others."""
+        """Requests in flight on the replica, from this router or from others."""
         return max(self.running, self.reported)
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens that are to be computed, from this router or from others."""
+        """Prompt tokens that the replica has yet to compute, for this router or for others."""
         return max(self.waiting, self.load.prompt_tokens)
 
     def take_line(self, line: KVEventLine) -> None:
-        """Takes in what it says."""
+        """Applies one line of the replica's events."""
         if len(line.engines) != len(self._blocks):
             self._blocks = [set() for _ in line.engines]
         for held, events in zip(self._blocks, line.engines, strict=True):
@@ -80,7 +78,7 @@ class ReplicaState(Replica):
         self.informed = True
 
     def lose_events(self) -> None:
-        """Takes note that its events do not come any more."""
+        """Records that the stream of events has ended."""
         self.informed = False
         self.load = EngineLoad()
         self._blocks = []
@@ -90,13 +88,15 @@ class ReplicaState(Replica):
         self.lose_events()
 
     def held_tokens(self, prompt: KnownPrompt) -> int:
-        """Returns how many tokens of a prompt it holds, or will when it has computed what it was
-        sent."""
+        """Returns how many tokens of a prompt the replica has cached.
+
+        Tokens of requests that it is still computing count too.
+        """
         most, blocks, keys = 0, prompt.blocks, prompt.keys
         for held in self._blocks:
             if not blocks or blocks[0][1] not in held:
                 continue
-            # It holds all blocks before one that it holds.
+            # A replica that holds a block holds all blocks before it, so bisection finds the last.
             low, high = 1, len(blocks)
             while low < high:
                 middle = (low + high) // 2
@@ -110,21 +110,30 @@ class ReplicaState(Replica):
         return min(prompt.tokens, most)
 
     def settle(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
-        """Replaces the estimate for a prompt that is answered by its blocks, where events come and
-        will tell of their end."""
+        """Replaces the estimate for a prompt by the blocks that its answer reported.
+
+        Only for a replica with events, because an event tells when such a block is evicted.
+
+        Args:
+            keys: keys of the prompt's pieces.
+            blocks: the prompt's blocks.
+        """
         if self.informed and len(self._blocks) == 1:
             self._blocks[0].update(name for _, name in blocks)
             self.drop(keys)
 
 
-# A replica behind a router: its address, what it serves and whether it is well.
-
 logger = logging.getLogger("quire.router")
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """id: the name in the API. root: the checkpoint behind it, by a digest or a name. parent: of an
-    adapter, its model."""
+    """An entry of a replica's GET /v1/models.
+
+    Attributes:
+        id: the model's name in the API.
+        root: digest or name of the checkpoint.
+        parent: an adapter's base model; None for a model.
+    """
 
     id: str
     root: str | None = None
@@ -133,27 +142,37 @@ class ModelEntry(msgspec.Struct, frozen=True):
 
 Model = frozenset[ModelEntry]
 Health = Literal["ready", "slow", "refusing", "lost"]
-"""A replica's last answer: that it is ready; none in time, since a short while; that it is not
-ready; none at all, or one of something else."""
+"""Result of a replica's last health check.
 
-_MOST_LATE = 3
-"""Looks in a row without an answer in time with which a replica is lost, and without a sign of life
-with which its requests are given up."""
+ready: it takes requests. slow: it has missed few checks. refusing: it answers that it is not ready.
+lost: it does not answer, or is not a Quire server.
+"""
+
+_MAX_MISSED_CHECKS = 3
+"""Health checks in a row without an answer in time after which a replica is lost.
+
+Its requests are given up if no byte of any answer arrived in as many checks.
+"""
 
 
 class RoutedReplica:
-    """A replica, by its address.
+    """A member of the fleet.
 
     Attributes:
-        name: of the replica, its address without the scheme.
-        health: as it was last looked at.
+        number: identifies the replica in choices; -1 before it has joined.
+        name: its address without the scheme.
+        upstream: the connections to it.
+        health: result of the last health check.
         leaving: it gets no further requests.
-        state: what the router knows of it.
-        model: what it serves, None until it is known.
-        answers: requests that it answered, by their status.
-        trusted: whoever runs the router has named its address: it may have the replicas' key.
-        proven: it has shown that it has the replicas' key, since it was lost last.
-        told_peers: the addresses that it was last told to ask for prompts.
+        state: its cached blocks and load.
+        model: the models that it serves; None until they are known.
+        answers: number of its answers by HTTP status.
+        failures: number of times it was found lost.
+        trusted: the router's settings name its address, so it may get the replicas' key.
+        proven: it has proved that it has the replicas' key, and was not lost after that.
+        announced_peers: the prefill replicas' addresses that were last sent to it.
+        since: time (`time.time`) at which it last became ready or began to leave.
+        tasks: the tasks that check its health and read its events.
     """
 
     def __init__(
@@ -170,86 +189,88 @@ class RoutedReplica:
         self.answers: Counter[int] = Counter()
         self.failures = 0
         self.model: Model | None = None
-        self.told_peers: tuple[str, ...] | None = None
+        self.announced_peers: tuple[str, ...] | None = None
         self.since = time.time()
         self.tasks: list[asyncio.Task[None]] = []
-        self._late = self._silent = 0
+        self._late_checks = self._silent_checks = 0
 
     @property
     def role(self) -> Role:
         return self.state.role
 
     @property
-    def well(self) -> bool:
+    def healthy(self) -> bool:
         return self.health == "ready"
 
     @property
-    def able(self) -> bool:
-        return self.well and not self.leaving
+    def available(self) -> bool:
+        return self.healthy and not self.leaving
 
     @property
     def reachable(self) -> bool:
-        """Whether requests may be sent to it where no replica is able."""
+        """Tells whether requests may be sent to it if no replica is ready."""
         return self.health != "lost" and not self.leaving
 
-    def found_well(self) -> None:
-        """Takes note that it is ready."""
-        if not self.well:
+    def mark_healthy(self) -> None:
+        """Records that it is ready."""
+        if not self.healthy:
             logger.info("replica %s is ready", self.name)
             self.since = time.time()
-        self.health, self._late = "ready", 0
-        self._silent, self.upstream.heard = 0, False
+        self.health, self._late_checks = "ready", 0
+        self._silent_checks, self.upstream.has_received = 0, False
 
-    def serves(self, model: Model) -> None:
-        """Takes note of its model. What it held of another one is gone."""
+    def set_model(self, model: Model) -> None:
+        """Records its model. The cached blocks of a different model are forgotten."""
         if self.model not in (None, model):
-            logger.warning("replica %s serves %s now", self.name, model_names(model))
+            logger.warning("replica %s has changed its model to %s", self.name, model_names(model))
             self.state.forget()
         self.model = model
 
-    def refuses(self, why: object) -> None:
-        """Takes note that it answers, and takes no requests now. It keeps what it holds."""
+    def mark_not_ready(self, why: object) -> None:
+        """Records that it answers, but takes no requests. Its cached blocks stay known."""
         if self.health != "refusing":
             logger.warning("replica %s is not ready: %s", self.name, why)
-        # One that never was ready may serve anything.
+        # Its model is unknown until it was ready once, so it may be the wrong server.
         self.health = "lost" if self.model is None else "refusing"
 
-    def late(self, why: object) -> None:
-        """Takes note that an answer did not come in time, as on a machine that is very busy."""
-        self._late += 1
-        if self.health == "lost" or self._late >= _MOST_LATE:
-            self.lost(why)
+    def mark_late(self, why: object) -> None:
+        """Records that it missed a health check, as a very busy machine may."""
+        self._late_checks += 1
+        if self.health == "lost" or self._late_checks >= _MAX_MISSED_CHECKS:
+            self.mark_lost(why)
         elif self.health != "slow":
             logger.warning("replica %s is slow: %s", self.name, why)
             self.health = "slow"
         self._count_silence()
 
-    def unreachable(self, why: object) -> None:
-        """Takes note that nothing is heard from its address."""
-        self.lost(why)
+    def mark_unreachable(self, why: object) -> None:
+        """Records that its address does not respond at all."""
+        self.mark_lost(why)
         self._count_silence()
 
-    def lost(self, why: object) -> None:
-        """Takes note that it does not answer: what it held is gone."""
+    def mark_lost(self, why: object) -> None:
+        """Records that it is lost. Its cached blocks are forgotten."""
         self.failures += 1
         if self.health != "lost":
             logger.warning("replica %s is lost: %s", self.name, why)
         self.health = "lost"
         self.proven = False
-        self.told_peers = None
+        self.announced_peers = None
         self.state.forget()
         self.upstream.close()
 
     def _count_silence(self) -> None:
-        """Gives its requests up where nothing has come for some looks, not even a part of an
-        answer: it stands still, or its host is gone, and nobody ends the connections."""
-        self._silent = 0 if self.upstream.heard else self._silent + 1
-        self.upstream.heard = False
-        if self._silent >= _MOST_LATE:
-            self.upstream.give_up()
+        """Aborts its requests if no byte has arrived from it during several health checks.
+
+        Such a replica hangs, or its host is gone. Nobody else would end the connections.
+        """
+        self._silent_checks = 0 if self.upstream.has_received else self._silent_checks + 1
+        self.upstream.has_received = False
+        if self._silent_checks >= _MAX_MISSED_CHECKS:
+            self.upstream.abort_all()
 
 
 def model_names(model: Model | None) -> str:
-    """Returns the names of a model, with the checkpoint where it is known."""
+    """Returns the models' names for a message, with the checkpoints that are known."""
     entries = sorted(model or (), key=lambda entry: entry.id)
     return ", ".join(e.id if e.root in (None, e.id) else f"{e.id} ({e.root})" for e in entries)

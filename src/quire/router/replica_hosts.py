@@ -1,4 +1,4 @@
-"""The hosts whose servers may join a router's fleet."""
+"""The setting `replica_hosts`: from which hosts servers may join a router's fleet."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class ReplicaNotAllowedError(QuireError):
 
 
 class ReplicaHosts:
-    """Decides which addresses may join, before anything is sent there.
+    """Decides which addresses may join, before the router sends anything to them.
 
     Args:
-        entries: each is a host; a host with a port, which is trusted with the replicas' key; `*.`
-            and the end of names; a network, as in 10.0.0.0/8; or `*` for any.
+        entries: each entry is one of: HOST; HOST:PORT, which is also trusted with the replicas'
+            key; *.DOMAIN for all names in a domain; a network such as 10.0.0.0/8; * for any host.
 
     Raises:
-        ConfigError: an entry is none of these.
+        ConfigError: an entry has another form.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -48,15 +48,19 @@ class ReplicaHosts:
                 self.trust(host, port)
 
     def trust(self, host: str, port: int) -> None:
-        """Lets a server join that whoever runs the router has named by its address."""
+        """Allows an address to join and to get the replicas' key."""
         self._places.add((host, port))
 
     def trusts(self, host: str, port: int) -> bool:
-        """Tells whether the replicas' key may be sent there without a proof."""
+        """Tells whether the address may get the replicas' key without a proof."""
         return (host, port) in self._places
 
     def check(self, host: str, port: int) -> None:
-        """Raises ReplicaNotAllowedError for an address whose server may not join."""
+        """Checks an address.
+
+        Raises:
+            ReplicaNotAllowedError: a server at this address may not join.
+        """
         if not (self._any or self.trusts(host, port) or self._knows(host)):
             raise ReplicaNotAllowedError(
                 f"a server at {host!r}, port {port}, may not join: --replica-hosts does not name it"
@@ -73,7 +77,7 @@ class ReplicaHosts:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Returns a network, or an address as the network of itself; None for other texts."""
+    """Parses a network; an address is a network of one. Returns None for any other text."""
     try:
         return ipaddress.ip_network(text.partition("%")[0], strict=False)
     except ValueError:
@@ -87,7 +91,7 @@ def _place(entry: str) -> tuple[str, int | None]:
         parts = None
     if parts is None or parts.netloc != entry or parts.hostname is None or "@" in entry:
         raise ConfigError(
-            f"replica_hosts: {entry[:200]!r} is none of a host, HOST:PORT, *.NAME, a network and *",
+            f"replica_hosts: {entry[:200]!r} is not HOST, HOST:PORT, *.NAME, a network or *",
             "replica_hosts",
         )
     return parts.hostname, parts.port

@@ -1,4 +1,4 @@
-"""The router's process: its socket, its event loop and its end."""
+"""The router's process: it binds the socket, runs the event loop and shuts down."""
 
 from __future__ import annotations
 
@@ -27,9 +27,18 @@ from quire.server.telemetry.tracing import Exporter
 
 @dataclass(frozen=True)
 class RouterArgs:
-    """Settings of a router. replicas: addresses of servers, with their roles. admin_key: for
-    changes of the fleet. keys: of clients; None leaves them to the servers. hosts,
-    public_metrics: see `RouterApp`. otlp_endpoint: a collector for traces, None for none."""
+    """Settings of a router.
+
+    Attributes:
+        replicas: addresses of the servers, each with its role.
+        fleet: settings of the fleet.
+        host, port: address to listen on.
+        admin_key, keys, hosts, public_metrics: see `RouterApp`.
+        max_body_mb: largest request body, in MB.
+        max_body_memory_mb: memory of all bodies while they arrive, in MB.
+        drain_timeout: seconds that running requests get to finish at the end.
+        otlp_endpoint: URL of an OpenTelemetry collector; None sends no traces.
+    """
 
     replicas: Sequence[tuple[str, Role]]
     fleet: FleetSettings
@@ -46,13 +55,17 @@ class RouterArgs:
 
 
 def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
-    """Routes requests until SIGINT or SIGTERM, and until those that run have ended or
-    `drain_timeout` is over. on_ready: told the address.
+    """Routes requests until SIGINT or SIGTERM.
+
+    Running requests then have `drain_timeout` seconds to finish.
+
+    Args:
+        on_ready: called with the router's URL once it accepts requests.
 
     Raises:
-        ConfigError: the address is taken, or a replica's is none.
+        ConfigError: the address is taken, or a replica's address is invalid.
     """
-    import uvloop
+    import uvloop  # Not available on every platform, and needed only here.
 
     sock = bind(ServerArgs(host=args.host, port=args.port))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -70,8 +83,12 @@ def build_router(
     *,
     public_metrics: bool = False,
 ) -> RouterApp:
-    """Returns the application of a fleet's router. exporter: of its spans. keys, hosts,
-    public_metrics: see `RouterApp`."""
+    """Returns the router's application for a fleet.
+
+    Args:
+        max_body_bytes, max_body_memory_bytes, exporter: see `Proxy`.
+        admin_key, keys, hosts, public_metrics: see `RouterApp`.
+    """
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
     return RouterApp(fleet, proxy, metrics, admin_key, keys, hosts, public_metrics)
@@ -125,7 +142,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
 
 
 class _RouterServer(uvicorn.Server):
-    """uvicorn's server without its signal handling: it would raise signals again at its end."""
+    """uvicorn's server without its signal handling, which raises the signals again at the end."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)

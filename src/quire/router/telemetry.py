@@ -1,4 +1,4 @@
-"""The router's metrics and spans."""
+"""The router's metrics, and one span per request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 3
 
 
 class RouterMetrics:
-    """Counts of one router, and the state of its fleet when it is asked."""
+    """Prometheus metrics of one router. The fleet's gauges are read at each scrape."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.registry = CollectorRegistry()
@@ -52,7 +52,7 @@ class RouterMetrics:
 
 
 class _FleetCollector:
-    """Tells of the replicas that are there: of one that has left no series stays."""
+    """Collects the metrics of the fleet's members, so a replica that left has no series."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -68,20 +68,22 @@ class _FleetCollector:
         for replica in self._fleet:
             for status, count in replica.answers.items():
                 requests.add_metric([replica.name, str(status)], count)
-            ready.add_metric([replica.name], float(replica.able))
+            ready.add_metric([replica.name], float(replica.available))
             running.add_metric([replica.name], replica.state.running)
         yield requests
         yield ready
         yield running
 
 
-# The router's spans: one for a request, as the parent of the replica's.
-
-
 class RequestSpan:
-    """A request's span. `headers` name it to the replica."""
+    """A request's span, which is the parent of the replica's span.
+
+    Attributes:
+        headers: headers that pass the span's context to the replica.
+    """
 
     def __init__(self, exporter: Exporter, scope: Scope) -> None:
+        # OpenTelemetry is an optional package: only the extra `otel` installs it.
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         self._span = exporter.tracer.start_span(
@@ -95,15 +97,23 @@ class RequestSpan:
         self.headers: Headers = [(name.encode(), value.encode()) for name, value in carrier.items()]
 
     def chosen(self, replica: RoutedReplica, choice: RouteChoice, attempt: int) -> None:
-        """Takes note of where the request is sent. attempt: counts from 1."""
+        """Records the replica that the request is sent to.
+
+        Args:
+            attempt: number of the attempt, from 1.
+        """
         self._span.set_attribute("quire.replica", replica.name)
         self._span.set_attribute("quire.attempts", attempt)
         if choice.prefill is not None:
             self._span.set_attribute("quire.prefill", choice.prefill or "local")
 
     def end(self, status: int) -> None:
-        """Ends it. status: of the answer, 0 if there was none."""
-        from opentelemetry.trace import Status, StatusCode
+        """Ends the span.
+
+        Args:
+            status: HTTP status of the answer; 0 without one.
+        """
+        from opentelemetry.trace import Status, StatusCode  # optional, as above
 
         if status:
             self._span.set_attribute("http.response.status_code", status)

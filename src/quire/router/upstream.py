@@ -20,41 +20,46 @@ from quire.server.process.uvicorn_server import FRAMING_PER_BYTE, HEAD_BYTES
 Headers = list[tuple[bytes, bytes]]
 
 _MOST_IDLE = 256
-_HIGH_BYTES = 1 << 18
-"""Bytes that wait for a slow client before the replica is no longer read from."""
+_MAX_BUFFERED_BYTES = 1 << 18
+"""Bytes waiting for a slow client above which reading from the replica pauses."""
 _NO_HOST = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _PORTS = {"http": 80, "https": 443}
 
 
 class ReplicaLostError(Exception):
-    """A replica could not be reached, or its connection ended within an answer."""
+    """A replica could not be reached, or its connection ended before the answer was complete."""
 
 
 class UnreachableError(ReplicaLostError):
-    """Nothing is heard from a replica's address."""
+    """A replica's address does not respond."""
 
 
 class BadAnswerError(ReplicaLostError):
-    """A replica's answer is none that can be passed on."""
+    """A replica's answer is invalid and cannot be forwarded."""
 
 
 class SilentError(ReplicaLostError):
-    """Nothing of a request's answer has come for too long."""
+    """No byte of an answer has arrived for too long."""
 
 
 class _StrayAnswerError(Exception):
-    """A kept connection brought an answer that does not show whose it is."""
+    """An answer on a reused connection has no tag, or the wrong one."""
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, and the answer that it is reading.
+    """One connection to a replica, with the answer that it is reading.
 
-    The head of an answer has at most `HEAD_BYTES` (in whole reads), interim ones included, and so
-    have its trailers and the framing of its chunks. Trailers are dropped. Anything that comes
-    behind an answer ends the connection: it would be taken for the next request's.
+    An answer's head, including interim answers, may have `HEAD_BYTES`, checked after each read. So
+    may its trailers and chunk framing. Trailers are dropped. Bytes after the end of an answer end
+    the connection, because they would be read as the answer to the next request.
 
     Args:
-        on_data: called when anything comes.
+        on_data: called whenever bytes arrive.
+
+    Attributes:
+        headers: the answer's headers, with lower-case names.
+        complete: the whole answer has arrived.
+        silent: no byte has arrived since the request was sent.
     """
 
     def __init__(self, on_data: Callable[[], None]) -> None:
@@ -65,11 +70,11 @@ class _Connection(asyncio.Protocol):
         self._head: asyncio.Future[None] = self._loop.create_future()
         self._more = asyncio.Event()
         self._parts: deque[bytes] = deque()
-        self._waiting = self._framing = 0
-        self._lost = self._bare = self._keeps = self._used = False
-        self._fault: ReplicaLostError | None = None
+        self._buffered_bytes = self._framing_bytes = 0
+        self._lost = self._no_body = self._keep_alive = self._has_answered = False
+        self._error: ReplicaLostError | None = None
         self._tag = b""
-        self._heard = 0.0
+        self._last_data_at = 0.0
         self.headers: Headers = []
         self.complete = True
         self.silent = True
@@ -85,73 +90,93 @@ class _Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request can be sent. None can while reading is paused, as behind a large
-        answer whose client has left: nobody would read on."""
-        paused = self._waiting > _HIGH_BYTES
-        return self.complete and not self._lost and self._keeps and not paused
+        """Tells whether the connection can take another request.
+
+        It cannot while reading is paused: the client of a large answer has disconnected, and
+        nobody would resume the reading.
+        """
+        paused = self._buffered_bytes > _MAX_BUFFERED_BYTES
+        return self.complete and not self._lost and self._keep_alive and not paused
 
     @property
     def lost(self) -> bool:
-        return self._lost or self._fault is not None
+        return self._lost or self._error is not None
 
-    def begin(self, data: Sequence[bytes | bytearray], tag: bytes, *, bare: bool) -> None:
-        """Sends a request. tag: of the request. bare: its answer has no body, whatever its headers
-        say."""
+    def begin(self, data: Sequence[bytes | bytearray], tag: bytes, *, no_body: bool) -> None:
+        """Sends a request.
+
+        Args:
+            data: the request's bytes.
+            tag: the request's tag, which the answer must repeat.
+            no_body: the answer has no body, even if its headers give a length (HEAD).
+        """
         assert self._transport is not None
         self._parser = httptools.HttpResponseParser(self)
         self._head = self._loop.create_future()
         self._more.clear()
         self._parts.clear()
-        self.headers, self._waiting, self._framing, self._bare = [], 0, 0, bare
+        self.headers, self._buffered_bytes, self._framing_bytes, self._no_body = [], 0, 0, no_body
         self.complete, self.silent = False, True
-        self._tag, self._heard = tag, self._loop.time()
+        self._tag, self._last_data_at = tag, self._loop.time()
         self._transport.writelines(data)
 
     async def head(self) -> None:
         """Waits for the answer's head.
 
         Raises:
-            ReplicaLostError: there is none, or none that can be passed on.
+            ReplicaLostError: no answer arrived, or it cannot be forwarded.
             _StrayAnswerError: it may be the answer to an earlier request.
         """
         await self._head
-        # One whose answers have had tags is kept, so that a head without one is none of these.
-        reused, self._used = self._used, True
+        # Only connections whose answers carried the right tag are reused. An answer without it on a
+        # reused connection may therefore belong to an earlier request.
+        reused, self._has_answered = self._has_answered, True
         tag = tag_in(self.headers)
         if tag == self._tag:
             return
-        self._keeps = False
+        self._keep_alive = False
         if reused:
             raise _StrayAnswerError
         if tag is not None:
             raise BadAnswerError("its answer is to another request")
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """Yields the answer's body as it comes. Raises ReplicaLostError."""
+        """Yields the answer's body as it arrives.
+
+        Raises:
+            ReplicaLostError: the connection ended before the answer was complete.
+        """
         while True:
             while self._parts:
                 part = self._parts.popleft()
-                self._take(-len(part))
+                self._count_buffered(-len(part))
                 yield part
             if self.complete:
                 return
-            if self._lost or self._fault is not None:
-                raise self._fault or ReplicaLostError("the connection ended within an answer")
+            if self._lost or self._error is not None:
+                raise self._error or ReplicaLostError(
+                    "the connection ended before the answer was complete"
+                )
             self._more.clear()
             await self._more.wait()
 
     def silence(self, now: float) -> float:
-        """Returns the seconds for which the answer has brought nothing; 0 while nobody reads on."""
-        if self.complete or self._waiting > _HIGH_BYTES:
+        """Returns the seconds since the last byte of the answer; 0 while reading is paused."""
+        if self.complete or self._buffered_bytes > _MAX_BUFFERED_BYTES:
             return 0.0
-        return now - self._heard
+        return now - self._last_data_at
 
-    def fail(self, fault: ReplicaLostError) -> None:
-        """Ends the connection. fault: raised for who waits for more of its answer."""
-        self._fault, self._keeps = self._fault or fault, False
+    def fail(self, error: ReplicaLostError) -> None:
+        """Ends the connection.
+
+        Args:
+            error: raised in the task that waits for the rest of the answer.
+        """
+        self._error, self._keep_alive = self._error or error, False
         if not self._head.done():
-            self._head.set_exception(self._fault)
-            self._head.exception()  # nobody waits for an answer on an idle connection
+            self._head.set_exception(self._error)
+            # On an idle connection nobody waits. Reading the exception keeps asyncio from warning.
+            self._head.exception()
         self._more.set()
         self.abort()
 
@@ -162,18 +187,18 @@ class _Connection(asyncio.Protocol):
     # -- asyncio.Protocol ----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no asyncio.Transport, but do the same.
+        # uvloop's transports do not derive from asyncio.Transport, but have its methods.
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
-        if self._fault is not None:
+        if self._error is not None:
             return
-        self.silent, self._heard = False, self._loop.time()
+        self.silent, self._last_data_at = False, self._loop.time()
         self._on_data()
         if self.complete:
-            self.fail(BadAnswerError("it sent what nobody had asked for"))
+            self.fail(BadAnswerError("it sent bytes without a request"))
             return
-        self._framing += len(data)
+        self._framing_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -181,7 +206,7 @@ class _Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             reason = error.__context__ or error
             self.fail(BadAnswerError(f"its answer is not valid HTTP: {reason}"))
-        if self._framing > HEAD_BYTES:
+        if self._framing_bytes > HEAD_BYTES:
             what = "trailer or framing" if self._head.done() else "head"
             self.fail(BadAnswerError(f"the {what} of its answer has more than {HEAD_BYTES} bytes"))
 
@@ -189,13 +214,13 @@ class _Connection(asyncio.Protocol):
         self._lost = True
         if not self._head.done():
             self._head.set_exception(ReplicaLostError("the connection ended before an answer"))
-            # Nobody waits for an answer on an idle connection.
+            # On an idle connection nobody waits. Reading the exception keeps asyncio from warning.
             self._head.exception()
         self._more.set()
 
     # -- httptools -----------------------------------------------------------------------------
 
-    # An exception ends the parsing of the answer.
+    # Callbacks of the parser. An exception in one of them ends the parsing of the answer.
 
     def on_message_begin(self) -> None:
         self._check_incomplete()
@@ -211,41 +236,41 @@ class _Connection(asyncio.Protocol):
             return
         if not 200 <= status < 600:
             raise ValueError(f"its status is {status:03d}")
-        self._framing = 0
+        self._framing_bytes = 0
         self._head.set_result(None)
-        if self._bare:
+        if self._no_body:
             self.on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         self._check_incomplete()
-        self._framing = max(0, self._framing - (1 + FRAMING_PER_BYTE) * len(body))
+        self._framing_bytes = max(0, self._framing_bytes - (1 + FRAMING_PER_BYTE) * len(body))
         self._parts.append(body)
-        self._take(len(body))
+        self._count_buffered(len(body))
         self._more.set()
 
     def on_message_complete(self) -> None:
         if self._head.done():
-            # The parser knows it now, and no more when it has left this message.
-            self._keeps = self._parser.should_keep_alive()
+            # The parser forgets this once it has left the message.
+            self._keep_alive = self._parser.should_keep_alive()
             self.complete = True
-            self._framing = 0
+            self._framing_bytes = 0
             self._more.set()
 
     def _check_incomplete(self) -> None:
         if self.complete:
-            raise ValueError("more came than one answer")
+            raise ValueError("it has bytes after its end")
 
-    def _take(self, more: int) -> None:
-        before, self._waiting = self._waiting, self._waiting + more
+    def _count_buffered(self, more: int) -> None:
+        before, self._buffered_bytes = self._buffered_bytes, self._buffered_bytes + more
         assert self._transport is not None
-        if before <= _HIGH_BYTES < self._waiting:
+        if before <= _MAX_BUFFERED_BYTES < self._buffered_bytes:
             self._transport.pause_reading()
-        elif self._waiting <= _HIGH_BYTES < before and not self._lost:
+        elif self._buffered_bytes <= _MAX_BUFFERED_BYTES < before and not self._lost:
             self._transport.resume_reading()
 
 
 class ReplicaAnswer:
-    """A replica's answer. `close` must be called once, whether or not the body was read."""
+    """A replica's answer. Its user calls `close` once, whether or not it has read the body."""
 
     def __init__(self, upstream: Upstream, connection: _Connection) -> None:
         self._upstream = upstream
@@ -255,34 +280,45 @@ class ReplicaAnswer:
 
     @property
     def peer(self) -> tuple[str, int] | None:
-        """The address and port of the other end; None where it has gone."""
+        """Address and port of the replica's end; None once the connection is gone."""
         return self._connection.peer
 
     def parts(self) -> AsyncIterator[bytes]:
-        """Yields the body as it comes. Raises ReplicaLostError."""
+        """Yields the body as it arrives.
+
+        Raises:
+            ReplicaLostError: the connection ended before the answer was complete.
+        """
         return self._connection.parts()
 
     def close(self) -> None:
-        """Keeps the connection if the answer was read whole, and ends it otherwise: the replica
-        then aborts the request."""
+        """Returns the connection to the pool if the answer is complete.
+
+        Otherwise the connection is closed, which makes the replica abort the request.
+        """
         self._upstream.release(self._connection)
 
 
 class Upstream:
-    """The connections to one replica.
+    """A pool of connections to one replica.
+
+    Args:
+        url: the replica's address.
+        connect_timeout: seconds that opening a connection may take.
 
     Attributes:
-        host, port: of the address.
-        heard: whether anything has come on any of them; who asks sets it back.
+        url: the address without a user and without /v1 at its end.
+        host, port: the address's parts.
+        has_received: bytes have arrived on any connection; the reader resets it.
 
     Raises:
-        ConfigError: `url` is no http address.
+        ConfigError: `url` is not an http address.
     """
 
     def __init__(self, url: str, connect_timeout: float) -> None:
         parts = split_url(url, "replicas")
         if parts.query or parts.hostname is None:
-            raise ConfigError(f"{url!r} is no http address", "replicas")
+            raise ConfigError(f"{url!r} is not an http address", "replicas")
         base = parts.path.rstrip("/").removesuffix("/v1")
         self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{base}"
         self.host, self.port = parts.hostname, parts.port or _PORTS[parts.scheme]
@@ -292,17 +328,19 @@ class Upstream:
         self._connect_timeout = connect_timeout
         self._tags = itertools.count(1)
         self._idle: deque[_Connection] = deque()
-        self._used: set[_Connection] = set()
-        self.heard = False
+        self._in_use: set[_Connection] = set()
+        self.has_received = False
 
     async def send(
         self, method: str, target: bytes, headers: Headers, body: bytes | bytearray
     ) -> ReplicaAnswer:
-        """Sends a request and waits for the head of its answer. headers: without those of the
-        connection.
+        """Sends a request and waits for the head of its answer.
+
+        Args:
+            headers: end-to-end headers only.
 
         Raises:
-            ReplicaLostError: it cannot be reached, or gives no answer that can be passed on.
+            ReplicaLostError: the replica cannot be reached, or its answer cannot be forwarded.
         """
         lines = [method.encode(), b" ", self._base + target, b" HTTP/1.1\r\nhost: "]
         lines += [self._authority, b"\r\ncontent-length: %d\r\n" % len(body)]
@@ -313,31 +351,36 @@ class Upstream:
         data = [b"".join((*lines, b"\r\n")), body]
         stray = False
         while True:
-            connection, fresh = await self._connection(kept=not stray)
-            self._used.add(connection)
-            connection.begin(data, tag, bare=method == "HEAD")
+            connection, fresh = await self._connection(reuse=not stray)
+            self._in_use.add(connection)
+            connection.begin(data, tag, no_body=method == "HEAD")
             try:
                 await connection.head()
                 return ReplicaAnswer(self, connection)
             except _StrayAnswerError:
-                self._used.discard(connection)
+                self._in_use.discard(connection)
                 connection.abort()
                 stray = True
             except ReplicaLostError:
-                given_up = connection not in self._used
-                self._used.discard(connection)
+                given_up = connection not in self._in_use
+                self._in_use.discard(connection)
                 connection.abort()
-                # A kept connection may have been closed meanwhile: then nothing was computed.
+                # The replica may have closed an idle connection before this request arrived. Then
+                # nothing was computed, and the request can be sent again.
                 if fresh or given_up or not connection.silent:
                     raise
             except asyncio.CancelledError:
-                self._used.discard(connection)
+                self._in_use.discard(connection)
                 connection.abort()
                 raise
 
-    async def _connection(self, *, kept: bool) -> tuple[_Connection, bool]:
-        """Returns a connection, and whether it is a new one. kept: it need not be."""
-        while kept and self._idle:
+    async def _connection(self, *, reuse: bool) -> tuple[_Connection, bool]:
+        """Returns a connection, and whether it is a new one.
+
+        Args:
+            reuse: allows an idle connection.
+        """
+        while reuse and self._idle:
             connection = self._idle.pop()
             if not connection.lost:
                 return connection, False
@@ -345,7 +388,7 @@ class Upstream:
         try:
             async with asyncio.timeout(self._connect_timeout):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self._hear), self.host, self.port, ssl=self._tls
+                    lambda: _Connection(self._note_data), self.host, self.port, ssl=self._tls
                 )
         except TimeoutError:
             raise UnreachableError("it does not accept connections") from None
@@ -356,31 +399,33 @@ class Upstream:
             raise kind(str(error) or "it does not accept connections") from None
         return connection, True
 
-    def _hear(self) -> None:
-        self.heard = True
+    def _note_data(self) -> None:
+        self.has_received = True
 
     def release(self, connection: _Connection) -> None:
-        """Takes back a connection of an answer that is read, or given up."""
-        self._used.discard(connection)
+        """Takes back the connection of an answer that is complete or abandoned."""
+        self._in_use.discard(connection)
         if connection.reusable and len(self._idle) < _MOST_IDLE:
             self._idle.append(connection)
         else:
             connection.abort()
 
-    def give_up(self) -> None:
-        """Ends the connections in use: who waits for an answer gets ReplicaLostError."""
-        while self._used:
-            self._used.pop().abort()
+    def abort_all(self) -> None:
+        """Ends all connections in use. Tasks that wait for an answer get ReplicaLostError."""
+        while self._in_use:
+            self._in_use.pop().abort()
 
-    def give_up_silent(self, seconds: float) -> None:
-        """Ends the connections in use of whose answers nothing has come for so long: who waits gets
-        SilentError."""
+    def abort_silent(self, seconds: float) -> None:
+        """Ends the connections in use that have been silent for longer than `seconds`.
+
+        Tasks that wait for their answers get SilentError.
+        """
         now = asyncio.get_running_loop().time()
-        for connection in [each for each in self._used if each.silence(now) > seconds]:
-            self._used.discard(connection)
+        for connection in [each for each in self._in_use if each.silence(now) > seconds]:
+            self._in_use.discard(connection)
             connection.fail(SilentError(f"it sent nothing for {seconds:g} s (--answer-timeout)"))
 
     def close(self) -> None:
-        """Ends the connections that are not in use."""
+        """Ends the idle connections."""
         while self._idle:
             self._idle.pop().abort()

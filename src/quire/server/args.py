@@ -1,4 +1,4 @@
-"""Settings of the HTTP server; the engine's are `quire.config.EngineArgs`."""
+"""Settings of the HTTP server. `quire.config.EngineArgs` has the engine's."""
 
 from __future__ import annotations
 
@@ -18,12 +18,20 @@ def _setting(default: Any, help: str) -> Any:
 
 
 def check_secret(secret: str) -> bool:
-    """Tells whether an API key can be sent in a header as it is."""
+    """Tells whether an API key can be sent in a header without encoding."""
     return bool(secret) and secret.isascii() and secret.isprintable() and " " not in secret
 
 
 def check_body_memory(body_mb: float, memory_mb: float) -> None:
-    """Raises ConfigError unless the memory for all bodies is finite and holds the largest one."""
+    """Checks that the memory for all bodies is finite and large enough for the largest one.
+
+    Args:
+        body_mb: largest body, in MB.
+        memory_mb: memory for all bodies, in MB.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if not (math.isfinite(memory_mb) and memory_mb >= body_mb):
         raise ConfigError(
             f"max_body_memory_mb={memory_mb:g} must be at least max_body_mb={body_mb:g}",
@@ -32,9 +40,13 @@ def check_body_memory(body_mb: float, memory_mb: float) -> None:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError if the endpoint is no URL, or OpenTelemetry is not installed."""
+    """Checks the URL of an OpenTelemetry collector, and that OpenTelemetry is installed.
+
+    Raises:
+        ConfigError: either is not so.
+    """
     try:
-        # Nothing is put before it where the scheme is left out.
+        # `split_url` would add a missing "http://", which the exporter would not do.
         split_url(endpoint if "//" in endpoint else f"//{endpoint}", "otlp_endpoint")
     except ConfigError:
         raise ConfigError(
@@ -52,7 +64,7 @@ def check_endpoint(endpoint: str) -> None:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # not even its parent
+    except ModuleNotFoundError:  # The parent package is missing too.
         return False
 
 
@@ -76,16 +88,16 @@ class ApiArgs:
         "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
         "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
     ] = _setting(
-        "auto", "How the model writes tool calls. auto: as its chat template writes one."
+        "auto", "Format of the model's tool calls. auto: detected from its chat template."
     )  # fmt: skip
     reasoning_parser: Literal[
         "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
         "qwen3", "seed_oss",
     ] = _setting(
-        "auto", "How the model sets its reasoning apart. auto: as its chat template says."
+        "auto", "Format of the model's reasoning. auto: detected from its chat template."
     )  # fmt: skip
     trust_request_chat_template: bool = _setting(
-        False, "Let requests bring a chat template of their own (chat_template)."
+        False, "Accept requests with their own chat template (chat_template)."
     )
     ignore_reasoning_effort: bool = _setting(
         False,
@@ -97,8 +109,8 @@ class ApiArgs:
     max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
     max_body_memory_mb: float = _setting(
         256.0,
-        "Memory that the bodies of all requests may take together while they come, in MB, for each "
-        "of --api-workers; beyond it requests get 503.",
+        "Memory for the bodies of all requests while they arrive, in MB, in each of --api-workers; "
+        "requests above it get 503.",
     )
 
     def __post_init__(self) -> None:
@@ -149,7 +161,7 @@ class ServerArgs(ApiArgs):
         "names are refused. Default: on a loopback address without keys localhost, else any. "
         "Addresses are always allowed.",
     )
-    root_path: str = _setting("", "Path under which a proxy shows the server, as in /llm.")
+    root_path: str = _setting("", "Path under which a proxy publishes the server, as in /llm.")
     ssl_certfile: str | None = _setting(
         None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."
     )
@@ -158,73 +170,76 @@ class ServerArgs(ApiArgs):
         None, "CA certificates (PEM): clients must then show a certificate signed by one of them."
     )
     cors_origins: tuple[str, ...] = _setting(
-        (), "Let pages of this origin ask (may be repeated; * is any). Default: none may."
+        (), "Allow requests from pages of this origin (may be repeated; * is any). Default: none."
     )
-    cors_methods: tuple[str, ...] = _setting(("*",), "Methods that they may use.")
-    cors_headers: tuple[str, ...] = _setting(("*",), "Headers that they may send.")
-    cors_credentials: bool = _setting(False, "Whether they may send cookies and the like.")
+    cors_methods: tuple[str, ...] = _setting(("*",), "Methods that such pages may use.")
+    cors_headers: tuple[str, ...] = _setting(("*",), "Headers that such pages may send.")
+    cors_credentials: bool = _setting(False, "Allow such pages to send cookies and credentials.")
     api_key: tuple[str, ...] = _setting(
         (),
-        "Accept this bearer key (may be repeated). Every route but /health, /ping, /ready and the "
-        "playground's page then asks for one.",
+        "Accept this bearer key (may be repeated). Every route except /health, /ping, /ready and "
+        "the playground's page then needs one.",
     )
     api_key_file: str | None = _setting(
-        None, "TOML file of named keys with limits of their own; read again on SIGHUP."
+        None, "TOML file of named keys with their own limits; read again on SIGHUP."
     )
     public_metrics: bool = _setting(False, "Answer /metrics without a key.")
     vllm_metrics: bool = _setting(
-        False, "Show the metrics under vLLM's names as well, for dashboards made for it."
+        False, "Show the metrics under vLLM's names too, for dashboards made for vLLM."
     )
     requests_per_minute: int | None = _setting(
-        None, "Requests that each key may make in a minute. Default: no limit."
+        None, "Requests per minute that each key may make. Default: no limit."
     )
     tokens_per_minute: int | None = _setting(
         None,
-        "Tokens, read and written, that each key may use in a minute. Default: no limit.",
+        "Prompt and output tokens per minute that each key may use. Default: no limit.",
     )
     request_timeout: float | None = _setting(
-        None, "Seconds that a request may take; then it ends with 504. Default: no limit."
+        None, "Seconds after which a request ends with 504. Default: no limit."
     )
     response_store_size: int = _setting(
-        1000, "Responses, and chat completions, to keep for later requests; 0 keeps none."
+        1000,
+        "Stored responses to keep, and as many stored chat completions; 0 keeps none.",
     )
-    response_store_mb: float = _setting(256.0, "Memory for them, in MB, for each of both.")
-    response_store_hours: float = _setting(24.0, "Hours after which they are gone.")
+    response_store_mb: float = _setting(
+        256.0, "Memory for stored responses, in MB, and as much for stored chat completions."
+    )
+    response_store_hours: float = _setting(
+        24.0, "Hours after which stored responses and chat completions are removed."
+    )
     batch_dir: str | None = _setting(
         None,
-        "Folder of /v1/files and /v1/batches, which go on after a restart. Default: the server has "
-        "neither.",
+        "Folder of /v1/files and /v1/batches. Batches continue after a restart. Default: the "
+        "server has neither route.",
     )
-    batch_dir_gb: float = _setting(10.0, "Room for files in it, in GB.")
+    batch_dir_gb: float = _setting(10.0, "Most GB of files in --batch-dir.")
     batch_key_gb: float | None = _setting(
         None,
-        "Room for the files of one API key in it, in GB. Default: half where there are several.",
+        "Most GB of one API key's files in --batch-dir. Default: half of it with several keys.",
     )
     batch_file_mb: float = _setting(200.0, "Largest uploaded file, in MB.")
-    batch_days: float = _setting(30.0, "Days after which files and batches that ended are gone.")
+    batch_days: float = _setting(30.0, "Days after which files and ended batches are removed.")
     playground: bool = _setting(
         True, "Serve a page at / to chat with the model, and /engine/live to watch the engine."
     )
-    live_prompts: bool = _setting(
-        False, "Show the text of cached prompts to who watches the engine."
-    )
+    live_prompts: bool = _setting(False, "Show the text of cached prompts in /engine/live.")
     drain_timeout: float = _setting(
-        30.0, "Seconds that running requests get to finish when the server is told to stop."
+        30.0, "Seconds that running requests get to finish after a signal to stop."
     )
     stuck_timeout: float | None = _setting(
         None,
-        "Seconds without a turn of the engine's loop after which the engine is started again. "
-        "Without it 20, or 300 on a CPU, where a step may take long.",
+        "Seconds without a turn of the engine's loop after which the engine is restarted. Default: "
+        "20, or 300 on a CPU, where a step may take long.",
     )
     engine_restarts: int = _setting(
         3,
-        "How often to start the engine again when it dies, with growing pauses, before giving up; "
-        "a minute of life clears the count.",
+        "Most restarts of an engine that dies, with growing pauses. The count starts again once "
+        "the engine has run for a minute.",
     )
     data_parallel_size: int = _setting(
         1,
-        "Engines behind the port, each with GPUs of its own. A request goes to one that has its "
-        "prompt's beginning in the cache, or less to do.",
+        "Engines behind the port, each on its own GPUs. A request goes to an engine that has its "
+        "prompt's beginning in the cache, or to one with less work.",
     )
     api_workers: int = _setting(
         1,
@@ -232,30 +247,31 @@ class ServerArgs(ApiArgs):
     )
     role: Literal["prefill", "decode", "both"] = _setting(
         "both",
-        "prefill computes prompts for others, decode has peers compute its long prompts, both does "
-        "both where it has peers.",
+        "prefill: computes prompts for other servers. decode: lets its peers compute long prompts. "
+        "both: does both if it has peers.",
     )
     peer: tuple[str, ...] = _setting(
         (), "URL of a server that computes prompts for this one (may be repeated)."
     )
-    peer_key: str | None = _setting(None, "API key that the peers want.")
+    peer_key: str | None = _setting(None, "API key for requests to the peers.")
     kv_transfer: Literal["sync", "async"] = _setting(
         "sync",
-        "sync sends a prompt's KV once it is computed, async each step's behind the step.",
+        "sync: sends a prompt's KV when the whole prompt is computed. async: sends each step's KV "
+        "after the step.",
     )
     transport: Literal["tcp", "nixl", "ipc"] = _setting(
         "tcp",
-        "How KV travels. tcp: connections, and shared memory between servers of one host. nixl: "
-        "the reader's ranks read the cache of the peer's (needs the extra `nixl`). ipc: the same "
-        "between GPUs of one host, by CUDA alone.",
+        "How KV is transferred. tcp: TCP connections, or shared memory between servers of one "
+        "host. nixl: ranks read the cache of the peer's ranks (needs the extra `nixl`). ipc: the "
+        "same between GPUs of one host, with CUDA only.",
     )
     lease_timeout: float = _setting(
-        10.0, "Seconds without a sign of a peer after which it counts as dead."
+        10.0, "Seconds without a message from a peer after which it counts as dead."
     )
-    kv_port: int = _setting(0, "Port at which peers fetch KV; 0 takes a free one.")
+    kv_port: int = _setting(0, "Port from which peers fetch KV; 0 takes a free one.")
     remote_prefill_tokens: int | None = _setting(
         None,
-        "Fewest prompt tokens, not in the cache, for which a peer is asked. Default: as many as "
+        "Fewest uncached prompt tokens for which a peer computes the prompt. Default: as many as "
         "fill a step.",
     )
     otlp_endpoint: str | None = _setting(
@@ -265,7 +281,7 @@ class ServerArgs(ApiArgs):
     )
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
     log_json: bool = _setting(False, "Log one JSON object per line.")
-    access_log: bool = _setting(False, "Log every request, without what it says.")
+    access_log: bool = _setting(False, "Log every request, without its content.")
     log_prompts: bool = _setting(False, "Log every request with its prompts.")
 
     def __post_init__(self) -> None:
@@ -319,26 +335,26 @@ class ServerArgs(ApiArgs):
         if not 0 <= self.kv_port <= 65535:
             raise ConfigError(f"kv_port must be in [0, 65535], got {self.kv_port}", "kv_port")
         if self.kv_port and self.kv_port == self.port and self.uds is None:
-            raise ConfigError(f"kv_port={self.kv_port} is the port of the API", "kv_port")
+            raise ConfigError(f"kv_port={self.kv_port} is also the API's port", "kv_port")
         if self.remote_prefill_tokens is not None and self.remote_prefill_tokens < 1:
             raise ConfigError(
                 f"remote_prefill_tokens must be at least 1, got {self.remote_prefill_tokens}",
                 "remote_prefill_tokens",
             )
         if self.role == "prefill" and self.peer:
-            raise ConfigError("role=prefill asks no peer", "peer")
+            raise ConfigError(f"role=prefill uses no peers, got peer={self.peer[0]!r}", "peer")
         if self.role != "decode" and self.kv_peers is not None and self.data_parallel_size > 1:
             raise ConfigError(
-                "an engine that computes prompts for others is alone behind its port; start a "
-                "server for each, not data_parallel_size",
+                f"data_parallel_size={self.data_parallel_size} needs role=decode or no peers: a "
+                "server that computes prompts for others has one engine; start several servers",
                 "data_parallel_size",
             )
         if self.kv_peers is None:
             for name in ("peer_key", "kv_transfer", "transport", "remote_prefill_tokens"):
                 if getattr(self, name) != getattr(ServerArgs, name):
                     raise ConfigError(
-                        f"{name} needs a server that asks others for prompts, or computes them for "
-                        "others: give peer, or role=prefill or decode",
+                        f"{name} only applies to servers with peers: set peer, or role=prefill or "
+                        "decode",
                         name,
                     )
         for url in self.peer:
@@ -349,7 +365,7 @@ class ServerArgs(ApiArgs):
 
     @property
     def kv_peers(self) -> dict[str, Any] | None:
-        """The engine's settings of prefill and decode apart (`DisaggSettings`), if it has peers."""
+        """The engine's settings for disaggregation (`DisaggSettings`); None without peers."""
         if self.role == "both" and not self.peer:
             return None
         return {

@@ -1,4 +1,4 @@
-"""Errors of the API, in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""The API's errors in OpenAI's shape: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ class ErrorBody(msgspec.Struct):
 
 
 class ApiError(QuireError):
-    """An answer other than 200: its HTTP status and the four fields of OpenAI's error object.
+    """An error answer: its HTTP status and the four fields of OpenAI's error object.
 
     Args:
+        status: the HTTP status.
+        message: the field `message`.
+        param: the field `param`, the request's field with the error.
+        code: the field `code`.
         kind: the field `type`; None derives it from the status.
-        retry_after: seconds after which the same request may be sent again.
+        retry_after: seconds after which the client may send the request again.
         retry: False tells OpenAI's clients that a retry would not help.
     """
 
@@ -73,8 +77,10 @@ class ApiError(QuireError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the answer. Retry times are in seconds, and in milliseconds for OpenAI's
-        clients."""
+        """Headers of the answer.
+
+        The retry time is given in seconds, and for OpenAI's clients in milliseconds too.
+        """
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
         if self.retry_after is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after)))
@@ -87,23 +93,23 @@ class ApiError(QuireError):
 _KINDS = {401: "authentication_error", 503: "service_unavailable_error", 504: "timeout_error"}
 
 _NOT_FOUND = ("model_not_found", "adapter_not_found")
-"""Codes of requests that name what is not there."""
+"""Codes of errors that are answered with 404."""
 
 _RESTART_SECONDS = 10.0
-"""Estimate of the time that a start of the engine takes."""
+"""Estimated seconds that the engine takes to start."""
 _RETRY_SECONDS = 1.0
-"""Time after which a full queue is likely to have room."""
+"""Seconds after which a full queue is likely to have room."""
 
 
-def unsupported(param: str, why: str = "is not supported by this server") -> ApiError:
+def unsupported_error(param: str, why: str = "is not supported by this server") -> ApiError:
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
-def stopping() -> ApiError:
+def stopping_error() -> ApiError:
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
 
 
-def asleep() -> ApiError:
+def asleep_error() -> ApiError:
     return ApiError(
         503,
         "The engine sleeps until POST /wake_up.",
@@ -112,8 +118,12 @@ def asleep() -> ApiError:
     )
 
 
-def engine_dead(end: str = "") -> ApiError:
-    """end: what is known of how it died."""
+def engine_dead_error(end: str = "") -> ApiError:
+    """Returns the error for a dead engine.
+
+    Args:
+        end: how the engine died; "" if unknown.
+    """
     return ApiError(
         503,
         f"The engine has stopped{end and f' ({end})'}. If it is being started again, try later.",
@@ -122,7 +132,7 @@ def engine_dead(end: str = "") -> ApiError:
     )
 
 
-def overloaded() -> ApiError:
+def overloaded_error() -> ApiError:
     return ApiError(
         503,
         "The server has as many requests waiting as it may (--max-queue, --max-queue-tokens); try "
@@ -134,10 +144,10 @@ def overloaded() -> ApiError:
 
 @contextlib.contextmanager
 def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
-    """Renames fields in errors, which name them as chat completions do.
+    """Renames fields in the errors of its block to their names in another API.
 
     Args:
-        names: maps parts of a field's path to their names in another API.
+        names: maps parts of a field's path, as in chat completions, to their names in that API.
     """
     try:
         yield
@@ -154,7 +164,7 @@ def rename_fields(names: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def blame_field(field: str) -> Iterator[None]:
-    """Makes errors about the engine's `prompt` name `field` instead."""
+    """Makes errors about the engine's parameter `prompt` name the request's `field` instead."""
     try:
         yield
     except RequestError as error:
@@ -166,8 +176,8 @@ def blame_field(field: str) -> Iterator[None]:
 def as_api_error(error: BaseException) -> ApiError:
     """Returns the error to send to the client.
 
-    An unexpected error becomes a 500 without details, which could hold paths or another user's
-    text. They go to the log.
+    An unexpected error becomes a 500 without details, because they could contain paths or another
+    user's text. The details go to the log.
     """
     if isinstance(error, ApiError):
         return error
@@ -175,13 +185,13 @@ def as_api_error(error: BaseException) -> ApiError:
         status = 404 if error.code in _NOT_FOUND else 400
         return ApiError(status, str(error), param=error.param, code=error.code)
     if isinstance(error, OverloadedError):
-        return overloaded()
+        return overloaded_error()
     if isinstance(error, CompilerBusyError):
         return ApiError(503, str(error), code="grammars_busy", retry_after=_RETRY_SECONDS)
     if isinstance(error, BrokenLogitsError):
         return ApiError(500, str(error), code="broken_logits", retry=False)
     if isinstance(error, EngineDeadError):
-        return engine_dead()
+        return engine_dead_error()
     if isinstance(error, PeerMismatchError):
         return ApiError(409, str(error), code="peer_mismatch", retry=False)
     if isinstance(error, HTTPException):
@@ -191,12 +201,12 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Returns pydantic's first error, naming the field as in `messages[0].content`."""
+    """Returns the first of pydantic's errors; its field is named as in `messages[0].content`."""
     first = error.errors(include_url=False, include_input=False)[0]
     param = field_path(first["loc"])
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, RequestError):
-        if cause.param is not None:  # a field of what `loc` names
+        if cause.param is not None:  # It is relative to the object at `loc`.
             return ApiError(
                 400, str(cause), param=f"{param}.{cause.param}".strip("."), code=cause.code
             )
@@ -219,9 +229,9 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """Joins a location: ('messages', 0, 'content') -> 'messages[0].content'.
+    """Joins a location to a path: ('messages', 0, 'content') -> 'messages[0].content'.
 
-    Long names are cut, as a name may be the client's own.
+    Long names are cut, because clients can send any name.
     """
     path = ""
     for part in location:

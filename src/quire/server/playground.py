@@ -1,7 +1,7 @@
-"""`GET /`: a page to chat with the model and to see the engine at work, from files in `static/`.
+"""`GET /`: a page to chat with the model and to watch the engine, from the files in `static/`.
 
-Plain HTML, CSS and modules, sent as they are. They hold nothing secret, so they need no key; the
-routes that the page asks for data do.
+The files are plain HTML, CSS and JavaScript modules. They contain no secrets, so they need no key.
+The routes from which the page gets its data do need one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _TYPES = {
 }
 
 _HEADERS = {
-    # Only what this server sends may run or be asked: a text from the model can do no harm.
+    # The page may only load and call this server, so that text from the model can do no harm.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    # Asked again each time, so that a new version is seen at once; mostly answered by a 304.
+    # Browsers revalidate each time, so that a new version shows at once. Mostly they get a 304.
     "cache-control": "no-cache",
 }
 
@@ -39,25 +39,27 @@ FILES = {
     for file in _FOLDER.iterdir()
     if file.name.rpartition(".")[2] in _TYPES
 }
-"""Maps each path to the file served there; no other file is served."""
+"""Maps each path to its file. No other file is served."""
 
 
 def add_playground(app: FastAPI) -> None:
-    """Adds one route per file, so that no path is ever made from a client's."""
+    """Adds one route per file, so that no file path is ever built from a client's input."""
     for path, name in FILES.items():
-        app.add_api_route(path, _sender(name), methods=["GET", "HEAD"], include_in_schema=False)
+        app.add_api_route(
+            path, _file_handler(name), methods=["GET", "HEAD"], include_in_schema=False
+        )
 
 
 def add_root(app: FastAPI) -> None:
-    """Adds `HEAD /` to a server without the playground: clients ask it first of all."""
-    app.add_api_route("/", _nothing, methods=["HEAD"], include_in_schema=False)
+    """Adds `HEAD /` to a server without the playground, because some clients call it first."""
+    app.add_api_route("/", _empty_answer, methods=["HEAD"], include_in_schema=False)
 
 
-async def _nothing(request: Request) -> Response:
+async def _empty_answer(request: Request) -> Response:
     return Response()
 
 
-def _sender(name: str) -> Callable[[Request], Awaitable[Response]]:
+def _file_handler(name: str) -> Callable[[Request], Awaitable[Response]]:
     data = (_FOLDER / name).read_bytes()
     tag = f'"{hashlib.sha256(data).hexdigest()[:16]}"'
     headers = {**_HEADERS, "etag": tag}

@@ -1,4 +1,4 @@
-"""State that routes share: the engine's client, the settings, the metrics."""
+"""The state that all routes share: the engine's client, the settings and the metrics."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKeys
 from quire.server.context.body_budget import BodyBudget
 from quire.server.context.rate_limits import RateLimiter
-from quire.server.errors import ApiError, asleep, engine_dead, overloaded, stopping
+from quire.server.errors import (
+    ApiError,
+    asleep_error,
+    engine_dead_error,
+    overloaded_error,
+    stopping_error,
+)
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
 from quire.server.telemetry.tracing import Tracing
@@ -42,25 +48,40 @@ T = TypeVar("T")
 logger = logging.getLogger("quire.server")
 
 _FULL_SECONDS = 0.05
-"""Seconds for which a queue that was full is taken to be full still."""
+"""Seconds for which a full queue is assumed to stay full."""
 
 
 class Stoppable(Protocol):
-    """A running generation, which can be ended from outside."""
+    """A running generation that can be ended with an error."""
 
     def fail(self, error: ApiError) -> None: ...
 
 
 @dataclass(slots=True)
 class ServerState:
-    """State at `app.state.server`.
+    """The server's state, at `app.state.server`.
 
     Attributes:
-        defaults: the model's own sampling settings.
-        sleep_level: 0 while the engine is awake. changing_sleep: it falls asleep or wakes up.
-        parse_thread: parses large bodies. One thread, as parsers hold the interpreter's lock:
-            several would keep the event loop waiting for each.
-        count_threads: tokenize what is not run, of any length: answers do not wait for it.
+        client: the engine's client.
+        args: the server's settings.
+        defaults: the sampling settings that the model ships with.
+        metrics: the process's metrics.
+        created: time of the start, in seconds since the epoch.
+        fingerprint: identifies the version, the configuration and the defaults, which all
+            influence answers.
+        rate_limiter: the levels of the keys' limits.
+        keys: the API keys.
+        chat_format: the model's formats of tool calls and reasoning.
+        tracing: exports traces; None without a collector.
+        parse_thread: parses large bodies. It is one thread, because parsers hold the interpreter's
+            lock, and the event loop would wait for each of several threads.
+        count_threads: tokenize prompts that only need to be counted. Such a prompt may be very
+            long, and other requests must not wait for it.
+        bodies: bounds the memory of all request bodies.
+        draining: the server is stopping.
+        sleep_level: 0 while the engine is awake.
+        changing_sleep: the engine is falling asleep or waking up.
+        generations: the running generations.
     """
 
     client: EngineClient
@@ -84,18 +105,16 @@ class ServerState:
     sleep_level: int = 0
     changing_sleep: bool = False
     generations: set[Stoppable] = field(default_factory=set)
-    """Running generations."""
     _full_until: dict[str, float] = field(default_factory=dict)
-    """By the name of a tenant."""
+    """By tenant: time of `time.monotonic` until which its queue is assumed to be full."""
     _patterns: re.Pattern[str] | None = field(default=None, init=False)
-    """Fits the names that are the served model's by a pattern."""
+    """Matches the names that the patterns in `served_model_name` allow."""
 
     def __post_init__(self) -> None:
-        """Sets up the parts. `fingerprint` identifies all that decides about an answer besides the
-        request.
+        """Sets up the parts.
 
         Raises:
-            ConfigError: the chat template or the key file cannot be used.
+            ConfigError: the chat template or the key file is invalid.
         """
         patterns = [name for name in self.args.served_model_name if "*" in name]
         if patterns:
@@ -125,13 +144,16 @@ class ServerState:
 
     @property
     def model_name(self) -> str:
-        """The model's name in answers: the first of `model_names` that is no pattern."""
+        """The model's name in answers: the first of `model_names` that is not a pattern."""
         return next(name for name in self.model_names if "*" not in name)
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The model's names in the API: the setting, the hub id, or the folder's name without its
-        path. With `*` a name is a pattern."""
+        """The model's names in the API. A name with `*` is a pattern.
+
+        They are the setting `served_model_name`. If that has only patterns, the hub id or the name
+        of the model's folder comes first.
+        """
         given = self.args.served_model_name
         if any("*" not in name for name in given):
             return given
@@ -141,62 +163,81 @@ class ServerState:
     def _own_name(self) -> str:
         config = self.client.config
         if Path(config.model_name).is_dir():
-            # A path like `.` has no name of its own.
+            # A path such as `.` has to be resolved before its last part is a name.
             return os.path.basename(os.path.abspath(config.model_path)) or config.model_name
         return config.model_name
 
     def is_served(self, name: str) -> bool:
-        """Tells whether a name is the served model's, which an adapter's is not, even if a pattern
-        fits it."""
+        """Tells whether a name is the served model's.
+
+        An adapter's name is not, even if a pattern matches it.
+        """
         if name in self.model_names:
             return True
-        fits = self._patterns is not None and self._patterns.fullmatch(name) is not None
-        return fits and not self.is_adapter(name)
+        matches = self._patterns is not None and self._patterns.fullmatch(name) is not None
+        return matches and not self.is_adapter(name)
 
     async def count(self, work: Callable[[], T]) -> T:
-        """Tokenizes what is not run."""
+        """Runs `work`, which tokenizes a prompt to count its tokens, in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self.count_threads, work)
 
     def check_alive(self) -> None:
-        """Raises ApiError, 503, or EngineDeadError unless there is an engine."""
+        """Checks that there is an engine.
+
+        Raises:
+            ApiError: 503, it sleeps.
+            EngineDeadError: it is dead.
+        """
         if self.client.asleep:
-            raise asleep()
+            raise asleep_error()
         if not self.client.alive:
             raise EngineDeadError("the engine has stopped")
 
     def check_health(self) -> None:
-        """Raises ApiError, 503, where the engine should live and does not: says how it ended."""
+        """Checks that the engine is alive or asleep.
+
+        Raises:
+            ApiError: 503, it is dead; the message says how it ended.
+        """
         if not self.client.asleep and not self.client.alive:
-            raise engine_dead(self.client.end)
+            raise engine_dead_error(self.client.end)
 
     def check_ready(self) -> None:
-        """Raises ApiError, 503, unless requests are taken. However many wait, they are."""
+        """Checks that the server accepts requests. A full queue does not matter here.
+
+        Raises:
+            ApiError: 503.
+        """
         self.check_alive()
         if self.draining:
-            raise stopping()
+            raise stopping_error()
         if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
             raise ApiError(503, "The engine does not respond.", code="engine_stuck")
 
     def stop_generations(self) -> None:
         """Ends all running generations with an error that tells clients why."""
         for generation in list(self.generations):
-            generation.fail(stopping())
+            generation.fail(stopping_error())
 
     def note_full(self, tenant: str) -> None:
-        """Notes that the engine has just refused a tenant's request because too many wait."""
+        """Records that the engine has just refused a tenant's request because of a full queue."""
         self._full_until[tenant] = time.monotonic() + _FULL_SECONDS
 
     def check_room(self, tenant: str) -> None:
-        """Raises ApiError, 503, shortly after the engine refused a request of the tenant.
+        """Checks that the engine has not just refused a request of the tenant.
 
-        The next request is not even read then, so that refusing many costs little.
+        Otherwise the next request is refused before its body is read, which makes it cheap to
+        refuse many.
+
+        Raises:
+            ApiError: 503.
         """
         if time.monotonic() < self._full_until.get(tenant, 0.0):
-            raise overloaded()
+            raise overloaded_error()
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """The names of the LoRA adapters, sorted, which are models in the API."""
+        """The sorted names of the LoRA adapters, which are models in the API."""
         return tuple(sorted({*self.client.adapters, *names_in(self._lora_dir)}))
 
     @property
@@ -208,32 +249,43 @@ class ServerState:
         return name in self.client.adapters or folder_of(self._lora_dir, name) is not None
 
     def check_model(self, name: str | None, context: RequestContext) -> None:
-        """Chooses the request's model: the served one, or an adapter of it.
+        """Chooses the request's model: the served model, or an adapter.
+
+        Args:
+            name: the name in the request; None selects the served model.
+            context: its `adapter` is set if the name is an adapter's.
 
         Raises:
-            ApiError: 404, `name` is neither, or a model that the request's key may not use.
+            ApiError: 404, there is no such model, or the request's key may not use it.
         """
         if name is None or self.is_served(name):
-            wanted = self.model_name
+            model = self.model_name
         elif self.is_adapter(name):
-            wanted = context.adapter = name
+            model = context.adapter = name
         else:
-            wanted = ""
+            model = ""
         key = context.key
-        if not wanted or not key.may_use(wanted):
-            # Of models that the key may not use nothing is said.
+        if not model or not key.may_use(model):
+            # The error must not name models that the key may not use.
             has = self.model_name
             if not key.may_use(has):
                 has = "', '".join(sorted(key.models or ()))[:200]
             raise ApiError(
                 404,
-                f"The model '{(name or wanted)[:200]}' does not exist; this server has '{has}'.",
+                f"The model '{(name or model)[:200]}' does not exist; this server has '{has}'.",
                 param="model",
                 code="model_not_found",
             )
 
     def tokenizer(self, param: str) -> Tokenizer:
-        """Returns the tokenizer. Raises ApiError, 400, naming `param`, which needs one."""
+        """Returns the tokenizer.
+
+        Args:
+            param: the request's field that needs it, for the error.
+
+        Raises:
+            ApiError: 400, the server runs without a tokenizer.
+        """
         if self.client.tokenizer is None:
             raise ApiError(
                 400,
@@ -247,7 +299,7 @@ class ServerState:
 
 def _regex_of(pattern: str) -> str:
     """Returns an expression for a name in which `*` stands for any text."""
-    # Only the star is special, and `fnmatch` knows how to match many of them in linear time.
+    # Only the star is special. `fnmatch` makes an expression that matches stars in linear time.
     return fnmatch.translate(re.sub(r"[?\[]", r"[\g<0>]", pattern))
 
 
@@ -257,5 +309,10 @@ def state_of(request: Request) -> ServerState:
 
 
 def new_id(prefix: str, joint: str = "-") -> str:
-    """Returns an id that cannot be guessed. APIs differ in how they join prefix and number."""
+    """Returns an id that cannot be guessed.
+
+    Args:
+        prefix: the kind of object.
+        joint: text between prefix and number, which differs between APIs.
+    """
     return f"{prefix}{joint}{uuid.uuid4().hex}"

@@ -355,18 +355,18 @@ def test_what_does_not_travel_is_refused(
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"role": "prefill", "peer": ("localhost:1",)}, "asks no peer"),
+        ({"role": "prefill", "peer": ("localhost:1",)}, "uses no peers"),
         ({"role": "router"}, "role must be one of"),
-        ({"peer": ("ftp://localhost",)}, "peer: .* is no http address"),
+        ({"peer": ("ftp://localhost",)}, "peer: .* is not an http address"),
         ({"transport": "rdma"}, "transport must be one of tcp, nixl, ipc, got 'rdma'"),
         ({"kv_transfer": "late"}, "kv_transfer must be one of"),
         ({"lease_timeout": 0.0}, "lease_timeout"),
         ({"kv_port": 70000}, "kv_port"),
-        ({"role": "prefill", "kv_port": 8000, "port": 8000}, "is the port of the API"),
+        ({"role": "prefill", "kv_port": 8000, "port": 8000}, "is also the API's port"),
         ({"remote_prefill_tokens": 0}, "remote_prefill_tokens"),
-        ({"role": "prefill", "data_parallel_size": 2}, "start a server for each"),
-        ({"transport": "ipc"}, "transport needs a server that asks others"),
-        ({"remote_prefill_tokens": 64}, "give peer, or role=prefill or decode"),
+        ({"role": "prefill", "data_parallel_size": 2}, "start several servers"),
+        ({"transport": "ipc"}, "transport only applies to servers with peers"),
+        ({"remote_prefill_tokens": 64}, "set peer, or role=prefill or decode"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:

@@ -1,4 +1,4 @@
-"""Runs a parser over a text in all the ways in which it may be cut."""
+"""Runs a parser over a text that is cut into pieces in all possible ways."""
 
 from __future__ import annotations
 

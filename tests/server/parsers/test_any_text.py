@@ -1,4 +1,4 @@
-"""Whatever a model writes, a parser reads it the same in every cut, and loses no text."""
+"""For any text, a parser's result does not depend on the cuts, and no text is lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 
 def normal(parts: list[object]) -> list[object]:
-    """Arguments of calls that are complete compare as text here, so that nothing is overlooked."""
+    """Compares the arguments of complete calls as text, so that no difference is missed."""
     return [str(part) for part in parts]
 
 
@@ -55,7 +55,7 @@ def test_cuts_do_not_matter(name: str, text: str, sizes: list[int]) -> None:
         shown = "".join(whole)  # type: ignore[arg-type]
         dropped = text[len(shown) :].lstrip()
         assert text.startswith(shown)
-        assert not dropped or dropped.startswith((*parser.starts, *parser.loose, "```"))
+        assert not dropped or dropped.startswith((*parser.starts, *parser.lenient_starts, "```"))
 
 
 @pytest.mark.parametrize("begins_open", [None, True, False])

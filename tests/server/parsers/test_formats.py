@@ -1,4 +1,4 @@
-"""Every format in the cases that streams bring: one call, two, text around them, a cut."""
+"""Every format with one call, two calls, text around them, and text that ends early."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_calls_without_end_marks(name: str) -> None:
 def test_unknown_tools_and_other_text_are_text(name: str) -> None:
     mark = TOOL_PARSERS[name].starts[0]
     unknown = CALLS[name][0].replace("weather", "nothing")
-    marked = TOOL_PARSERS[name].marks_text  # those marks are never text
+    marked = TOOL_PARSERS[name].marks_text  # these marks never appear as text
     assert "".join(calls(name, unknown)) == (OSLO if marked else unknown)
     for text in ("", "Hello.", f"The mark {mark} ~ is one.", "a < b [c] {d}"):
         assert "".join(calls(name, text)) == (text.replace(mark, "") if marked else text)
@@ -97,7 +97,7 @@ HEADERS: list[tuple[str, list[Any]]] = [
     ("<|channel|>commentary to=functions.now <|constrain|>json<|message|>", [("now", {})]),
     ("<|channel|>commentary to=functions.now<|message|>\n<|end|><|start|>assistant<|channel|>final"
      "<|message|>So.", [("now", {}), "So."]),
-    # Tools by their bare names, and tools that there are not.
+    # Tools by their bare names, and unknown tools.
     ('<|channel|>commentary to=weather json<|message|>{"city": "Oslo"}<|call|>',
      [("weather", {"city": "Oslo"})]),
     (' to=now<|channel|>commentary<|message|>{}<|call|>', [("now", {})]),
@@ -147,7 +147,7 @@ LOOSE: list[tuple[str, str, list[Any]]] = [
      "<|tool_calls_section_end|>", ["So:", ("now", {})]),
     ("deepseek_v31", f"{DS2}now{DS3}{{}}{DS4}{DS5}", [("now", {})]),
     ("deepseek_v3", f"{DS2}function{DS3}now\n```json\n{{}}\n```{DS4}{DS5}", [("now", {})]),
-    # A list where one call is usual.
+    # A list in a format with single calls.
     ("hermes", '<tool_call>[{"name": "now"}, {"name": "weather", "arguments": {"city": "Oslo"}}]\n'
      "</tool_call>", [("now", {}), ("weather", {"city": "Oslo"})]),
     # Blocks of code: around calls, inside of marks, and instead of marks.

@@ -16,7 +16,7 @@ import quire
 from quire.grammar.grammar import compilable
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.chat.dialogue import Dialogue, ToolChoice
-from quire.server.chat.tools import constrained, parameters_of
+from quire.server.chat.tools import constrain_params, parameters_of
 from quire.server.errors import ApiError
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
@@ -236,7 +236,7 @@ def params_for(
         parallel_tool_calls=parallel,
         request_id="r",
     )
-    return constrained(dialogue, format, added_tokens(), begins_open)
+    return constrain_params(dialogue, format, added_tokens(), begins_open)
 
 
 @pytest.mark.parametrize("parser", CALLS)
@@ -302,7 +302,7 @@ def test_after_reasoning() -> None:
     assert accepts(closed, one)
     assert not accepts(closed, f"<think>\n</think>\n\n{one}")
     text = params_for("hermes", choice, reasoning="mistral", begins_open=True)
-    assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is no token
+    assert accepts(text, f"What is it? [/TH\n[/THINK]{one}")  # a mark that is not a token
 
 
 def test_headers_of_gpt_oss() -> None:

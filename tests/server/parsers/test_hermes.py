@@ -50,7 +50,7 @@ CASES: list[tuple[str, Expected]] = [
             )
         ],
     ),
-    # What models forget, or write twice.
+    # Parts that models forget or write twice.
     (f"<tool_call>{OSLO}", [("weather", {"city": "Oslo"})]),
     (f"<tool_call>{OSLO[:-1]}</tool_call>", [("weather", {"city": "Oslo"})]),
     (f"<tool_call>{OSLO}}}\n</tool_call>", [("weather", {"city": "Oslo"})]),
@@ -66,7 +66,7 @@ CASES: list[tuple[str, Expected]] = [
     ('<tool_call>{"name": "now", "arguments": 3}', ['<tool_call>{"name": "now", "arguments": 3}']),
     ("<tool_call>{'name': 'now'}</tool_call>", ["<tool_call>{'name': 'now'}</tool_call>"]),
     (f"x <tool_call>\n<tool_call>{OSLO}", ["x <tool_call>", ("weather", {"city": "Oslo"})]),
-    # Broken behind its beginning: the call stays as it is, the rest is text.
+    # Invalid after the call has begun: the call stays as it is, the rest is text.
     (
         '<tool_call>{"name": "weather", "arguments": {"city": Oslo}}</tool_call>',
         [("weather", '{"city": '), "Oslo}}</tool_call>"],

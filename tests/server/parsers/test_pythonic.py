@@ -30,7 +30,7 @@ CASES: list[tuple[str, Expected]] = [
     ("[weather(city=open('x'))]", ["[weather(city=open('x'))]"]),
     ("[weather(1)]", ["[weather(1)]"]),
     ('[weather(city="Oslo', ['[weather(city="Oslo']),
-    # Broken behind its beginning.
+    # Invalid after the call has begun.
     (
         '[weather(city="Oslo", days=two)]',
         [("weather", '{"city": "Oslo"'), ", days=two)]"],

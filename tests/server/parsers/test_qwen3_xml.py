@@ -27,7 +27,7 @@ CASES: list[tuple[str, Expected]] = [
         f"Sure.\n\n{call(OSLO)}\n{call('', 'now')}",
         ["Sure.", ("weather", {"city": "Oslo"}), ("now", {})],
     ),
-    # Strings are taken as they are; other values are JSON where they can be.
+    # Strings are taken literally. Other values are JSON if they parse as JSON.
     (
         call(
             '<parameter=city>\n a\n"<b>"\n\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
@@ -84,13 +84,13 @@ MAY_BE_TEXT: list[tuple[Any, str, Any]] = [
     ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "5", 5),
     ({"anyOf": [{"type": "number"}, {"type": "string"}]}, "5", 5),
     ({}, "5", 5),
-    # Literals of Python, where no string may be.
+    # Python literals, if the schema does not allow a string.
     ({"type": "object"}, "{'a': [True, None]}", {"a": [True, None]}),
     ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "['x']", ["x"]),
     ({"type": ["array", "string"]}, "['x']", "['x']"),
     ({"type": "array"}, "[f(x)]", "[f(x)]"),
     ({}, "['x']", "['x']"),
-    # What schemas should not be.
+    # Schemas that are invalid.
     ({"$ref": "#/properties/value"}, "5", 5),
     ({"anyOf": [{"$ref": "#/properties/value"}] * 50}, "5", 5),
     ({"type": [["string"]]}, "5", 5),

@@ -1,4 +1,4 @@
-"""The format that a chat template teaches."""
+"""Formats are detected from chat templates."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ WRITTEN = {
 
 
 def template_of(call: str) -> str:
-    """A chat template that writes calls so."""
+    """Returns a chat template that writes calls in this way."""
     return (
         "{{ tools[0].function.name if tools }}{% for m in messages %}<|{{ m.role }}|>\n"
         f"{{{{ m.content or '' }}}}{{% for c in m.tool_calls or [] %}}{call}{{% endfor %}}<|end|>\n"
@@ -144,5 +144,5 @@ def test_names() -> None:
     assert tool_parser("none", "<tool_call>") is None
     format = reasoning_format("deepseek_r1", "")
     assert format is not None
-    assert format.implied
+    assert format.implicit_open
     assert reasoning_format("none", "</think>") is None

@@ -13,12 +13,14 @@ from quire.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True)
-class StreamUpdate:
-    """New output of one completion.
+class CompletionUpdate:
+    """Stage 2 of a text: one completion's new tokens with their text.
+
+    It is made from a `TokenDelta`. In the server a `ChoiceText` follows.
 
     Attributes:
-        index: of the completion among the request's `n`.
-        text, token_ids, logprobs: what is new.
+        index: number of the completion among the request's `n`.
+        text, token_ids, logprobs: the new output.
         finish_reason, stop_reason: None until the completion ends.
         prompt_token_ids, prompt_logprobs, num_cached_tokens: with the request's first update only.
         queued: seconds until the request's first step, with its first update only.
@@ -80,12 +82,12 @@ class CompletionReader:
         logprobs: Sequence[Logprobs] = (),
         finish_reason: str | None = None,
         stop_token: int | None = None,
-    ) -> StreamUpdate:
+    ) -> CompletionUpdate:
         """Returns the update for `tokens`; `finish_reason` is the engine's.
 
         A stop token is part of the token ids, not of the text.
         """
-        update = StreamUpdate(self.index)
+        update = CompletionUpdate(self.index)
         if self._params.logprobs is not None:
             update.logprobs = [
                 entry for part in logprobs for entry in logprob_dicts(part, self._tokenizer)
@@ -120,7 +122,7 @@ class CompletionReader:
             return self._detokenizer.whole(tokens)
         return "".join(map(self._detokenizer.step, tokens))
 
-    def _until_stop(self, tokens: Sequence[int], shown: int, update: StreamUpdate) -> str:
+    def _until_stop(self, tokens: Sequence[int], shown: int, update: CompletionUpdate) -> str:
         """Returns the text of the first `shown` tokens, up to the stop string that ends it."""
         texts = []
         for place, token in enumerate(tokens):
@@ -131,11 +133,11 @@ class CompletionReader:
                 break
         return "".join(texts)
 
-    def _searched(self, token: int, count: int, update: StreamUpdate) -> str:
+    def _searched(self, token: int, count: int, update: CompletionUpdate) -> str:
         text = self._detokenizer.step(token) if self._detokenizer is not None else ""
         return self._shown(text, count, update)
 
-    def _shown(self, text: str, count: int, update: StreamUpdate) -> str:
+    def _shown(self, text: str, count: int, update: CompletionUpdate) -> str:
         """Returns what may be shown of `text`, the latest of `count` tokens."""
         if self._stops is None or not text:
             return text
@@ -145,7 +147,7 @@ class CompletionReader:
             self.ended_by_text = True
         return text
 
-    def _rest(self, update: StreamUpdate) -> str:
+    def _rest(self, update: CompletionUpdate) -> str:
         """Returns the text held back until the end, which may hold a stop string too."""
         if self._detokenizer is None:
             return ""

@@ -25,7 +25,7 @@ from quire.engine.loop.messages import (
     SetPeers,
     ShakeHands,
 )
-from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
+from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import max_total, prompt_ids
 from quire.engine.loop.snapshot import Snapshot
 from quire.engine.loop.stats import EngineStats
@@ -51,7 +51,7 @@ from quire.request import FinishReason
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.text.tokenizer import Tokenizer
 
-__all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
+__all__ = ["CompletionUpdate", "EngineClient", "EngineStats"]
 
 Wanted = TypeVar("Wanted", Welcome, Grant, list[str])
 
@@ -197,7 +197,7 @@ class EngineClient:
         adapter: str = "",
         prefill: str | None = None,
         traceparent: str = "",
-    ) -> AsyncIterator[StreamUpdate]:
+    ) -> AsyncIterator[CompletionUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         Args:
@@ -252,7 +252,7 @@ class EngineClient:
         prompt: list[int],
         readers: list[CompletionReader],
         params: SamplingParams,
-    ) -> AsyncIterator[StreamUpdate]:
+    ) -> AsyncIterator[CompletionUpdate]:
         engine, handle, stream = source
         about_prompt = None
         if params.prompt_logprobs is not None:

@@ -12,13 +12,19 @@ from quire.plan import Logprobs
 
 
 @dataclass(slots=True)
-class StreamDelta:
-    """Output of one completion since it was last read.
+class TokenDelta:
+    """Stage 1 of a text: one completion's tokens from the engine that nobody has read yet.
+
+    `CompletionUpdate` follows, which has their text.
 
     Attributes:
+        tokens: token ids.
+        logprobs: their log-probabilities, if the request asks for them.
         reason: the finish reason, once the completion has ended.
-        num_cached_tokens, queued: set with the completion's first tokens.
-        pooled: float32 [hidden size], of a request for an embedding.
+        stop_token: the stop token that ended it.
+        num_cached_tokens: prompt tokens from the prefix cache, with the first tokens only.
+        queued: seconds until the request's first step, with the first tokens only.
+        pooled: float32 [hidden size], for a request for an embedding.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -40,20 +46,20 @@ class RequestStream:
     """
 
     def __init__(self) -> None:
-        self.deltas: dict[int, StreamDelta] = {}
+        self.deltas: dict[int, TokenDelta] = {}
         self.prompt_logprobs: list[Logprobs] = []
         self.error: QuireError | None = None
         self.arrived = asyncio.Event()
 
-    def delta(self, index: int) -> StreamDelta:
+    def delta(self, index: int) -> TokenDelta:
         """Returns a completion's delta, to be added to."""
         self.arrived.set()
         delta = self.deltas.get(index)
         if delta is None:
-            delta = self.deltas[index] = StreamDelta()
+            delta = self.deltas[index] = TokenDelta()
         return delta
 
-    def take(self) -> dict[int, StreamDelta]:
+    def take(self) -> dict[int, TokenDelta]:
         """Returns the unread deltas, and begins new ones."""
         deltas, self.deltas = self.deltas, {}
         return deltas
@@ -130,6 +136,6 @@ class StreamRouter:
             if (delta := self._delta(end.handle)) is not None:
                 delta.reason, delta.stop_token = end.reason, end.stop_token
 
-    def _delta(self, handle: int) -> StreamDelta | None:
+    def _delta(self, handle: int) -> TokenDelta | None:
         found = self._streams.get(handle)
         return None if found is None else found[0].delta(found[1])

@@ -1,4 +1,4 @@
-"""Parsing of one choice's text into events."""
+"""Parses one choice's text into chat events."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
 from quire.server.chat.dialogue import (
-    Event,
+    ChatEvent,
     Finished,
     ReasoningDelta,
     TextDelta,
     ToolCallBegin,
     ToolCallDelta,
 )
-from quire.server.chat.text import TextPiece
+from quire.server.chat.text import ChoiceText
 from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Part, Text, ToolParser
 from quire.server.parsers.think import ThinkParser
 
@@ -22,14 +22,18 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _MOST_CALLS = 8
-"""Marks of calls inside a block of reasoning that are looked at."""
+"""Most marks of calls to examine in a block of reasoning that was never closed."""
 
 Tokens = tuple[list[int], list[dict[int, Logprob]]]
 
 
-def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
-    """Returns the events of a piece that needs no parsing."""
-    events: list[Event] = []
+def plain_events(piece: ChoiceText, with_tokens: bool) -> list[ChatEvent]:
+    """Returns the events of a piece that needs no parsing.
+
+    Args:
+        with_tokens: tokens without text get an event too.
+    """
+    events: list[ChatEvent] = []
     text = piece.text
     if text or (with_tokens and piece.token_ids):
         events.append(TextDelta(piece.choice, text, piece.token_ids, piece.logprobs))
@@ -41,12 +45,19 @@ def plain_events(piece: TextPiece, with_tokens: bool) -> list[Event]:
 class ChoiceParser:
     """Parses one choice: reasoning first, then text and tool calls.
 
-    Tokens go with the first event made of text that came with or after them. Where reasoning ends
-    within a piece, its tokens are told apart by the closing mark, or if that is no single token by
-    the length of their bytes.
+    A token goes with the first event whose text came with the token or after it. If reasoning ends
+    within a piece, the closing mark's token separates the reasoning's tokens from the answer's. If
+    the mark is not a single token, the lengths of the tokens' bytes separate them.
+
+    Args:
+        think: splits off the reasoning; None for a model without reasoning.
+        tools: finds tool calls; None if there are no tools.
+        one_call: drops all calls after the first.
+        show_reasoning: reasoning gets events.
+        with_tokens: tokens without text get an event too.
 
     Attributes:
-        reasoning_tokens: tokens of the reasoning block, its marks included.
+        reasoning_tokens: number of tokens in the reasoning block, including its marks.
     """
 
     def __init__(
@@ -70,54 +81,54 @@ class ChoiceParser:
         self._token_ids: list[int] = []
         self._logprobs: list[dict[int, Logprob]] = []
         self._calls = 0
-        self._complete = 0
+        self._complete_calls = 0
 
-    def read(self, piece: TextPiece) -> list[Event]:
-        events: list[Event] = []
+    def read(self, piece: ChoiceText) -> list[ChatEvent]:
+        events: list[ChatEvent] = []
         text, last = piece.text, piece.finish_reason is not None
-        held = len(self._token_ids)
+        waiting = len(self._token_ids)
         self._token_ids += piece.token_ids
         self._logprobs += piece.logprobs
         if self._think is not None:
-            text = self._read_reasoning(self._think, piece, held, events)
+            text = self._read_reasoning(self._think, piece, waiting, events)
         if self._tools is not None:
             parts = self._tools.feed(text)
             if last:
                 parts += self._tools.finish(stopped=piece.finish_reason == "stop")
             for part in parts:
-                self._add(piece.choice, part, events)
+                self._add_part(piece.choice, part, events)
         elif text:
-            events.append(TextDelta(piece.choice, text, *self._spend()))
+            events.append(TextDelta(piece.choice, text, *self._take_tokens()))
         if piece.finish_reason is not None:
             if self._with_tokens and self._token_ids:
-                events.append(TextDelta(piece.choice, "", *self._spend()))
-            called = self._complete and piece.finish_reason == "stop"
+                events.append(TextDelta(piece.choice, "", *self._take_tokens()))
+            called = self._complete_calls and piece.finish_reason == "stop"
             reason = "tool_calls" if called else piece.finish_reason
             events.append(Finished(piece.choice, reason, piece.stop_reason))
         return events
 
-    def _spend(self, count: int | None = None) -> Tokens:
-        """Takes the first `count` waiting tokens, or all."""
+    def _take_tokens(self, count: int | None = None) -> Tokens:
+        """Removes and returns the first `count` waiting tokens, or all of them."""
         spent = self._token_ids[:count], self._logprobs[:count]
         self._token_ids = [] if count is None else self._token_ids[count:]
         self._logprobs = [] if count is None else self._logprobs[count:]
         return spent
 
     def _read_reasoning(
-        self, think: ThinkParser, piece: TextPiece, held: int, events: list[Event]
+        self, think: ThinkParser, piece: ChoiceText, waiting: int, events: list[ChatEvent]
     ) -> str:
-        """Adds the reasoning's event; returns the text that belongs to the answer.
+        """Appends the reasoning's event to `events`, and returns the text of the answer.
 
         Args:
-            held: waiting tokens of earlier pieces.
+            waiting: number of waiting tokens from earlier pieces.
         """
-        if think.answering:
+        if think.in_answer:
             return piece.text
         reasoning, answer, block = think.feed(piece.text)
         undecided = think.undecided
         if piece.finish_reason is not None:
             rest = think.finish()
-            inside = not undecided and not think.answering
+            inside = not undecided and not think.in_answer
             if inside and self._tools is not None and piece.finish_reason == "stop":
                 rest = _before_calls(self._tools, rest[0])
             reasoning, answer = reasoning + rest[0], answer + rest[1]
@@ -126,19 +137,20 @@ class ChoiceParser:
         count = 0
         if block:
             whole = block == len(piece.text)
-            count = held + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
-        elif not think.answering and not undecided:
+            count = waiting + (len(piece.token_ids) if whole else self._tokens_in(piece, block))
+        elif not think.in_answer and not undecided:
             count = len(self._token_ids)
         self.reasoning_tokens += count
-        tokens = self._spend(count) if count else ([], [])
+        tokens = self._take_tokens(count) if count else ([], [])
         if self._show_reasoning and (reasoning or (self._with_tokens and count)):
             events.append(ReasoningDelta(piece.choice, reasoning, *tokens))
         return answer
 
-    def _tokens_in(self, piece: TextPiece, characters: int) -> int:
-        """Returns the number of the piece's tokens that make up its first characters.
+    def _tokens_in(self, piece: ChoiceText, characters: int) -> int:
+        """Returns how many of the piece's tokens make up its first characters.
 
-        Those characters end with the block's closing mark.
+        Args:
+            characters: number of characters, which end with the block's closing mark.
         """
         if self._close in piece.token_ids:
             return piece.token_ids.index(self._close) + 1
@@ -149,25 +161,24 @@ class ChoiceParser:
             left -= len(self._tokenizer.token_bytes(token))
         return len(piece.token_ids)
 
-    def _add(self, choice: int, part: Part, events: list[Event]) -> None:
+    def _add_part(self, choice: int, part: Part, events: list[ChatEvent]) -> None:
         if isinstance(part, CallBegin):
             self._calls += 1
-        wanted = self._calls == 1 or not self._one_call
+        shown = self._calls == 1 or not self._one_call
         index = self._calls - 1
         match part:
             case Text(text):
-                events.append(TextDelta(choice, text, *self._spend()))
-            case CallBegin(id, name) if wanted:
-                events.append(ToolCallBegin(choice, index, id, name, *self._spend()))
-            case CallArguments(text) if wanted:
-                events.append(ToolCallDelta(choice, index, text, *self._spend()))
+                events.append(TextDelta(choice, text, *self._take_tokens()))
+            case CallBegin(id, name) if shown:
+                events.append(ToolCallBegin(choice, index, id, name, *self._take_tokens()))
+            case CallArguments(text) if shown:
+                events.append(ToolCallDelta(choice, index, text, *self._take_tokens()))
             case CallEnd():
-                self._complete += 1
+                self._complete_calls += 1
 
 
 def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:
-    """Splits the end of a block of reasoning that was never closed into (reasoning, calls that end
-    it)."""
+    """Splits the rest of an unclosed block of reasoning into (reasoning, calls at its end)."""
     marks = "|".join(map(re.escape, tools.starts))
     places = [found.start() for found in re.finditer(marks, text)] if marks else []
     end = len(text)

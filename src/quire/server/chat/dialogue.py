@@ -1,4 +1,4 @@
-"""Requests, conversations and events that all chat-like routes share."""
+"""Dialogues, chat events and conversations, which all chat-like routes share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from quire.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Tells whether the model may or must call tools, and which ones.
+    """Whether the model may or must call tools, and which ones.
 
-    names: None allows every tool of the dialogue.
+    Attributes:
+        names: the tools that it may call; None allows all tools of the dialogue.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
@@ -26,38 +27,41 @@ class ToolChoice:
 
     @classmethod
     def named(cls, name: str) -> ToolChoice:
-        """Returns the choice that calls this tool, once."""
+        """Returns the choice that makes the model call this tool once."""
         return cls("required", (name,))
 
 
 @dataclass(slots=True, kw_only=True)
 class Dialogue:
-    """A conversation to be answered.
+    """A conversation that the model is to answer.
 
     Attributes:
-        messages: as chat templates take them: role (system, user, assistant, tool), content (text,
-            or None beside tool calls), and where they apply name, tool_call_id, reasoning_content
-            and tool_calls in OpenAI's shape, with arguments as JSON text.
-        params: with n, max_tokens and structured_outputs.
-        usual_max_tokens: most tokens of an answer where `params` names none; None leaves it to the
-            context.
-        tools: in OpenAI's shape: {"type": "function", "function": {name, description, parameters,
-            strict}}.
-        parallel_tool_calls: False: one call at most.
-        chat_template: replaces the model's own.
+        messages: one dict per message, in the shape that chat templates take. All have role
+            (system, user, assistant, tool) and content (text; None is allowed with tool calls).
+            Optional are name, tool_call_id, reasoning_content, and tool_calls in OpenAI's shape
+            with arguments as JSON text.
+        params: sampling parameters, including n, max_tokens and structured_outputs.
+        default_max_tokens: most tokens of an answer if `params` sets no limit; None leaves the
+            limit to the context.
+        tools: tools in OpenAI's shape: {"type": "function", "function": {name, description,
+            parameters, strict}}.
+        parallel_tool_calls: False allows one call at most.
+        chat_template: replaces the model's own template.
         template_kwargs: further variables of the chat template, such as documents.
-        add_special_tokens: adds the tokenizer's own special tokens to what the template wrote.
-        most_prompt_tokens: tokens of the prompt to keep, the last ones; None keeps all.
-        truncation_side: "right" keeps the first ones instead.
-        include_reasoning: False leaves reasoning out of the events (it is still generated).
+        add_generation_prompt: the template begins the assistant's turn.
+        continue_final_message: the model continues the last message instead of a new turn.
+        add_special_tokens: the tokenizer adds its own special tokens to the template's text.
+        most_prompt_tokens: number of prompt tokens to keep; None keeps all.
+        truncation_side: side on which the other tokens are dropped, by default the left.
+        include_reasoning: False leaves reasoning out of the events. It is still generated.
         beams: searches for the likeliest answers instead of sampling them.
-        with_tokens: give tokens without text (the end of sequence, say) an event too. Set it where
-            token ids or log-probabilities are passed on.
+        with_tokens: tokens without text, such as the end of sequence, get an event too. Routes set
+            it if they return token ids or log-probabilities.
     """
 
     messages: list[dict[str, Any]]
     params: SamplingParams
-    usual_max_tokens: int | None = None
+    default_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
     parallel_tool_calls: bool = True
@@ -76,13 +80,15 @@ class Dialogue:
     cache_salt: str = ""
 
 
-# Events. Those of one choice come in this order: reasoning, text and tool calls as the model made
-# them, then `Finished`, exactly once. Every token is in one event's `token_ids`, in order; its text
-# may be in the next one.
+# Chat events, stage 4 of a text. For each choice the reasoning comes first. Text and tool calls
+# follow in the model's order, then exactly one `Finished`. Every token is in one event's
+# `token_ids`, in order. Its text may come with the next event.
 
 
 @dataclass(slots=True)
 class TextDelta:
+    """More text of the answer."""
+
     choice: int
     text: str
     token_ids: list[int]
@@ -91,6 +97,8 @@ class TextDelta:
 
 @dataclass(slots=True)
 class ReasoningDelta:
+    """More text of the reasoning."""
+
     choice: int
     text: str
     token_ids: list[int]
@@ -99,7 +107,11 @@ class ReasoningDelta:
 
 @dataclass(slots=True)
 class ToolCallBegin:
-    """The start of a tool call. `index` counts the choice's calls from 0."""
+    """The start of a tool call.
+
+    Attributes:
+        index: number of the call in its choice, from 0.
+    """
 
     choice: int
     index: int
@@ -125,7 +137,7 @@ class Finished:
     """The end of a choice.
 
     Attributes:
-        finish_reason: stop, length, abort, or tool_calls where a call is complete.
+        finish_reason: stop, length or abort; tool_calls if the choice stopped after a whole call.
         stop_reason: the stop string or stop token id that ended it; None for the end-of-sequence
             token.
     """
@@ -136,7 +148,8 @@ class Finished:
 
 
 Delta = TextDelta | ReasoningDelta | ToolCallBegin | ToolCallDelta
-Event = Delta | Finished
+ChatEvent = Delta | Finished
+"""Stage 4 of a text: a `ChoiceText` split into reasoning, text and tool calls."""
 
 
 @dataclass(slots=True)
@@ -148,7 +161,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class ChatAnswer:
-    """One whole choice, put together from its events."""
+    """One complete choice, merged from its events."""
 
     choice: int
     text: str = ""
@@ -159,7 +172,7 @@ class ChatAnswer:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, event: Event) -> None:
+    def add(self, event: ChatEvent) -> None:
         match event:
             case Finished():
                 self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
@@ -176,100 +189,112 @@ class ChatAnswer:
         self.logprobs += event.logprobs
 
 
-# Conversations for chat templates, built from the smaller parts that other APIs send.
+# Some APIs send a conversation in smaller parts. They are merged into a chat template's messages.
 
-_BETWEEN = "\n\n"
+_SEPARATOR = "\n\n"
 
 
 class ConversationBuilder:
     """Builds the messages of a conversation part by part.
 
-    Consecutive thinking, text and calls of the assistant become one message, as does all that the
-    system says first.
+    Consecutive thinking, text and calls of the assistant become one message. So do all system texts
+    at the beginning.
+
+    Args:
+        param: name of the field that holds the conversation, for errors.
     """
 
     def __init__(self, param: str) -> None:
         self.param = param
         self.messages: list[dict[str, Any]] = []
         self._names: dict[str, str] = {}
-        self._open: dict[str, str] = {}
-        self._cut: set[str] = set()
-        """Calls without whole arguments, which may have results and need none."""
+        self._open_calls: dict[str, str] = {}
+        self._truncated_calls: set[str] = set()
+        """Ids of calls whose arguments were cut off. They may have a result, but need none."""
 
     def system(self, text: str) -> None:
         if len(self.messages) == 1 and self.messages[0]["role"] == "system":
-            self.messages[0]["content"] += _BETWEEN + text
+            self.messages[0]["content"] += _SEPARATOR + text
         else:
             self.messages.append({"role": "system", "content": text})
 
     def user(self, text: str, *, merge: bool = False) -> None:
-        """Adds a user's text; `merge` appends it to the last message if that is the user's too."""
-        if merge and self._last == "user":
-            self.messages[-1]["content"] += _BETWEEN + text
+        """Adds a user's text.
+
+        Args:
+            merge: append it to the last message if that is also the user's.
+        """
+        if merge and self._last_role == "user":
+            self.messages[-1]["content"] += _SEPARATOR + text
         else:
             self.messages.append({"role": "user", "content": text})
 
     def reasoning(self, text: str) -> None:
-        self._add("reasoning_content", text)
+        self._append("reasoning_content", text)
 
     def assistant(self, text: str) -> None:
-        self._add("content", text)
+        self._append("content", text)
 
     def call(self, id: str, name: str, arguments: str, param: str) -> None:
-        """Adds a tool call. `arguments`: the text of a JSON object; empty is one without members.
+        """Adds a tool call.
 
-        A call with other arguments becomes text: an answer that was cut short had no more of it.
+        A call whose arguments are not a JSON object becomes text, because such a call comes from an
+        answer that was cut off in the middle of it.
+
+        Args:
+            arguments: the text of a JSON object; "" means {}.
+            param: name of the call's field, for errors.
         """
         arguments = arguments or "{}"
         if id in self._names:
             raise RequestError(f"'{param}': there are two calls with the id '{id}'.", param=param)
-        self._names[id] = self._open[id] = name
-        if not is_object(arguments):
-            self._open.pop(id)
-            self._cut.add(id)
+        self._names[id] = self._open_calls[id] = name
+        if not is_json_object(arguments):
+            self._open_calls.pop(id)
+            self._truncated_calls.add(id)
             self.assistant(call_text(name, arguments))
             return
         call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
         self._assistant().setdefault("tool_calls", []).append(call)
 
     def result(self, id: str, text: str, param: str) -> None:
-        if id in self._cut:
-            self._cut.remove(id)
-            self._open[id] = self._names[id]
-        if id not in self._open:
+        if id in self._truncated_calls:
+            self._truncated_calls.remove(id)
+            self._open_calls[id] = self._names[id]
+        if id not in self._open_calls:
             what = "has its result already" if id in self._names else "is not in the conversation"
             raise RequestError(f"'{param}': the call '{id}' {what}.", param=param)
-        name = self._open.pop(id)
+        name = self._open_calls.pop(id)
         self.messages.append({"role": "tool", "tool_call_id": id, "name": name, "content": text})
 
     def finish(self) -> list[dict[str, Any]]:
-        for id in self._open:
+        for id in self._open_calls:
             raise RequestError(
                 f"the call '{id}' has no result in '{self.param}'.", param=self.param
             )
         return self.messages
 
     @property
-    def _last(self) -> str | None:
+    def _last_role(self) -> str | None:
         return self.messages[-1]["role"] if self.messages else None
 
     def _assistant(self) -> dict[str, Any]:
-        if self._last != "assistant":
+        if self._last_role != "assistant":
             self.messages.append({"role": "assistant", "content": ""})
         return self.messages[-1]
 
-    def _add(self, name: str, text: str) -> None:
+    def _append(self, name: str, text: str) -> None:
         message = self._assistant()
         before = message.get(name)
-        message[name] = before + _BETWEEN + text if before and text else (before or "") + text
+        message[name] = before + _SEPARATOR + text if before and text else (before or "") + text
 
 
 def call_text(name: str, arguments: str) -> str:
-    """Returns a call as text, for arguments that are not the text of a JSON object."""
+    """Returns the text for a call whose arguments are not a JSON object."""
     return f'{{"name": {json.dumps(name)}, "arguments": {arguments}'
 
 
-def is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
     try:
         return isinstance(msgspec.json.decode(text), dict)
     except (msgspec.DecodeError, RecursionError):

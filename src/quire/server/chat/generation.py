@@ -1,4 +1,4 @@
-"""Generation of answers to dialogues, as batches of events or as a whole."""
+"""Generates the answer to a dialogue, as batches of chat events or as a whole."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.chat.beams import BeamGeneration
 from quire.server.chat.choice_parser import ChoiceParser, plain_events
-from quire.server.chat.dialogue import ChatAnswer, Dialogue, Event
+from quire.server.chat.dialogue import ChatAnswer, ChatEvent, Dialogue
 from quire.server.chat.prompt import RenderedPrompt, render_prompt
 from quire.server.chat.text import (
+    ChoiceText,
     CompletionTokensDetails,
     CompletionUsage,
     TextGeneration,
-    TextPiece,
     check_structured,
     collect,
 )
-from quire.server.chat.tools import callable_tools, check_tools, constrained, one_call
+from quire.server.chat.tools import callable_tools, check_tools, constrain_params, one_call
 from quire.server.context.request_context import RequestContext
 from quire.server.errors import ApiError
 from quire.server.parsers.think import ThinkParser
@@ -33,48 +33,56 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _LONG_TEXT = 20_000
-"""Characters of a whole answer above which it is parsed off the event loop."""
+"""Characters above which an answer is parsed in a thread, so that the event loop goes on."""
 
 
 async def prepare(
     state: ServerState, dialogue: Dialogue, context: RequestContext
 ) -> ChatGeneration:
-    """Returns a generation that is ready to start, its tokens taken from the key's limit.
+    """Returns a generation that is ready to start, and charges its tokens to the key's limit.
 
     Raises:
-        ApiError, RequestError: naming the field.
+        ApiError, RequestError: a field is invalid; the error names it.
     """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
 
-    def prepared() -> ChatGeneration:
+    def build() -> ChatGeneration:
         most = state.client.config.scheduler.max_model_len
         prompt = render_prompt(tokenizer, dialogue, most)
         if state.args.log_prompts:
             context.prompts.append(prompt.text)
         return ChatGeneration(state, tokenizer, dialogue, prompt, context)
 
-    reply = await asyncio.to_thread(prepared)
+    generation = await asyncio.to_thread(build)
     asked = dialogue.params.structured_outputs is not None
-    await check_structured(state, reply.params, "structured_outputs" if asked else "tools")
-    params = reply.params
-    # Each step of a search makes a token for every beam.
+    await check_structured(state, generation.params, "structured_outputs" if asked else "tools")
+    params = generation.params
+    # Beam search computes one token per beam in each step, so every beam counts as a completion.
     completions = params.n if dialogue.beams is None else dialogue.beams.beam_width
-    context.take_tokens(len(reply.prompt_token_ids), dialogue.params.max_tokens, completions)
-    return reply
+    context.take_tokens(len(generation.prompt_token_ids), dialogue.params.max_tokens, completions)
+    return generation
 
 
 async def count(state: ServerState, dialogue: Dialogue) -> list[int]:
-    """Returns the prompt's token ids without running it. Raises as `prepare`."""
+    """Returns the prompt's token ids without running it.
+
+    Raises:
+        ApiError, RequestError: as `prepare`.
+    """
     tokenizer = state.tokenizer("messages")
     check_tools(dialogue, state.chat_format)
     return (await state.count(lambda: render_prompt(tokenizer, dialogue))).token_ids
 
 
 class ChatGeneration:
-    """A running answer to a dialogue.
+    """The generation of the answer to one dialogue.
 
-    `start`, `ready` and `close` are those of `TextGeneration`.
+    `start`, `ready` and `close` are the methods of its `TextGeneration`.
+
+    Attributes:
+        params: the dialogue's sampling parameters, with a grammar if tool calls need one.
+        prompt_token_ids: the prompt's token ids.
     """
 
     def __init__(
@@ -92,14 +100,14 @@ class ChatGeneration:
         self._tokenizer = tokenizer
         self._format = format = state.chat_format
         self._tools = callable_tools(dialogue)
-        self._readers: dict[int, ChoiceParser] = {}
+        self._parsers: dict[int, ChoiceParser] = {}
         self._begins_open: bool | None = None
         if format.reasoning is not None:
             self._begins_open = format.reasoning.begins_open(prompt.text, prompt.continued)
-        self._parser = format.tool_parser
-        if self._parser is not None and not (self._tools or self._parser.marks_text):
-            self._parser = None
-        read = self._parser is not None or format.reasoning is not None
+        self._tool_parser = format.tool_parser
+        if self._tool_parser is not None and not (self._tools or self._tool_parser.marks_text):
+            self._tool_parser = None
+        needs_parsing = self._tool_parser is not None or format.reasoning is not None
         self.params = self._params()
         beams = dialogue.beams
         if beams is not None and self.params.structured_outputs is not None:
@@ -118,24 +126,24 @@ class ChatGeneration:
             request_id=dialogue.request_id,
             priority=dialogue.priority,
             cache_salt=dialogue.cache_salt,
-            keep_special=format.keep_special if read else frozenset(),
+            keep_special=format.keep_special if needs_parsing else frozenset(),
         )
-        self._read = self._read_format if read else self._read_plain
+        self._read = self._read_format if needs_parsing else self._read_plain
         self.start = self._generation.start
         self.ready = self._generation.ready
         self.close = self._generation.close
 
-    async def batches(self) -> AsyncIterator[list[Event]]:
-        """Yields the events of all updates since the last batch; never an empty one."""
+    async def batches(self) -> AsyncIterator[list[ChatEvent]]:
+        """Yields the events since the last batch. No batch is empty."""
         async for pieces in self._generation.batches():
-            events: list[Event] = []
+            events: list[ChatEvent] = []
             for piece in pieces:
                 events += self._read(piece)
             if events:
                 yield events
 
     async def whole(self) -> list[ChatAnswer]:
-        """Runs to the end; returns one answer per choice, in order. Closes the generation."""
+        """Runs to the end, closes the generation, and returns one answer per choice, in order."""
         answers = []
         for piece in await collect(self._generation):
             if sum(map(len, piece.texts)) > _LONG_TEXT:
@@ -152,7 +160,7 @@ class ChatGeneration:
     def usage(self) -> CompletionUsage:
         usage = self._generation.usage
         if self._format.reasoning is not None:
-            count = sum(reader.reasoning_tokens for reader in self._readers.values())
+            count = sum(parser.reasoning_tokens for parser in self._parsers.values())
             usage.completion_tokens_details = CompletionTokensDetails(count)
         return usage
 
@@ -162,26 +170,28 @@ class ChatGeneration:
 
     def _params(self) -> SamplingParams:
         added = self._tokenizer.added_tokens if self._needs_grammar() else {}
-        params = constrained(self.dialogue, self._format, added, self._begins_open)
+        params = constrain_params(self.dialogue, self._format, added, self._begins_open)
         self._enforced = params is not self.dialogue.params
-        usual = self.dialogue.usual_max_tokens
+        usual = self.dialogue.default_max_tokens
         return params if usual is None else replace(params, max_tokens=usual)
 
     def _needs_grammar(self) -> bool:
         return bool(self._tools) or self.dialogue.params.structured_outputs is not None
 
-    def _read_plain(self, piece: TextPiece) -> list[Event]:
+    def _read_plain(self, piece: ChoiceText) -> list[ChatEvent]:
         return plain_events(piece, self.dialogue.with_tokens)
 
-    def _read_format(self, piece: TextPiece) -> list[Event]:
-        reader = self._readers.get(piece.choice)
-        if reader is None:
-            reader = self._readers[piece.choice] = self._reader()
-        return reader.read(piece)
+    def _read_format(self, piece: ChoiceText) -> list[ChatEvent]:
+        parser = self._parsers.get(piece.choice)
+        if parser is None:
+            parser = self._parsers[piece.choice] = self._new_parser()
+        return parser.read(piece)
 
-    def _reader(self) -> ChoiceParser:
+    def _new_parser(self) -> ChoiceParser:
         format, dialogue = self._format, self.dialogue
-        tools = None if self._parser is None else self._parser(self._tools, self._enforced)
+        tools = (
+            None if self._tool_parser is None else self._tool_parser(self._tools, self._enforced)
+        )
         calls = () if tools is None or tools.marks_text else tools.starts
         think = None
         if format.reasoning is not None:

@@ -1,4 +1,4 @@
-"""Rendering of a dialogue's messages to the text and tokens of a prompt."""
+"""Renders a dialogue's messages to the text and the token ids of a prompt."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ if TYPE_CHECKING:
     from quire.text.tokenizer import Tokenizer
 
 _FIELDS = ("documents", "reasoning_effort", "verbosity")
-"""Variables of templates that are fields of requests."""
-_FOLDED = "folded"
-"""Key of users' messages that have a system message, while messages are folded."""
+"""Template variables that are also fields of requests."""
+_FOLDED_KEY = "folded"
+"""Marks a user's message that contains a system message, until all messages are folded."""
 _MARK = "~end-of-what-is-to-be-continued~"
 
 
 @dataclass(slots=True)
 class RenderedPrompt:
-    """A rendered prompt. `continued`: the final message's text, where that is to be continued."""
+    """A rendered prompt.
+
+    Attributes:
+        continued: text of the final message if the model is to continue it.
+    """
 
     text: str
     token_ids: list[int]
@@ -40,24 +44,24 @@ def render_prompt(
 ) -> RenderedPrompt:
     """Applies the chat template and tokenizes its text. Runs in a thread.
 
-    The template writes its special tokens itself, so the tokenizer does not add them again. To
-    continue the final message, the text that the template puts after that message is cut off.
+    The template writes special tokens itself, so the tokenizer does not add them. If the model is
+    to continue the final message, the template's text after that message is cut off.
 
     Args:
-        most: tokens above which the text is refused before it is tokenized.
+        most: most tokens. A text that is too long for them is refused before it is tokenized.
 
     Raises:
-        ApiError, RequestError: the template does not take what the dialogue asks for.
+        ApiError, RequestError: the template does not support something in the dialogue.
     """
     template = _templates(tokenizer, dialogue)
-    tools = _shown_tools(tokenizer, dialogue, template)
+    tools = _tools_for_template(tokenizer, dialogue, template)
     variables = _variables(dialogue, template, bool(tools))
     messages = _messages(tokenizer, dialogue, template, bool(tools))
     if tools:
         variables["tools"] = tools
     add = dialogue.add_generation_prompt and not dialogue.continue_final_message
     if dialogue.continue_final_message:
-        messages = _marked(messages)
+        messages = _add_mark(messages)
     if dialogue.chat_template is None:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=add, **variables)
     else:
@@ -65,7 +69,7 @@ def render_prompt(
         text = template(bool(tools)).render(messages, add_generation_prompt=add, **variables)
     continued = None
     if dialogue.continue_final_message:
-        text = _up_to_mark(text)
+        text = _cut_at_mark(text)
         continued = dialogue.messages[-1]["content"]
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
@@ -74,32 +78,36 @@ def render_prompt(
 
 
 Templates = Callable[[bool], ChatTemplate]
-"""Returns the chat template for a conversation with tools, or without."""
+"""Returns the chat template for a conversation with tools (True) or without (False)."""
 
 
 def _templates(tokenizer: Tokenizer, dialogue: Dialogue) -> Templates:
-    """Returns the model's templates, or the request's own. Raises RequestError for a wrong one."""
+    """Returns the model's templates, or the request's own template.
+
+    Raises:
+        RequestError: the request's template is invalid.
+    """
     if dialogue.chat_template is None:
         return tokenizer.template
-    # Not kept: templates of requests would push the model's out.
+    # A request's template is not cached, because such templates would evict the model's.
     own = ChatTemplate(dialogue.chat_template)
     return lambda with_tools: own
 
 
-def _shown_tools(
+def _tools_for_template(
     tokenizer: Tokenizer, dialogue: Dialogue, template: Templates
 ) -> list[dict[str, Any]]:
-    """Returns the tools that the template is shown.
+    """Returns the tools to pass to the template.
 
-    With a free choice these are the tools that may be called. A tool without parameters gets an
-    empty schema. `strict` is left out, as no model was trained on it.
+    If the model chooses freely, only the tools that it may call are passed. A tool without
+    parameters gets an empty schema. `strict` is left out, because no model was trained on it.
     """
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
-        raise _not_shown("tools", "tools", traits)
+        raise _not_shown_error("tools", "tools", traits)
     shown = []
     for tool in dialogue.tools:
         function = {name: value for name, value in tool["function"].items() if name != "strict"}
@@ -112,9 +120,10 @@ def _shown_tools(
 
 
 def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dict[str, Any]:
-    """Returns the template's further variables.
+    """Returns the dialogue's template variables that the template uses.
 
-    One that the template does not use is a hint, but for documents, which the answer depends on.
+    A variable that the template does not use is declined as a hint. Documents are not a hint,
+    because the answer depends on them: without a place for them the request is refused.
     """
     variables = dict(dialogue.template_kwargs)
     if not variables:
@@ -137,49 +146,49 @@ def _variables(dialogue: Dialogue, template: Templates, with_tools: bool) -> dic
 def _messages(
     tokenizer: Tokenizer, dialogue: Dialogue, template: Templates, with_tools: bool
 ) -> list[dict[str, Any]]:
-    """Returns the messages, with tool calls in the shape that the template takes."""
+    """Returns the messages, with tool calls and system messages in the template's shape."""
     messages = dialogue.messages
-    called = any(message.get("tool_calls") for message in messages)
-    late = any(
+    has_calls = any(message.get("tool_calls") for message in messages)
+    has_late_system = any(
         message["role"] == "system" and before["role"] != "system"
         for before, message in itertools.pairwise(messages)
     )
-    if not called and not late:
+    if not has_calls and not has_late_system:
         return messages
     traits = tokenizer.traits(template(with_tools))
-    if late and not traits.late_system:
-        messages = _without_late_system(messages)
-    if not called:
+    if has_late_system and not traits.late_system:
+        messages = _fold_late_system(messages)
+    if not has_calls:
         return messages
     if not traits.shows_calls:
-        raise _not_shown("tool calls", "messages", traits)
+        raise _not_shown_error("tool calls", "messages", traits)
     if traits.ids_name_tools:
-        messages = _with_named_ids(messages)
+        messages = _rename_call_ids(messages)
     return [
-        _with_calls(message, traits) if message.get("tool_calls") else message
+        _format_calls(message, traits) if message.get("tool_calls") else message
         for message in messages
     ]
 
 
-def _without_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose system messages behind others are parts of users' turns."""
+def _fold_late_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Moves the text of system messages that follow other messages into users' messages."""
     out: list[dict[str, Any]] = []
     for message in messages:
         if message["role"] == "system" and any(each["role"] != "system" for each in out):
             message = {"role": "user", "content": message.get("content") or ""}
-        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED):
+        elif message["role"] != "user" or not out or not out[-1].get(_FOLDED_KEY):
             out.append(message)
             continue
         if out[-1]["role"] == "user":
             text = f"{out[-1].get('content') or ''}\n\n{message.get('content') or ''}"
-            out[-1] = {**out[-1], "content": text, _FOLDED: True}
+            out[-1] = {**out[-1], "content": text, _FOLDED_KEY: True}
         else:
-            out.append({**message, _FOLDED: True})
-    return [{name: each[name] for name in each if name != _FOLDED} for each in out]
+            out.append({**message, _FOLDED_KEY: True})
+    return [{name: each[name] for name in each if name != _FOLDED_KEY} for each in out]
 
 
-def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages whose calls, and the results of these, have ids that name the tools."""
+def _rename_call_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives calls and their results new ids that contain the tool's name."""
     ids: dict[str, str] = {}
     out, number = [], 0
     for message in messages:
@@ -196,7 +205,7 @@ def _with_named_ids(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
+def _not_shown_error(what: str, param: str, traits: TemplateTraits) -> ApiError:
     why = "" if traits.error is None else f" ({traits.error})"
     return ApiError(
         400,
@@ -207,7 +216,7 @@ def _not_shown(what: str, param: str, traits: TemplateTraits) -> ApiError:
     )
 
 
-def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
+def _format_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call["function"])
@@ -218,8 +227,8 @@ def _with_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, An
     return {**message, "content": content, "tool_calls": calls}
 
 
-def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the messages with a mark behind the final message's text."""
+def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the messages with a mark after the final message's text."""
     final = messages[-1]
     if not (final.get("content") or "").strip():
         raise ApiError(
@@ -230,10 +239,10 @@ def _marked(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [*messages[:-1], {**final, "content": f"{final['content']}{_MARK} "}]
 
 
-def _up_to_mark(text: str) -> str:
+def _cut_at_mark(text: str) -> str:
     """Returns the text before the mark.
 
-    A space follows the mark, unless the template trims messages; then the text is trimmed too.
+    If the space after the mark is gone, the template trims messages. Then the text is trimmed too.
     """
     before, mark, behind = text.rpartition(_MARK)
     if not mark:

@@ -1,4 +1,4 @@
-"""Runs of a request's prompts, whose updates are handed on in batches."""
+"""Runs a request's prompts in the engine, and hands their output on in batches."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from quire.errors import OverloadedError, RequestError
 from quire.features.kv_events.prompt_report import encode_report
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
-from quire.server.context.request_context import RequestContext, timed_out
+from quire.server.context.request_context import RequestContext, timeout_error
 from quire.server.errors import ApiError
 from quire.server.state import ServerState
 from quire.server.telemetry.metrics import RequestTimer
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -42,17 +42,21 @@ class CompletionUsage(msgspec.Struct):
     completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
-# Runs of a request's prompts, whose updates are handed on in batches.
-
 Prompt = str | list[int]
 """Text or token ids."""
 
 
 @dataclass(slots=True)
-class TextPiece:
-    """New text and tokens of one completion, from one update or from several merged.
+class ChoiceText:
+    """Stage 3 of a text: one choice's updates since the client's stream last took them.
 
-    choice: its index in the answer, which is prompt index times n plus the completion's own.
+    It merges several `CompletionUpdate` if the client is slow. In a chat, `ChatEvent` follow.
+
+    Attributes:
+        choice: index in the answer: the prompt's index times n plus the completion's index.
+        texts: the updates' texts, in order.
+        token_ids, logprobs: the updates' tokens.
+        finish_reason, stop_reason: None until the completion ends.
     """
 
     choice: int
@@ -66,7 +70,7 @@ class TextPiece:
     def text(self) -> str:
         return "".join(self.texts)
 
-    def add(self, update: StreamUpdate) -> None:
+    def add(self, update: CompletionUpdate) -> None:
         self.texts.append(update.text)
         self.token_ids += update.token_ids
         if update.logprobs is not None:
@@ -78,7 +82,13 @@ class TextPiece:
 
 @dataclass(slots=True)
 class PromptInfo:
-    """A prompt's data from its first update."""
+    """Data about a prompt from its first update.
+
+    Attributes:
+        token_ids: the prompt's token ids.
+        logprobs: log-probabilities of the prompt's tokens, if the request asks for them.
+        num_cached_tokens: prompt tokens from the prefix cache.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob] | None] | None = None
@@ -86,11 +96,19 @@ class PromptInfo:
 
 
 class TextGeneration:
-    """The prompts of one HTTP request, running.
+    """The prompts of one HTTP request while the engine runs them.
 
-    One task per prompt reads the engine's updates. The reader of `batches` takes all updates since
-    its last look, so a slow socket gets fewer, larger pieces, and the engine never waits for a
-    client.
+    One task per prompt reads the engine's updates. `batches` yields all updates since the last
+    batch, merged by choice. A slow client thus gets fewer and larger pieces, and the engine never
+    waits for a client.
+
+    Args:
+        prompts: each is text or token ids.
+        params: sampling parameters of all prompts.
+        request_id: name of the request; prompts append their index.
+        priority: priority in the engine's queue; lower runs first.
+        cache_salt: prompts with different salts share no KV.
+        keep_special: ids of special tokens that stay in the text.
     """
 
     def __init__(
@@ -117,7 +135,7 @@ class TextGeneration:
         self.completion_tokens = 0
         self._inputs = prompts
         self._tasks: list[asyncio.Task[None]] = []
-        self._pieces: dict[int, TextPiece] = {}
+        self._pieces: dict[int, ChoiceText] = {}
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._running = len(prompts)
@@ -136,10 +154,10 @@ class TextGeneration:
     def _time_out(self) -> None:
         if self._running:
             self.context.end = "timeout"
-            self.fail(timed_out())
+            self.fail(timeout_error())
 
     def fail(self, error: ApiError) -> None:
-        """Aborts what still runs, and raises `error` after the text that came before it."""
+        """Aborts the running prompts. `batches` raises `error` after the text so far."""
         if self._running:
             self._error = self._error or error
             for task in self._tasks:
@@ -147,7 +165,7 @@ class TextGeneration:
             self._changed.set()
 
     async def close(self) -> None:
-        """Aborts what still runs. Idempotent."""
+        """Aborts the running prompts. Idempotent."""
         tasks, self._tasks = self._tasks, []
         if not tasks:
             return
@@ -164,16 +182,18 @@ class TextGeneration:
     async def ready(self) -> None:
         """Waits for the first update, so that an invalid request still gets an error status.
 
-        Raises the engine's error.
+        Raises:
+            QuireError: the engine's error, or the one passed to `fail`.
         """
         await self._changed.wait()
         if self._error is not None:
             raise self._error
 
-    async def batches(self) -> AsyncIterator[list[TextPiece]]:
-        """Yields new pieces, one per completion, until all prompts have ended.
+    async def batches(self) -> AsyncIterator[list[ChoiceText]]:
+        """Yields lists of new pieces, one piece per choice, until all prompts have ended.
 
-        Raises the engine's error once the pieces that came before it are out.
+        Raises:
+            QuireError: as `ready`, after the pieces that came before the error.
         """
         while True:
             await self._changed.wait()
@@ -206,8 +226,8 @@ class TextGeneration:
                 async for update in updates:
                     clock.observe(update)
                     self.context.observe(update)
-                    self._take(index, update)
-        except Exception as error:  # handed to whoever reads `batches`
+                    self._add_update(index, update)
+        except Exception as error:  # `batches` raises it.
             if isinstance(error, OverloadedError):
                 self.state.note_full(self.context.tenant)
             self.context.end = reason = "error"
@@ -224,15 +244,15 @@ class TextGeneration:
             self._running -= 1
             self._changed.set()
 
-    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[StreamUpdate, None]:
+    def _updates(self, index: int, prompt: Prompt) -> AsyncGenerator[CompletionUpdate, None]:
         """Returns the updates of a prompt's completions."""
-        return self._ask(prompt, self.params, f"{self.request_id}-{index}")
+        return self._generate(prompt, self.params, f"{self.request_id}-{index}")
 
-    def _ask(
+    def _generate(
         self, prompt: Prompt, params: SamplingParams, request_id: str
-    ) -> AsyncGenerator[StreamUpdate, None]:
+    ) -> AsyncGenerator[CompletionUpdate, None]:
         return cast(
-            "AsyncGenerator[StreamUpdate, None]",
+            "AsyncGenerator[CompletionUpdate, None]",
             self.state.client.generate(
                 prompt,
                 params,
@@ -248,14 +268,14 @@ class TextGeneration:
             ),
         )
 
-    def _take(self, index: int, update: StreamUpdate) -> None:
+    def _add_update(self, index: int, update: CompletionUpdate) -> None:
         if update.prompt_token_ids is not None:
             info = self.prompts[index]
             info.token_ids = update.prompt_token_ids
             info.logprobs = update.prompt_logprobs
             info.num_cached_tokens = update.num_cached_tokens
-            # Adapters' blocks have names that only the engine knows.
-            if self.context.reports and index == 0 and not self.context.adapter:
+            # With an adapter, block hashes depend on a name that only the engine knows.
+            if self.context.wants_report and index == 0 and not self.context.adapter:
                 self.context.report = encode_report(
                     info.token_ids, self.cache_salt, self.state.client.config.block_size
                 )
@@ -263,42 +283,42 @@ class TextGeneration:
         choice = index * self.params.n + update.index
         piece = self._pieces.get(choice)
         if piece is None:
-            piece = self._pieces[choice] = TextPiece(choice)
+            piece = self._pieces[choice] = ChoiceText(choice)
         piece.add(update)
         self._changed.set()
 
 
-async def collect(generation: TextGeneration) -> list[TextPiece]:
-    """The whole answer, one piece per completion, in order. Closes the generation."""
+async def collect(generation: TextGeneration) -> list[ChoiceText]:
+    """Runs a generation to the end, closes it, and returns one piece per choice, in order."""
     generation.start()
-    whole: dict[int, TextPiece] = {}
+    merged: dict[int, ChoiceText] = {}
     try:
         async for pieces in generation.batches():
             for piece in pieces:
-                first = whole.setdefault(piece.choice, piece)
+                first = merged.setdefault(piece.choice, piece)
                 if first is not piece:
                     _extend(first, piece)
     finally:
         await generation.close()
-    return [whole[choice] for choice in sorted(whole)]
+    return [merged[choice] for choice in sorted(merged)]
 
 
-def _extend(piece: TextPiece, more: TextPiece) -> None:
+def _extend(piece: ChoiceText, more: ChoiceText) -> None:
     piece.texts += more.texts
     piece.token_ids += more.token_ids
     piece.logprobs += more.logprobs
     piece.finish_reason, piece.stop_reason = more.finish_reason, more.stop_reason
 
 
-# Checks of structured outputs before a request runs.
-
-
 async def check_structured(
     state: ServerState, params: SamplingParams, field: str = "structured_outputs"
 ) -> None:
-    """Compiles the grammar that `params` ask for, off the event loop.
+    """Compiles the grammar that `params` ask for, outside the event loop.
 
-    A grammar that cannot be enforced is refused so before anything is generated.
+    This refuses a grammar that cannot be enforced before any token is generated.
+
+    Args:
+        field: the request's field that led to the grammar, for the error.
 
     Raises:
         ApiError: 400, naming `field`.

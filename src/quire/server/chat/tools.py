@@ -1,4 +1,4 @@
-"""Checks of a dialogue's tools, and the grammars that enforce them."""
+"""Checks a dialogue's tools, and builds the grammar that enforces their calls."""
 
 from __future__ import annotations
 
@@ -21,19 +21,23 @@ from quire.server.errors import ApiError
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.stream import ToolParser
 
-# What of a schema's root is enforced where arguments are written one by one.
-_OF_PROPERTIES = ANNOTATIONS | {
+# Keywords of the arguments' schema that are enforced in formats that write each argument by itself.
+_PROPERTY_KEYWORDS = ANNOTATIONS | {
     "type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema",
 }  # fmt: skip
-# What of a string's schema is enforced where strings are written as they are.
-_OF_STRINGS = ANNOTATIONS | {"type", "enum", "const"}
+# Keywords of a string's schema that are enforced in formats that write strings without quotes.
+_STRING_KEYWORDS = ANNOTATIONS | {"type", "enum", "const"}
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 _MOST_STEPS = 16
-"""References followed in a row."""
+"""Most references (`$ref`) to follow one after the other."""
 
 
 def check_tools(dialogue: Dialogue, format: ChatFormat) -> None:
-    """Raises `ApiError` naming the field."""
+    """Checks the tools and the choice of tools.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
     names: set[str] = set()
     for place, tool in enumerate(dialogue.tools):
         name = tool["function"]["name"]
@@ -76,9 +80,10 @@ def _invalid(param: str, why: str) -> ApiError:
 
 
 def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema of the tool's arguments. A tool without one takes none, as at OpenAI.
+    """Returns the schema of the tool's arguments.
 
-    What the schema as a whole refers to stands in it, so that its properties are seen.
+    A tool without a schema takes no arguments, as in OpenAI's API. If the schema is a reference
+    (`$ref`), its target is merged into it, so that `properties` is at the root.
     """
     parameters = tool["function"].get("parameters")
     if not parameters:
@@ -97,7 +102,7 @@ def parameters_of(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def callable_tools(dialogue: Dialogue) -> dict[str, dict[str, Any]]:
-    """Maps names of the tools that may be called to the schemas of their arguments."""
+    """Maps the names of the tools that the model may call to the schemas of their arguments."""
     choice = dialogue.tool_choice
     if choice.mode == "none":
         return {}
@@ -110,34 +115,38 @@ def callable_tools(dialogue: Dialogue) -> dict[str, dict[str, Any]]:
 
 
 def one_call(dialogue: Dialogue) -> bool:
+    """Tells whether the answer may have one call at most."""
     choice = dialogue.tool_choice
     return not dialogue.parallel_tool_calls or (
         choice.mode == "required" and choice.names is not None and len(choice.names) == 1
     )
 
 
-def constrained(
+def constrain_params(
     dialogue: Dialogue, format: ChatFormat, added: Mapping[str, int], begins_open: bool | None
 ) -> SamplingParams:
-    """Returns the dialogue's sampling parameters, with a grammar where one is needed.
+    """Returns the dialogue's sampling parameters, with a grammar if it needs one.
 
-    That is where tools must be called, where a strict tool may be, and where structured outputs
-    come after reasoning or beside tools.
+    It needs one in three cases: a tool must be called; a strict tool may be called; structured
+    outputs are combined with tools or with reasoning.
 
     Args:
-        added: the tokenizer's added tokens.
+        added: the tokenizer's added tokens, by their text.
         begins_open: see `ReasoningFormat.begins_open`.
+
+    Raises:
+        ApiError: 400, a tool's schema cannot be enforced.
     """
-    params, wanted = dialogue.params, dialogue.params.structured_outputs
-    tools, must = callable_tools(dialogue), dialogue.tool_choice.mode == "required"
+    params, outputs = dialogue.params, dialogue.params.structured_outputs
+    tools, required = callable_tools(dialogue), dialogue.tool_choice.mode == "required"
     strict = {t["function"]["name"] for t in dialogue.tools if t["function"].get("strict")}
     reasons = format.reasoning is not None and begins_open is not False
-    calls = bool(tools) and (must or wanted is not None or bool(strict & tools.keys()))
-    if not calls and not (wanted is not None and reasons):
+    calls = bool(tools) and (required or outputs is not None or bool(strict & tools.keys()))
+    if not calls and not (outputs is not None and reasons):
         return params
     rules = Rules(added, format.template)
     answer = rules.literal(format.reasoning.answer) if format.reasoning and reasons else ""
-    body = f"{answer} ({_body(rules, wanted)})" if wanted is not None else ""
+    body = f"{answer} ({_output_rule(rules, outputs)})" if outputs is not None else ""
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
         schemas = _schemas(dialogue, tools, parser)
@@ -147,12 +156,13 @@ def constrained(
             raise ApiError(
                 400, f"Invalid value for 'tools': {error}", param="tools", code=error.code
             ) from None
-        if must:
+        if required:
             body = call
-        elif wanted is not None:
+        elif outputs is not None:
             body = f"{body} | {call}"
         else:
-            first = "" if parser.marks_text else parser.first  # marks tell its text from calls
+            # If the format also marks text, no first character has to be kept for calls.
+            first = "" if parser.marks_text else parser.first_chars
             body = rules.optional_call(call, parser.starts, first, answer)
     if reasons and format.reasoning is not None:
         turn = rules.literal(format.reasoning.turn)
@@ -166,9 +176,12 @@ def constrained(
 def _schemas(
     dialogue: Dialogue, tools: Mapping[str, dict[str, Any]], parser: type[ToolParser]
 ) -> dict[str, dict[str, Any]]:
-    """Returns the schemas to enforce.
+    """Returns the schemas to enforce, by the tools' names.
 
-    A keyword that cannot be enforced is left out of tools that are not strict, else an error.
+    Keywords that cannot be enforced are ignored for tools that are not strict.
+
+    Raises:
+        ApiError: 400, a strict tool's schema has a keyword that cannot be enforced.
     """
     schemas = {}
     for place, tool in enumerate(dialogue.tools):
@@ -176,7 +189,7 @@ def _schemas(
         if name not in tools:
             continue
         strict = bool(tool["function"].get("strict"))
-        schema = tools[name] if strict else _lenient(tools[name])
+        schema = tools[name] if strict else _lenient_schema(tools[name])
         param = f"tools[{place}].function.parameters"
         try:
             enforceable(schema)
@@ -191,13 +204,17 @@ def _schemas(
 
 
 def _check_format(schema: Mapping[str, Any], parser: type[ToolParser], param: str) -> None:
-    """Raises ApiError for a keyword that cannot be enforced in the format of the calls."""
-    pointers = sorted(schema.keys() - _OF_PROPERTIES) if parser.by_property else []
+    """Checks that the format of the calls can enforce all keywords of a schema.
+
+    Raises:
+        ApiError: 400, naming the first keyword that it cannot enforce.
+    """
+    pointers = sorted(schema.keys() - _PROPERTY_KEYWORDS) if parser.by_property else []
     if parser.bare_strings:
         for name, inner in schema.get("properties", {}).items():
             if isinstance(inner, Mapping) and inner.get("type") == "string":
                 pointers += [
-                    f"properties/{name}/{key}" for key in sorted(inner.keys() - _OF_STRINGS)
+                    f"properties/{name}/{key}" for key in sorted(inner.keys() - _STRING_KEYWORDS)
                 ]
     if pointers:
         raise _invalid(
@@ -207,22 +224,23 @@ def _check_format(schema: Mapping[str, Any], parser: type[ToolParser], param: st
         )
 
 
-def _lenient(schema: dict[str, Any]) -> dict[str, Any]:
+def _lenient_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns the schema with llguidance's option to ignore keywords that it does not know."""
     options = schema.get("x-guidance")
     own = options if isinstance(options, dict) else {}
     return {**schema, "x-guidance": {**own, "lenient": True}}
 
 
-def _body(rules: Rules, wanted: StructuredOutputsParams | None) -> str:
-    """Returns structured outputs as a part of a larger grammar."""
-    if wanted is None:
+def _output_rule(rules: Rules, outputs: StructuredOutputsParams | None) -> str:
+    """Returns the grammar's rule for the structured outputs."""
+    if outputs is None:
         return ""
-    if wanted.json is not None:
-        return rules.add(f"%json {wanted.json}")
-    if wanted.json_object:
+    if outputs.json is not None:
+        return rules.add(f"%json {outputs.json}")
+    if outputs.json_object:
         return rules.add('%json {"type": "object"}')
-    if wanted.regex is not None:
-        return rules.regex(wanted.regex)
-    if wanted.grammar is not None:
-        return rules.add(f"%lark {{\n{as_lark(wanted.grammar)}\n}}")
-    return rules.texts(wanted.choice)
+    if outputs.regex is not None:
+        return rules.regex(outputs.regex)
+    if outputs.grammar is not None:
+        return rules.add(f"%lark {{\n{as_lark(outputs.grammar)}\n}}")
+    return rules.texts(outputs.choice)

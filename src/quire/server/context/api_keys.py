@@ -1,4 +1,4 @@
-"""API keys of `--api-key` and of a key file, and the limits of each."""
+"""The API keys of `--api-key` and of a key file, with the limits of each key."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class ApiKey:
     """An API key.
 
     Attributes:
-        name: names the key in logs, limits and traces.
+        name: the key's name in logs, limits and traces.
         digest: SHA-256 of the secret.
-        requests_per_minute, tokens_per_minute: None is no limit.
+        requests_per_minute, tokens_per_minute: rate limits; None is unlimited.
         share: weight of the key's requests in the engine's fair scheduling.
-        models: names of the models and adapters that it may use; None is all.
-        admin: may load and unload adapters, see the settings and forget cached prefixes.
+        models: names of the models and adapters that it may use; None allows all.
+        admin: the key may load and unload adapters, read the settings and clear the prefix cache.
     """
 
     name: str
@@ -56,7 +56,11 @@ class ApiKey:
 
 
 class ApiKeys:
-    """All API keys. Without any, every request belongs to `anonymous`."""
+    """All API keys of a server.
+
+    Attributes:
+        anonymous: the key of every request to a server without keys.
+    """
 
     def __init__(self, args: ServerArgs) -> None:
         self._args = args
@@ -67,14 +71,14 @@ class ApiKeys:
 
     @property
     def required(self) -> bool:
-        """Tells whether a key is needed."""
+        """Tells whether requests need a key."""
         return bool(self._args.api_key) or self._args.api_key_file is not None
 
     def load(self) -> None:
         """Reads the key file.
 
         Raises:
-            ConfigError: the file is wrong; the keys stay as they were.
+            ConfigError: the file is invalid. The keys stay as they were.
         """
         keys = [
             self._key(f"api-key-{place}", digest_of(secret.encode()), admin=True)
@@ -82,7 +86,7 @@ class ApiKeys:
         ]
         if self._args.api_key_file is not None:
             keys += self._read(Path(self._args.api_key_file))
-        _check_different(keys)
+        _check_unique(keys)
         self._by_tag = {self._tag(key.digest): key for key in keys}
 
     def reload(self) -> None:
@@ -95,22 +99,25 @@ class ApiKeys:
             logger.info("%d keys", len(self._by_tag))
 
     def find(self, secret: bytes) -> ApiKey | None:
-        """Returns the key of a secret.
+        """Returns the key with this secret; None if there is none.
 
-        The time taken does not tell which key was close, or how close: keys are looked up by a
-        keyed hash that a client cannot steer, and compared in constant time.
+        The time that it takes reveals nothing about the keys. They are looked up by a hash with a
+        random salt, which a client cannot predict, and are compared in constant time.
         """
         digest = digest_of(secret)
         key = self._by_tag.get(self._tag(digest), self.anonymous)
         return key if hmac.compare_digest(digest, key.digest) else None
 
     def admin_digests(self) -> list[bytes]:
-        """Returns the digests of the admins' keys; none where no key is needed."""
+        """Returns the digests of the admins' keys; an empty list without keys."""
         return [key.digest for key in self._by_tag.values() if key.admin]
 
-    def with_digest(self, digest: bytes) -> ApiKey | None:
-        """Returns the key of a secret's digest, which must come from here; None: there is no such
-        key any more."""
+    def find_by_digest(self, digest: bytes) -> ApiKey | None:
+        """Returns the key with this digest; None if it was removed.
+
+        Args:
+            digest: a digest that this server has stored. A client must not be able to choose it.
+        """
         if not self.required:
             return self.anonymous if digest == self.anonymous.digest else None
         return self._by_tag.get(self._tag(digest))
@@ -128,13 +135,13 @@ class ApiKeys:
             raw = read_bounded(path, MAX_FILE_BYTES)
             mode = path.stat().st_mode
         except OSError as error:
-            raise _wrong(f"cannot read {path}: {error.strerror}") from None
+            raise _key_file_error(f"cannot read {path}: {error.strerror}") from None
         try:
             tables = tomllib.loads(raw.decode())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise _wrong(f"{path} is not valid TOML: {error}") from None
+            raise _key_file_error(f"{path} is not valid TOML: {error}") from None
         if len(tables) > MAX_KEYS:
-            raise _wrong(f"{path} has {len(tables)} keys; at most {MAX_KEYS} are possible")
+            raise _key_file_error(f"{path} has {len(tables)} keys; at most {MAX_KEYS} are possible")
         if mode & (stat.S_IRGRP | stat.S_IROTH) and any("key" in t for t in tables.values()):
             logger.warning("%s holds keys and can be read by other users", path)
         return [self._parse(path, name, table) for name, table in tables.items()]
@@ -142,62 +149,68 @@ class ApiKeys:
     def _parse(self, path: Path, name: str, table: Any) -> ApiKey:
         where = f"{path}, [{name[:64]}]"
         if not _NAME.fullmatch(name):
-            raise _wrong(f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@' and '-'")
+            raise _key_file_error(
+                f"{where}: a name is 1 to 64 of A-Z, a-z, 0-9, '.', '_', '@' and '-'"
+            )
         if not isinstance(table, dict):
-            raise _wrong(f"{where}: must be a table, as in [{name}]")
+            raise _key_file_error(f"{where}: must be a table, as in [{name}]")
         for field in table:
             if field not in _FIELDS:
-                raise _wrong(f"{where}: unknown {field[:64]!r}; known are {', '.join(_FIELDS)}")
+                raise _key_file_error(
+                    f"{where}: unknown {field[:64]!r}; known are {', '.join(_FIELDS)}"
+                )
         fields: dict[str, Any] = {}
         for limit in ("requests_per_minute", "tokens_per_minute"):
             value = table.get(limit)
             if value is not None:
                 if type(value) is not int or not 0 <= value <= 10**12:
-                    raise _wrong(f"{where}: {limit} must be an integer >= 0 (0 is no limit)")
+                    raise _key_file_error(
+                        f"{where}: {limit} must be an integer >= 0 (0 is no limit)"
+                    )
                 fields[limit] = value
         share = table.get("share", 1.0)
         if type(share) not in (int, float) or not (math.isfinite(share) and 0.01 <= share <= 100):
-            raise _wrong(f"{where}: share must be a number from 0.01 to 100")
+            raise _key_file_error(f"{where}: share must be a number from 0.01 to 100")
         models = table.get("models")
         if models is not None:
             if not isinstance(models, list) or not all(isinstance(m, str) and m for m in models):
-                raise _wrong(f"{where}: models must be a list of names")
+                raise _key_file_error(f"{where}: models must be a list of names")
             fields["models"] = frozenset(models)
         admin = table.get("admin", False)
         if type(admin) is not bool:
-            raise _wrong(f"{where}: admin must be true or false")
+            raise _key_file_error(f"{where}: admin must be true or false")
         fields["admin"] = admin
-        return self._key(name, _digest_in(table, where), share=float(share), **fields)
+        return self._key(name, _read_digest(table, where), share=float(share), **fields)
 
 
 def digest_of(secret: bytes) -> bytes:
     return hashlib.sha256(secret).digest()
 
 
-def _digest_in(table: dict[str, Any], where: str) -> bytes:
+def _read_digest(table: dict[str, Any], where: str) -> bytes:
     secret, digest = table.get("key"), table.get("key_sha256")
     if (secret is None) == (digest is None):
-        raise _wrong(f"{where}: needs one of key and key_sha256")
+        raise _key_file_error(f"{where}: needs one of key and key_sha256")
     if secret is not None:
         if not isinstance(secret, str) or not check_secret(secret):
-            raise _wrong(f"{where}: key must be printable ASCII without spaces")
+            raise _key_file_error(f"{where}: key must be printable ASCII without spaces")
         return digest_of(secret.encode())
     if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-fA-F]{64}", digest):
-        raise _wrong(f"{where}: key_sha256 must be 64 hexadecimal digits")
+        raise _key_file_error(f"{where}: key_sha256 must be 64 hexadecimal digits")
     return bytes.fromhex(digest)
 
 
-def _check_different(keys: Iterable[ApiKey]) -> None:
+def _check_unique(keys: Iterable[ApiKey]) -> None:
     names: dict[bytes, str] = {}
     taken = set()
     for key in keys:
         if key.digest in names:
-            raise _wrong(f"{names[key.digest]} and {key.name} have the same key")
+            raise _key_file_error(f"{names[key.digest]} and {key.name} have the same key")
         if key.name in taken:
-            raise _wrong(f"there are two keys of the name {key.name}")
+            raise _key_file_error(f"there are two keys of the name {key.name}")
         names[key.digest] = key.name
         taken.add(key.name)
 
 
-def _wrong(message: str) -> ConfigError:
+def _key_file_error(message: str) -> ConfigError:
     return ConfigError(f"api_key_file: {message}", "api_key_file")

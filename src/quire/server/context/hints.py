@@ -1,8 +1,8 @@
-"""Hints: fields whose meaning is a provider's, which a request can do without.
+"""Hints: fields that control a provider's own service. An answer that ignores them is still right.
 
-They are declined aloud: the answer names them in `Quire-Ignored`, a metric counts them, and the log
-has each one once. With `--strict-fields` they are refused, as every other field that is not
-implemented.
+A declined hint is reported. The answer names it in the header `Quire-Ignored`, a metric counts it,
+and the log has it once. With `--strict-fields` hints are refused, as is every other field that is
+not implemented.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ logger = logging.getLogger("quire.server")
 
 HEADER = b"quire-ignored"
 _MOST_SHOWN = 32
-"""Most hints that the header names."""
+"""Most hints in the header."""
 
 _logged: set[str] = set()
 
@@ -25,8 +25,8 @@ class Hints:
     """The hints that one request's answer ignores.
 
     Attributes:
-        strict: refuse them.
-        ignored: maps the hint's name in the table of docs/api.md to what the header says.
+        strict: hints are refused.
+        ignored: maps each ignored hint's name in docs/api.md to its text in the header.
     """
 
     strict: bool
@@ -41,24 +41,24 @@ _hints: ContextVar[Hints | None] = ContextVar("hints", default=None)
 
 
 def collect_hints(strict: bool) -> Hints:
-    """Returns the collection for the request that this task answers."""
+    """Returns an empty collection, and makes it the one of the current task's request."""
     hints = Hints(strict)
     _hints.set(hints)
     return hints
 
 
 def refuses_hints() -> bool:
-    """Tells whether the request that this task answers must do without hints."""
+    """Tells whether the current task's request must not have hints."""
     hints = _hints.get()
     return hints is None or hints.strict
 
 
 def decline(name: str, shown: str = "") -> None:
-    """Notes that a hint is ignored, unless `refuses_hints`.
+    """Records that a hint is ignored. Callers check `refuses_hints` first.
 
     Args:
-        name: the field's path without places in lists.
-        shown: the header's text, by default the name.
+        name: the field's path without indices of lists.
+        shown: the text in the header, by default the name.
     """
     hints = _hints.get()
     if hints is not None:

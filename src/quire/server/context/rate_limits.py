@@ -20,8 +20,10 @@ from quire.server.context.api_keys import MAX_KEYS, ApiKey
 
 _SLOTS = 2 * MAX_KEYS
 _SLOT = struct.Struct("=16s4d")
-"""A key's slot: digest of its name; then for requests and for tokens, the level and when it was set
-(0: never)."""
+"""A key's slot: the digest of its name, then two values each for requests and for tokens.
+
+The two values are the level and the time at which it was set; 0 is never.
+"""
 
 _MINUTE = 60.0
 
@@ -35,6 +37,7 @@ class LimitStatus:
 
     @property
     def refill(self) -> float:
+        """Seconds until the whole limit is available again."""
         return max(0.0, (self.limit - self.remaining) * _MINUTE / self.limit)
 
     def until(self, amount: float) -> float:
@@ -44,7 +47,7 @@ class LimitStatus:
 
 @dataclass(frozen=True, slots=True)
 class RateLimits:
-    """Both limits of a key; None where it has none."""
+    """Both limits of a key; None is unlimited."""
 
     requests: LimitStatus | None
     tokens: LimitStatus | None
@@ -53,12 +56,13 @@ class RateLimits:
 class RateLimiter:
     """Limits requests and tokens by token buckets.
 
-    The buckets lie in a file that the server's processes map into memory; a file lock orders them.
-    A bucket holds a minute's worth and fills up evenly. Tokens that were taken and not used are
-    given back; use beyond what was taken leaves the bucket in debt.
+    The buckets are in a file that all of the server's processes map into memory, under a file lock.
+    A bucket holds one minute's amount and fills at a constant rate. Tokens that were taken but not
+    used are given back. If a request used more than it took, the bucket's level becomes negative.
 
     Args:
-        file: made if it does not exist. None keeps the table to this process.
+        file: the file, which is created if it does not exist. None uses a private temporary file.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -69,19 +73,22 @@ class RateLimiter:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
         else:
             self._file = os.fdopen(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b", 0)
-        self._file.truncate(size)  # the same size for all: what is there stays
+        self._file.truncate(size)  # All processes use the same size, so this keeps the content.
         self._table = mmap.mmap(self._file.fileno(), size)
         self._clock = clock
         self._mutex = threading.Lock()
-        self._places: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
 
     def close(self) -> None:
         self._table.close()
         self._file.close()
 
     def take_request(self, key: ApiKey) -> tuple[bool, RateLimits]:
-        """Takes one request unless none is left or tokens are owed; returns whether it did, and the
-        limits."""
+        """Takes one request if one request and one token are left.
+
+        Returns:
+            Whether it took the request, and the limits.
+        """
         with self._bucket(key) as bucket:
             levels = bucket.levels()
             short = [
@@ -95,7 +102,11 @@ class RateLimiter:
             return True, bucket.levels()
 
     def take_tokens(self, key: ApiKey, tokens: int) -> tuple[bool, RateLimits]:
-        """Takes `tokens` or none; returns whether it did, and the limits."""
+        """Takes `tokens`, or nothing if fewer are left.
+
+        Returns:
+            Whether it took them, and the limits.
+        """
         with self._bucket(key) as bucket:
             levels = bucket.levels()
             if levels.tokens is not None and levels.tokens.remaining < tokens:
@@ -104,7 +115,7 @@ class RateLimiter:
             return True, bucket.levels()
 
     def give_back(self, key: ApiKey, tokens: int) -> None:
-        """Gives back tokens that were taken and not used. A negative number takes more."""
+        """Gives back unused tokens. A negative number takes more tokens."""
         with self._bucket(key) as bucket:
             bucket.tokens += tokens
 
@@ -113,41 +124,41 @@ class RateLimiter:
         with self._mutex:
             fcntl.flock(self._file, fcntl.LOCK_EX)
             try:
-                place = self._place(key.name)
-                digest, *state = _SLOT.unpack_from(self._table, place)
+                offset = self._offset(key.name)
+                digest, *state = _SLOT.unpack_from(self._table, offset)
                 bucket = _KeyBuckets(key, self._clock(), *state)
                 yield bucket
-                _SLOT.pack_into(self._table, place, digest, *bucket.state())
+                _SLOT.pack_into(self._table, offset, digest, *bucket.state())
             finally:
                 fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def _place(self, name: str) -> int:
-        """Returns the offset of the key's bucket.
+    def _offset(self, name: str) -> int:
+        """Returns the offset of the key's slot.
 
-        The bucket is the first slot, from one given by the name's digest on, that is the key's own
-        or free. In a full table it replaces the one at that first slot.
+        The search begins at a slot given by the name's digest. It ends at the first slot that is
+        the key's own or free. In a full table the key replaces the one in the first slot.
         """
-        place = self._places.get(name)
+        offset = self._offsets.get(name)
         digest = hashlib.sha256(name.encode()).digest()[:16]
-        if place is not None and self._table[place : place + 16] == digest:
-            return place
+        if offset is not None and self._table[offset : offset + 16] == digest:
+            return offset
         first = int.from_bytes(digest[:4], "big") % _SLOTS
         for step in range(_SLOTS):
-            place = (first + step) % _SLOTS * _SLOT.size
-            owner = self._table[place : place + 16]
+            offset = (first + step) % _SLOTS * _SLOT.size
+            owner = self._table[offset : offset + 16]
             if owner in (digest, bytes(16)):
                 break
         else:
-            place = first * _SLOT.size
+            offset = first * _SLOT.size
             owner = b""
         if owner != digest:
-            _SLOT.pack_into(self._table, place, digest, 0.0, 0.0, 0.0, 0.0)
-        self._places[name] = place
-        return place
+            _SLOT.pack_into(self._table, offset, digest, 0.0, 0.0, 0.0, 0.0)
+        self._offsets[name] = offset
+        return offset
 
 
 class _KeyBuckets:
-    """A key's two buckets, filled up to the present."""
+    """A key's two buckets, refilled for the time since they were stored."""
 
     def __init__(
         self,
@@ -160,8 +171,8 @@ class _KeyBuckets:
     ) -> None:
         self._key = key
         self._now = now
-        self.requests = _filled(key.requests_per_minute, requests, requests_at, now)
-        self.tokens = _filled(key.tokens_per_minute, tokens, tokens_at, now)
+        self.requests = _refill(key.requests_per_minute, requests, requests_at, now)
+        self.tokens = _refill(key.tokens_per_minute, tokens, tokens_at, now)
 
     def levels(self) -> RateLimits:
         key = self._key
@@ -173,8 +184,10 @@ class _KeyBuckets:
         return RateLimits(requests, tokens)
 
     def state(self) -> tuple[float, float, float, float]:
-        """Returns the levels to store. An unlimited bucket is kept full, in case it is limited
-        later."""
+        """Returns the levels and times to store.
+
+        An unlimited bucket is stored with the time 0. It is full if the key gets a limit later.
+        """
         requests = tokens = 0.0
         requests_at = tokens_at = 0.0
         if self._key.requests_per_minute is not None:
@@ -184,7 +197,7 @@ class _KeyBuckets:
         return requests, requests_at, tokens, tokens_at
 
 
-def _filled(limit: int | None, level: float, at: float, now: float) -> float:
+def _refill(limit: int | None, level: float, at: float, now: float) -> float:
     if limit is None:
         return math.inf
     if at == 0.0:

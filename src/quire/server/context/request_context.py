@@ -1,4 +1,4 @@
-"""Context of one HTTP request: its key, its deadline and its counts."""
+"""The context of one HTTP request: its key, its deadline and its counts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from quire.server.context.request_trace import RequestTrace
 from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 SCOPE_KEY = "quire.request_context"
 BATCH_KEY = "quire.batch_key"
-"""Scope entry of a batch's requests, which this process makes itself: their `ApiKey`."""
+"""Scope entry with the `ApiKey` of a batch's requests. This process makes these requests itself."""
 
 _BATCH_SHARE = 0.01
-"""Weight of a key's batches in the engine's fair scheduling, beside that of its requests."""
+"""Weight of a key's batches in the engine's fair scheduling, relative to its other requests."""
 
 _GIVEN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}")
 
@@ -36,23 +36,33 @@ class RequestContext:
     """Context of one HTTP request.
 
     Attributes:
-        deadline: moment of `time.monotonic` at which the request must have been answered.
-        began: moment of `time.perf_counter`.
-        end: reason why its last completion ended.
+        id: the request's id, which the answer returns.
+        key: the API key.
+        rate_limiter: the limits of all keys.
+        deadline: time of `time.monotonic` by which the request must be answered.
+        began: time of `time.perf_counter` at which it arrived.
+        levels: what is left of the key's limits.
+        status: HTTP status of the answer; 0 before there is one.
+        end: why its last completion ended.
+        prompt_tokens, cached_tokens, completion_tokens: tokens so far, for logs and limits.
+        searched_tokens: tokens that beam searches computed. Answers contain only the best ones.
+        is_continuation: its further prompts repeat an earlier prompt and a part of its answer, so
+            their tokens are counted already.
         first_token: seconds until the first token.
-        searched_tokens: tokens that beam searches made; answers have the best of them.
-        continues: further prompts go on where an answer was cut, and are counted already.
-        prompts: texts for the log, where prompts are logged.
-        hints: the request's fields that its answer ignores.
-        on_end: called once, when the request is over.
-        adapter: the LoRA adapter that the request chose as its model, "" for none.
-        batch: the request is a batch's, so others go first.
-        prefill: the peer that a router chose to compute the prompt, "" for none of them.
-        traceparent: of the trace that the request belongs to, where a peer may compute the prompt.
-        tag: of a router's request, see `answer_tag`.
-        reports: a router wants to know the prompt's blocks. report: these, once they are known.
-        reports_usage: a router wants to know the tokens, see `usage_report`. streams: its answer is
-            a stream of events.
+        prompts: the prompts' texts, if the server logs them.
+        adapter: the LoRA adapter that the request chose as its model; "" for the model itself.
+        batch: the request belongs to a batch, so other requests go first.
+        prefill: the peer that a router chose to compute the prompt. "" means no peer; None leaves
+            the decision to the engine.
+        traceparent: the request's trace, if a peer may compute the prompt.
+        tag: the router's tag, which the answer must return, see `replica_proofs`.
+        wants_report: a router wants the hashes of the prompt's blocks.
+        report: these hashes, once they are known.
+        wants_usage: a router wants the number of tokens, see `usage_report`.
+        is_stream: the answer is a stream of events.
+        trace: data for its spans; None if it is not traced.
+        hints: the hints that its answer ignores.
+        on_end: called once at the end of the request.
     """
 
     id: str
@@ -67,7 +77,7 @@ class RequestContext:
     cached_tokens: int = 0
     completion_tokens: int = 0
     searched_tokens: int = 0
-    continues: bool = False
+    is_continuation: bool = False
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
     adapter: str = ""
@@ -75,10 +85,10 @@ class RequestContext:
     prefill: str | None = None
     traceparent: str = ""
     tag: bytes = b""
-    reports: bool = False
+    wants_report: bool = False
     report: bytes = b""
-    reports_usage: bool = False
-    streams: bool = False
+    wants_usage: bool = False
+    is_stream: bool = False
     trace: RequestTrace | None = None
     hints: Hints | None = None
     on_end: Callable[[RequestContext], None] | None = None
@@ -87,7 +97,10 @@ class RequestContext:
 
     @property
     def tenant(self) -> str:
-        """The name under which the engine schedules the request; a key's name has no slash."""
+        """The engine's fair scheduling counts the request under this name.
+
+        No key has a slash in its name, so a batch's name cannot be another key's.
+        """
         return f"{self.key.name}/batch" if self.batch else self.key.name
 
     @property
@@ -97,22 +110,29 @@ class RequestContext:
     # -- limits --------------------------------------------------------------------------------
 
     def take_request(self) -> None:
-        """Takes one request from the key's limit. Raises ApiError, 429."""
+        """Takes one request from the key's limit.
+
+        Raises:
+            ApiError: 429.
+        """
         if self.key.requests_per_minute is None and self.key.tokens_per_minute is None:
             return
         taken, self.levels = self.rate_limiter.take_request(self.key)
         if not taken:
             if self.levels.tokens is not None and self.levels.tokens.remaining < 1:
-                raise limit_exceeded("tokens", self.levels.tokens, 1)
+                raise limit_error("tokens", self.levels.tokens, 1)
             if self.levels.requests is not None:
-                raise limit_exceeded("requests", self.levels.requests, 1)
+                raise limit_error("requests", self.levels.requests, 1)
 
     def take_tokens(self, prompt: int, answer: int | None, completions: int = 1) -> None:
-        """Takes the tokens that a prompt and its answer may need; unused ones are given back at the
-        end.
+        """Takes the tokens that a prompt and its answer may need.
+
+        The end of the request gives unused ones back.
 
         Args:
-            answer: most tokens of a completion. None charges the answer when it is known.
+            prompt: the prompt's tokens.
+            answer: most tokens of a completion; None charges them at the end.
+            completions: number of completions.
 
         Raises:
             ApiError: 429.
@@ -122,11 +142,11 @@ class RequestContext:
         tokens = prompt + (answer or 0) * completions
         taken, self.levels = self.rate_limiter.take_tokens(self.key, tokens)
         if not taken and self.levels.tokens is not None:
-            raise limit_exceeded("tokens", self.levels.tokens, tokens)
+            raise limit_error("tokens", self.levels.tokens, tokens)
         self._taken += tokens
 
     def read_limits(self) -> None:
-        """Reads the limits for the answer's headers, without taking anything."""
+        """Reads the limits for the answer's headers, without taking from them."""
         if self.key.requests_per_minute is not None or self.key.tokens_per_minute is not None:
             _, self.levels = self.rate_limiter.take_tokens(self.key, 0)
 
@@ -135,8 +155,7 @@ class RequestContext:
         self._holders += 1
 
     def release(self) -> None:
-        """Ends the request with the last release: tokens that were taken and not used are given
-        back."""
+        """Ends the request if this is the last release; then gives unused tokens back."""
         self._holders -= 1
         if self._holders > 0:
             return
@@ -145,20 +164,20 @@ class RequestContext:
         if self.key.tokens_per_minute is not None:
             self.rate_limiter.give_back(self.key, self._taken - self.used_tokens)
 
-    # -- what comes of it ----------------------------------------------------------------------
+    # -- progress ------------------------------------------------------------------------------
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the request must have been answered."""
+        """Seconds left to answer the request; None is unlimited."""
         return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that count for the key's limit."""
+        """Tokens that count against the key's limit."""
         return self.prompt_tokens + max(self.completion_tokens, self.searched_tokens)
 
-    def observe(self, update: StreamUpdate) -> None:
-        if update.prompt_token_ids is not None and not self.continues:
+    def observe(self, update: CompletionUpdate) -> None:
+        if update.prompt_token_ids is not None and not self.is_continuation:
             self.count_prompt(len(update.prompt_token_ids), update.num_cached_tokens)
         if update.token_ids:
             self.completion_tokens += len(update.token_ids)
@@ -177,7 +196,7 @@ def context_of(request: Request) -> RequestContext:
 
 
 def owner_of(request: Request) -> bytes:
-    """Returns the digest of the request's API key, which is the same for all without keys."""
+    """Returns the digest of the request's API key, b"" on a server without keys."""
     return context_of(request).key.digest
 
 
@@ -187,17 +206,25 @@ def context_in(scope: Scope) -> RequestContext:
 
 
 def is_id(text: str) -> bool:
-    """Tells whether a client's request id may go into headers and logs."""
+    """Tells whether a client's request id is safe in headers and logs."""
     return _GIVEN_ID.fullmatch(text) is not None
 
 
-def timed_out() -> ApiError:
+def timeout_error() -> ApiError:
     return ApiError(504, "The request took longer than --request-timeout allows.", code="timeout")
 
 
-def limit_exceeded(what: str, left: LimitStatus, need: int) -> ApiError:
-    """Returns the refusal of a request that needs more of a limit than is left. what: requests or
-    tokens."""
+def limit_error(what: str, left: LimitStatus, need: int) -> ApiError:
+    """Returns the error for a request that needs more than is left of a limit.
+
+    A request that needs more than the limit itself gets `X-Should-Retry: false`, because retrying
+    cannot help.
+
+    Args:
+        what: "requests" or "tokens".
+        left: the limit, and what is left of it.
+        need: the amount that the request needs.
+    """
     if need > left.limit:
         return ApiError(
             429,

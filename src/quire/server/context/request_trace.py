@@ -10,11 +10,14 @@ from starlette.types import Scope
 
 @dataclass(slots=True)
 class PromptPhases:
-    """A prompt's way through the engine.
+    """The times at which a prompt went through the engine.
 
     Attributes:
-        start, end, first_token: moments of `time.perf_counter`.
-        queued: seconds until its first step; None where it is not known to have had one.
+        start, end, first_token: times of `time.perf_counter`.
+        queued: seconds until its first step; None if no first step is known.
+        prompt_tokens: the prompt's tokens.
+        cached_tokens: the tokens of them that were in the prefix cache.
+        output_tokens: tokens of all its completions.
     """
 
     start: float
@@ -31,9 +34,10 @@ class Handover:
     """A prompt that was computed for another engine.
 
     Attributes:
-        start, end: moments of `time.perf_counter`. computed: the one at which the prompt was, None
-            where it was not.
-        outcome: how the grant ended.
+        start, end: times of `time.perf_counter`.
+        tokens: the prompt's tokens.
+        outcome: how the grant ended; "done" is success.
+        computed: time of `time.perf_counter` at which the prompt was computed; None if it was not.
     """
 
     start: float
@@ -45,13 +49,14 @@ class Handover:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The content of one HTTP request's spans.
+    """The data for the spans of one HTTP request.
 
     Attributes:
-        operation: the GenAI conventions' name of the route.
+        operation: the name of the route's operation in the GenAI conventions.
         parent: OpenTelemetry's context from the request's `traceparent`.
         scope: the request's ASGI scope.
-        handover: of the prompt, to the engine that asked for it.
+        prompts: the phases of each prompt.
+        handover: set if the request comes from another engine that wants the prompt's KV.
     """
 
     operation: str

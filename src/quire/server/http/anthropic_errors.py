@@ -30,8 +30,10 @@ class AnthropicErrorBody(msgspec.Struct):
 
 
 def error_body(error: ApiError, request_id: str) -> AnthropicErrorBody:
-    """Returns the error in Anthropic's shape, whose only place for a field's name is the
-    message."""
+    """Returns the error in Anthropic's shape.
+
+    That shape has no field for the parameter's name, so the name goes into the message.
+    """
     message = str(error)
     if error.code == "invalid_api_key":
         message = f"invalid x-api-key: {message}"  # Claude Code looks for these words

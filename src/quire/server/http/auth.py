@@ -6,17 +6,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quire.server.context.api_keys import ApiKey, ApiKeys
 from quire.server.context.request_context import context_in
-from quire.server.errors import ApiError, stopping
+from quire.server.errors import ApiError, stopping_error
 from quire.server.http.error_handler import error_response, is_anthropic, route_of
 from quire.server.http.hosts import HostCheck
 from quire.server.state import ServerState
 
 
 class AuthMiddleware:
-    """Refuses requests without a valid key, and takes each request from its key's limit.
+    """Refuses requests without a valid key, and charges each request to its key's limit.
 
-    The route is decided on the path as the router will see it, by exact match: no other spelling (a
-    prefix, a doubled or a trailing slash) is taken for a public route.
+    A path is public only if it matches a public route exactly, in the form in which the router sees
+    it. A prefix, a doubled slash or a trailing slash does not match.
 
     Args:
         public: paths whose requests need no key.
@@ -44,7 +44,7 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # websockets: there are none
+        if scope["type"] != "http":  # The server has no websockets.
             await send({"type": "websocket.close", "code": 1008})
             return
         try:
@@ -56,23 +56,27 @@ class AuthMiddleware:
         await self.app(scope, receive, send)
 
     def _authorize(self, scope: Scope) -> None:
-        """Raises ApiError: 401, 403, 429, or 503 while the queue is full or the server stops."""
+        """Checks a request's host and key, and charges it to the key's limit.
+
+        Raises:
+            ApiError: 401, 403 or 429; 503 while the queue is full or the server stops.
+        """
         path, context = route_of(scope), context_in(scope)
         if not context.batch:
             self.hosts.check(scope)
             if path in self.public:
                 return
-            context.key = self._key(scope)
+            context.key = self._find_key(scope)
         if scope["method"] == "POST" and path in self.counted:
-            if self.state.draining:  # on a connection that was open before
-                raise stopping()
+            if self.state.draining:  # The connection was open before the server began to stop.
+                raise stopping_error()
             context.take_request()
             if path not in self.unqueued:
                 self.state.check_room(context.tenant)
         else:
             context.read_limits()
 
-    def _key(self, scope: Scope) -> ApiKey:
+    def _find_key(self, scope: Scope) -> ApiKey:
         keys = self.state.keys
         return (
             find_key(keys, scope, "--api-key or --api-key-file")
@@ -82,16 +86,20 @@ class AuthMiddleware:
 
 
 def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
-    """Returns the key that a request gives. flags: those that name the keys, for the error.
+    """Returns the API key of a request.
 
-    Raises ApiError, 401.
+    Args:
+        flags: the flags that define the keys, for the error.
+
+    Raises:
+        ApiError: 401.
     """
-    given = secrets_in(scope)
-    key = keys.find(given[0]) if len(given) == 1 else None
+    secrets = secrets_in(scope)
+    key = keys.find(secrets[0]) if len(secrets) == 1 else None
     if key is None:
-        if not given:
+        if not secrets:
             problem = "The API key is missing: send it as 'Authorization: Bearer KEY'"
-        elif len(given) > 1:
+        elif len(secrets) > 1:
             problem = "The request gives several API keys: send one"
         else:
             problem = "The API key is incorrect"
@@ -105,10 +113,10 @@ def find_key(keys: ApiKeys, scope: Scope, flags: str) -> ApiKey:
 
 
 def secrets_in(scope: Scope) -> list[bytes]:
-    """Returns the secrets that a request gives: as a bearer, or on Anthropic's routes in `x-api-
-    key`.
+    """Returns the different secrets in a request's headers.
 
-    The same secret given both ways counts once.
+    They are in `Authorization`, and on Anthropic's routes in `x-api-key`. A secret that is in both
+    counts once.
     """
     found = []
     for name, value in scope["headers"]:

@@ -1,4 +1,4 @@
-"""Counts of what a JSON text holds, found without decoding it."""
+"""Reads request bodies, and checks their time, size, content type, JSON and fields."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
-from quire.server.context.body_budget import HeldBody, too_late
+from quire.server.context.body_budget import HeldBody, late_body_error
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError, from_validation
 from quire.server.state import state_of
@@ -26,15 +26,16 @@ _SLICE = 64 * 1024
 
 
 def check_json_size(data: bytes | bytearray) -> None:
-    """Refuses a JSON text whose decoding would hold the interpreter's lock for long.
+    """Refuses a JSON text whose decoding would hold the interpreter's lock for too long.
 
-    A decoder and a validator run to their end before another thread may go on, for as long as there
-    are values. The text is read in slices, between which other threads may. What comes behind
-    invalid JSON may be counted wrong: no decoder gets there.
+    Decoder and validator hold the lock until they end. Their time grows with the number of values,
+    so the values are counted first, without decoding them. The text is read in slices, and other
+    threads may run between two slices. Counts after invalid JSON may be wrong, which does not
+    matter because the decoder stops there.
 
     Raises:
-        ApiError: 413; it has more than `MAX_MEMBERS` lists, objects and members of objects,
-            `MAX_STRINGS` strings, or `MAX_VALUES` values.
+        ApiError: 413, the text has more than `MAX_MEMBERS` lists, objects and members of objects,
+            more than `MAX_STRINGS` strings, or more than `MAX_VALUES` values.
     """
     members = quotes = values = 0
     in_string, escape = False, b""
@@ -57,11 +58,9 @@ def check_json_size(data: bytes | bytearray) -> None:
                 raise ApiError(413, f"The body has more than {most} {what}.", code="body_too_large")
 
 
-# Request bodies: their size, content type, JSON and fields are checked in this order.
-
 BODY_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 10_000
-"""A body must come within `BODY_SECONDS`, and a second more for as many bytes."""
+"""A body must arrive in `BODY_SECONDS`, plus one second for each `BODY_BYTES_PER_SECOND` bytes."""
 
 _OFF_LOOP_BYTES = 64 * 1024
 
@@ -69,13 +68,17 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
-    """Returns the validated body. Large ones are parsed one at a time in a thread.
+    """Reads and validates a body. Large bodies are parsed in a thread, one at a time.
+
+    Args:
+        model: the pydantic model of the body.
+        limit: most bytes of the body.
 
     Raises:
-        ApiError: 408, 413, 415, 503, or 400 with the field's name.
+        ApiError: 408, 413, 415 or 503; 400 with the name of an invalid field.
     """
-    # Other content types are refused rather than guessed: browsers may send forms and plain text
-    # across sites without asking first, JSON they may not.
+    # Only JSON is accepted. Other sites' pages can make a browser send forms and plain text without
+    # a CORS check, but not JSON.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise ApiError(
@@ -86,11 +89,11 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         async with body_time(request, held) as timeout:
             async for chunk in body_chunks(request, limit, timeout):
                 held.take(chunk)
-        data = held.whole()
+        data = held.finish()
         if len(data) <= _OFF_LOOP_BYTES:
             return parse(data, model)
         loop, thread = asyncio.get_running_loop(), state.parse_thread
-        run = contextvars.copy_context().run  # which knows the request's hints
+        run = contextvars.copy_context().run  # The context has the request's hints.
         return await loop.run_in_executor(thread, run, _parse_large, data, model)
 
 
@@ -98,9 +101,10 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
 async def body_time(
     request: Request, held: HeldBody | None = None
 ) -> AsyncIterator[asyncio.Timeout]:
-    """Bounds the time in which a body must come; `body_chunks` moves its end.
+    """Bounds the time in which a body must arrive. `body_chunks` extends it.
 
-    Raises ApiError when it is over: 408, or 503 where the body gave way to others.
+    Raises:
+        ApiError: 408 after that time; 503 if the body was dropped to make room for others.
     """
     remaining = context_of(request).remaining
     try:
@@ -109,16 +113,16 @@ async def body_time(
                 held.timeout = timeout
             yield timeout
     except TimeoutError:
-        raise (too_late() if held is None else held.late()) from None
+        raise (late_body_error() if held is None else held.late_error()) from None
 
 
 async def body_chunks(
     request: Request, limit: int, timeout: asyncio.Timeout
 ) -> AsyncIterator[bytes]:
-    """Yields a body as it comes. Every byte moves the end of the time that it has.
+    """Yields a body as it arrives. Each chunk extends `timeout`.
 
     Raises:
-        ApiError: 413, it has more than `limit` bytes; 400, the client has left.
+        ApiError: 413 above `limit` bytes; 400 if the client disconnects.
     """
     too_large = ApiError(413, f"The body is larger than {limit} bytes.", code="body_too_large")
     length = request.headers.get("content-length", "")
@@ -138,8 +142,8 @@ async def body_chunks(
 
 def _parse_large(data: bytearray, model: type[Model]) -> Model:
     check_json_size(data)
-    # Parsers make many objects and no garbage. The collector would look through all of them again
-    # and again, which doubles the time for which the interpreter's lock is held.
+    # Parsing makes many objects, but no garbage. The garbage collector would walk them again and
+    # again, which doubles the time for which the interpreter's lock is held.
     gc.disable()
     try:
         return parse(data, model)
@@ -148,8 +152,13 @@ def _parse_large(data: bytearray, model: type[Model]) -> Model:
 
 
 def parse(data: bytes | bytearray, model: type[Model]) -> Model:
-    """Parses a body. msgspec reads standard JSON only: no NaN, no infinities, no lone
-    surrogates."""
+    """Parses and validates a body.
+
+    msgspec accepts standard JSON only: no NaN, no infinities, no lone surrogates.
+
+    Raises:
+        ApiError: 400.
+    """
     try:
         value = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

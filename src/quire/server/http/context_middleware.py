@@ -1,4 +1,4 @@
-"""Headers of answers that tell of a key's limits, by the names of each API."""
+"""The outermost middleware: request ids, deadlines, response headers and the access log."""
 
 from __future__ import annotations
 
@@ -30,15 +30,21 @@ from quire.server.context.request_context import (
     duration,
     is_id,
 )
-from quire.server.errors import stopping
+from quire.server.errors import stopping_error
 from quire.server.http.error_handler import error_response, is_anthropic, route_of
 from quire.server.http.replica_proofs import TAG_HEADER, tag_in
-from quire.server.http.usage_report import ASK_HEADER, with_usage
+from quire.server.http.usage_report import ASK_HEADER, add_usage
 from quire.server.state import ServerState, new_id
 
 
 def limit_headers(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tuple[str, str]]:
-    """Yields names and values. what: requests or tokens."""
+    """Yields the headers that show one limit of a key, under the names of each API.
+
+    Args:
+        what: "requests" or "tokens".
+        left: the limit, and what is left of it.
+        anthropic: use the names of Anthropic's API instead of OpenAI's.
+    """
     remaining = str(max(0, math.floor(left.remaining)))
     if anthropic:
         reset = datetime.now(UTC) + timedelta(seconds=left.refill)
@@ -52,8 +58,6 @@ def limit_headers(what: str, left: LimitStatus, anthropic: bool) -> Iterator[tup
         yield f"x-ratelimit-reset-{what}", duration(left.refill)
 
 
-# Outermost middleware: request ids, deadlines, response headers and the access log.
-
 access = logging.getLogger("quire.access")
 
 EXPOSED_HEADERS = [
@@ -66,7 +70,7 @@ EXPOSED_HEADERS = [
         for part in ("limit", "remaining", "reset")
     ),
 ]
-"""Response headers that scripts of allowed origins may read."""
+"""Response headers that scripts from allowed origins may read."""
 
 _TRACEPARENT = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _NO_ROUTE = "other"
@@ -75,7 +79,7 @@ _CLIENT_GONE = 499
 
 
 class RequestContextMiddleware:
-    """Gives every request a context, and its answer the headers that tell of it."""
+    """Creates a context for each request, and adds headers about it to the answer."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app = app
@@ -85,11 +89,11 @@ class RequestContextMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # The router takes it off a path where a proxy has left it on.
+        # Some proxies leave the root path on the request's path. Starlette removes it from there.
         scope["root_path"] = self.state.args.root_path
         context = scope[SCOPE_KEY] = self._context(scope)
 
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 context.status = message["status"]
                 headers = [
@@ -97,25 +101,27 @@ class RequestContextMiddleware:
                     *_headers(context, is_anthropic(route_of(scope))),
                 ]
                 message = {**message, "headers": headers}
-            await send(with_usage(message, context) if context.reports_usage else message)
+            await send(add_usage(message, context) if context.wants_usage else message)
 
         try:
-            await self.app(scope, receive, sending)
+            await self.app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
-            # The time to drain is over. Raised, it would be logged as an error with its traceback.
+            # The drain time is over. If it were raised, uvicorn would log it with a traceback.
             if not self.state.draining:
                 raise
             if not context.status:
-                await error_response(stopping(), scope)(scope, receive, sending)
+                await error_response(stopping_error(), scope)(scope, receive, send_with_headers)
         finally:
             context.release()
-            self._count(scope, context)
+            self._count_request(scope, context)
             if access.isEnabledFor(logging.INFO):
                 _log(scope, context)
 
-    def _count(self, scope: Scope, context: RequestContext) -> None:
-        """Counts the request under its route's template, as clients could choose any path or
-        method."""
+    def _count_request(self, scope: Scope, context: RequestContext) -> None:
+        """Counts the request under its route's template.
+
+        Clients choose paths and methods freely, so these must not become labels of metrics.
+        """
         route = getattr(scope.get("route"), "path", _NO_ROUTE)
         method = scope["method"] if scope["method"] in _METHODS else _NO_ROUTE
         seconds = time.perf_counter() - context.began
@@ -127,13 +133,13 @@ class RequestContextMiddleware:
         timeout, tracing = self.state.args.request_timeout, self.state.tracing
         batch_key: ApiKey | None = scope.get(BATCH_KEY)
         if batch_key is not None:
-            timeout = None  # batches have a time limit of their own
+            timeout = None  # Batches have their own time limit.
         trace = None if tracing is None else tracing.begin(route_of(scope), scope)
         on_end = None
         if tracing is not None and trace is not None:
             on_end = functools.partial(tracing.export, trace)
         context = RequestContext(
-            id=_given_id(scope) or new_id("req", "_"),
+            id=_client_request_id(scope) or new_id("req", "_"),
             key=batch_key or self.state.keys.anonymous,
             batch=batch_key is not None,
             rate_limiter=self.state.rate_limiter,
@@ -146,8 +152,8 @@ class RequestContextMiddleware:
         return context
 
 
-def _given_id(scope: Scope) -> str | None:
-    """Returns the client's request id, if it is well formed."""
+def _client_request_id(scope: Scope) -> str | None:
+    """Returns the client's request id; None if it is missing or invalid."""
     for name, value in scope["headers"]:
         if name == b"x-request-id":
             text: str = value.decode("latin-1")
@@ -156,16 +162,19 @@ def _given_id(scope: Scope) -> str | None:
 
 
 def _read_routing(scope: Scope, context: RequestContext, *, peers: bool) -> None:
-    """Reads what a router says: who computes the prompt, and what it wants to be told. peers:
-    others may compute prompts, and are told of the trace."""
+    """Reads a router's headers: which peer computes the prompt, and which reports it wants.
+
+    Args:
+        peers: peers may compute prompts. The trace is then passed on to them.
+    """
     context.tag = tag_in(scope["headers"]) or b""
     for name, value in scope["headers"]:
         if name == PREFILL_HEADER:
             context.prefill = value.decode("latin-1").removeprefix(LOCAL)
         elif name == REPORT_HEADER:
-            context.reports = True
+            context.wants_report = True
         elif name == ASK_HEADER:
-            context.reports_usage = True
+            context.wants_usage = True
         elif name == b"traceparent" and peers and _TRACEPARENT.fullmatch(value):
             context.traceparent = value.decode()
 

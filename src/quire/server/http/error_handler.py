@@ -1,4 +1,4 @@
-"""Error responses, in the shape of each route's API."""
+"""Turns exceptions into error responses in the shape of each route's API."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from quire.server.http.unknown_routes import no_such_method, no_such_route
 
 
 def route_of(scope: Scope) -> str:
-    """Returns the path as the router sees it, without the root path.
+    """Returns the path without the root path, as Starlette's router sees it.
 
-    Starlette's own function is used, so that middleware and router agree on every path.
+    It uses Starlette's own function, so that middleware and router agree on every path.
     """
     return get_route_path(scope)
 
@@ -34,9 +34,9 @@ def error_response(error: ApiError, scope: Scope) -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
-    """Counts an error and answers it in the shape of the route's API.
+    """Counts an error, and answers it in the shape of the route's API.
 
-    Errors of unknown paths and methods are handled too.
+    It also handles unknown paths and methods.
     """
     api_error = _route_error(request, error) or as_api_error(error)
     request.app.state.metrics.count_error(api_error)
@@ -47,7 +47,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
 
 
 def _route_error(request: Request, error: Exception) -> ApiError | None:
-    """Returns the error of a path or method that no route has; None for any other error."""
+    """Returns the error for an unknown path or method; None for any other error."""
     if not isinstance(error, HTTPException):
         return None
     path = route_of(request.scope)

@@ -1,4 +1,4 @@
-"""Checks of `Host` and `Origin`, against pages of other sites in a browser on this machine."""
+"""Checks `Host` and `Origin`, so that pages of other sites cannot use a local server."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ANY = "*"
 class HostCheck:
     """Refuses hosts and origins that are not this server's.
 
-    A server on a loopback address without keys trusts whoever can reach it, and every page in a
-    browser on the machine can: by a name that it has made resolve to 127.0.0.1 (DNS rebinding).
-    Such names come in `Host`. Addresses cannot be made to mean another machine, so all of them
-    pass, as does `localhost`.
+    A server on a loopback address without keys trusts everyone who can reach it. A page in a
+    browser on the machine can reach it under a domain that resolves to 127.0.0.1 (DNS rebinding).
+    The browser sends that domain in `Host`, so unknown names are refused. Addresses and `localhost`
+    pass, because they cannot be rebound.
 
-    With `allowed_hosts` names are checked on any address, keys or not.
+    With `allowed_hosts` names are checked on any address, with and without keys.
     """
 
     def __init__(self, args: ServerArgs) -> None:
@@ -33,7 +33,11 @@ class HostCheck:
         self._origins = frozenset(args.cors_origins)
 
     def check(self, scope: Scope) -> None:
-        """Raises ApiError, 403."""
+        """Checks a request.
+
+        Raises:
+            ApiError: 403.
+        """
         if not self._active:
             return
         own = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
@@ -68,7 +72,7 @@ class HostCheck:
             parts = urlsplit(origin)
         except ValueError:
             return False
-        # Not the scheme, which a proxy may have changed.
+        # The scheme is not compared, because a proxy may have changed it.
         return bool(parts.netloc) and (parts.netloc in own or parts.hostname in self._allowed)
 
 

@@ -1,4 +1,4 @@
-"""Query parameters, read as strictly as bodies."""
+"""Reads query parameters as strictly as bodies."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ PAGING = ("after", "limit", "order")
 class Query:
     """A request's query parameters.
 
-    Raises ApiError, 400, for a parameter that is not in `names`, is given twice, or is of the wrong
-    kind.
+    Args:
+        names: the parameters that the route has.
+
+    Raises:
+        ApiError: 400, a parameter is unknown, repeated or of the wrong type.
     """
 
     def __init__(self, request: Request, *names: str) -> None:
-        self._given: dict[str, str] = {}
+        self._values: dict[str, str] = {}
         for name, value in request.query_params.multi_items():
             if name not in names:
                 raise ApiError(
@@ -32,25 +35,25 @@ class Query:
                     param=name[:100],
                     code="unknown_parameter",
                 )
-            if name in self._given:
+            if name in self._values:
                 raise _invalid(name, "it is given twice")
-            self._given[name] = value
+            self._values[name] = value
 
     def text(self, name: str) -> str | None:
-        return self._given.get(name)
+        return self._values.get(name)
 
     def flag(self, name: str) -> bool:
         return self.choice(name, ("false", "true")) == "true"
 
     def choice(self, name: str, allowed: tuple[str, ...]) -> str:
-        """Returns one of `allowed`, whose first is the default."""
-        value = self._given.get(name, allowed[0])
+        """Returns one of `allowed`; the first is the default."""
+        value = self._values.get(name, allowed[0])
         if value not in allowed:
             raise _invalid(name, f"it must be one of {', '.join(allowed)}")
         return value
 
     def integer(self, name: str, default: int, low: int, high: int = INT32_MAX) -> int:
-        value = self._given.get(name)
+        value = self._values.get(name)
         if value is None:
             return default
         digits = value.removeprefix("-")
@@ -85,13 +88,14 @@ def page_of(
     limit: int = 20,
     most: int = 100,
 ) -> Page[T]:
-    """Returns the items that `after`, `limit` and `order` ask for.
+    """Returns the page that `after`, `limit` and `order` select.
 
     Args:
-        items: oldest first.
-        ids: of the items.
+        items: all items, oldest first.
+        ids: their ids, in the same order.
         order: the two orders, the default first.
-        limit: default of `limit`, which may be up to `most`.
+        limit: default of the parameter `limit`.
+        most: largest allowed `limit`.
     """
     if query.choice("order", order) == "desc":
         items, ids = items[::-1], ids[::-1]

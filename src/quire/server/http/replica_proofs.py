@@ -1,4 +1,4 @@
-"""Proofs for a router: a server has the key, and an answer belongs to its request."""
+"""Proofs for a router: that a server has the key, and that an answer belongs to its request."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _TAG = re.compile(rb"[0-9a-f]{1,32}")
 
 
 def tag_in(headers: list[tuple[bytes, bytes]]) -> bytes | None:
-    """Returns the tag among headers; None if there is none, or what no router sends."""
+    """Returns the router's tag among headers; None if it is missing or malformed."""
     for name, value in headers:
         if name == TAG_HEADER:
             return value if _TAG.fullmatch(value) else None
     return None
 
 
-# A proof that a server has a key, which the key is not sent for.
+# A router sends a challenge, and a server proves by HMAC that it has the key. The key itself is not
+# sent. The proof contains the server's address, so another server cannot forward it as its own.
 
 CHALLENGE_HEADER = b"x-quire-challenge"
 PROOF_HEADER = b"x-quire-proof"
@@ -30,7 +31,14 @@ _CHALLENGE = re.compile(rb"([0-9a-f]{32})\.([0-9a-f]{64})")
 
 
 class Challenge:
-    """A router's question. digest: SHA-256 of the replicas' key. header: its value."""
+    """A router's challenge to a server.
+
+    Args:
+        digest: SHA-256 of the replicas' key.
+
+    Attributes:
+        header: value of `CHALLENGE_HEADER`.
+    """
 
     def __init__(self, digest: bytes) -> None:
         self._digest = digest
@@ -38,8 +46,13 @@ class Challenge:
         self.header = self._nonce + b"." + _mac(digest, b"router", self._nonce)
 
     def is_met(self, proof: bytes, address: tuple[str, int | None] | None) -> bool:
-        """Tells whether an answer proves the key. address: to which the question was sent."""
-        place = _place(address)
+        """Tells whether an answer proves that its sender has the key.
+
+        Args:
+            proof: value of `PROOF_HEADER`.
+            address: address and port that the router is connected to.
+        """
+        place = _address_bytes(address)
         if place is None:
             return False
         return hmac.compare_digest(proof, _mac(self._digest, b"replica", self._nonce, place))
@@ -48,14 +61,14 @@ class Challenge:
 def prove(
     header: bytes, digests: Iterable[bytes], address: tuple[str, int | None] | None
 ) -> bytes | None:
-    """Returns the answer to a challenge; None where none of the keys meets it.
+    """Returns the proof for a challenge; None if no key matches it.
 
     Args:
-        header: the challenge.
-        digests: of the keys that may be proved.
-        address: this end of the connection.
+        header: value of `CHALLENGE_HEADER`.
+        digests: digests of this server's keys.
+        address: address and port of the server's end of the connection.
     """
-    match, place = _CHALLENGE.fullmatch(header), _place(address)
+    match, place = _CHALLENGE.fullmatch(header), _address_bytes(address)
     if match is None or place is None:
         return None
     nonce, mac = match.groups()
@@ -65,9 +78,8 @@ def prove(
     return None
 
 
-def _place(address: tuple[str, int | None] | None) -> bytes | None:
-    """Returns an address and its port as both ends write them; None for what has none, such as a
-    Unix socket."""
+def _address_bytes(address: tuple[str, int | None] | None) -> bytes | None:
+    """Returns an address and port in the form that both ends use; None for a Unix socket."""
     if address is None:
         return None
     host: ipaddress.IPv4Address | ipaddress.IPv6Address

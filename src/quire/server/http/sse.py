@@ -1,4 +1,4 @@
-"""Server-sent events, and handling of clients that disconnect."""
+"""Server-sent events, and the handling of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ T = TypeVar("T")
 
 Writer = Callable[[bytearray, list[T]], None]
 """Appends the bytes of a batch to the buffer."""
-Fail = Callable[[bytearray, ApiError], None]
+ErrorWriter = Callable[[bytearray, ApiError], None]
 
 
 class EventSource(Protocol[T]):
-    """A source of batches for a stream: pieces of a `TextGeneration`, events of a
-    `ChatGeneration`."""
+    """A source of batches for a stream, such as a `TextGeneration` or a `ChatGeneration`."""
 
     @property
     def start(self) -> Callable[[], None]: ...
@@ -41,7 +40,7 @@ class EventSource(Protocol[T]):
 _encoder = msgspec.json.Encoder()
 
 _PADDED_TO = 32
-"""Padded events have sizes that are multiples of this many bytes."""
+"""The sizes of padded events are multiples of this number of bytes."""
 
 
 class ClientDisconnectedError(Exception):
@@ -49,9 +48,11 @@ class ClientDisconnectedError(Exception):
 
 
 async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """Awaits `work`, and cancels it when the client disconnects first.
+    """Awaits `work`, and cancels it if the client disconnects first.
 
-    `receive` must have delivered the whole body; its next message is then the disconnect.
+    Args:
+        receive: the request's channel, which has delivered the whole body. Its next message is the
+            disconnect.
 
     Raises:
         ClientDisconnectedError: after `work` has been cancelled and has cleaned up.
@@ -78,10 +79,10 @@ def write_data(buffer: bytearray, data: bytes) -> None:
     buffer += b"data: " + data + b"\n\n"
 
 
-def obfuscated(data: bytes) -> bytes:
+def pad_event(data: bytes) -> bytes:
     """Pads a JSON object with random characters.
 
-    An eavesdropper on the encrypted connection then learns less about its text from its size.
+    Its size then tells an eavesdropper on the encrypted connection less about its text.
     """
     padding = secrets.token_hex(_PADDED_TO)[: _PADDED_TO - len(data) % _PADDED_TO]
     return data[:-1] + f',"obfuscation":"{padding}"}}'.encode()
@@ -94,14 +95,16 @@ def write_event(buffer: bytearray, value: Any) -> None:
 
 
 class EventStream(Response, Generic[T]):
-    """Streams a source that is already running; a batch leaves in one write.
+    """Streams the batches of a running source, with one write to the socket per batch.
 
     Args:
-        write: appends a batch's bytes to a buffer.
-        finish: appends the last bytes after all batches.
-        fail: appends an error that comes after the headers; by default an event with OpenAI's
-            error. A stream of bare text cannot carry an error, so its connection is cut.
-        is_long: tells of a batch that it is to be written in a thread.
+        source: the batches' source, which was started.
+        write: appends the bytes of a batch to a buffer.
+        finish: appends the last bytes, after all batches.
+        fail: appends an error that happens after the headers were sent. The default is an event
+            with OpenAI's error. A stream of plain text cannot carry an error, so its connection is
+            cut.
+        is_long: tells whether a batch is so long that a thread should write it.
     """
 
     def __init__(
@@ -111,12 +114,12 @@ class EventStream(Response, Generic[T]):
         finish: Callable[[bytearray], None],
         *,
         metrics: ServerMetrics,
-        fail: Fail | None = None,
+        fail: ErrorWriter | None = None,
         is_long: Callable[[list[T]], bool] | None = None,
         media_type: str = "text/event-stream",
     ) -> None:
         super().__init__(media_type=media_type, headers={"cache-control": "no-cache"})
-        # The length of a stream is not known.
+        # Starlette adds a Content-Length, but the length of a stream is unknown.
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
         self.source = source
         self.write = write

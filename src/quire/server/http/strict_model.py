@@ -1,5 +1,7 @@
-"""Base model and field types of request bodies: exact types; unknown fields are refused by name,
-unless they are null."""
+"""Base model and field types of request bodies.
+
+Types must match exactly. Unknown fields are refused by name, unless they are null.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +24,16 @@ from quire.server.context.hints import decline, refuses_hints
 INT32_MAX = 2**31 - 1
 
 _MANY_FIELDS = 256
-"""More fields than any model has."""
+"""A number that is larger than the number of fields of any model."""
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
 RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}\z")]
-"""A client's own name of a request."""
+"""A request id that the client has chosen."""
 
 
-def _token_ids(bias: Any) -> Any:
-    """Checks a map of token ids to numbers up to the first error."""
+def _check_bias(bias: Any) -> Any:
+    """Checks a map from token ids to numbers; raises the first error."""
     if not isinstance(bias, dict):
         return bias
     if len(bias) > MAX_BIAS_ENTRIES:
@@ -46,7 +48,7 @@ def _token_ids(bias: Any) -> Any:
     return bias
 
 
-# What the server or the tokenizer passes to the chat template itself.
+# Variables that the server or the tokenizer itself passes to the chat template.
 _RESERVED_KWARGS = frozenset(
     {
         "self",
@@ -64,31 +66,31 @@ _RESERVED_KWARGS = frozenset(
 )
 
 
-def _free_names(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _check_template_kwargs(kwargs: dict[str, Any]) -> dict[str, Any]:
     for name in kwargs:
         if name in _RESERVED_KWARGS or not name.isidentifier():
             raise RequestError(f"'{name[:100]}' cannot be set through 'chat_template_kwargs'.")
     return kwargs
 
 
-LogitBias = Annotated[dict[str, float], BeforeValidator(_token_ids)]
-TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_free_names)]
+LogitBias = Annotated[dict[str, float], BeforeValidator(_check_bias)]
+TemplateKwargs = Annotated[dict[str, Any], AfterValidator(_check_template_kwargs)]
 """Further variables of the chat template."""
 
 
-def _short(metadata: dict[str, str]) -> dict[str, str]:
+def _check_metadata(metadata: dict[str, str]) -> dict[str, str]:
     for key, value in metadata.items():
         if len(key) > 64 or len(value) > 512:
             raise RequestError("keys have at most 64 characters and values at most 512.")
     return metadata
 
 
-Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_short)]
+Metadata = Annotated[dict[str, str], Field(max_length=16), AfterValidator(_check_metadata)]
 
 
-def _texts_or_ids(value: Any) -> Any:
-    """Checks the shape of prompts up to the first error."""
-    if isinstance(value, str) or (isinstance(value, list) and value and _fits(value)):
+def _check_prompts(value: Any) -> Any:
+    """Checks the shape of prompts; raises the first error."""
+    if isinstance(value, str) or (isinstance(value, list) and value and _is_list_of_prompts(value)):
         return value
     raise RequestError(
         f"it must be a string, a list of token ids (integers from 0 to {INT32_MAX}), or a "
@@ -96,7 +98,7 @@ def _texts_or_ids(value: Any) -> Any:
     )
 
 
-def _fits(value: list[Any]) -> bool:
+def _is_list_of_prompts(value: list[Any]) -> bool:
     if type(value[0]) is int:
         return _is_ids(value)
     return all(
@@ -105,14 +107,15 @@ def _fits(value: list[Any]) -> bool:
 
 
 def _is_ids(items: list[Any]) -> bool:
-    # Prompts have thousands, and other answers wait: no turn of the interpreter for each.
+    # A prompt may have many thousands of ids. `map`, `min` and `max` loop in C, so that other
+    # requests wait less.
     return set(map(type, items)) == {int} and 0 <= min(items) <= max(items) <= INT32_MAX
 
 
 _IDS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": INT32_MAX}}
 TextsOrIds = Annotated[
     Any,
-    AfterValidator(_texts_or_ids),
+    AfterValidator(_check_prompts),
     WithJsonSchema(
         {
             "anyOf": [
@@ -123,10 +126,10 @@ TextsOrIds = Annotated[
         }
     ),
 ]
-"""A string, token ids, or a list of either, which is not empty; read by `convert.prompts_of`."""
+"""A string, token ids, or a non-empty list of either. `convert.prompts_of` reads it."""
 
 
-def _known_tier(tier: str) -> str:
+def _check_tier(tier: str) -> str:
     if tier in ("auto", "default"):
         return tier
     if refuses_hints():
@@ -138,15 +141,15 @@ def _known_tier(tier: str) -> str:
     return "default"
 
 
-ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_known_tier)]
-"""There is one tier, the default. Another one is a hint."""
+ServiceTier = Annotated[str, Field(max_length=64), AfterValidator(_check_tier)]
+"""The server has only the default tier. Any other one is declined as a hint."""
 
 TruncationSide = Literal["left", "right"]
 """The side of a prompt on which `truncate_prompt_tokens` drops tokens."""
 
 
 def check_side(side: TruncationSide | None, truncate: int | None) -> None:
-    """Refuses a side where nothing is dropped."""
+    """Refuses a truncation side without a truncation."""
     if side is not None and truncate is None:
         raise RequestError(
             "'truncation_side' needs 'truncate_prompt_tokens'.", param="truncation_side"
@@ -154,11 +157,11 @@ def check_side(side: TruncationSide | None, truncate: int | None) -> None:
 
 
 def cut_prompt(ids: list[int], most: int | None, side: TruncationSide | None) -> list[int]:
-    """Returns the tokens of a prompt that are kept.
+    """Truncates a prompt.
 
     Args:
-        most: None keeps all.
-        side: where tokens are dropped; None is left.
+        most: number of tokens to keep; None keeps all.
+        side: side on which tokens are dropped; None means left.
     """
     if most is None:
         return ids
@@ -172,8 +175,8 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_nulls(cls, data: Any) -> Any:
-        """Drops unknown fields that are null, which ask for nothing."""
+    def _drop_unknown_nulls(cls, data: Any) -> Any:
+        """Drops unknown fields that are null, because they request nothing."""
         if not isinstance(data, dict) or None not in data.values():
             return data
         aliases = {field.alias for field in cls.model_fields.values()}
@@ -186,7 +189,10 @@ class StrictModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _refuse_many_unknown(cls, data: Any) -> Any:
-        """Refuses the first unknown field of very many, of which pydantic would name each."""
+        """Refuses a body with very many fields at its first unknown one.
+
+        pydantic would make an error for each of them.
+        """
         if isinstance(data, dict) and len(data) > _MANY_FIELDS:
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in data if name not in known), None)
@@ -206,9 +212,9 @@ def drop_unused(
 
     Args:
         unsupported: maps each such field to the values that mean "not used". Clients send these
-            unasked, so they are let through. Any other value is an error, as an answer that ignored
-            it would be wrong silently.
-        hints: fields among them that are declined aloud instead, see `hints`.
+            values by default, so they are accepted. Any other value is an error, because ignoring
+            it would make the answer wrong.
+        hints: the fields among them whose other values are declined instead, see `hints`.
         at: the path of the object that has the fields, ending in a dot.
     """
     if not isinstance(data, dict):

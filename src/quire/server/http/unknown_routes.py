@@ -1,4 +1,4 @@
-"""Errors for paths and methods that the server does not have: they say which to use instead."""
+"""Errors for unknown paths and methods, which name the route to use instead."""
 
 from __future__ import annotations
 
@@ -52,8 +52,10 @@ _DIALECTS: tuple[tuple[str, str, str | None], ...] = (
     ("/get_model_info", "SGLang's API", "GET /v1/models"),
     ("/invocations", "SageMaker's API", _CHAT),
 )
-"""Beginnings of paths of other APIs, whose they are, and the route here that does the same. The
-first one that fits counts."""
+"""Other APIs' routes: beginning of the path, name of the API, and the equivalent route here.
+
+The first entry that matches is used.
+"""
 
 _HAS = (
     "This server has OpenAI's API (/v1/chat/completions, /v1/responses, /v1/completions, "
@@ -62,11 +64,11 @@ _HAS = (
 
 
 def no_such_route(scope: Scope, path: str, routes: list[BaseRoute]) -> ApiError:
-    """Returns the 404 of a path that no route has.
+    """Returns the 404 for an unknown path.
 
     Args:
-        path: without the root path.
-        routes: of the application, among which one of a similar path is looked for.
+        path: the path without the root path.
+        routes: the application's routes, which are searched for one with a similar path.
     """
     method, shown = scope["method"][:20], path[:200]
     similar = next((p for p in _similar(path) if _has_route(p, scope["method"], routes)), None)
@@ -82,7 +84,11 @@ def no_such_route(scope: Scope, path: str, routes: list[BaseRoute]) -> ApiError:
 
 
 def no_such_method(scope: Scope, path: str, allowed: str) -> ApiError:
-    """Returns the 405 of a path that has routes of other methods. allowed: these."""
+    """Returns the 405 for a path that has only routes with other methods.
+
+    Args:
+        allowed: those methods.
+    """
     return ApiError(
         405,
         f"{scope['method'][:20]} is not possible at '{path[:200]}'; {allowed} is.",
@@ -91,7 +97,7 @@ def no_such_method(scope: Scope, path: str, allowed: str) -> ApiError:
 
 
 def _similar(path: str) -> list[str]:
-    """Returns spellings of a path by which clients with another base URL miss it."""
+    """Returns the paths that a client with a wrong base URL may have meant."""
     plain = re.sub(r"/+", "/", path).rstrip("/") or "/"
     bare = re.sub(r"^(/api)?(/v1)*(?=/)", "", plain)
     return [plain, f"/v1{bare}", bare]

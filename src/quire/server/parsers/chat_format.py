@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """The formats of a model.
+    """The formats in which a model writes tool calls and reasoning.
 
     Attributes:
-        tool_parser: None where the model's format of tool calls is not known.
-        reasoning: None where the model is not known to reason.
-        template: text of all of the model's chat templates.
-        keep_special: special tokens that the formats use, which must stay in the text.
-        error: why the sandbox refuses the chat template, where that keeps it from showing calls.
+        tool_parser: parser of its tool calls; None if their format is unknown.
+        reasoning: format of its reasoning; None if it is not known to reason.
+        template: the text of all its chat templates.
+        keep_special: ids of special tokens in the formats' marks, which must stay in the text.
+        error: why the sandbox could not render a call with the chat template; None if it could.
     """
 
     tool_parser: type[ToolParser] | None
@@ -41,16 +41,16 @@ class ChatFormat:
         template = "\n".join(tokenizer.chat_templates.values())
         written = error = None
         if tokenizer.chat_templates:
-            # Chats are refused where a template is not valid, which the log has told.
+            # An invalid template only makes chats fail. `ServerState` logs the reason.
             with contextlib.suppress(RequestError):
                 traits = tokenizer.traits(tokenizer.template(with_tools=True))
                 written, error = traits.call, traits.error
         parser = tool_parser(args.tool_call_parser, written)
         reasoning = reasoning_format(args.reasoning_parser, template)
-        marks = () if parser is None else (*parser.starts, *parser.loose, *parser.marks)
+        marks = () if parser is None else (*parser.starts, *parser.lenient_starts, *parser.marks)
         if reasoning is not None:
             marks = (*marks, reasoning.open, reasoning.close)
-        # A mark may be made of several tokens.
+        # A mark may consist of several tokens, so any special token inside a mark is kept.
         added = tokenizer.added_tokens.items() if marks else ()
         ids = (id for text, id in added if any(text in mark for mark in marks))
         kept = frozenset(id for id in ids if id in tokenizer.special_ids)

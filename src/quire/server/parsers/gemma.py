@@ -14,13 +14,13 @@ _MAX_DEPTH = 100
 
 
 class GemmaParser(JsonToolParser):
-    """Parses calls whose keys are bare and whose strings stand between marks, without escapes.
+    """Parses calls with unquoted keys, and with strings between marks and without escapes.
 
-    An argument is passed on when it is complete. JSON's own strings and keys are read as well.
+    An argument is emitted when it is complete. JSON's own strings and keys are accepted too.
 
     Attributes:
-        quote: before and behind a string.
-        close: behind a call.
+        quote: mark before and after a string.
+        close: mark after a call.
     """
 
     name = "gemma4"
@@ -38,20 +38,20 @@ class GemmaParser(JsonToolParser):
         if name not in self.tools:
             raise NotACallError
         yield
-        self.begin(name)
+        self.begin_call(name)
         count = 0
-        while (yield from self._another("}", count)):
+        while (yield from self._has_next("}", count)):
             key, value = yield from self._pair(0)
-            self.give_arguments(f"{', ' if count else '{'}{json.dumps(key)}: {value}")
+            self.emit_arguments(f"{', ' if count else '{'}{json.dumps(key)}: {value}")
             count += 1
-        self.give_arguments("}" if count else "{}")
-        self.end()
+        self.emit_arguments("}" if count else "{}")
+        self.end_call()
         yield from self.space()
         if self.char == self.close[0]:
             yield from self.expect(self.close)
 
-    def _another(self, close: str, count: int) -> Generator[None, None, bool]:
-        """Reads what is between two members; returns whether there is another one."""
+    def _has_next(self, close: str, count: int) -> Generator[None, None, bool]:
+        """Reads the text before a member; returns False at the closing bracket."""
         yield from self.space()
         if self.char == close:
             yield
@@ -72,17 +72,17 @@ class GemmaParser(JsonToolParser):
         return key, (yield from self._value(depth))
 
     def _value(self, depth: int) -> Generator[None, None, str]:
-        """Reads a value; returns it as JSON."""
+        """Reads a value, and returns it as JSON text."""
         if depth > _MAX_DEPTH:
             raise NotACallError
         if self.char == self.quote[0]:
             return json.dumps((yield from self._quoted()), ensure_ascii=False)
         if self.char not in ("{", "["):
-            return (yield from self.captured(self.value()))
+            return (yield from self.capture(self.value()))
         close = "}" if self.char == "{" else "]"
         yield
         parts: list[str] = []
-        while (yield from self._another(close, len(parts))):
+        while (yield from self._has_next(close, len(parts))):
             if close == "}":
                 key, value = yield from self._pair(depth + 1)
                 parts.append(f"{json.dumps(key)}: {value}")
@@ -101,7 +101,7 @@ class GemmaParser(JsonToolParser):
         return text[: -len(self.quote)]
 
     def _word(self, end: str) -> Generator[None, None, str]:
-        """Reads up to a character, which is not consumed."""
+        """Reads up to the character `end`, which it does not consume."""
         letters = []
         while self.char != end:
             if not self.char or self.char in '\n"<>{}':

@@ -22,18 +22,18 @@ _LONGEST_HEADER = 300
 
 
 class HarmonyParser(JsonToolParser):
-    """Parses messages, each with a header that names its channel and whom it is for.
+    """Parses messages, whose headers name a channel and a recipient.
 
-    Messages to functions are calls. The marks around others are dropped, and with them all of the
-    analysis, of which the first message is the reasoning (see `think`). A message to a tool that
-    there is not is text, like one to the user; no mark is ever text.
+    A message to a function is a call. A message to the user, or to an unknown function, is text
+    without its marks. Messages in the analysis channel are dropped; the first of them is the
+    reasoning, which `think` has split off already.
     """
 
     name = "gpt_oss"
     starts = (*_HEADS, "to=functions.", *_ENDS, "<|constrain|>", "<|message|>")
-    first = "t"  # of a header without marks before it: to=f
+    first_chars = "t"  # A header may come without a mark before it: to=f
     marks_text = True
-    _spoke = False
+    _has_text = False
 
     def calls(self) -> Reading:
         mark = self.read_so_far.lstrip()
@@ -45,36 +45,39 @@ class HarmonyParser(JsonToolParser):
             pass
 
     def _message(self) -> Generator[None, None, bool]:
-        """Reads a header, and what is not text of the message; returns whether another header has
-        begun."""
+        """Reads a header and, if its message is a call or analysis, also the message.
+
+        Returns:
+            True if the next header has begun.
+        """
         header = yield from self._header()
         to, channel = _TO.search(header), _CHANNEL.search(header)
         if to is not None and to[1] in self.tools:
             yield from self.space()
             if self.char == "{":
                 yield from self.arguments(to[1])
-                self.end()
+                self.end_call()
                 return False
             if self.char == "<" or (not self.char and self.stopped):
-                self.begin(to[1])
-                self.give_arguments("{}")
-                self.end()
+                self.begin_call(to[1])
+                self.emit_arguments("{}")
+                self.end_call()
                 return False
         elif to is None and channel is not None and channel[1] == "analysis":
             return (yield from self._skip()) in _HEADS
-        if self._spoke:
-            self._give("\n\n")
+        if self._has_text:
+            self._emit_text("\n\n")
         return False
 
-    def _give(self, text: str) -> None:
-        super()._give(text)
-        self._spoke = self._spoke or bool(text)
+    def _emit_text(self, text: str) -> None:
+        super()._emit_text(text)
+        self._has_text = self._has_text or bool(text)
 
     def as_text(self, read: str) -> str:
         return _MARK.sub("", read)
 
     def _header(self) -> Generator[None, None, str]:
-        """Reads the rest of a header; returns all of it."""
+        """Reads the rest of a header, and returns the whole header."""
         header = self.read_so_far
         while not header.endswith("<|message|>"):
             allowed = _NAME if header.endswith(("to=functions.", "to=")) else _HEADER
@@ -85,7 +88,7 @@ class HarmonyParser(JsonToolParser):
         return header
 
     def _skip(self) -> Generator[None, None, str]:
-        """Skips a message; returns the mark behind it."""
+        """Skips a message, and returns the mark that ends it."""
         text = ""
         while True:
             if not self.char:
@@ -94,7 +97,7 @@ class HarmonyParser(JsonToolParser):
             yield
             for mark in (*_ENDS, *_HEADS):
                 if text.endswith(mark):
-                    self._held = [mark]
+                    self._consumed = [mark]
                     return mark
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Parsing of JSON character by character, and of calls written as JSON objects."""
+"""Parses JSON character by character, and calls that are JSON objects."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ _NAME = ("name", "function", "tool_name")
 
 
 class JsonToolParser(ToolParser):
-    """Parses formats with calls like {"name": "f", "arguments": {...}}, keys in any order.
+    """Parses formats with calls like {"name": "f", "arguments": {...}}, with keys in any order.
 
-    needs_arguments: an object without arguments is no call, as any JSON might be the answer.
+    Attributes:
+        needs_arguments: an object without arguments is text. Formats without marks set it, because
+            an answer in JSON may also have a key such as "name".
     """
 
     needs_arguments = False
 
     def call(self) -> Reading:
-        """Reads one call's object. Closing braces may be missing once the arguments are
-        complete."""
+        """Reads one call's object. The closing brace may be missing after complete arguments."""
         if not (yield from self._call()):
             raise NotACallError
 
     def _call(self) -> Generator[None, None, bool]:
-        """Reads an object; returns whether it held a call."""
+        """Reads an object; returns whether it is a call."""
         name: str | None = None
         arguments: str | None = None
         done = inner = False
@@ -46,11 +47,11 @@ class JsonToolParser(ToolParser):
             yield from self.space()
             if key in _ARGUMENTS and not done:
                 if name is not None and self.char == "{":
-                    self.begin(name)
-                    yield from self.passed_on(self.value())
+                    self.begin_call(name)
+                    yield from self.pass_arguments(self.value())
                     done = True
                 else:
-                    arguments = _object_text((yield from self.captured(self.value())))
+                    arguments = _object_text((yield from self.capture(self.value())))
             elif key in _NAME and self.char == '"' and name is None:
                 name = yield from self.string()
                 if name not in self.tools:
@@ -60,8 +61,8 @@ class JsonToolParser(ToolParser):
             else:
                 yield from self.value()
             if not done and name is not None and arguments is not None:
-                self.begin(name)
-                self.give_arguments(arguments)
+                self.begin_call(name)
+                self.emit_arguments(arguments)
                 done = True
             yield from self.space()
             if self.char != ",":
@@ -70,13 +71,13 @@ class JsonToolParser(ToolParser):
         if not done:
             if self.char != "}" or name is None or self.needs_arguments:
                 return False
-            self.begin(name)
-            self.give_arguments("{}")
+            self.begin_call(name)
+            self.emit_arguments("{}")
             done = True
         if self.char == "}":
             yield
         if not inner:
-            self.end()
+            self.end_call()
         return done
 
     def one_or_list(self) -> Reading:
@@ -85,23 +86,27 @@ class JsonToolParser(ToolParser):
             yield from self.call()
             return
         yield
-        yield from self.listed(self.call)
-        if self.char == "]":  # its absence does no harm
+        yield from self.comma_separated(self.call)
+        if self.char == "]":  # Models may leave it out.
             yield
 
     def arguments(self, name: str) -> Reading:
-        """Begins a call and passes on the object that follows. Raises NotACallError for another."""
+        """Begins a call, and emits the object that follows as its arguments.
+
+        Raises:
+            NotACallError: no object follows, or there is no such tool.
+        """
         if self.char != "{":
             raise NotACallError
-        self.begin(name)
-        yield from self.passed_on(self.value())
+        self.begin_call(name)
+        yield from self.pass_arguments(self.value())
 
     # -- JSON ----------------------------------------------------------------------------------
 
     def value(self, depth: int = 0) -> Reading:
         """Reads any standard JSON value.
 
-        Strings may hold control characters, as models write them; those are escaped as they pass.
+        Models write raw control characters in strings. They are escaped in the output.
         """
         char = self.char
         if depth > _MAX_DEPTH:
@@ -146,7 +151,7 @@ class JsonToolParser(ToolParser):
             raise NotACallError
 
     def string(self) -> Generator[None, None, str]:
-        """Reads a string; returns its value."""
+        """Reads a string, and returns its value."""
         if self.char != '"':
             raise NotACallError
         raw = ['"']
@@ -176,8 +181,13 @@ class JsonToolParser(ToolParser):
 
 
 def _object_text(raw: str) -> str:
-    """Returns arguments as the JSON text of an object; some models write that text into a
-    string."""
+    """Returns arguments as the JSON text of an object.
+
+    Some models write that text inside a JSON string, which is then unpacked.
+
+    Raises:
+        NotACallError: the arguments are not an object.
+    """
     try:
         value = json.loads(raw)
         if isinstance(value, str):

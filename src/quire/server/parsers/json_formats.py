@@ -14,11 +14,11 @@ from quire.server.parsers.stream import Reading
 
 
 class JsonListParser(JsonToolParser):
-    """Parses a list between marks; a single object may stand for a list of one.
+    """Parses a list of calls between marks, or a single call in place of the list.
 
     Attributes:
-        close: follows the list, or does not.
-        keys: the names of a call's name and arguments, as the model writes them.
+        close: mark after the list, which models may leave out.
+        keys: the JSON keys of a call's name and of its arguments.
     """
 
     close: ClassVar[str] = ""
@@ -26,13 +26,13 @@ class JsonListParser(JsonToolParser):
 
     def calls(self) -> Reading:
         yield from self.space()
-        yield from self.in_fence(self.one_or_list)
+        yield from self.optional_fence(self.one_or_list)
         if self.close and self.char == self.close[0]:
             yield from self.expect(self.close)
 
     @classmethod
-    def around(cls, name: str) -> tuple[str, str]:
-        """Returns the text before and after a call's arguments."""
+    def text_around(cls, name: str) -> tuple[str, str]:
+        """Returns the text before a call's arguments, and the text after them."""
         function, arguments = cls.keys
         return f'{{"{function}": {json.dumps(name)}, "{arguments}": ', "}"
 
@@ -40,7 +40,7 @@ class JsonListParser(JsonToolParser):
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
         calls = []
         for name, schema in tools.items():
-            before, after = cls.around(name)
+            before, after = cls.text_around(name)
             calls.append(f"{rules.literal(before)} {rules.json(schema)} {rules.literal(after)}")
         call = rules.any_of(calls)
         more = f'(", " {call})*' if parallel else ""
@@ -92,10 +92,10 @@ class ApertusParser(JsonListParser):
         yield from self.space()
         if self.char == "}":
             yield
-        self.end()
+        self.end_call()
 
     @classmethod
-    def around(cls, name: str) -> tuple[str, str]:
+    def text_around(cls, name: str) -> tuple[str, str]:
         return f"{{{json.dumps(name)}: ", "}"
 
 
@@ -105,19 +105,19 @@ class ApertusParser(JsonListParser):
 class HermesParser(JsonToolParser):
     name = "hermes"
     starts = ("<tool_call>",)
-    fenced = "{["
+    fence_chars = "{["
     marks = ("</tool_call>",)
 
     def calls(self) -> Reading:
-        self.needs_arguments = not self.marked
+        self.needs_arguments = not self.began_with_mark
         yield from self.space()
-        yield from self.in_fence(self._objects)
-        if self.char == "<" and self.marked:
+        yield from self.optional_fence(self._objects)
+        if self.char == "<" and self.began_with_mark:
             yield from self.expect("</tool_call>")
 
     def _objects(self) -> Reading:
         yield from self.one_or_list()
-        # Models leave out the closing mark, or write a brace too many before it.
+        # Models may write one closing brace too many.
         yield from self.space(also="}")
 
     @classmethod
@@ -137,21 +137,21 @@ class HermesParser(JsonToolParser):
 
 
 class Llama3JsonParser(JsonToolParser):
-    """Parses Llama's JSON calls, which begin with a brace, or with <|python_tag|>.
+    """Parses Llama's JSON calls, which begin with a brace or with <|python_tag|>.
 
-    JSON behind other text is a call too, unless a grammar enforces calls.
+    A call may also follow other text, unless a grammar enforces the calls.
     """
 
     name = "llama3_json"
     starts = ("<|python_tag|>",)
-    first = "{"
-    loose = ("{",)
+    first_chars = "{"
+    lenient_starts = ("{",)
     needs_arguments = True
 
     def calls(self) -> Reading:
         while True:
             yield from self.space()
-            yield from self.in_fence(self.call)
+            yield from self.optional_fence(self.call)
             yield from self.space()
             if self.char != ";":
                 return
@@ -183,13 +183,12 @@ class MistralParser(JsonToolParser):
     def calls(self) -> Reading:
         yield from self.space()
         if self.char in _NAME:
-            yield from self._one()
+            yield from self._read_call()
         else:
-            yield from self.in_fence(self.one_or_list)
+            yield from self.optional_fence(self.one_or_list)
 
-    def _one(self) -> Reading:
-        """Reads a name, an id if there is one, and arguments; the next call has a mark of its
-        own."""
+    def _read_call(self) -> Reading:
+        """Reads a name, an optional id, and arguments. The next call has its own mark."""
         letters = []
         while self.char in _NAME:
             letters.append(self.char)
@@ -204,10 +203,10 @@ class MistralParser(JsonToolParser):
                 yield
         yield from self.space()
         yield from self.arguments("".join(letters))
-        self.end()
+        self.end_call()
 
     def new_id(self) -> str:
-        """Returns nine letters and digits: Mistral's templates take no other ids."""
+        """Returns nine letters and digits, because Mistral's templates refuse other ids."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
     @classmethod

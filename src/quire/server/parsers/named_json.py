@@ -1,4 +1,4 @@
-"""A name between marks, then its arguments as JSON: Kimi K2, DeepSeek V3 and V3.1, Functionary."""
+"""Calls as a name between marks and then JSON: Kimi K2, DeepSeek V3 and V3.1, Functionary."""
 
 from __future__ import annotations
 
@@ -16,56 +16,61 @@ _INDEX = re.compile(r":[0-9]+$")
 
 
 class NamedJsonParser(JsonToolParser):
-    """Parses calls one after the other, in a section with marks of its own or without.
+    """Parses a sequence of calls, with or without marks around the whole sequence.
 
     Attributes:
-        section, section_end: around all calls; empty where there are none. Models leave the first
-            out.
-        ends: further marks that end a section.
-        call_begin: before a name. middle: between the name and its arguments. call_end: after
-            them.
-        between: what the model writes between two calls.
-        numbered: a name ends in a colon and the call's number.
+        section, section_end: marks around all calls; empty for formats without them. Models may
+            leave out the first.
+        other_section_ends: other marks that models write at the end of a section.
+        call_begin: mark before a name.
+        middle: mark between the name and its arguments.
+        call_end: mark after the arguments.
+        between: text between two calls.
+        numbers_calls: a name ends in a colon and the call's number.
     """
 
     section: ClassVar[str] = ""
     section_end: ClassVar[str] = ""
-    ends: ClassVar[tuple[str, ...]] = ()
+    other_section_ends: ClassVar[tuple[str, ...]] = ()
     call_begin: ClassVar[str]
     middle: ClassVar[str]
     call_end: ClassVar[str]
     between: ClassVar[str] = ""
-    numbered: ClassVar[bool] = False
+    numbers_calls: ClassVar[bool] = False
 
     def calls(self) -> Reading:
         if not self.read_so_far.endswith(self.call_begin):
             yield from self.space()
             yield from self.expect(self.call_begin)
         while True:
-            yield from self._one()
-            if not (yield from self._another()):
+            yield from self._read_call()
+            if not (yield from self._has_next()):
                 return
 
-    def _one(self) -> Reading:
+    def _read_call(self) -> Reading:
         name = yield from self._name()
         if self.middle[0] not in " \n":
             yield from self.space()
         yield from self.expect(self.middle)
         yield from self.space()
         yield from self.arguments(name)
-        self.end()
+        self.end_call()
         yield from self.space()
 
-    def _another(self) -> Generator[None, None, bool]:
-        """Reads the marks behind a call, whose end mark models may leave out; returns whether the
-        section goes on with another call."""
+    def _has_next(self) -> Generator[None, None, bool]:
+        """Reads the marks after a call; returns whether another call follows in the section.
+
+        Models may leave out the mark that ends a call.
+        """
         end = self.call_end.lstrip()
         if not self.section:
             if self.char == end[0]:
                 yield from self.expect(end)
             return False
         while self.char:
-            mark = yield from self.one_of(end, self.call_begin, self.section_end, *self.ends)
+            mark = yield from self.one_of(
+                end, self.call_begin, self.section_end, *self.other_section_ends
+            )
             if mark != end:
                 return mark == self.call_begin
             yield from self.space()
@@ -77,7 +82,7 @@ class NamedJsonParser(JsonToolParser):
             letters.append(self.char)
             yield
         name = "".join(letters)
-        if self.numbered:
+        if self.numbers_calls:
             name = _INDEX.sub("", name).removeprefix("functions.")
         if name not in self.tools:
             raise NotACallError
@@ -85,7 +90,7 @@ class NamedJsonParser(JsonToolParser):
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
-        prefix, number = ("functions.", '":" /[0-9]{1,3}/') if cls.numbered else ("", "")
+        prefix, number = ("functions.", '":" /[0-9]{1,3}/') if cls.numbers_calls else ("", "")
         calls = []
         for name, schema in tools.items():
             begin = rules.literal(cls.call_begin + prefix + name)
@@ -104,11 +109,11 @@ class KimiK2Parser(NamedJsonParser):
     section, section_end = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
     call_begin, middle = "<|tool_call_begin|>", "<|tool_call_argument_begin|>"
     call_end = "<|tool_call_end|>"
-    numbered = True
-    ends = ("<|tool_call_section_end|>",)
+    numbers_calls = True
+    other_section_ends = ("<|tool_call_section_end|>",)
     starts = (section,)
-    loose = ("<|tool_call_section_begin|>", call_begin)
-    marks = (section_end, *ends, call_begin, middle, call_end)
+    lenient_starts = ("<|tool_call_section_begin|>", call_begin)
+    marks = (section_end, *other_section_ends, call_begin, middle, call_end)
 
 
 class DeepSeekV31Parser(NamedJsonParser):
@@ -119,7 +124,7 @@ class DeepSeekV31Parser(NamedJsonParser):
     call_begin, middle = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
     call_end = "<｜tool▁call▁end｜>"
     starts = (section,)
-    loose = (call_begin,)
+    lenient_starts = (call_begin,)
     marks = (section_end, call_begin, middle, call_end)
 
 
@@ -133,7 +138,7 @@ class DeepSeekV3Parser(NamedJsonParser):
     call_end = f"\n```{DeepSeekV31Parser.call_end}"
     between = "\n"
     starts = (section,)
-    loose = (call_begin,)
+    lenient_starts = (call_begin,)
     marks = DeepSeekV31Parser.marks
 
 

@@ -1,4 +1,4 @@
-"""[f(city="Oslo", days=2), g()]: calls written in Python, as by Llama 3.2 and 4."""
+"""[f(city="Oslo", days=2), g()]: calls in Python's syntax, which Llama 3.2 and 4 write."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORDS = {"true": True, "false": False, "null": None}
 
 
 class PythonicParser(ToolParser):
-    """Parses calls in Python: an answer that begins with a bracket, or with <|python_start|>, is
-    calls.
+    """Parses calls in Python's syntax.
 
-    Arguments are keywords with literal values, each passed on when it is complete.
+    They begin with a bracket at the start of the answer, or with <|python_start|>. Arguments are
+    keywords with literal values. Each argument is emitted when it is complete.
     """
 
     name = "pythonic"
     starts = ("<|python_start|>",)
-    first = "["
+    first_chars = "["
     close: ClassVar[str] = "<|python_end|>"
     marks = (close,)
     by_property = True
@@ -33,7 +33,7 @@ class PythonicParser(ToolParser):
     def calls(self) -> Reading:
         yield from self.space()
         yield from self.expect("[")
-        yield from self.listed(self._call)
+        yield from self.comma_separated(self._call)
         yield from self.expect("]")
         yield from self.space()
         if self.char == "<":
@@ -52,17 +52,17 @@ class PythonicParser(ToolParser):
                 raise NotACallError
             value = json_text((yield from self._literal()))
             if not keys:
-                self.begin(name)
-            self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
+                self.begin_call(name)
+            self.emit_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
             keys.add(key)
             if self.char == ",":
                 yield
                 yield from self.space()
         if not keys:
-            self.begin(name)
-        self.give_arguments("}" if keys else "{}")
+            self.begin_call(name)
+        self.emit_arguments("}" if keys else "{}")
         yield
-        self.end()
+        self.end_call()
 
     def _name(self) -> Generator[None, None, str]:
         letters = []
@@ -108,14 +108,19 @@ class PythonicParser(ToolParser):
             for name, schema in tools.items()
         )
         more = f'(", " {call})*' if parallel else ""
-        opened, closed = ("", "") if cls.first else (cls.starts[0], cls.close)
+        opened, closed = ("", "") if cls.first_chars else (cls.starts[0], cls.close)
         return f'{rules.literal(opened)} "[" {call} {more} "]" {rules.literal(closed)}'
 
 
 def json_text(literal: str) -> str:
-    """Returns a literal of Python as JSON. Raises NotACallError for other text."""
+    """Returns a Python literal as JSON text.
+
+    Raises:
+        NotACallError: `literal` is not a literal.
+    """
     try:
-        with warnings.catch_warnings():  # of unknown escapes, which are for who writes code
+        # Python warns about unknown escapes, which only helps the author of a program.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = _evaluate(ast.parse(literal.strip(), mode="eval").body)
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -142,10 +147,10 @@ def _evaluate(node: ast.expr) -> Any:
 
 
 class Lfm2Parser(PythonicParser):
-    """Parses the same between marks: LFM2."""
+    """<|tool_call_start|>[f(city="Oslo")]<|tool_call_end|>: LFM2."""
 
     name = "lfm2"
     starts = ("<|tool_call_start|>",)
-    first = ""
+    first_chars = ""
     close = "<|tool_call_end|>"
     marks = (close,)

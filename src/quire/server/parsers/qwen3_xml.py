@@ -16,35 +16,40 @@ from quire.server.parsers.stream import NotACallError, Reading, ToolParser, over
 
 _WORDS = {"True": "true", "False": "false", "None": "null"}
 _MOST_SCHEMAS = 64
-"""Schemas, behind references and in options, that are looked at for a value."""
+"""Most schemas, reached through references and options, to examine for one value."""
 
 
 class Qwen3XmlParser(ToolParser):
-    """Parses calls whose values are bare text.
+    """Parses calls whose values are unquoted text.
 
-    A parameter whose schema says so is a string, passed on as it comes. Others are JSON where they
-    can be read as such; a value that may be a string, but not what it reads as, is a string.
+    If a parameter's schema has the type string, its text is a string and is emitted as it arrives.
+    Any other text is JSON if it parses and the schema allows that type. If not, and the schema
+    allows strings, it is a string.
+
+    Models may leave out the mark that begins a block, or the one that ends a call.
 
     Attributes:
-        function, parameter: before a name, which `bracket` ends.
-        value_end, call_end, block_end: end a value, a call, and what the mark began.
-        line: what stands around a value.
-        several: one mark may begin several calls.
-
-    Models leave the mark out, or the end of a call.
+        function: mark before a function's name.
+        parameter: mark before a parameter's name.
+        bracket: mark after either name.
+        value_end: mark after a value.
+        call_end: mark after a call.
+        block_end: mark after a block, which the first mark began.
+        value_break: text around a value.
+        many_per_block: a block may have several calls.
     """
 
     name = "qwen3_xml"
     starts = ("<tool_call>",)
     function: ClassVar[str] = "<function="
-    loose: ClassVar[tuple[str, ...]] = (function,)
+    lenient_starts: ClassVar[tuple[str, ...]] = (function,)
     parameter: ClassVar[str] = "<parameter="
     bracket: ClassVar[str] = ">"
     value_end: ClassVar[str] = "</parameter>"
     call_end: ClassVar[str] = "</function>"
     block_end: ClassVar[str] = "</tool_call>"
-    line: ClassVar[str] = "\n"
-    several: ClassVar[bool] = False
+    value_break: ClassVar[str] = "\n"
+    many_per_block: ClassVar[bool] = False
     marks: ClassVar[tuple[str, ...]] = (block_end,)
     by_property = True
     bare_strings = True
@@ -54,7 +59,7 @@ class Qwen3XmlParser(ToolParser):
             yield from self._calls()
         else:
             yield from self.space()
-            yield from self.in_fence(self._marked_calls)
+            yield from self.optional_fence(self._marked_calls)
         if self.char == self.block_end[0] and not self._ended:
             yield from self.expect(self.block_end)
 
@@ -63,18 +68,18 @@ class Qwen3XmlParser(ToolParser):
         yield from self._calls()
 
     def _calls(self) -> Reading:
-        self._ended = False  # the mark that ends a block was read
+        self._ended = False  # True once the mark that ends the block was read
         while not self._ended:
             yield from self._call()
             yield from self.space()
-            if self._ended or not self.several or self.char != self.block_end[0]:
+            if self._ended or not self.many_per_block or self.char != self.block_end[0]:
                 return
             mark = yield from self.one_of(self.function, self.block_end)
             self._ended = mark == self.block_end
 
     def _call(self) -> Reading:
-        name = yield from self.until(self.bracket)
-        self.begin(name)
+        name = yield from self.read_until(self.bracket)
+        self.begin_call(name)
         keys: set[str] = set()
         while True:
             yield from self.space()
@@ -84,24 +89,28 @@ class Qwen3XmlParser(ToolParser):
             if mark != self.parameter:
                 self._ended = mark == self.block_end
                 break
-            key = yield from self.until(self.bracket)
-            yield from self.add(name, key, keys)
-        self.give_arguments("}" if keys else "{}")
-        self.end()
+            key = yield from self.read_until(self.bracket)
+            yield from self.read_value(name, key, keys)
+        self.emit_arguments("}" if keys else "{}")
+        self.end_call()
 
-    def add(self, name: str, key: str, keys: set[str]) -> Reading:
-        """Reads the value of a parameter. Raises NotACallError for one that `keys` has."""
-        if self.line and self.char == self.line:
+    def read_value(self, name: str, key: str, keys: set[str]) -> Reading:
+        """Reads the value of a parameter, and adds its name to `keys`.
+
+        Raises:
+            NotACallError: `keys` has the name already.
+        """
+        if self.value_break and self.char == self.value_break:
             yield
         if key in keys:
             raise NotACallError
-        self.give_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
+        self.emit_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
         keys.add(key)
         tool = self.tools[name]
         yield from self._value(tool.get("properties", {}).get(key, {}), tool)
 
-    def until(self, end: str) -> Generator[None, None, str]:
-        """Reads a name and the text that ends it; returns the name."""
+    def read_until(self, end: str) -> Generator[None, None, str]:
+        """Reads a name and the mark `end`; returns the name."""
         letters = []
         while self.char not in ("", end[0], "\n"):
             letters.append(self.char)
@@ -112,24 +121,24 @@ class Qwen3XmlParser(ToolParser):
     def _value(self, schema: Any, tool: Mapping[str, Any]) -> Reading:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
         if kind == "string":
-            self.give_arguments('"')
-            yield from self.passed_on(self._text())
-            self.give_arguments('"')
+            self.emit_arguments('"')
+            yield from self.pass_arguments(self._text())
+            self.emit_arguments('"')
             return
-        raw = yield from self.captured(self._text(escape=False))
-        self.give_arguments(_as_json(raw, _types(schema, tool)))
+        raw = yield from self.capture(self._text(escape=False))
+        self.emit_arguments(_as_json(raw, _types(schema, tool)))
 
     def _text(self, escape: bool = True) -> Reading:
-        """Reads up to the end mark; what belongs to the value is consumed."""
+        """Reads a value and its end mark. Only the value's text counts as consumed."""
         waiting = ""
-        ends = (f"{self.line}{self.value_end}", self.value_end)
+        ends = (f"{self.value_break}{self.value_end}", self.value_end)
         while True:
             if self.char == "":
                 raise NotACallError
             waiting += self.char
             ended = waiting.endswith(self.value_end)
             if ended:
-                out = waiting[: -len(self.value_end)].removesuffix(self.line)
+                out = waiting[: -len(self.value_end)].removesuffix(self.value_break)
             elif waiting[0] in "\n<":
                 out = waiting[: len(waiting) - overlap(waiting, ends)]
                 waiting = waiting[len(out) :]
@@ -151,7 +160,7 @@ class Qwen3XmlParser(ToolParser):
             )
             for name, schema in tools.items()
         )
-        if cls.several:
+        if cls.many_per_block:
             more = f'("\\n" {call})*' if parallel else ""
             return f'{begin} {call} {more} "\\n" {end}'
         block = f'{begin} {call} "\\n" {end}'
@@ -159,10 +168,10 @@ class Qwen3XmlParser(ToolParser):
 
     @classmethod
     def _parameters(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
-        """Returns a rule of the properties in their order, each at most once."""
+        """Returns a rule for the properties in their order; optional ones may be left out."""
         parts, required = [], frozenset(schema.get("required", ()))
         for key in schema.get("properties", {}):
-            before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.line}")
+            before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.value_break}")
             inner = cls.value_rule(rules, rules.property(schema, key))
             part = f'{before} {inner} "\\n"'
             parts.append(part if key in required else f"({part})?")
@@ -170,8 +179,8 @@ class Qwen3XmlParser(ToolParser):
 
     @classmethod
     def value_rule(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
-        """Returns an expression of a value and its end."""
-        end = f"{cls.line}{cls.value_end}"
+        """Returns a rule for a value and its end mark."""
+        end = f"{cls.value_break}{cls.value_end}"
         if schema.get("type") != "string":
             return f"{rules.json(schema)} {rules.literal(end)}"
         return rules.bare_string(schema, end)
@@ -184,7 +193,7 @@ class SeedOssParser(Qwen3XmlParser):
     name = "seed_oss"
     starts = ("<seed:tool_call>",)
     block_end = "</seed:tool_call>"
-    line = ""
+    value_break = ""
     marks = (block_end,)
 
 
@@ -195,10 +204,10 @@ class MiniMaxM2Parser(Qwen3XmlParser):
     name = "minimax_m2"
     starts = ("<minimax:tool_call>",)
     function, parameter, bracket = '<invoke name="', '<parameter name="', '">'
-    loose = (function,)
+    lenient_starts = (function,)
     call_end, block_end = "</invoke>", "</minimax:tool_call>"
-    line = ""
-    several = True
+    value_break = ""
+    many_per_block = True
     marks = (block_end,)
 
 
@@ -206,9 +215,9 @@ class Glm45Parser(Qwen3XmlParser):
     """<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>: GLM 4.5 and later."""
 
     name = "glm45"
-    loose = ()
+    lenient_starts = ()
     parameter, bracket, value_end = "<arg_key>", "</arg_key>", "</arg_value>"
-    call_end, line = "</tool_call>", ""
+    call_end, value_break = "</tool_call>", ""
     marks = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
     def calls(self) -> Reading:
@@ -222,18 +231,18 @@ class Glm45Parser(Qwen3XmlParser):
         name = "".join(letters)
         if not self.char:
             raise NotACallError
-        self.begin(name)
+        self.begin_call(name)
         keys: set[str] = set()
         while True:
             yield from self.space()
             if (yield from self.one_of(self.parameter, self.call_end)) == self.call_end:
                 break
-            key = yield from self.until(self.bracket)
+            key = yield from self.read_until(self.bracket)
             yield from self.space()
             yield from self.expect("<arg_value>")
-            yield from self.add(name, key, keys)
-        self.give_arguments("}" if keys else "{}")
-        self.end()
+            yield from self.read_value(name, key, keys)
+        self.emit_arguments("}" if keys else "{}")
+        self.end_call()
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
@@ -252,9 +261,10 @@ class Glm45Parser(Qwen3XmlParser):
 
 
 def _as_json(raw: str, types: set[str] | None) -> str:
-    """Returns a value as JSON.
+    """Returns a value as JSON text.
 
-    types: those that it may have; None: any.
+    Args:
+        types: the types that the schema allows; None allows any.
     """
     text = _WORDS.get(raw.strip(), raw.strip())
     may_be_text = types is not None and "string" in types
@@ -264,14 +274,14 @@ def _as_json(raw: str, types: set[str] | None) -> str:
             return text
     except (ValueError, RecursionError):
         if types is not None and not may_be_text:
-            # Models write {'a': True} as well.
+            # Models also write Python's syntax, such as {'a': True}.
             with contextlib.suppress(NotACallError):
                 return json_text(raw)
     return json.dumps(raw, ensure_ascii=False)
 
 
 def _kinds_of(value: Any) -> set[str]:
-    """Returns the types that a value is of."""
+    """Returns the JSON Schema types that a value has."""
     match value:
         case bool():
             return {"boolean"}
@@ -286,9 +296,10 @@ def _kinds_of(value: Any) -> set[str]:
 
 
 def _types(schema: Any, tool: Mapping[str, Any]) -> set[str] | None:
-    """Returns the types of the values that fit a schema; None where it does not tell.
+    """Returns the types that a schema allows; None if it does not restrict them.
 
-    tool: the document that its references lead into.
+    Args:
+        tool: the document in which the schema's references are resolved.
     """
     types: set[str] = set()
     waiting, seen = [schema], 0

@@ -1,4 +1,4 @@
-"""Registry of the formats by name, and the choice of the one that a chat template writes."""
+"""The formats by name, and detection of the format that a chat template writes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from quire.server.parsers.stream import CallArguments, CallBegin, CallEnd, Text,
 from quire.server.parsers.think import ReasoningFormat
 from quire.text.template_traits import PROBED_CALL, PROBED_TOOL
 
-# Formats with more marks come first: others may read a part of theirs.
+# The first parser that reads a template's call is chosen. Formats with more marks come first,
+# because a simpler format's parser can read a part of theirs.
 _TOOL_PARSERS: tuple[type[ToolParser], ...] = (
     Qwen3XmlParser,
     SeedOssParser,
@@ -71,7 +72,7 @@ _REASONING = (
         answer="<|channel|>final<|message|>",
         hint="<|channel|>analysis<|message|>",
     ),
-    ReasoningFormat("deepseek_r1", "<think>", "</think>", implied=True),
+    ReasoningFormat("deepseek_r1", "<think>", "</think>", implicit_open=True),
 )
 
 TOOL_PARSERS = {parser.name: parser for parser in _TOOL_PARSERS}
@@ -79,12 +80,12 @@ REASONING_FORMATS = {format.name: format for format in _REASONING}
 
 
 def tool_parser(name: str, written: str | None) -> type[ToolParser] | None:
-    """Returns the parser of this name.
+    """Returns the parser of this name; None if there is none.
 
     Args:
-        written: a probed call (`template_traits.PROBED_CALL`) as the chat template writes it, None
-            where it writes none. "auto" returns the first parser that reads that call back; None
-            if none does.
+        name: "auto" selects the first parser that can read the text in `written`.
+        written: the chat template's text for the call `template_traits.PROBED_CALL`; None if the
+            template does not show calls.
     """
     if name != "auto":
         return TOOL_PARSERS.get(name)
@@ -94,7 +95,7 @@ def tool_parser(name: str, written: str | None) -> type[ToolParser] | None:
 
 
 def _reads_back(parser: type[ToolParser], written: str) -> bool:
-    """Returns whether a parser reads exactly the probed call, and shows nothing of its marks."""
+    """Tells whether a parser reads exactly the probed call, and leaves no mark in the text."""
     function = PROBED_TOOL["function"]
     reader = parser({function["name"]: function["parameters"]}, enforced=True)
     parts = reader.feed(written) + reader.finish()
@@ -105,14 +106,14 @@ def _reads_back(parser: type[ToolParser], written: str) -> bool:
     marks = (*parser.starts, *parser.marks)
     if names != [function["name"]] or not whole or any(mark in text for mark in marks):
         return False
-    return _decoded(arguments) == PROBED_CALL and not any(mark in text for mark in _MARKS)
+    return _decode(arguments) == PROBED_CALL and not any(mark in text for mark in _MARKS)
 
 
 _MARKS = ("<|/tool_call|>", "</tool_call>")
-"""End marks that one format has and another, which begins alike, has not."""
+"""Closing tags that tell otherwise identical formats apart."""
 
 
-def _decoded(text: str) -> Any:
+def _decode(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -120,8 +121,12 @@ def _decoded(text: str) -> Any:
 
 
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
-    """Returns the format of this name; "auto" returns the one that the template mentions, if
-    any."""
+    """Returns the format of this name; None if there is none.
+
+    Args:
+        name: "auto" selects the first format whose hint or closing mark is in the template.
+        template: the text of the chat templates.
+    """
     if name != "auto":
         return REASONING_FORMATS.get(name)
     return next((each for each in _REASONING if (each.hint or each.close) in template), None)

@@ -1,8 +1,8 @@
-"""Base of tool-call parsers: they read text in pieces, and return it as text when it is no call.
+"""Base class of the tool-call parsers, which read an answer piece by piece.
 
-A format is a generator that looks at `self.char`, the first character not yet consumed ("" at the
-end), and yields to consume it. It never sees more than one character, so it does not matter how the
-text was cut.
+A format is a generator. It looks at `self.char`, the first character that is not consumed yet (""
+at the end), and yields to consume it. It never looks further ahead, so the cuts between the pieces
+do not matter.
 """
 
 from __future__ import annotations
@@ -25,16 +25,20 @@ _LANGUAGE = frozenset(string.ascii_letters + string.digits + "_-+")
 
 
 class NotACallError(Exception):
-    """The text read is not in the parser's format."""
+    """The text does not have the parser's format."""
 
 
 @dataclass(slots=True)
 class Text:
+    """Text that is not part of a call."""
+
     text: str
 
 
 @dataclass(slots=True)
 class CallBegin:
+    """A call begins."""
+
     id: str
     name: str
 
@@ -55,146 +59,165 @@ Part = Text | CallBegin | CallArguments | CallEnd
 
 
 class ToolParser(ABC):
-    """Parses the calls in one completion.
+    """Parses the tool calls in one completion.
 
-    Text that turns out to be no call is passed on as text. Once a call's name is known the call has
-    begun, and only text after the last character that fits is passed on. A call that the text's end
-    cuts before that is dropped, with the mark that began it. The name must be one of `tools` (names
-    to JSON Schemas of the parameters), so that clients get no other. Space around calls is dropped.
-    Calls in a block of code are read as well, and the marks of the block are dropped.
-    Subclasses say where calls begin and read them; `grammar` writes what the parser reads.
+    A call begins once its name is known; the name must be in `tools`. Until then the text may turn
+    out not to be a call, and is emitted as text. After that only the text following the last valid
+    character is emitted as text. If the completion ends in a call's mark or name, both are dropped.
+
+    White space around calls is dropped. Calls in a block of code are parsed too, and the block's
+    fences are dropped.
+
+    Subclasses define where calls begin, read them (`calls`), and generate them (`grammar`).
 
     Args:
-        enforced: a grammar writes the calls, so `loose` marks and blocks of code begin none: what
-            the grammar lets through as text is text.
+        tools: maps names of tools to the JSON Schemas of their parameters.
+        enforced: a grammar writes the calls. Then only `starts` and `first_chars` begin calls, not
+            `lenient_starts` or blocks of code.
+
+    Attributes:
+        char: the next character; "" at the end of the text.
     """
 
     name: ClassVar[str]
     starts: ClassVar[tuple[str, ...]] = ()
-    """Marks that begin calls, anywhere. They are consumed already when `calls` runs."""
-    first: ClassVar[str] = ""
-    """Characters that begin calls as the first of a completion. They are not consumed when `calls`
-    runs."""
-    loose: ClassVar[tuple[str, ...]] = ()
-    """Marks that begin calls of models which depart from the format, as `starts` do. One that is in
-    `first` is not consumed."""
-    fenced: ClassVar[str] = ""
-    """Characters that begin calls as the first of a block of code, as `first` does."""
+    """Marks that begin calls anywhere in the text. They are consumed before `calls` runs."""
+    first_chars: ClassVar[str] = ""
+    """Characters that begin a call at the start of a completion. `calls` consumes them itself."""
+    lenient_starts: ClassVar[tuple[str, ...]] = ()
+    """Further marks that begin calls when a model departs from its format. They are consumed as
+    `starts` are, unless they are in `first_chars`."""
+    fence_chars: ClassVar[str] = ""
+    """Characters that, like `first_chars`, begin a call at the start of a block of code."""
     marks: ClassVar[tuple[str, ...]] = ()
-    """Further text of the format that may be special tokens."""
+    """Other marks of the format, which may be special tokens."""
     by_property: ClassVar[bool] = False
-    """Tells that arguments are written one by one; a schema's keywords about all of them are not
-    enforced."""
+    """The format writes each argument by itself. Schema keywords about all arguments together are
+    not enforced."""
     bare_strings: ClassVar[bool] = False
-    """Tells that strings are written as they are; of a schema's keywords about one, only its values
-    are enforced."""
+    """The format writes strings without quotes. For a string only `enum` and `const` are enforced,
+    no other keyword of its schema."""
     marks_text: ClassVar[bool] = False
-    """Tells that other text than calls is marked too, so that it is parsed without tools, too."""
+    """The format also marks plain text, so answers are parsed even without tools."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], enforced: bool = False) -> None:
         self.tools = tools
         self.char = ""
         self.stopped = True
-        """The model ended its text itself; false where a limit cut it."""
-        self._begins = self.starts if enforced else (*self.starts, *self.loose)
-        self._opens = self._begins if enforced or self.marks_text else (*self._begins, FENCE)
-        self._in_code = False  # behind the mark of a block of code that is shown
+        """The model ended its text itself; False if a limit cut it off."""
+        self._call_starts = self.starts if enforced else (*self.starts, *self.lenient_starts)
+        self._scan_marks = (
+            self._call_starts if enforced or self.marks_text else (*self._call_starts, FENCE)
+        )
+        self._in_code = False  # inside a block of code that is emitted as text
         self._parts: list[Part] = []
-        self._waiting = ""  # may begin a call, or be space around one
-        self._held: list[str] = []  # consumed by `calls`, and nothing made of it yet
+        self._waiting = ""  # may begin a call, or be white space around one
+        self._consumed: list[str] = []  # characters that `calls` read since the last part
         self._reading: Reading | None = None
-        self._arguments: list[str] | None = None  # while they are passed on as they come
-        self._at_first = bool(self.first)
-        self._behind_call = False
-        self.marked = False
-        """The call that is read began with a mark."""
+        self._arguments: list[str] | None = None  # set while arguments are emitted as they arrive
+        self._at_start = bool(self.first_chars)
+        self._after_call = False
+        self.began_with_mark = False
+        """The current call began with a mark."""
 
     @abstractmethod
     def calls(self) -> Reading:
         """Reads one call or several.
 
         Raises:
-            NotACallError: what was consumed since the last call began or ended is text.
+            NotACallError: the characters consumed since the last part are text.
         """
 
     @classmethod
     @abstractmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
-        """Returns a Lark expression of one call, or with `parallel` of one or more."""
+        """Returns a Lark rule for one call, or for one or more calls.
+
+        Args:
+            rules: the grammar's rules; helper rules are added to it.
+            tools: maps names to the schemas of the parameters.
+            parallel: allows more than one call.
+        """
 
     # -- text in, parts out --------------------------------------------------------------------
 
     def feed(self, text: str) -> list[Part]:
         while text:
             text = self._scan(text) if self._reading is None else self._read(text)
-        return self._take()
+        return self._take_parts()
 
     def finish(self, *, stopped: bool = True) -> list[Part]:
-        """Returns the rest; nothing may be fed afterwards. stopped: see the attribute."""
+        """Returns the remaining parts. `feed` must not be called after it.
+
+        Args:
+            stopped: see the attribute.
+        """
         self.stopped = stopped
         if self._reading is not None:
             self._step("")
-        self._give(self._waiting)
-        return self._take()
+        self._emit_text(self._waiting)
+        return self._take_parts()
 
-    def _take(self) -> list[Part]:
+    def _take_parts(self) -> list[Part]:
         if self._arguments:
             self._parts.append(CallArguments("".join(self._arguments)))
             self._arguments.clear()
         parts, self._parts = self._parts, []
         return parts
 
-    def _give(self, text: str) -> None:
+    def _emit_text(self, text: str) -> None:
         if text:
             self._parts.append(Text(text))
 
     def _scan(self, text: str) -> str:
-        """Passes text on up to where a call may begin; returns what is to be read as one."""
+        """Emits the text before the next possible call; returns the text to read as a call."""
         text, self._waiting = self._waiting + text, ""
-        if self._behind_call:
+        if self._after_call:
             text = text.lstrip()
-            self._behind_call = not text
-        if self._at_first:
+            self._after_call = not text
+        if self._at_start:
             inner = text.lstrip()
             if not inner:
                 self._waiting = text
                 return ""
-            self._at_first = False
-            if inner[0] in self.first:
-                self.marked = False
-                return self._open(text[: len(text) - len(inner)], inner)
+            self._at_start = False
+            if inner[0] in self.first_chars:
+                self.began_with_mark = False
+                return self._start_reading(text[: len(text) - len(inner)], inner)
         place, start = min(
-            ((at, start) for start in self._opens if (at := text.find(start)) >= 0),
+            ((at, start) for start in self._scan_marks if (at := text.find(start)) >= 0),
             default=(len(text), ""),
         )
         if not start:
-            self._pass(text)
+            self._pass_text(text)
             return ""
-        end = place if start in self.first else place + len(start)
+        end = place if start in self.first_chars else place + len(start)
         if start == FENCE and self._in_code:
             self._in_code = False
-            self._give(text[:end])
+            self._emit_text(text[:end])
             return text[end:]
         plain = text[:place].rstrip()
-        self._give(plain)
-        self.marked = start not in (*self.first, FENCE)
+        self._emit_text(plain)
+        self.began_with_mark = start not in (*self.first_chars, FENCE)
         reading = self._block_of_code() if start == FENCE else None
-        return self._open(text[len(plain) : end], text[end:], reading)
+        return self._start_reading(text[len(plain) : end], text[end:], reading)
 
     def _block_of_code(self) -> Reading:
-        """Reads a block of code that has calls, and nothing else."""
+        """Reads a block of code that contains only calls."""
         self._in_code = True
         while self.char in _LANGUAGE:
             yield
         yield from self.space()
         while True:
             mark = ""
-            while mark not in self._begins and (mark or self.char not in self.first + self.fenced):
+            while mark not in self._call_starts and (
+                mark or self.char not in self.first_chars + self.fence_chars
+            ):
                 mark += self.char
-                if not self.char or not any(start.startswith(mark) for start in self._begins):
+                if not self.char or not any(start.startswith(mark) for start in self._call_starts):
                     raise NotACallError
                 yield
-            self.marked = bool(mark)
+            self.began_with_mark = bool(mark)
             yield from self.calls()
             yield from self.space()
             if not self.char:
@@ -204,19 +227,19 @@ class ToolParser(ABC):
         yield from self.expect(FENCE)
         self._in_code = False
 
-    def _pass(self, text: str) -> None:
-        """Passes text without a call on, but for an end that may begin one, or space before it."""
-        plain = text[: len(text) - overlap(text, self._opens)].rstrip()
-        self._give(plain)
+    def _pass_text(self, text: str) -> None:
+        """Emits text without a call. An end that may begin one waits, with the space before it."""
+        plain = text[: len(text) - overlap(text, self._scan_marks)].rstrip()
+        self._emit_text(plain)
         self._waiting = text[len(plain) :]
 
-    def _open(self, held: str, rest: str, reading: Reading | None = None) -> str:
-        self._held = [held]
+    def _start_reading(self, held: str, rest: str, reading: Reading | None = None) -> str:
+        self._consumed = [held]
         self._reading = self.calls() if reading is None else reading
         return rest
 
     def _read(self, text: str) -> str:
-        """Feeds characters to `calls`; returns what it leaves."""
+        """Feeds characters to `calls`; returns the rest when it ends."""
         for place, char in enumerate(text):
             self._step(char)
             if self._reading is None:
@@ -230,61 +253,65 @@ class ToolParser(ABC):
         except (StopIteration, NotACallError) as end:
             self._reading = None
             if isinstance(end, NotACallError):
-                self._parts = self._take()
+                self._parts = self._take_parts()
                 self._arguments = None
-                if char or not self.marked:
-                    self._pass(self.as_text("".join(self._held)))
+                if char or not self.began_with_mark:
+                    self._pass_text(self.as_text("".join(self._consumed)))
             else:
-                self._behind_call = True
-            self._held = []
+                self._after_call = True
+            self._consumed = []
             return
-        (self._held if self._arguments is None else self._arguments).append(self.char)
+        (self._consumed if self._arguments is None else self._arguments).append(self.char)
 
     # -- for `calls` ---------------------------------------------------------------------------
 
     @property
     def read_so_far(self) -> str:
-        """Returns the text that was read since the last event, the mark that began it included."""
-        return "".join(self._held)
+        """The text that was read since the last part, including the mark that began the call."""
+        return "".join(self._consumed)
 
     def as_text(self, read: str) -> str:
-        """Returns what is shown of text that began as a call and is none."""
+        """Returns the text to emit for `read`, which began like a call but is not one."""
         return read
 
-    def begin(self, name: str) -> None:
-        """Begins a call. Raises NotACallError if there is no such tool."""
+    def begin_call(self, name: str) -> None:
+        """Begins a call.
+
+        Raises:
+            NotACallError: there is no such tool.
+        """
         if name not in self.tools:
             raise NotACallError
-        self._held = []
+        self._consumed = []
         self._parts.append(CallBegin(self.new_id(), name))
 
-    def end(self) -> None:
-        self._held = []
+    def end_call(self) -> None:
+        self._consumed = []
         self._parts.append(CallEnd())
 
-    def give_arguments(self, text: str) -> None:
-        self._held = []
+    def emit_arguments(self, text: str) -> None:
+        self._consumed = []
         self._parts.append(CallArguments(text))
 
-    def passed_on(self, reading: Reading) -> Reading:
-        """Passes on as arguments what `reading` consumes."""
+    def pass_arguments(self, reading: Reading) -> Reading:
+        """Emits the text that `reading` consumes as arguments."""
         self._arguments = []
         yield from reading
-        self._parts = self._take()
+        self._parts = self._take_parts()
         self._arguments = None
 
-    def captured(self, reading: Generator[None, None, Any]) -> Generator[None, None, str]:
-        """Returns the text that `reading` consumes."""
-        place = len(self._held)
+    def capture(self, reading: Generator[None, None, Any]) -> Generator[None, None, str]:
+        """Runs `reading`, and returns the text that it consumes."""
+        place = len(self._consumed)
         yield from reading
-        return "".join(self._held[place:])
+        return "".join(self._consumed[place:])
 
     def space(self, also: str = "") -> Reading:
         while self.char in SPACE or (self.char and self.char in also):
             yield
 
-    def in_fence(self, reading: Callable[[], Reading]) -> Reading:
-        """Reads what `reading` reads, in a block of code or without one."""
+    def optional_fence(self, reading: Callable[[], Reading]) -> Reading:
+        """Runs `reading`, inside a block of code or without one."""
         fenced = self.char == FENCE[0]
         if fenced:
             yield from self.expect(FENCE)
@@ -297,8 +324,8 @@ class ToolParser(ABC):
             yield from self.expect(FENCE)
             yield from self.space()
 
-    def listed(self, entry: Callable[[], Reading]) -> Reading:
-        """Reads what `entry` reads, once or several times with commas between."""
+    def comma_separated(self, entry: Callable[[], Reading]) -> Reading:
+        """Runs `entry` once or more often, with commas in between."""
         while True:
             yield from self.space()
             yield from entry()
@@ -314,7 +341,7 @@ class ToolParser(ABC):
             yield
 
     def one_of(self, *texts: str) -> Generator[None, None, str]:
-        """Reads one of several texts, none of which begins another; returns it."""
+        """Reads one of `texts` and returns it. No text may be the beginning of another."""
         read = ""
         while read not in texts:
             read += self.char
@@ -328,7 +355,7 @@ class ToolParser(ABC):
 
 
 def overlap(text: str, marks: Sequence[str]) -> int:
-    """Returns the length of the longest end of `text` that begins one of `marks`, not all of it."""
+    """Returns the length of the longest end of `text` that is an incomplete one of `marks`."""
     longest = max(map(len, marks), default=1) - 1
     for length in range(min(longest, len(text)), 0, -1):
         end = text[-length:]

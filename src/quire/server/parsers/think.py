@@ -1,4 +1,4 @@
-"""Reasoning in a block of its own before the answer: <think>...</think> and its kin."""
+"""Splits off a block of reasoning before the answer: <think>...</think> and similar marks."""
 
 from __future__ import annotations
 
@@ -14,32 +14,37 @@ class ReasoningFormat:
     """A format of reasoning blocks.
 
     Attributes:
-        implied: a completion begins with reasoning even where nothing opens the block.
-        turn: text that follows every block.
-        answer: text that begins an answer, behind reasoning or without.
-        hint: text of chat templates that use the format; its end mark where empty.
+        name: the format's name in `--reasoning-parser`.
+        open, close: marks around the block.
+        implicit_open: a completion begins with reasoning even without the opening mark.
+        turn: text after every block.
+        answer: text that begins an answer, with or without reasoning before it.
+        hint: text by which a chat template shows that it uses the format; "" means `close`.
     """
 
     name: str
     open: str
     close: str
-    implied: bool = False
+    implicit_open: bool = False
     turn: str = ""
     answer: str = ""
     hint: str = ""
 
     @property
     def closing(self) -> str:
-        """Text that closes an open block and begins the answer."""
+        """The text that closes an open block and begins the answer."""
         return f"\n{self.close}{self.turn}{self.answer}" if self.answer else f"\n{self.close}\n\n"
 
     def begins_open(self, prompt: str, continued: str | None = None) -> bool | None:
-        """Tells from a prompt whether its completion begins inside a reasoning block.
-
-        True: it does. False: the block has been closed. None: the model may open one.
+        """Tells whether the completion of a prompt begins inside a reasoning block.
 
         Args:
-            continued: the text of the message that the completion continues, if it does.
+            prompt: the prompt's text.
+            continued: the text of the message that the completion continues; None for a new one.
+
+        Returns:
+            True if it begins inside a block, False if it begins with the answer, None if the
+            model may open a block.
         """
         if continued is not None:
             return continued.rfind(self.open) > continued.rfind(self.close)
@@ -48,24 +53,25 @@ class ReasoningFormat:
             return True
         if end.endswith(self.answer or self.close):
             return False
-        return True if self.implied else None
+        return True if self.implicit_open else None
 
 
 class _ThinkState(Enum):
     START = 0
     INSIDE = 1
-    BEHIND = 2
+    AFTER = 2
     ANSWER = 3
 
 
 class ThinkParser:
     """Splits one completion into reasoning and answer.
 
-    Space around the reasoning is dropped. Only a block that the completion begins with counts.
+    Only a block at the start of the completion counts. White space around the reasoning is dropped.
 
     Args:
-        calls: marks that begin calls. From the first one on the text of an open block waits, as
-            models may call without closing it.
+        begins_open: see `ReasoningFormat.begins_open`.
+        calls: marks that begin calls. Text of an open block is held back from the first such mark
+            on, because models may call tools without closing the block.
     """
 
     def __init__(
@@ -75,9 +81,10 @@ class ThinkParser:
         self._calls = tuple(calls)
         self.close = format.close
         self._waiting = ""
-        self._silent = True  # nothing of the reasoning was passed on yet
-        self._may_repeat = begins_open is True  # models repeat a mark that the prompt ends with
-        self._place = {
+        self._silent = True  # no reasoning was returned yet
+        # Models may repeat the opening mark at the end of the prompt.
+        self._may_repeat = begins_open is True
+        self._state = {
             True: _ThinkState.INSIDE,
             False: _ThinkState.ANSWER,
             None: _ThinkState.START,
@@ -85,52 +92,56 @@ class ThinkParser:
 
     @property
     def undecided(self) -> bool:
-        """Tells whether the text so far may become either reasoning or answer."""
-        return self._place is _ThinkState.START
+        """Tells whether the text so far may still become either reasoning or answer."""
+        return self._state is _ThinkState.START
 
     @property
-    def answering(self) -> bool:
-        return self._place in (_ThinkState.BEHIND, _ThinkState.ANSWER)
+    def in_answer(self) -> bool:
+        return self._state in (_ThinkState.AFTER, _ThinkState.ANSWER)
 
     def feed(self, text: str) -> tuple[str, str, int]:
-        """Returns (more reasoning, more of the answer, how many of the new characters were the
-        block's)."""
-        if self._place is _ThinkState.ANSWER:
+        """Splits more text.
+
+        Returns:
+            More reasoning, more of the answer, and the number of characters of `text` that belong
+            to the reasoning block.
+        """
+        if self._state is _ThinkState.ANSWER:
             return "", text, 0
         waited = len(self._waiting)
         buffer, self._waiting = self._waiting + text, ""
         total, reasoning = len(buffer), ""
-        if self._place is _ThinkState.START:
+        if self._state is _ThinkState.START:
             buffer = self._start(buffer)
-        if self._place is _ThinkState.INSIDE:
+        if self._state is _ThinkState.INSIDE:
             reasoning, buffer = self._inside(buffer)
-        block = max(0, total - len(buffer) - waited) if self.answering else len(text)
-        if self._place is _ThinkState.BEHIND:
+        block = max(0, total - len(buffer) - waited) if self.in_answer else len(text)
+        if self._state is _ThinkState.AFTER:
             buffer = buffer.lstrip()
             if buffer:
-                self._place = _ThinkState.ANSWER
-        return (reasoning, buffer, block) if self.answering else (reasoning, "", block)
+                self._state = _ThinkState.ANSWER
+        return (reasoning, buffer, block) if self.in_answer else (reasoning, "", block)
 
     def finish(self) -> tuple[str, str]:
-        """Returns the text that was undecided, as (reasoning, answer)."""
+        """Returns the text that was held back, as (reasoning, answer)."""
         text, self._waiting = self._waiting, ""
-        if self._place is _ThinkState.INSIDE:
+        if self._state is _ThinkState.INSIDE:
             return text.rstrip(), ""
         return "", text
 
     def _start(self, buffer: str) -> str:
         inner = buffer.lstrip()
         if inner.startswith(self._format.open):
-            self._place = _ThinkState.INSIDE
+            self._state = _ThinkState.INSIDE
             return inner[len(self._format.open) :]
         if self._format.open.startswith(inner):
             self._waiting = buffer
             return ""
-        self._place = _ThinkState.ANSWER
+        self._state = _ThinkState.ANSWER
         return buffer
 
     def _inside(self, buffer: str) -> tuple[str, str]:
-        """Splits text inside the block into (reasoning, text behind the block)."""
+        """Splits text that begins inside the block into (reasoning, text after the block)."""
         if self._silent:
             buffer = buffer.lstrip()
         if self._may_repeat:
@@ -141,7 +152,7 @@ class ThinkParser:
             buffer = buffer.removeprefix(self._format.open).lstrip()
         at = buffer.find(self._format.close)
         if at >= 0:
-            self._place = _ThinkState.BEHIND
+            self._state = _ThinkState.AFTER
             return buffer[:at].rstrip(), buffer[at + len(self._format.close) :]
         begun = [at for mark in self._calls if (at := buffer.find(mark)) >= 0]
         waits = len(buffer) - overlap(buffer, (self._format.close, *self._calls))

@@ -1,4 +1,4 @@
-"""Listening sockets: an address and port or a Unix socket, in the clear or with TLS."""
+"""Listening sockets: TCP or Unix, with or without TLS."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ _SIOCGIFADDR = 0x8915
 
 
 def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
-    """Returns a bound socket that does not listen yet, so connections are refused until the engine
-    is ready.
+    """Returns a bound socket that does not listen yet.
+
+    Connections are therefore refused until the engine is ready.
 
     Args:
-        shared: other processes of this user may bind the same port, and share its connections.
+        shared: other processes of this user may bind the same port and share its connections.
 
     Raises:
-        ConfigError: naming what is wrong with the address.
+        ConfigError: the address cannot be bound.
     """
     if args.uds is not None:
         return _bind_unix(args.uds)
@@ -44,7 +45,7 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
             args.host, args.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        message = f"host {args.host!r} is no address: {error.strerror}"
+        message = f"host {args.host!r} is not an address: {error.strerror}"
         raise ConfigError(message, "host") from None
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -66,7 +67,7 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
 def _bind_unix(path: str) -> socket.socket:
     """Binds a Unix socket that only this user and group may connect to.
 
-    A stale socket of an earlier server is removed, nothing else is.
+    The stale socket of an earlier server is removed. Any other file is an error.
     """
     if len(os.fsencode(path)) > _MOST_PATH_BYTES:
         raise ConfigError(
@@ -88,8 +89,8 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def closing(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
-    """Closes the socket in the end, and removes a Unix socket's name."""
+def closing_socket(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
+    """Closes the socket at the end, and removes a Unix socket's file."""
     try:
         yield
     finally:
@@ -127,7 +128,7 @@ def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # Without a callback a key under a password would ask for it on the terminal.
+        # Without a callback OpenSSL would ask for a key's password on the terminal.
         context.load_cert_chain(args.ssl_certfile, args.ssl_keyfile, password=_no_password)
     except (OSError, ValueError) as error:
         message = f"cannot use {args.ssl_certfile}: {_reason(error)}"
@@ -143,17 +144,17 @@ def tls_context(args: ServerArgs) -> ssl.SSLContext | None:
 
 
 def _no_password() -> str:
-    raise ValueError("the key is under a password; the server needs one that is not")
+    raise ValueError("the key is encrypted; the server needs one without a password")
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or "no certificate and key in PEM that belong together"
+        return error.reason or "the files have no matching certificate and key in PEM"
     return getattr(error, "strerror", None) or str(error)
 
 
 def url_of(sock: socket.socket, args: ServerArgs) -> str:
-    """Returns the URL of a bound socket on this machine; `unix:PATH` of a Unix socket."""
+    """Returns the URL of a bound socket on this machine; `unix:PATH` for a Unix socket."""
     if sock.family == socket.AF_UNIX:
         return f"unix:{sock.getsockname()}"
     scheme = "http" if args.ssl_certfile is None else "https"
@@ -167,11 +168,12 @@ def url_of(sock: socket.socket, args: ServerArgs) -> str:
 
 
 def reachable_urls(url: str, host: str) -> list[str]:
-    """Returns the URLs by which other machines reach a server, by its IPv4 addresses.
+    """Returns the URLs, with IPv4 addresses, under which other machines reach a server.
 
     Args:
-        url: of the server on this machine, see `url_of`.
-        host: on which it listens; of one address there is nothing to tell.
+        url: the server's URL on this machine, see `url_of`.
+        host: the address it listens on. Only 0.0.0.0 and :: give a result, because for any other
+            address `url` is enough.
     """
     if host not in ("0.0.0.0", "::") or not url.startswith("http"):
         return []
@@ -180,7 +182,7 @@ def reachable_urls(url: str, host: str) -> list[str]:
 
 
 def _own_addresses() -> list[str]:
-    """Returns the IPv4 addresses of this machine's interfaces, without loopback ones."""
+    """Returns the IPv4 addresses of this machine's interfaces, except loopback addresses."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
@@ -196,6 +198,7 @@ def _own_addresses() -> list[str]:
 
 
 def warn_if_open(args: ServerArgs) -> None:
+    """Logs a warning if other machines can use the server without a key."""
     if args.api_key or args.api_key_file or args.ssl_ca_certs or args.uds:
         return
     if not is_loopback(args.host):

@@ -1,4 +1,4 @@
-"""Entry point of the server: binds, launches the engine, serves, drains and stops."""
+"""Entry point of the server: it binds, launches the engine, serves, drains and stops."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import ssl
 from collections.abc import Callable
 
 from quire.config import EngineArgs
+from quire.engine.process.client import EngineClient
 from quire.errors import ConfigError
 from quire.server.apis.batch.service import open_store
 from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.process.listen import bind, closing, tls_context, url_of, warn_if_open
+from quire.server.process.listen import bind, closing_socket, tls_context, url_of, warn_if_open
+from quire.server.process.supervisor import Supervisor
 from quire.server.process.uvicorn_server import serve
 
 OnReady = Callable[[str, str], None]
@@ -31,14 +33,18 @@ def run_server(
 ) -> None:
     """Serves until SIGINT or SIGTERM.
 
-    It then stops accepting, lets running requests finish for `drain_timeout` seconds, and returns.
-    A second signal does not wait for them.
+    It then refuses new requests, gives running ones `drain_timeout` seconds to finish, and returns.
+    A second signal ends it at once.
+
+    Args:
+        on_ready: called once the server answers requests.
+        on_progress: called with the progress of the engine's start.
 
     Raises:
         ConfigError: the address cannot be bound, or a setting is wrong.
         ModelError: the model cannot be loaded.
     """
-    import uvloop
+    import uvloop  # Not available on every platform, and needed only here.
 
     if "simulate_acceptance" in (engine_args.speculative or {}):
         raise ConfigError(
@@ -46,15 +52,19 @@ def run_server(
             "speculative",
         )
     engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
-    # Bound before the model is loaded, which may take minutes: a taken port should say so at once.
+    # Loading the model may take minutes. Binding first reports a taken port at once.
     tls = tls_context(server_args)
     sock = bind(server_args)
     if server_args.api_workers > 1 and server_args.uds is None:
-        # Two servers that shared a port by mistake would each get half of the requests.
+        # The exclusive bind above fails if another server has the port. Without it both servers
+        # would share the port, and each would get half of the requests.
         sock.close()
         sock = bind(server_args, shared=True)
     store = open_store(server_args)
-    with closing(sock, server_args), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        closing_socket(sock, server_args),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         runner.run(_serve(engine_args, server_args, sock, tls, store, on_ready, on_progress))
 
 
@@ -67,8 +77,6 @@ async def _serve(
     on_ready: OnReady | None,
     on_progress: Callable[..., None] | None,
 ) -> None:
-    from quire.engine.process.client import EngineClient
-
     launching = asyncio.ensure_future(
         EngineClient.launch(
             engine_args,
@@ -96,8 +104,6 @@ async def _serve(
         if server_args.api_workers == 1:
             await serve(app, sock, tls, server_args, ready)
         else:
-            from quire.server.process.supervisor import Supervisor
-
             await Supervisor(client, server_args, sock).run(ready)
     finally:
         await client.shutdown()

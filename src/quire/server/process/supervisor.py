@@ -1,8 +1,8 @@
-"""Several API processes on one port, and one engine behind them.
+"""Several API processes on one port, with one engine behind them.
 
-Tokenizing, detokenizing and writing events take one core at some thirty thousand tokens a second;
-with `--api-workers` they take several. The supervisor serves nothing itself: it starts the engine
-and the workers, starts again what dies, and passes signals on.
+At about 30,000 tokens a second one core is busy with tokenizing, detokenizing and writing events.
+`--api-workers` spreads this work over several processes. The supervisor serves no requests: it
+starts the workers, restarts the ones that die, and forwards signals.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ _PAUSE = 1.0
 """Seconds before a worker that died is started again."""
 _FORCED_SECONDS = 5.0
 SILENCE_SECONDS = 30.0
-"""Time without a sign of life after which a worker counts as stuck; it gives one every second."""
+"""Seconds without a line from a worker after which it is killed. It writes one every second."""
 START_SECONDS = 120.0
-"""Time for the first sign, before which a worker imports what it needs."""
+"""Seconds until a worker's first line, which it writes after its imports."""
 
 
 class Supervisor:
-    """Runs the workers of a launched engine.
+    """Runs the API workers of an engine.
 
     Args:
-        sock: a bound socket. Workers bind theirs to the same port; a Unix socket they share.
+        client: client of the launched engine.
+        sock: a bound socket. Each worker binds its own socket to the same port. A Unix socket is
+            shared by all workers.
     """
 
     def __init__(self, client: EngineClient, args: ServerArgs, sock: socket.socket) -> None:
@@ -57,7 +59,7 @@ class Supervisor:
             sock.listen(2048)
             self._fd = sock.fileno()
         else:
-            # Where a free port was asked for, all workers are to take the same.
+            # Port 0 means any free port. All workers must bind the port that was chosen.
             args = dataclasses.replace(args, port=sock.getsockname()[1])
         self._args = args
         self._config = WorkerConfig(
@@ -86,15 +88,15 @@ class Supervisor:
             asyncio.create_task(self._keep_running(i, event)) for i, event in enumerate(ready)
         ]
         stopped = asyncio.create_task(self._stopping.wait())
-        waiting = asyncio.create_task(_all(ready))
+        waiting = asyncio.create_task(_wait_for_all(ready))
         await asyncio.wait((waiting, stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
         if waiting.done():
             on_ready()
         waiting.cancel()
-        # A restarter that ends before it is stopped has failed.
+        # The restarters run until the server stops. One that ends earlier has failed.
         await asyncio.wait((stopped, *restarters), return_when=asyncio.FIRST_COMPLETED)
         self._stopping.set()
-        # Workers drain by themselves; one that does not come to an end is ended.
+        # Workers drain by themselves. Those that take too long are killed.
         with contextlib.suppress(TimeoutError):
             limit = self._args.drain_timeout + _FORCED_SECONDS
             await asyncio.wait_for(asyncio.shield(asyncio.gather(*restarters)), limit)
@@ -116,11 +118,11 @@ class Supervisor:
                 worker.send_signal(number)
 
     async def _keep_running(self, number: int, ready: asyncio.Event) -> None:
-        """Runs a worker, and starts the next when it dies."""
+        """Runs a worker, and starts a new one whenever it dies."""
         while not self._stopping.is_set():
             began = time.monotonic()
             worker = await self._start()
-            status = await self._watched(worker, number, ready)
+            status = await self._watch(worker, number, ready)
             self._workers.discard(worker)
             multiprocess.mark_process_dead(worker.pid, str(self._metrics))  # type: ignore[no-untyped-call]
             if self._stopping.is_set():
@@ -130,13 +132,17 @@ class Supervisor:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _PAUSE)
 
-    async def _watched(
+    async def _watch(
         self, worker: asyncio.subprocess.Process, number: int, ready: asyncio.Event
     ) -> int:
-        """Waits for a worker's end; ends one that has said nothing for too long.
+        """Waits until a worker ends, and kills it if it writes nothing for too long.
 
         Args:
-            ready: set once the worker says that it is.
+            number: the worker's number, for the log.
+            ready: set when the worker reports that it is ready.
+
+        Returns:
+            The worker's exit status.
         """
         ended = asyncio.create_task(worker.wait())
         patience = START_SECONDS
@@ -172,6 +178,6 @@ class Supervisor:
         return worker
 
 
-async def _all(events: Sequence[asyncio.Event]) -> None:
+async def _wait_for_all(events: Sequence[asyncio.Event]) -> None:
     for event in events:
         await event.wait()

@@ -1,4 +1,4 @@
-"""HTTP connections: uvicorn's, with bounds on all that comes besides bodies."""
+"""Serves the application with uvicorn, and bounds everything in a request except its body."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ LINGER_BYTES = 64 * 1024 * 1024
 LINGER_SECONDS = 10.0
 
 FRAMING_PER_BYTE = 16
-"""Bytes of chunk sizes and extensions that may come with each byte of a body."""
+"""Bytes of chunk sizes and chunk extensions that may come with each byte of a body."""
 _CLOSE_SECONDS = 0.5
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """Ends a connection whose request has a slow or large head, trailer or chunk extension.
+    """Ends a connection whose request has a slow head, or a large head, trailer or chunk framing.
 
-    A head must come within `HEAD_SECONDS`. Heads, trailers and the framing of chunks have at most
-    `HEAD_BYTES` each (in whole packets). Trailers are dropped: a request's headers are those that
-    were authenticated. Bodies are bounded where they are read. What is left of a body whose request
-    is answered already is read for `LINGER_SECONDS`, so that the client can read the answer.
+    A head must arrive within `HEAD_SECONDS`. Heads, trailers and chunk framing may have
+    `HEAD_BYTES` each, checked after each packet. Trailers are dropped, because they arrive after
+    the request's headers were authenticated. The code that reads bodies bounds them.
 
-    `Upgrade` is ignored (RFC 9110, 7.8): there is no other protocol to change to. CONNECT is
+    A request may be answered before its body has arrived. The rest of the body is then read for
+    `LINGER_SECONDS`, so that the client gets to read the answer.
+
+    `Upgrade` is ignored (RFC 9110, 7.8), because the server has no other protocol. CONNECT is
     refused.
     """
 
@@ -65,15 +67,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             what = "head" if self._in_head else "trailer or framing"
             self._refuse(f"The {what} of the request is too large.")
         elif self._answered:
-            # uvicorn takes any data for the begin of a request and forgets its own time limit.
+            # uvicorn takes any bytes for the start of a request and cancels its own timer.
             self._end_after(HEAD_SECONDS)
 
     def _feed(self, data: bytes) -> None:
-        """Parses data.
+        """Parses bytes.
 
-        The parser takes a head that asks for another protocol for a whole message, and what follows
-        for that protocol's, in a later packet even for the next request. Such a head is parsed
-        again without its `Upgrade`, so that its body is as long as it says.
+        At a head with `Upgrade` the parser stops and leaves out the request's body. The body would
+        then be read as the next request. Such a head is parsed again without its `Upgrade`.
         """
         try:
             while data:
@@ -102,7 +103,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, message: str) -> None:
-        """Answers 400, unless that would be within or after another answer."""
+        """Answers 400, or cuts the connection if another answer has begun."""
         if self._in_head and self._answered:
             self.send_400_response(message)
         elif self.cycle.response_started:
@@ -156,15 +157,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """Closes an idle connection.
 
-        Over TLS an idle client need not answer the close notification, and would hold up a stopping
-        server for half a minute, so it gets a moment only.
+        Over TLS the server waits for the client's close notification. An idle client may never send
+        it, which would delay the server's stop by half a minute. So it is cut off soon.
         """
         super().shutdown()
         if self.transport.is_closing():
             self.loop.call_later(_CLOSE_SECONDS, self.transport.abort)
 
     def _end_after(self, seconds: float) -> None:
-        """Ends the connection after `seconds`, unless an earlier moment is set."""
+        """Ends the connection after `seconds`, unless a timer is running already."""
         if self._timer is None:
             self._timer = self.loop.call_later(seconds, self.transport.abort)
 
@@ -174,12 +175,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._timer = None
 
 
-# The serving of an application on a bound socket by uvicorn.
-
 _SWITCH_SECONDS = 0.0005
-"""Time for which a thread keeps the interpreter's lock while another waits for it."""
+"""Seconds for which a thread may keep the interpreter's lock while another one waits for it."""
 _LAST_EVENTS_SECONDS = 2.0
-"""Time that streams which were not done in time have to send their error."""
+"""Seconds that unfinished streams have to send their error after the drain time."""
 
 
 async def serve(
@@ -189,10 +188,13 @@ async def serve(
     args: ServerArgs,
     on_started: Callable[[], None],
 ) -> None:
-    """Serves until SIGINT or SIGTERM, and until running requests have ended or `drain_timeout` is
-    over.
+    """Serves an application on a bound socket until SIGINT or SIGTERM.
 
-    A second signal does not wait for them. SIGHUP reads the key file again.
+    Running requests then have `drain_timeout` seconds to finish. A second signal ends them at once.
+    SIGHUP reads the key file again.
+
+    Args:
+        on_started: called once the socket listens.
     """
     config = uvicorn.Config(
         app,
@@ -222,10 +224,10 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handling, which `serve` does.
+    """uvicorn's server without its signal handling, which `serve` does instead.
 
-    uvicorn would raise signals again once it has stopped, and so never let the process end with
-    status 0.
+    uvicorn raises the signals again after it has stopped, so the process would not end with status
+    0.
     """
 
     def __init__(
@@ -242,12 +244,12 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        # What stands now stands for good: the collector, which runs while large bodies are decoded,
-        # need not walk it again and again.
+        # All objects so far live as long as the process. Freezing them spares the garbage collector
+        # from walking them again and again while large bodies are decoded.
         gc.collect()
         gc.freeze()
-        # The loop asks for the interpreter's lock at every read and write. A thread that parses a
-        # large body would keep it for 5 ms each time.
+        # The event loop needs the interpreter's lock at every read and write. By default a thread
+        # that parses a large body would keep the lock for 5 ms each time.
         sys.setswitchinterval(_SWITCH_SECONDS)
         if self._app_state.batches is not None:
             self._app_state.batches.start()

@@ -1,8 +1,8 @@
 """One of several API processes that share a port: `python -m quire.server.process.worker`.
 
-Reads a `WorkerConfig` from standard input, attaches to the engine that the supervisor has started,
-and serves until it is told to stop or its supervisor is gone. On standard output it says "alive"
-every second, and once "ready".
+It reads a `WorkerConfig` from standard input, attaches to the supervisor's engine, and serves until
+a signal arrives or the supervisor is gone. On standard output it writes "alive" every second, and
+"ready" once.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from pathlib import Path
 
 import msgspec
 
+from quire.engine.process.client import EngineClient
+from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.process.listen import bind, tls_context
 from quire.server.process.uvicorn_server import serve
 from quire.server.telemetry import logs
 from quire.system import end_with
 
-_LIFE_SECONDS = 1.0
+_ALIVE_SECONDS = 1.0
 READY_LINE = b"ready\n"
 
 
@@ -28,9 +30,10 @@ class WorkerConfig(msgspec.Struct):
     """Configuration of a worker, sent by its supervisor.
 
     Attributes:
+        args: the server's settings.
         engines: addresses of the engines' sockets.
-        fd: a listening socket that all workers share; None binds an own one to the port in `args`.
-        limits: file of the keys' rate limits.
+        fd: a listening socket that all workers share; None binds a new one to the port in `args`.
+        limits: path of the file with the keys' rate limits.
         owner: process id of the supervisor.
     """
 
@@ -42,39 +45,38 @@ class WorkerConfig(msgspec.Struct):
 
 
 def main() -> None:
-    import uvloop
+    import uvloop  # Not available on every platform, and needed only here.
 
-    share = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    end_with(share.owner)
-    logs.configure(share.args)
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    end_with(config.owner)
+    logs.configure(config.args)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_work(share))
+        runner.run(_serve(config))
 
 
-async def _work(share: WorkerConfig) -> None:
-    from quire.engine.process.client import EngineClient
-    from quire.server.app import build_app
-
-    living = asyncio.create_task(_show_life())
-    client = await EngineClient.attach(*share.engines)
+async def _serve(config: WorkerConfig) -> None:
+    alive_reports = asyncio.create_task(_report_alive())
+    client = await EngineClient.attach(*config.engines)
     try:
-        app = build_app(client, share.args, Path(share.limits))
-        tls = tls_context(share.args)
-        sock = bind(share.args, shared=True) if share.fd is None else socket.socket(fileno=share.fd)
-        await serve(app, sock, tls, share.args, lambda: _say(READY_LINE))
+        app = build_app(client, config.args, Path(config.limits))
+        tls = tls_context(config.args)
+        sock = (
+            bind(config.args, shared=True) if config.fd is None else socket.socket(fileno=config.fd)
+        )
+        await serve(app, sock, tls, config.args, lambda: _write_line(READY_LINE))
     finally:
-        living.cancel()
+        alive_reports.cancel()
         await client.shutdown()
 
 
-async def _show_life() -> None:
-    """Tells the supervisor that the event loop turns, until the worker ends."""
+async def _report_alive() -> None:
+    """Writes a line every second, which shows the supervisor that the event loop is running."""
     while True:
-        _say(b"alive\n")
-        await asyncio.sleep(_LIFE_SECONDS)
+        _write_line(b"alive\n")
+        await asyncio.sleep(_ALIVE_SECONDS)
 
 
-def _say(line: bytes) -> None:
+def _write_line(line: bytes) -> None:
     sys.stdout.buffer.write(line)
     sys.stdout.buffer.flush()
 

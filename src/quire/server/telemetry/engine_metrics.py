@@ -1,4 +1,4 @@
-"""Metrics of the engine's own counts, read at each scrape."""
+"""Metrics from the engine's own statistics, which are read at each scrape."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ if TYPE_CHECKING:
 
 _COUNTERS = {
     "prefix_query_tokens": ("prefix_query_tokens", "Prompt tokens looked up in the prefix cache."),
-    "prefix_hit_tokens": ("prefix_hit_tokens", "Of them, found."),
+    "prefix_hit_tokens": ("prefix_hit_tokens", "Prompt tokens found in the prefix cache."),
     "evicted_blocks": ("kv_blocks_evicted", "KV blocks that the prefix cache gave up."),
     "copied_blocks": (
         "kv_blocks_copied",
-        "KV blocks copied, as they are shared up to their middle.",
+        "KV blocks copied because only their first part is shared.",
     ),
-    "preemptions": ("preemptions", "Requests set back to make room for others."),
-    "swapped": ("swapped", "Of them, to be brought back rather than computed again."),
+    "preemptions": ("preemptions", "Preemptions of requests to make room for others."),
+    "swapped": ("swapped", "Preemptions whose KV was kept, so that it is not computed again."),
     "steps": ("engine_steps", "Steps launched."),
     "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
     "generation_tokens": (
         "engine_generation_tokens",
-        "Tokens computed, those that nobody waited for any more included.",
+        "Tokens computed, including those that no client was waiting for any more.",
     ),
-    "broken_logits": ("broken_logits", "Completions that ended as their logits were not numbers."),
+    "broken_logits": ("broken_logits", "Completions that ended because their logits were NaN."),
 }
 """Maps fields of `EngineStats` to their metrics' names and meanings."""
 
 _ADAPTER_COUNTERS = {
     "loads": ("adapter_loads", "LoRA adapters copied to the device."),
-    "load_seconds": ("adapter_load_seconds", "Seconds that this took in all."),
+    "load_seconds": ("adapter_load_seconds", "Seconds that all these copies took."),
     "failures": ("adapter_failures", "LoRA adapters that could not be read or copied."),
 }
-"""Maps entries of `EngineStats.adapters`, which has some where adapters are taken, likewise."""
+"""Maps entries of `EngineStats.adapters` in the same way. It is empty without LoRA."""
 
 _TIER_COUNTERS = {
     "host_hit_tokens": ("host_hit_tokens", "Prompt tokens whose KV came from host memory."),
@@ -61,57 +61,60 @@ _TIER_COUNTERS = {
     "disk_writes": ("disk_written_blocks", "KV blocks written to files."),
     "swapped_out": ("kv_blocks_out", "KV blocks copied from the device to the host."),
     "swapped_in": ("kv_blocks_in", "KV blocks copied from the host to the device."),
-    "swapped_out_bytes": ("kv_bytes_out", "Bytes of these."),
-    "swapped_in_bytes": ("kv_bytes_in", "Bytes of these."),
+    "swapped_out_bytes": ("kv_bytes_out", "Bytes of KV copied from the device to the host."),
+    "swapped_in_bytes": ("kv_bytes_in", "Bytes of KV copied from the host to the device."),
     "transfer_failures": ("kv_transfer_failures", "Moves of KV blocks between tiers that failed."),
 }
-"""Maps fields of `TierStats`, which exists where there are lower tiers, likewise."""
+"""Maps fields of `TierStats` in the same way. It exists if the cache has lower tiers."""
 
 _PEER_COUNTERS = {
-    "blocks_sent": ("kv_blocks_sent", "KV blocks that other engines took."),
-    "blocks_received": ("kv_blocks_received", "KV blocks that came from other engines."),
-    "bytes_sent": ("kv_bytes_sent", "Bytes of the KV blocks that other engines took."),
-    "bytes_received": ("kv_bytes_received", "Bytes of those that came from other engines."),
+    "blocks_sent": ("kv_blocks_sent", "KV blocks sent to other engines."),
+    "blocks_received": ("kv_blocks_received", "KV blocks received from other engines."),
+    "bytes_sent": ("kv_bytes_sent", "Bytes of the KV blocks sent to other engines."),
+    "bytes_received": ("kv_bytes_received", "Bytes of the KV blocks received from other engines."),
     "handover_seconds": (
         "kv_handover_seconds",
-        "Seconds that prompts from other engines took beyond their computing.",
+        "Seconds that prompts from other engines took in addition to their computation.",
     ),
-    "ask_seconds": ("kv_ask_seconds", "Seconds until the engines asked for these had agreed."),
+    "ask_seconds": ("kv_ask_seconds", "Seconds until other engines accepted such requests."),
     "remote_tokens": ("remote_hit_tokens", "Prompt tokens whose KV came from other engines."),
     "local": (
         "kv_fetches_local",
-        "Requests whose prompts a peer was to compute, and that computed them themselves.",
+        "Requests whose prompts this engine computed although a peer was chosen for them.",
     ),
     "readers_refused": (
         "kv_readers_refused",
-        "Other engines that did not match, or showed no grant of theirs.",
+        "Other engines that were refused: they did not match, or had no valid grant.",
     ),
 }
-"""Maps fields of `DisaggStats`, which exists where an engine has peers, likewise."""
+"""Maps fields of `DisaggStats` in the same way. It exists if the engine has peers."""
 
 _SOURCE_COUNTERS = {
     "rows": ("drafts", "Rows that verified drafts."),
     "drafted": ("draft_tokens", "Draft tokens verified."),
-    "accepted": ("accepted_tokens", "Of them, accepted."),
+    "accepted": ("accepted_tokens", "Draft tokens accepted."),
 }
-"""Maps fields of `SourceStats`, which exists where there is speculation, likewise."""
+"""Maps fields of `SourceStats` in the same way. It exists if the engine speculates."""
 
 
 _HISTOGRAMS = {
     "step_seconds": (
         "engine_step_seconds",
-        "A step's own time, from its launch, or the end of the one before, to its end.",
+        "Seconds of a step, from its launch or the end of the previous step to its end.",
     ),
-    "step_device_seconds": ("engine_step_device_seconds", "What the device took of it."),
+    "step_device_seconds": ("engine_step_device_seconds", "Seconds of a step on the device."),
     "step_requests": ("engine_step_requests", "Requests in a step."),
     "step_tokens": ("engine_step_tokens", "Tokens in a step."),
-    "prefill_seconds": ("request_prefill_seconds", "A request's first step to its first token."),
+    "prefill_seconds": (
+        "request_prefill_seconds",
+        "Seconds from a request's first step to its first token.",
+    ),
 }
-"""Maps histograms of `EngineStats` likewise."""
+"""Maps histograms of `EngineStats` in the same way."""
 
 
 class EngineMetrics(Collector):
-    """Collects the engine's stats as of its last answer; those of several engines are sums."""
+    """Collects the engine's latest statistics, summed over several engines."""
 
     def __init__(
         self, metrics: ServerMetrics, model: str, dtype: str = "", kv_cache_dtype: str = ""
@@ -130,7 +133,12 @@ class EngineMetrics(Collector):
         metrics.collect_from(self)
 
     def update(self, stats: EngineStats, *, replicas: Sequence[bool]) -> None:
-        """Takes in the stats, and which of the engines answer."""
+        """Stores new statistics.
+
+        Args:
+            stats: statistics, summed over the engines.
+            replicas: for each engine, whether it answers.
+        """
         self.up = any(replicas)
         self._replicas = replicas
         self._stats = stats
@@ -167,9 +175,7 @@ class EngineMetrics(Collector):
 def _gauges(stats: EngineStats) -> Iterator[Metric]:
     yield _gauge("requests_running", "Requests that hold a lane and KV blocks.", stats.running)
     yield _gauge("requests_waiting", "Requests in the queue.", stats.waiting)
-    yield _gauge(
-        "requests_swapped", "Of those in the queue, preempted after they had run.", stats.set_back
-    )
+    yield _gauge("requests_swapped", "Requests in the queue that were preempted.", stats.set_back)
     blocks = _gauge("kv_blocks", "KV blocks, by group and state.", labels=("group", "state"))
     for state in ("used", "cached", "free"):
         for group, count in enumerate(getattr(stats, f"blocks_{state}")):

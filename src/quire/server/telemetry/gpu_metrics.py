@@ -1,4 +1,4 @@
-"""NVML, the driver's library, and the GPUs of it that CUDA sees."""
+"""Metrics of the GPUs, read from the driver through NVML."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.server.telemetry.metrics import ServerMetrics
 
 
 def open_nvml() -> Any:
-    """Returns NVML, or None where it does not work."""
+    """Returns NVML, or None if it does not work on this machine."""
     try:
-        import pynvml
+        import pynvml  # An optional package, and of no use without a driver.
 
         pynvml.nvmlInit()
     except Exception:  # no package, no driver, or one that does not answer
@@ -26,8 +26,9 @@ def open_nvml() -> Any:
 
 
 def visible_gpus(nvml: Any) -> Iterator[tuple[int, Any]]:
-    """Yields (the driver's index, handle) of each GPU that CUDA sees, in CUDA's order where all
-    GPUs are of one kind.
+    """Yields (driver's index, NVML handle) of each GPU that CUDA sees.
+
+    The order is CUDA's if all GPUs are of the same model.
 
     Raises:
         nvml.NVMLError: the driver fails.
@@ -40,7 +41,7 @@ def visible_gpus(nvml: Any) -> Iterator[tuple[int, Any]]:
     names = [str(index) for index, *_ in gpus] if visible is None else visible.split(",")
     for name in (name.strip() for name in names):
         for index, handle, uuid in gpus:
-            # An index, or the beginning of a UUID.
+            # CUDA_VISIBLE_DEVICES may contain indices, or beginnings of UUIDs.
             if name == str(index) or (name and uuid.startswith(name)):
                 yield index, handle
 
@@ -48,8 +49,6 @@ def visible_gpus(nvml: Any) -> Iterator[tuple[int, Any]]:
 def text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
-
-# Metrics of the GPUs, from their driver through NVML; none where there is no driver.
 
 GAUGES = {
     "utilization": ("gpu_utilization_ratio", "Share of the time in which kernels ran, 0 to 1."),
@@ -66,8 +65,9 @@ class Gpu:
     """A GPU and its readings.
 
     Attributes:
-        index: the driver's.
-        readings: values by name; those that the driver does not give are absent.
+        index: the driver's index.
+        name: the model's name.
+        readings: values by the names in `GAUGES`. Values that the driver cannot read are absent.
     """
 
     index: int
@@ -76,7 +76,7 @@ class Gpu:
 
 
 class GpuMetrics(Collector):
-    """The GPUs that the engine may use; none for an engine on a CPU."""
+    """Collects the readings of the GPUs that the engine may use; nothing for a CPU."""
 
     def __init__(self, metrics: ServerMetrics, device: str) -> None:
         self._nvml = None if device == "cpu" else open_nvml()
@@ -84,7 +84,7 @@ class GpuMetrics(Collector):
         metrics.collect_from(self)
 
     def update(self) -> None:
-        """Reads the driver, which may take some milliseconds."""
+        """Reads the driver, which may take several milliseconds."""
         if self._nvml is not None:
             self._gpus = list(_read(self._nvml))
 
@@ -105,7 +105,7 @@ def _read(nvml: Any) -> Iterator[Gpu]:
 
 
 def _readings(nvml: Any, handle: Any) -> dict[str, float]:
-    """Reads each value by itself, as a device, or a share of one, does not give all."""
+    """Reads each value separately, because some devices, and shares of devices, lack some."""
     readings: dict[str, float] = {}
     with contextlib.suppress(nvml.NVMLError):
         readings["utilization"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100

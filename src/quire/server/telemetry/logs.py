@@ -1,4 +1,4 @@
-"""Formats of log lines: text, or one JSON object each."""
+"""Formats log lines as text or as JSON objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from quire.server.args import ServerArgs
 
 _FIRST = ("method", "path")
-"""Fields that an access line's message holds already."""
+"""Fields that the message of an access line already contains."""
 
 
 def configure(args: ServerArgs) -> None:
@@ -22,14 +22,16 @@ def configure(args: ServerArgs) -> None:
     handler.setFormatter(JsonFormatter() if args.log_json else TextFormatter())
     logging.basicConfig(level=args.log_level.upper(), handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(max(logging.WARNING, logging.root.level))
-    # Asked for by name, access lines come whatever the level is.
-    asked = args.access_log or args.log_prompts
-    logging.getLogger("quire.access").setLevel(logging.INFO if asked else logging.CRITICAL)
+    # Access lines have flags of their own, so they do not depend on --log-level.
+    enabled = args.access_log or args.log_prompts
+    logging.getLogger("quire.access").setLevel(logging.INFO if enabled else logging.CRITICAL)
 
 
 class TextFormatter(logging.Formatter):
-    """Formats records as text, an access line's fields as `name=value`; clients' texts are
-    quoted."""
+    """Formats records as text, with an access line's fields as `name=value`.
+
+    Texts from clients are quoted.
+    """
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -41,7 +43,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats records as JSON: time, level, logger and message, and an access line's fields."""
+    """Formats records as JSON: time, level, logger, message, and an access line's fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Prometheus metrics, in a registry of their own."""
+"""The API process's Prometheus metrics, in their own registry."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from quire.server.errors import ApiError
 from quire.server.telemetry.vllm_names import VllmNames
 
 if TYPE_CHECKING:
-    from quire.engine.loop.output import StreamUpdate
+    from quire.engine.loop.output import CompletionUpdate
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 TOKENS = (1, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
 MULTIPROCESS = "PROMETHEUS_MULTIPROC_DIR"
-"""Environment variable of the folder in which prometheus_client keeps processes' values."""
+"""Environment variable with the folder in which prometheus_client keeps each process's values."""
 
 
 class ServerMetrics:
-    """Metrics of the API process. Collectors add those of the whole server at each scrape.
+    """Metrics of the API process. Collectors add the whole server's metrics at each scrape.
 
-    Where several processes serve together, a scrape of one gives the sums of all.
+    If several API processes share a port, a scrape of any of them returns the sums of all.
 
     Attributes:
-        vllm_model: adds the metrics under vLLM's names, labelled with this model; None adds none.
+        vllm_model: model name for the metrics under vLLM's names; None leaves those out.
+        registry: holds this process's metrics.
+        collectors: collectors of the whole server's metrics.
     """
 
     def __init__(self) -> None:
@@ -49,7 +51,9 @@ class ServerMetrics:
         self.prompt_len = self._histogram("request_prompt_tokens", "Tokens of a prompt.", TOKENS)
         self.output_len = self._histogram("request_output_tokens", "Tokens of an answer.", TOKENS)
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of all requests.")
-        self.cached_tokens = self._counter("prompt_cached_tokens", "Of them, found in the cache.")
+        self.cached_tokens = self._counter(
+            "prompt_cached_tokens", "Prompt tokens found in the cache."
+        )
         self.output_tokens = self._counter("generation_tokens", "Tokens generated.")
         self.started = self._counter("requests_started", "Completions handed to the engine.")
         self.finished = self._counter(
@@ -59,7 +63,7 @@ class ServerMetrics:
             ["reason"],
         )
         self.errors = self._counter(
-            "errors", "Errors told to clients, in streams too.", ["kind", "status"]
+            "errors", "Errors sent to clients, including those in streams.", ["kind", "status"]
         )
         self.http = self._counter(
             "http_requests", "HTTP requests that ended.", ["route", "method", "status"]
@@ -68,7 +72,7 @@ class ServerMetrics:
             "http_request_seconds", "First byte in to last byte out.", labels=["route", "method"]
         )
         self.ignored = self._counter(
-            "ignored_fields", "Requests with a field that its answer ignores.", ["field"]
+            "ignored_fields", "Requests with a hint that the answer ignores.", ["field"]
         )
         self.batches_finished = self._counter(
             "batches_finished",
@@ -106,8 +110,10 @@ class ServerMetrics:
         return Counter(f"quire_{name}", help, tuple(labels), registry=self.registry)
 
     def collect_from(self, collector: Collector) -> None:
-        """Adds a collector of the whole server's numbers, which only the scraped process
-        reports."""
+        """Adds a collector of the whole server's metrics.
+
+        Its values are not summed over processes: each process would report the same ones.
+        """
         self.collectors.append(collector)
         self.registry.register(collector)
 
@@ -120,21 +126,27 @@ class ServerMetrics:
         self.http_seconds.labels(route, method).observe(seconds)
 
     def count_prompt(self, tokens: int, cached: int, queued: float) -> None:
-        """Counts a prompt. `queued`: seconds until its first step."""
+        """Counts a prompt.
+
+        Args:
+            tokens: the prompt's tokens.
+            cached: the tokens of them that were in the prefix cache.
+            queued: seconds until its first step.
+        """
         self.prompt_tokens.inc(tokens)
         self.prompt_len.observe(tokens)
         self.cached_tokens.inc(cached)
         self.queued.observe(queued)
 
     def text(self) -> bytes:
-        registry = self._collected()
+        registry = self._scrape_registry()
         if self.vllm_model is None:
             return generate_latest(registry)
-        also = CollectorRegistry()
-        also.register(VllmNames(registry, self.vllm_model))
-        return generate_latest(registry) + generate_latest(also)
+        vllm_registry = CollectorRegistry()
+        vllm_registry.register(VllmNames(registry, self.vllm_model))
+        return generate_latest(registry) + generate_latest(vllm_registry)
 
-    def _collected(self) -> CollectorRegistry:
+    def _scrape_registry(self) -> CollectorRegistry:
         if MULTIPROCESS not in os.environ:
             return self.registry
         registry = CollectorRegistry()
@@ -145,20 +157,20 @@ class ServerMetrics:
 
 
 class WorkerValues(Collector):
-    """Sums of the values that processes keep in the files of a folder."""
+    """Sums the values that the API processes keep in the files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def collect(self) -> Iterable[Metric]:
-        # A worker makes a file and then gives it a size: one without is new, or of a worker that
-        # was killed in between. Files of values that die with their worker go at any time.
+        # A worker creates a file and then sets its size. An empty file is new, or its worker was
+        # killed in between. Files may also vanish at any time, when their worker ends.
         files = [str(file) for file in self.folder.glob("*.db") if _size(file)]
         return MultiProcessCollector.merge(files)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _size(file: Path) -> int:
-    """Returns a file's bytes, 0 for one that is gone."""
+    """Returns a file's size in bytes; 0 if it is gone."""
     try:
         return file.stat().st_size
     except FileNotFoundError:
@@ -168,7 +180,7 @@ def _size(file: Path) -> int:
 class RequestTimer:
     """Measures one prompt with its `n` completions, update by update."""
 
-    __slots__ = ("about", "first", "last", "metrics", "open", "outputs", "start")
+    __slots__ = ("first", "last", "metrics", "open", "outputs", "prompt_counts", "start")
 
     def __init__(self, metrics: ServerMetrics, n: int) -> None:
         self.metrics = metrics
@@ -176,17 +188,17 @@ class RequestTimer:
         metrics.started.inc(n)
         self.start = time.perf_counter()
         self.first: float | None = None
-        self.about: tuple[int, int, float] | None = None
+        self.prompt_counts: tuple[int, int, float] | None = None
         self.last: dict[int, float] = {}
         self.outputs: dict[int, int] = {}
 
-    def observe(self, update: StreamUpdate) -> None:
+    def observe(self, update: CompletionUpdate) -> None:
         now = time.perf_counter()
         metrics, index, count = self.metrics, update.index, len(update.token_ids)
         if update.prompt_token_ids is not None:
             prompt = len(update.prompt_token_ids)
-            self.about = prompt, update.num_cached_tokens, update.queued
-            metrics.count_prompt(*self.about)
+            self.prompt_counts = prompt, update.num_cached_tokens, update.queued
+            metrics.count_prompt(*self.prompt_counts)
         if count:
             metrics.output_tokens.inc(count)
             if index in self.last:
@@ -203,14 +215,18 @@ class RequestTimer:
             metrics.e2e.observe(now - self.start)
 
     def end(self, reason: str) -> None:
-        """Counts the completions that have not come to an end of their own."""
+        """Counts the completions that have not ended by themselves.
+
+        Args:
+            reason: why they end: abort, timeout or error.
+        """
         if self.open:
             self.metrics.finished.labels(reason).inc(self.open)
         self.open = 0
 
     def phases(self) -> PromptPhases:
         """Returns the phases so far."""
-        prompt, cached, queued = self.about or (0, 0, None)
+        prompt, cached, queued = self.prompt_counts or (0, 0, None)
         outputs = sum(self.outputs.values())
         now = time.perf_counter()
         return PromptPhases(self.start, now, queued, self.first, prompt, cached, outputs)

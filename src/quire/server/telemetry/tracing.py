@@ -1,4 +1,4 @@
-"""OpenTelemetry: a trace per request, sent to a collector by OTLP over HTTP (the extra `otel`)."""
+"""OpenTelemetry traces of requests, sent to a collector by OTLP over HTTP (the extra `otel`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OPERATIONS = {
     "/v2/rerank": "embeddings",
     "/kv/prefill": "prefill",
 }
-"""Maps traced routes to the GenAI conventions' names of their operations."""
+"""Maps each traced route to the name of its operation in the GenAI conventions."""
 
 CONTEXT_HEADERS = (b"traceparent", b"tracestate")
 _EXPORT_SECONDS = 5.0
@@ -38,13 +38,18 @@ _CLOSE_SECONDS = 2.0
 
 
 class Exporter:
-    """Sends spans from a thread of its own; the SDK reads its OTEL_* variables.
+    """Sends spans in a background thread. The SDK reads its own OTEL_* variables.
+
+    Args:
+        endpoint: URL of the collector; without a path, /v1/traces is added.
+        service: the service's name, unless OTEL_SERVICE_NAME is set.
 
     Raises:
-        ConfigError: `endpoint` is no URL, or OpenTelemetry is not installed.
+        ConfigError: `endpoint` is not a URL, or OpenTelemetry is not installed.
     """
 
     def __init__(self, endpoint: str, service: str) -> None:
+        # OpenTelemetry is an optional package: only the extra `otel` installs it.
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -63,7 +68,7 @@ class Exporter:
         self.propagator = TraceContextTextMapPropagator()
 
     def parent(self, scope: Scope) -> Any:
-        """Returns the context that a request's headers name."""
+        """Returns the trace context in a request's headers."""
         carrier = {
             name.decode(): value.decode("latin-1")
             for name, value in scope["headers"]
@@ -78,27 +83,30 @@ class Exporter:
 
 
 class Tracing:
-    """Makes spans of requests that are over, and sends them from a thread of its own.
+    """Turns finished requests into spans, and exports them.
 
-    Spans that the collector does not take are dropped. The SDK reads its OTEL_* variables
-    (sampling, headers).
+    Spans that the collector does not accept are dropped.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
-        """Sends to the collector at `endpoint`; without a path to its `/v1/traces`."""
         self._exporter = Exporter(endpoint, "quire")
         self._tracer = self._exporter.tracer
         self._model = model
 
     def begin(self, path: str, scope: Scope) -> RequestTrace | None:
-        """Begins a request's trace; None where the route is not traced. `path`: as the router sees
-        it."""
+        """Begins a request's trace; returns None if the route is not traced.
+
+        Args:
+            path: the path without the root path.
+        """
         operation = _OPERATIONS.get(path) if scope["method"] == "POST" else None
         if operation is None:
             return None
         return RequestTrace(operation, self._exporter.parent(scope), scope)
 
     def export(self, trace: RequestTrace, context: RequestContext) -> None:
+        """Makes the spans of a finished request."""
+        # OpenTelemetry is an optional package: only the extra `otel` installs it.
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         now = time.perf_counter()
@@ -145,7 +153,7 @@ class Tracing:
             "quire.request.id": context.id,
             "quire.key": context.key.name,
         }
-        if context.status:  # else the client left before there was an answer
+        if context.status:  # 0 if the client disconnected before the answer began
             attributes["http.response.status_code"] = context.status
         if context.end is not None:
             attributes["gen_ai.response.finish_reasons"] = [context.end]
@@ -165,7 +173,11 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class _Clock:
-    """Converts `time.perf_counter` to nanoseconds of the epoch, from one moment of both."""
+    """Converts `time.perf_counter` to nanoseconds since the epoch.
+
+    Attributes:
+        counter, unix_ns: both clocks, read at the same moment.
+    """
 
     counter: float
     unix_ns: int
@@ -192,7 +204,7 @@ def _spans(phases: PromptPhases) -> list[tuple[str, float, float, dict[str, int]
 
 
 def _handover_spans(handover: Handover | None) -> list[tuple[str, float, float]]:
-    """Returns the spans of a prompt for another engine: name, start, end."""
+    """Returns the spans of a prompt that was computed for another engine: name, start, end."""
     if handover is None:
         return []
     if handover.computed is None:

@@ -1,4 +1,4 @@
-"""Metrics under vLLM's names, for dashboards that were made for it."""
+"""Metrics under vLLM's names, for dashboards that were made for vLLM."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ NAMES = {
     "quire_spec_decode_accepted_tokens": ("spec_decode_num_accepted_tokens",),
     "quire_spec_decode_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
 }
-"""Maps a metric's name to those of vLLM for the same quantity."""
+"""Maps a metric's name to vLLM's names for the same quantity."""
 _LABELS = {"reason": "finished_reason"}
 _BLOCKS = "quire_kv_blocks"
 
 
 class VllmNames(Collector):
-    """Collects the metrics that have a name of vLLM's again, with its `model_name` label.
+    """Collects metrics a second time, under vLLM's names and with its label `model_name`.
 
     Args:
-        source: what to read; it must not contain this collector.
+        source: the metrics to rename. It must not contain this collector.
         model: the served model's name.
     """
 
@@ -52,29 +52,29 @@ class VllmNames(Collector):
     def collect(self) -> Iterator[Metric]:
         for metric in self._source.collect():
             for name in NAMES.get(metric.name, ()):
-                yield self._renamed(metric, f"vllm:{name}")
+                yield self._rename(metric, f"vllm:{name}")
             if metric.name == _BLOCKS:
                 yield self._usage(metric.samples)
 
-    def _renamed(self, metric: Metric, name: str) -> Metric:
-        made = Metric(name, metric.documentation, metric.type)
+    def _rename(self, metric: Metric, name: str) -> Metric:
+        renamed = Metric(name, metric.documentation, metric.type)
         for sample in metric.samples:
             labels = {_LABELS.get(label, label): value for label, value in sample.labels.items()}
-            made.samples.append(
+            renamed.samples.append(
                 sample._replace(
                     name=name + sample.name.removeprefix(metric.name),
                     labels={**labels, "model_name": self._model},
                 )
             )
-        return made
+        return renamed
 
     def _usage(self, samples: Iterable[Sample]) -> Metric:
-        """Returns the share of KV blocks in use, in the KV group that is fullest."""
+        """Returns the share of KV blocks in use in the fullest KV group."""
         blocks: dict[str, dict[str, float]] = {}
         for sample in samples:
             blocks.setdefault(sample.labels["group"], {})[sample.labels["state"]] = sample.value
         shares = [states["used"] / max(1.0, sum(states.values())) for states in blocks.values()]
-        made = Metric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "gauge")
+        usage = Metric("vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", "gauge")
         labels = {"model_name": self._model}
-        made.add_sample(made.name, labels, max(shares, default=0.0))
-        return made
+        usage.add_sample(usage.name, labels, max(shares, default=0.0))
+        return usage

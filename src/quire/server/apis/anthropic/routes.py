@@ -22,7 +22,7 @@ from quire.server.apis.anthropic.events import (
 from quire.server.apis.anthropic.protocol import CountTokensRequest, MessagesRequest
 from quire.server.apis.route import EVENTS, Route
 from quire.server.chat.dialogue import (
-    Event,
+    ChatEvent,
     Finished,
     ReasoningDelta,
     TextDelta,
@@ -144,7 +144,7 @@ class MessageAnswer:
         self._end()
         return self.writer.message
 
-    def write(self, buffer: bytearray, events: list[Event]) -> None:
+    def write(self, buffer: bytearray, events: list[ChatEvent]) -> None:
         if not self.begun:
             self.begun = True
             self.writer.message.usage = self._usage()
@@ -159,7 +159,7 @@ class MessageAnswer:
     def fail(self, buffer: bytearray, error: ApiError) -> None:
         write_event(buffer, "error", error_body(error, self.request_id))
 
-    def _feed(self, events: list[Event]) -> None:
+    def _feed(self, events: list[ChatEvent]) -> None:
         writer = self.writer
         for event in events:
             match event:

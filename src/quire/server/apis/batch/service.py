@@ -238,7 +238,7 @@ class BatchService:
 
     async def _ask(self, record: BatchRecord, request: BatchRequest) -> AppAnswer:
         while True:
-            key = self._state.keys.with_digest(bytes.fromhex(record.owner))
+            key = self._state.keys.find_by_digest(bytes.fromhex(record.owner))
             if key is None:
                 gone = ApiError(
                     401, "The API key that made the batch is gone.", code="invalid_api_key"

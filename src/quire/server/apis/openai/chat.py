@@ -50,9 +50,9 @@ from quire.server.apis.openai.structured import structured_field
 from quire.server.apis.openai.vocabulary import prompt_room
 from quire.server.chat.dialogue import (
     ChatAnswer,
+    ChatEvent,
     Delta,
     Dialogue,
-    Event,
     Finished,
     ReasoningDelta,
     TextDelta,
@@ -98,14 +98,14 @@ def choice_of(body: ChatRequest) -> ToolChoice:
     return ToolChoice(choice or "auto")
 
 
-def in_message(message: ChatMessage) -> None:
+def as_function_call(message: ChatMessage) -> None:
     """Turns the message's call, which is one at most, into a `function_call`."""
     for call in [] if message.tool_calls is UNSET else message.tool_calls:
         message.function_call = ChatFunctionCall(call.function.name, call.function.arguments)
     message.tool_calls = UNSET
 
 
-def in_delta(delta: ChatDelta) -> None:
+def delta_as_function_call(delta: ChatDelta) -> None:
     for call in [] if delta.tool_calls is UNSET else delta.tool_calls:
         delta.function_call = FunctionDelta(call.function.name, call.function.arguments)
     delta.tool_calls = UNSET
@@ -173,7 +173,7 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-def _size(parts: Sequence[Event | ChatAnswer]) -> int:
+def _size(parts: Sequence[ChatEvent | ChatAnswer]) -> int:
     return sum(entries_in(part.logprobs) for part in parts if not isinstance(part, Finished))
 
 
@@ -197,7 +197,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
     return Dialogue(
         messages=template_messages(body.messages),
         params=params,
-        usual_max_tokens=room,
+        default_max_tokens=room,
         beams=beams,
         tools=[tool.shape for tool in body.tools or ()] or chat.tools_of(body),
         tool_choice=body.tool_choice or chat.choice_of(body),
@@ -305,7 +305,7 @@ class ChatWriter:
                 answer.finish_reason,
             )
             if self.body.functions:
-                chat.in_message(choice.message)
+                chat.as_function_call(choice.message)
                 choice.finish_reason = chat.finish_reason(choice.finish_reason)
             if answer.stop_reason is not None:
                 choice.stop_reason = answer.stop_reason
@@ -324,7 +324,7 @@ class ChatWriter:
     def _prompt_token_ids(self) -> list[int] | UnsetType:
         return self.reply.prompt_token_ids if self.body.return_token_ids else UNSET
 
-    def write(self, buffer: bytearray, events: list[Event]) -> None:
+    def write(self, buffer: bytearray, events: list[ChatEvent]) -> None:
         for event in events:
             if event.choice not in self.begun:
                 self.begun.add(event.choice)
@@ -340,7 +340,7 @@ class ChatWriter:
                     sent = self.sent.setdefault(event.choice, ChatLogprobs([]))
                     sent.content += chunk.logprobs.content
 
-    def _chunk(self, event: Event) -> ChatChunkChoice:
+    def _chunk(self, event: ChatEvent) -> ChatChunkChoice:
         if isinstance(event, Finished):
             choice = ChatChunkChoice(event.choice, ChatDelta(), None, event.finish_reason)
             if self.body.functions:
@@ -350,7 +350,7 @@ class ChatWriter:
             return choice
         choice = ChatChunkChoice(event.choice, _delta(event), self._logprobs(event), None)
         if self.body.functions:
-            chat.in_delta(choice.delta)
+            chat.delta_as_function_call(choice.delta)
         if self.body.return_token_ids:
             choice.token_ids = event.token_ids
         return choice

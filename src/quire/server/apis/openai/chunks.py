@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from quire.server.apis.openai.objects import CompletionObject
 from quire.server.apis.openai.protocol import StreamOptions
 from quire.server.chat.text import CompletionUsage
-from quire.server.http.sse import obfuscated, write_data, write_event
+from quire.server.http.sse import pad_event, write_data, write_event
 
 
 class ChunkWriter:
@@ -47,7 +47,7 @@ class ChunkWriter:
         envelope = self._envelope([choice], usage)
         envelope.prompt_token_ids = prompt_token_ids
         if self._obfuscate:
-            write_data(buffer, obfuscated(msgspec.json.encode(envelope)))
+            write_data(buffer, pad_event(msgspec.json.encode(envelope)))
         else:
             write_event(buffer, envelope)
 

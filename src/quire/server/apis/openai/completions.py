@@ -45,7 +45,7 @@ from quire.server.apis.openai.protocol import CompletionRequest, GenerateRequest
 from quire.server.apis.openai.structured import structured_field
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.chat.beams import BeamGeneration
-from quire.server.chat.text import Prompt, TextGeneration, TextPiece, check_structured, collect
+from quire.server.chat.text import ChoiceText, Prompt, TextGeneration, check_structured, collect
 from quire.server.context.request_context import RequestContext, context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -161,7 +161,7 @@ def _max_tokens(body: CompletionRequest | GenerateRequest) -> int | None:
     return body.max_tokens
 
 
-def best_completions(pieces: list[TextPiece], best_of: int, n: int) -> list[TextPiece]:
+def best_completions(pieces: list[ChoiceText], best_of: int, n: int) -> list[ChoiceText]:
     """Returns the best `n` of each prompt's `best_of` completions, renumbered.
 
     Completions are ranked by their mean log-probability per token.
@@ -175,7 +175,7 @@ def best_completions(pieces: list[TextPiece], best_of: int, n: int) -> list[Text
     return best
 
 
-def _mean_logprob(piece: TextPiece) -> float:
+def _mean_logprob(piece: ChoiceText) -> float:
     values = [
         entry[token].logprob for token, entry in zip(piece.token_ids, piece.logprobs, strict=True)
     ]
@@ -286,20 +286,20 @@ class CompletionWriter:
             system_fingerprint=self.fingerprint,
         )
 
-    def size(self, pieces: list[TextPiece]) -> int:
+    def size(self, pieces: list[ChoiceText]) -> int:
         """Returns the log-probabilities that the pieces are written with."""
         indices = {p.choice // self.n for p in pieces if p.choice not in self.begun}
         prompts = [self.generation.prompts[index].logprobs or () for index in indices]
         return sum(map(entries_in, [*prompts, *(piece.logprobs for piece in pieces)]))
 
-    def answer(self, pieces: list[TextPiece]) -> CompletionObject[CompletionChoice]:
+    def answer(self, pieces: list[ChoiceText]) -> CompletionObject[CompletionChoice]:
         return self.envelope([self.choice(piece) for piece in pieces], usage=self.usage)
 
-    def write(self, buffer: bytearray, pieces: list[TextPiece]) -> None:
+    def write(self, buffer: bytearray, pieces: list[ChoiceText]) -> None:
         for piece in pieces:
             self.chunks.write(buffer, self.choice(piece))
 
-    def choice(self, piece: TextPiece) -> CompletionChoice:
+    def choice(self, piece: ChoiceText) -> CompletionChoice:
         info = self.generation.prompts[piece.choice // self.n]
         first = piece.choice not in self.begun
         self.begun.add(piece.choice)

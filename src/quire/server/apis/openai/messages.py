@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.chat.dialogue import ToolChoice, call_text, is_object
+from quire.server.chat.dialogue import ToolChoice, call_text, is_json_object
 from quire.server.errors import ApiError, from_validation
 from quire.server.http.strict_model import Name, StrictModel, drop_unused
 
@@ -282,7 +282,7 @@ def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, An
 
 
 def _add_calls(entry: dict[str, Any], calls: list[dict[str, Any]]) -> None:
-    whole = [call for call in calls if is_object(call["function"]["arguments"])]
+    whole = [call for call in calls if is_json_object(call["function"]["arguments"])]
     if whole:
         entry["tool_calls"] = whole
     for call in calls:

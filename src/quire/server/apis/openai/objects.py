@@ -101,6 +101,7 @@ class ToolCallChunk(msgspec.Struct):
     type: str | UnsetType = UNSET
 
 
+# Stage 5 of a text: one `ChatEvent` in the shape of OpenAI's stream.
 class ChatDelta(msgspec.Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET

@@ -18,7 +18,7 @@ from quire.server.apis.responses.items import (
 )
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.dialogue import (
-    Event,
+    ChatEvent,
     Finished,
     ReasoningDelta,
     TextDelta,
@@ -100,7 +100,7 @@ class ResponseAnswer:
             self._tell()
             await self.reply.close()
 
-    def write(self, events: list[Event]) -> list[ResponseEvent]:
+    def write(self, events: list[ChatEvent]) -> list[ResponseEvent]:
         if not self.begun:
             self.writer.begin()
         self._feed(events)
@@ -118,7 +118,7 @@ class ResponseAnswer:
         if self.store is not None:
             self.store.grow(self.stored, self.writer.take())
 
-    def _feed(self, events: Iterable[Event]) -> None:
+    def _feed(self, events: Iterable[ChatEvent]) -> None:
         writer = self.writer
         if not self.begun:
             self.begun = True

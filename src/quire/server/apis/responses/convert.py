@@ -36,7 +36,7 @@ from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
-from quire.server.errors import ApiError, unsupported
+from quire.server.errors import ApiError, unsupported_error
 from quire.server.state import ServerState, new_id
 
 _ID_PREFIX = {
@@ -122,7 +122,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
         variables["verbosity"] = verbosity
     elif verbosity not in (None, "medium"):
         if refuses_hints():
-            raise unsupported("text.verbosity", "has no place in the model's chat template")
+            raise unsupported_error("text.verbosity", "has no place in the model's chat template")
         decline("text.verbosity")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
     params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
@@ -131,7 +131,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
     dialogue = Dialogue(
         messages=messages_of(body, items),
         params=params,
-        usual_max_tokens=usual_room(params, most),
+        default_max_tokens=usual_room(params, most),
         tools=[_tool(tool, namespace) for namespace, tool in functions_of(body.tools)],
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,

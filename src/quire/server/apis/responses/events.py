@@ -23,7 +23,7 @@ from quire.server.apis.responses.items import (
     ResponseUsage,
 )
 from quire.server.errors import ApiError
-from quire.server.http.sse import obfuscated
+from quire.server.http.sse import pad_event
 from quire.server.state import new_id
 
 _encoder = msgspec.json.Encoder()
@@ -39,7 +39,7 @@ class ResponseEvent(NamedTuple):
         """Writes the event as a server-sent event."""
         data = self.data
         if obfuscate and self.type.endswith(".delta"):
-            data = obfuscated(data)
+            data = pad_event(data)
         buffer += b"event: " + self.type.encode() + b"\ndata: " + data + b"\n\n"
 
 

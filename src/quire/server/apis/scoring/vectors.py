@@ -17,7 +17,7 @@ from quire.pooling_params import PoolingParams
 from quire.server.apis.openai.convert import estimate_tokens, prompt_text, tokenized
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
 from quire.server.chat.text import Prompt
-from quire.server.context.request_context import RequestContext, context_of, timed_out
+from quire.server.context.request_context import RequestContext, context_of, timeout_error
 from quire.server.context.request_trace import PromptPhases
 from quire.server.errors import blame_field
 from quire.server.http.bodies import Model, read_body
@@ -158,7 +158,7 @@ async def _run_all(
             return await asyncio.gather(*tasks)
     except TimeoutError:
         context.end = "timeout"
-        raise timed_out() from None
+        raise timeout_error() from None
     except OverloadedError:
         state.note_full(context.tenant)
         raise
