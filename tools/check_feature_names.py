@@ -25,7 +25,7 @@ WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",
 )  # fmt: skip
-COMMON = ("feature", "hook", "loop", "costs", "stats")
+COMMON = ("feature", "hook", "loop", "costs", "stats", "calls", "fields")
 """Module names of features that say nothing."""
 
 CHECKED = (

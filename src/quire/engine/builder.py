@@ -115,18 +115,19 @@ def build_core(
     progress: OnProgress | None = None,
     *,
     complete: bool = True,
-    tenants: bool = False,
+    server: bool = False,
 ) -> EngineCore:
     """Builds an engine in this process and loads its weights.
 
     complete: every feature that requests may ask for is ready from the start; else the first such
         request turns it on, where the device allows that.
-    tenants: requests may name tenants, who share the engine fairly.
+    server: clients share the engine: requests may name tenants, who share it fairly, and routers
+        ask for its load.
     """
-    entries = features_at_start(config, complete=complete)
+    entries = features_at_start(config, complete=complete, server=server)
     hooks, ranks = hooks_of(entries, config), config.args.ranks
     loop_features = [entry.open(config) for entry in entries]
-    order = _order(config.scheduler, tenants)
+    order = _order(config.scheduler, server)
     if ranks > 1:
         executor = WorkerExecutor(config, progress, hooks, ranks)
         return EngineCore(config, executor, loop_features=loop_features, order=order)

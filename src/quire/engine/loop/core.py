@@ -12,6 +12,7 @@ from quire.config import EngineConfig
 from quire.engine.loop.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
+from quire.features.call import CallType, NewsType, RequestField
 from quire.features.loop_feature import Failure, LoopFeature, OnDemand
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
@@ -131,10 +132,46 @@ class EngineCore:
         for feature in self._loop_features:
             feature.check(params)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Asks the features, in order. Returns the first answer that is not None."""
-        answers = (feature.on_control(message) for feature in self._loop_features)
-        return next((answer for answer in answers if answer is not None), None)
+    def call(self, call: CallType[Any, Any], request: Any) -> Any:
+        """Returns what the feature that takes a call answers: see `LoopFeature.calls`.
+
+        Raises:
+            RequestError: no feature takes it, or its feature refuses it.
+        """
+        for feature in self._loop_features:
+            answer = feature.calls().get(call)
+            if answer is not None:
+                return answer(self, request)
+        raise call.refusal()
+
+    def give(self, request_id: str, field: RequestField[Any], value: Any) -> None:
+        """Gives a queued request's field to the feature that takes it.
+
+        Raises:
+            RequestError: no feature takes it, or its feature refuses it. The request is aborted.
+        """
+        try:
+            for feature in self._loop_features:
+                take = feature.fields().get(field)
+                if take is not None:
+                    return take(request_id, value)
+            if (refusal := field.refusal(value)) is not None:
+                raise refusal
+        except Exception:
+            self.abort(request_id)
+            raise
+
+    def takes(self, call: CallType[Any, Any]) -> bool:
+        """Whether a feature takes a call."""
+        return any(call in feature.calls() for feature in self._loop_features)
+
+    def news(self) -> dict[NewsType[Any], Any]:
+        """Returns what features tell all clients."""
+        return {n: v for feature in self._loop_features for n, v in feature.news().items()}
+
+    def load(self) -> dict[str, float]:
+        """Returns what features add to the engine's load; see `LoopFeature.load`."""
+        return {n: v for feature in self._loop_features for n, v in feature.load().items()}
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for and that do not run yet."""
