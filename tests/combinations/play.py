@@ -12,7 +12,7 @@ from typing import Any
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import features_at_start, hooks_of
+from quire.engine.loop.features import features_at_start, hooks_of, open_loop
 from quire.engine.loop.output import CompletionReader, PromptLogprobCollector
 from quire.engine.loop.prompts import max_total, prompt_ids
 from quire.engine.ranks.workers import Ranks
@@ -315,7 +315,7 @@ def _local_stages(config: EngineConfig) -> EngineCore:
     """Builds an engine whose pipeline's stages are in this process."""
     entries = features_at_start(config, complete=True)
     executor = LocalStages(config, hooks_of(entries, config))
-    opened = [entry.open(config) for entry in entries]
+    opened = [open_loop(entry, config) for entry in entries]
     features = [feature for feature in opened if not isinstance(feature, Ranks)]
     order = Order(config.scheduler)
     return EngineCore(config, executor, loop_features=features, order=order)

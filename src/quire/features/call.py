@@ -15,6 +15,7 @@ import msgspec
 
 from quire.arrays import decode_array, encode_array
 from quire.errors import QuireError, RequestError
+from quire.sampling_params import SamplingParams
 
 Asked = TypeVar("Asked")
 Answered = TypeVar("Answered")
@@ -30,21 +31,14 @@ class CallType(Generic[Asked, Answered]):
         request: the type of what the client sends.
         answer: the type of what the engine answers.
         end: the type of the second answer of a call that began something (`Begun`).
-        absent: the error's text where no feature of the engine takes the call.
-        param, code: the error's fields.
+        refusal: returns the error for an engine none of whose features takes the call.
     """
 
     name: str
     request: type[Asked]
     answer: type[Answered]
     end: type[Any] | None = None
-    absent: str = "this engine does not take the call"
-    param: str | None = None
-    code: str | None = None
-
-    def refusal(self) -> RequestError:
-        """Returns the error for an engine none of whose features takes the call."""
-        return RequestError(self.absent, self.param, self.code)
+    refusal: Callable[[], RequestError] = lambda: RequestError("this engine does not take the call")
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +87,14 @@ class Begun:
 
     answer: Any
     end: Future[Any]
+
+
+class RequestCheck(Protocol):
+    """Checks requests where they arrive. check: raises RequestError for one that it refuses."""
+
+    async def check(self, params: SamplingParams) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class Caller(Protocol):

@@ -109,11 +109,13 @@ class LoopFeature:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDemand:
+class RequestedFeature:
     """A feature that the first request to ask for it turns on.
 
-    asked: whether a request does. open: makes the feature.
+    Attributes:
+        requested: whether a request asks for it.
+        open: makes the feature.
     """
 
-    asked: Callable[[SamplingParams, RequestOptions], bool]
+    requested: Callable[[SamplingParams, RequestOptions], bool]
     open: Callable[[], LoopFeature]

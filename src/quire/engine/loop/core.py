@@ -13,7 +13,7 @@ from quire.engine.loop.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
 from quire.features.call import CallType, NewsType, RequestField
-from quire.features.loop_feature import Failure, LoopFeature, OnDemand
+from quire.features.loop_feature import Failure, LoopFeature, RequestedFeature
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
@@ -38,7 +38,7 @@ class EngineCore:
 
     A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks. features: the
     scheduler's, called in this order, before those of loop_features. order: see `Scheduler`.
-    on_demand: features that requests turn on.
+    requested: features that requests turn on.
 
     An error in a step leaves scheduler and device at odds: `failed` is then set for good, and
     only `shutdown` and `stats` may be called.
@@ -51,13 +51,13 @@ class EngineCore:
         features: Sequence[Feature] = (),
         loop_features: Sequence[LoopFeature] = (),
         order: Order | None = None,
-        on_demand: Sequence[OnDemand] = (),
+        requested: Sequence[RequestedFeature] = (),
     ) -> None:
         self.config = config
         self._executor = executor
         self.capacity = executor.start()
         features, self._loop_features = list(features), []
-        self._on_demand = list(on_demand)
+        self._requested = list(requested)
         for loop_feature in loop_features:
             feature = loop_feature.start(executor, self.capacity)
             if feature is not None:
@@ -175,13 +175,13 @@ class EngineCore:
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for and that do not run yet."""
-        for entry in [each for each in self._on_demand if each.asked(params, options)]:
+        for entry in [each for each in self._requested if each.requested(params, options)]:
             loop_feature = entry.open()
             feature = loop_feature.start(self._executor, self.capacity)
             if feature is not None:
                 self.scheduler.add_feature(feature)
                 self._loop_features.append(loop_feature)
-            self._on_demand.remove(entry)
+            self._requested.remove(entry)
 
     def _check_alive(self) -> None:
         if self.failed:

@@ -15,6 +15,7 @@ from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS, Embedding, finish, pooling_of
+from quire.engine.loop.features import open_checks
 from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import CompletionReader, PromptLogprobCollector, StreamUpdate
 from quire.engine.loop.prompts import max_total, prompt_ids
@@ -30,15 +31,13 @@ from quire.errors import (
     EngineDeadError,
     PromptTooLongError,
     QuireError,
-    RequestError,
 )
 from quire.executor import OnProgress
-from quire.features.call import CallType, RequestField, encode_body
+from quire.features.call import CallType, RequestCheck, RequestField, encode_body
 from quire.features.pooling.fields import POOLING
-from quire.features.structured_output import Compiler, build_compiler
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineStats", "StreamUpdate"]
@@ -48,9 +47,6 @@ Answered = TypeVar("Answered")
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
-
-_CHECKED_GRAMMARS = 16
-"""Compiled grammars to keep here, where they are only checked."""
 
 
 class EngineClient:
@@ -68,7 +64,7 @@ class EngineClient:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._compiler: Compiler | None = None
+        self._checks: list[RequestCheck] = []
         self.asleep = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -114,7 +110,7 @@ class EngineClient:
             if path is not None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
                 await asyncio.to_thread(self.tokenizer.warm_up)
-                self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
+            self._checks = open_checks(self.config)
         except BaseException:
             await self.shutdown()
             raise
@@ -123,8 +119,8 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
         await self._replicas.close()
-        if self._compiler is not None:
-            self._compiler.shutdown()
+        for each in self._checks:
+            each.close()
 
     @property
     def alive(self) -> bool:
@@ -201,8 +197,7 @@ class EngineClient:
         """
         self._replicas.check_alive()
         ids = await self._ids(prompt, params)
-        if params.structured_outputs is not None:
-            await self.check_grammar(params.structured_outputs)
+        await self.check(params)
         placement, (engine, handle, stream) = self._open(
             request_id, params.n, ids, _namespace(cache_salt, fields)
         )
@@ -345,26 +340,15 @@ class EngineClient:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
-    async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop.
+    async def check(self, params: SamplingParams) -> None:
+        """Lets features check a request's parameters, off the event loop.
 
         Raises:
-            RequestError: it cannot be enforced.
-            CompilerBusyError: other grammars took too long.
+            RequestError: one of them cannot be followed.
+            CompilerBusyError: other checks took too long.
         """
-        if self._compiler is None:
-            raise RequestError(
-                "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
-            )
-        verdict = asyncio.wrap_future(self._compiler.checked(params))
-        try:
-            await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
-            if not verdict.done():
-                raise self._compiler.late(params)
-        finally:
-            if not verdict.done():
-                self._compiler.forget(params)
-        verdict.result()
+        for each in self._checks:
+            await each.check(params)
 
     def _open(
         self, request_id: str, n: int, ids: Int32, namespace: str

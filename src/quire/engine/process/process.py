@@ -21,7 +21,7 @@ import msgspec
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.calls import OWN_CALLS
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import declared_call, declared_field
+from quire.engine.loop.features import declared_call, declared_field, serving_config
 from quire.engine.loop.messages import (
     AbortRequest,
     AddRequest,
@@ -48,7 +48,6 @@ from quire.engine.process.completions import Client, CompletionTable
 from quire.engine.process.connection import Connection, SocketServer
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.features.call import Begun, RequestField, decode_body, encode_body
-from quire.features.tuning.settings import served
 from quire.request import RequestOptions
 from quire.system import end_with
 
@@ -135,7 +134,7 @@ class EngineProcess:
                 last = now
                 self._send(owner, Loading(what, done, total))
 
-        config = served(resolve(message.args))
+        config = serving_config(resolve(message.args))
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
         self._core = build_core(config, progress, server=True)
         for descriptor in self._core.fds:

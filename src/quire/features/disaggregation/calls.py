@@ -11,8 +11,15 @@ from quire.features.call import Callers, CallType, RequestField
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
 
-_NO_PROMPTS = "this server computes no prompts for others (--role)"
 _NO_PEERS = "this server asks no others for prompts (--role)"
+
+
+def _no_prompts() -> RequestError:
+    return RequestError("this server computes no prompts for others (--role)", code="wrong_role")
+
+
+def _no_peers() -> RequestError:
+    return RequestError(_NO_PEERS, code="wrong_role")
 
 
 class GrantRequest(msgspec.Struct, frozen=True):
@@ -24,16 +31,16 @@ class GrantRequest(msgspec.Struct, frozen=True):
 
 
 HANDSHAKE: CallType[KVFacts, Welcome] = CallType(
-    "disaggregation.handshake", KVFacts, Welcome, absent=_NO_PROMPTS, code="wrong_role"
+    "disaggregation.handshake", KVFacts, Welcome, refusal=_no_prompts
 )
 """Compares another engine's facts with those of this one. Raises PeerMismatchError: they differ."""
 GRANT: CallType[GrantRequest, Grant] = CallType(
-    "disaggregation.grant", GrantRequest, Grant, ClosedGrant, absent=_NO_PROMPTS, code="wrong_role"
+    "disaggregation.grant", GrantRequest, Grant, ClosedGrant, refusal=_no_prompts
 )
 """Has a prompt computed for another engine, which then fetches its KV. The second answer comes when
 the grant ends."""
 SET_PEERS: CallType[list[str], list[str]] = CallType(
-    "disaggregation.set_peers", list[str], list[str], absent=_NO_PEERS, code="wrong_role"
+    "disaggregation.set_peers", list[str], list[str], refusal=_no_peers
 )
 """Replaces the servers that compute prompts for this engine; answers their addresses."""
 CALLS = (HANDSHAKE, GRANT, SET_PEERS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quire.errors import EngineDeadError, QuireError
+from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.features.call import Callers, CallType, NewsType, RequestField
 
 
@@ -23,15 +23,15 @@ class LoadAdapter(msgspec.Struct, frozen=True):
     known: bool = False
 
 
-_ABSENT = ("this server takes no adapters (--enable-lora)", "lora_name")
+def _no_adapters() -> RequestError:
+    return RequestError("this server takes no adapters (--enable-lora)", "lora_name")
+
 
 LOAD: CallType[LoadAdapter, None] = CallType(
-    "lora.load", LoadAdapter, type(None), absent=_ABSENT[0], param=_ABSENT[1]
+    "lora.load", LoadAdapter, type(None), refusal=_no_adapters
 )
 """Answers when the adapter was read."""
-UNLOAD: CallType[str, None] = CallType(
-    "lora.unload", str, type(None), absent=_ABSENT[0], param=_ABSENT[1]
-)
+UNLOAD: CallType[str, None] = CallType("lora.unload", str, type(None), refusal=_no_adapters)
 """Forgets a name, and ends its loads that are under way."""
 CALLS = (LOAD, UNLOAD)
 

@@ -317,7 +317,7 @@ async def check_structured(
     if params.structured_outputs is None:
         return
     try:
-        await state.client.check_grammar(params.structured_outputs)
+        await state.client.check(params)
     except RequestError as error:
         raise ApiError(
             400, f"Invalid value for '{field}': {error}", param=field, code=error.code
