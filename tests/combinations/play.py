@@ -12,14 +12,15 @@ from typing import Any
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import features_at_start, hooks_of
-from quire.engine.loop.load import load_of
+from quire.engine.loop.features import features_at_start, hooks_of, open_loop
 from quire.engine.loop.output import CompletionReader, PromptLogprobCollector
 from quire.engine.loop.prompts import max_total, prompt_ids
 from quire.engine.ranks.workers import Ranks
 from quire.errors import RequestError
+from quire.features.kv_events.engine_load import load_of
 from quire.features.kv_events.feature import KVEventFeature
 from quire.features.kv_events.messages import EVENT_HASH_BYTES
+from quire.features.lora.calls import LOAD, LoadAdapter
 from quire.features.speculation.draft_count import StepCosts
 from quire.features.speculation.feature import SpeculationFeature
 from quire.request import Request
@@ -161,10 +162,13 @@ class Engine:
         if setting.stages > 1:
             made = cls(setting, _local_stages(config))
         else:
-            made = cls(setting, build_core(config, complete=False, tenants=setting.tenants))
-            made._events = KVEventFeature()
-            made.core.scheduler.add_feature(made._events)
-            made._events.events("", 0, load_of(made.core, made._events))
+            made = cls(setting, build_core(config, complete=False, server=setting.tenants))
+            found = [f for f in made.core._loop_features if isinstance(f, KVEventFeature)]
+            made._events = found[0] if found else KVEventFeature()
+            if not found:
+                made.core.scheduler.add_feature(made._events)
+                made.core._loop_features.append(made._events)
+            made._events.events("", 0, load_of(made.core, 0.0))
         for feature in made.core._loop_features:
             if isinstance(feature, SpeculationFeature):
                 feature._costs = StepCosts({})
@@ -176,7 +180,7 @@ class Engine:
             return
         for name in ADAPTERS:
             path = str(checkpoints.adapter(self.setting.family, name))
-            answer = self.core.control({"op": "load_adapter", "name": name, "path": path})
+            answer = self.core.call(LOAD, LoadAdapter(name, path))
             while not answer.done():
                 self.core.step()
             answer.result()
@@ -243,8 +247,6 @@ class Engine:
             owners[request.request_id].fail(request.sample_index, error)
         if progress is None:
             return bool(failures)
-        if self._events is not None:
-            self._events.step_ended()
         for item in progress:
             job = owners[item.request.request_id]
             if job.read(item):
@@ -313,7 +315,7 @@ def _local_stages(config: EngineConfig) -> EngineCore:
     """Builds an engine whose pipeline's stages are in this process."""
     entries = features_at_start(config, complete=True)
     executor = LocalStages(config, hooks_of(entries, config))
-    opened = [entry.open(config) for entry in entries]
+    opened = [open_loop(entry, config) for entry in entries]
     features = [feature for feature in opened if not isinstance(feature, Ranks)]
     order = Order(config.scheduler)
     return EngineCore(config, executor, loop_features=features, order=order)

@@ -18,13 +18,13 @@ import pytest
 
 from quire.arrays import int32
 from quire.config import EngineArgs
+from quire.engine.loop.calls import STATS
 from quire.engine.loop.messages import (
     AddRequest,
-    ChangeAdapters,
+    CallAnswer,
     CompletionEnd,
     CompletionStart,
     Failure,
-    StatsReply,
     StepOutputs,
     decode_from_engine,
     decode_to_engine,
@@ -43,6 +43,8 @@ from quire.errors import (
     RequestError,
     RequestTooLargeError,
 )
+from quire.features.call import CallType, decode_body, encode_body
+from quire.features.lora.calls import load_adapter, unload_adapter
 from quire.plan import Logprobs
 from quire.sampling_params import SamplingParams
 
@@ -282,23 +284,25 @@ def test_errors_of_the_start_are_the_engines_own(
 def test_adapters_of_several_engines() -> None:
     """A load ends with the first refusal; an unload asks all, and one that knew the name is
     enough."""
-    refusal = Failure.of(RequestError("no"))
-    asked: list[ChangeAdapters] = []
+    refusal = RequestError("no")
+    asked: list[CallType[Any, Any]] = []
 
-    def engine(alive: bool, answer: Failure | None) -> SimpleNamespace:
-        async def ask(question: Callable[[int], ChangeAdapters]) -> Failure | None:
+    def engine(alive: bool, error: RequestError | None) -> SimpleNamespace:
+        async def call(call: CallType[Any, Any], request: Any) -> None:
             assert alive
-            asked.append(question(0))
-            return answer
+            asked.append(call)
+            if error is not None:
+                raise error
 
-        return SimpleNamespace(alive=alive, ask=ask)
+        return SimpleNamespace(alive=alive, call=call)
 
-    def change(answers: list[Failure | None], path: str | None) -> int:
+    def change(answers: list[RequestError | None], path: str | None) -> int:
         engines = [engine(False, None), *(engine(True, answer) for answer in answers)]
         found: Any = SimpleNamespace(engines=engines, check_alive=lambda: None)
         client = EngineClient(found)
         asked.clear()
-        asyncio.run(client.unload_adapter("x") if path is None else client.load_adapter("x", path))
+        change = unload_adapter(client, "x") if path is None else load_adapter(client, "x", path)
+        asyncio.run(change)
         return len(asked)
 
     assert change([None, None], "a") == change([None, None], None) == 2
@@ -336,8 +340,10 @@ def test_messages_survive_the_wire() -> None:
     ((handle, part),) = back.logprobs
     assert (handle, part.ids.tolist(), part.ranks.tolist()) == (3, [[3, 4]], [2])
     assert part.values.tolist() == [[-0.5, -0.25]]
-    stats = StatsReply(1, EngineStats(running=2, blocks_used=[3]))
-    assert decode_from_engine(encode(stats)) == stats
+    stats = EngineStats(running=2, blocks_used=[3])
+    answer = decode_from_engine(encode(CallAnswer(1, encode_body(stats))))
+    assert isinstance(answer, CallAnswer)
+    assert decode_body(answer.body, STATS.answer) == stats
     for original in (
         ConfigError("c", "dtype"),
         RequestError("r", "stop", "x"),

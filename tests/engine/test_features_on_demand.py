@@ -17,7 +17,7 @@ from quire.engine.builder import build_core, resolve
 from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor import Capacity, Executor
-from quire.features.loop_feature import LoopFeature, OnDemand
+from quire.features.loop_feature import LoopFeature, RequestedFeature
 from quire.plan import KVGroup, RowFlag
 from quire.request import Request
 from quire.runner import Hook
@@ -79,8 +79,8 @@ def test_a_request_turns_its_feature_on_while_others_run() -> None:
     executor = FakeExecutor([KVGroup(layers=(0,), tokens_per_block=4)], [64])
     scheduler = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=64)
     config = SimpleNamespace(args=SimpleNamespace(seed=0, trace_dir=None), scheduler=scheduler)
-    entry = OnDemand(lambda params, options: options.get("cache_salt") == "asks", make)
-    core = EngineCore(config, executor, on_demand=[entry])  # type: ignore[arg-type]
+    entry = RequestedFeature(lambda params, options: options.get("cache_salt") == "asks", make)
+    core = EngineCore(config, executor, requested=[entry])  # type: ignore[arg-type]
     core.add("plain", int32(range(5)), SamplingParams(), max_total=12)
     core.step()
     assert made == []
@@ -165,5 +165,5 @@ def test_a_server_has_its_features_from_the_start() -> None:
     core = build_core(resolve(EngineArgs(**SETTINGS)))
     names = {type(feature).__name__ for feature in core._loop_features}
     assert names == {"PoolingFeature", "GrammarFeature", "SamplersFeature"}
-    assert core._on_demand == []
+    assert core._requested == []
     core.shutdown()

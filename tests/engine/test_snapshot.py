@@ -11,8 +11,8 @@ from quire.arrays import int32
 from quire.cache.block_tables import BlockTables
 from quire.cache.inspect import CACHED, FREE, summarize_pool, summarize_tree
 from quire.config import SchedulerConfig
+from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.messages import SnapshotReply, decode_from_engine, encode
 from quire.engine.loop.snapshot import (
     MOST_CELLS,
     MOST_ROWS,
@@ -21,6 +21,7 @@ from quire.engine.loop.snapshot import (
     MOST_WAITING,
     take_snapshot,
 )
+from quire.features.call import decode_body, encode_body
 from quire.plan import KVGroup
 from quire.sampling_params import SamplingParams
 from tests.fakes import FakeExecutor
@@ -110,9 +111,8 @@ def test_requests_step_blocks_and_tree_are_shown() -> None:
     assert {tuple(top.tokens.tolist())[:8] for top in tops if top.tokens is not None} == {
         tuple(prefix)
     }
-    decoded = decode_from_engine(encode(SnapshotReply(7, snapshot)))
-    assert isinstance(decoded, SnapshotReply)
-    assert decoded.snapshot.pools[0].owner.tolist() == pool.owner.tolist()
+    decoded = decode_body(encode_body(snapshot), SNAPSHOT.answer)
+    assert decoded.pools[0].owner.tolist() == pool.owner.tolist()
     finish(core)
     after = take_snapshot(core, False)
     assert after.running == []
@@ -159,7 +159,7 @@ def test_snapshots_are_bounded() -> None:
     assert len(snapshot.tree) <= MOST_RUNS
     assert sum(branch.hidden for branch in snapshot.tree) > 0
     assert len(snapshot.pools[0].owner) <= MOST_CELLS
-    assert len(encode(SnapshotReply(0, snapshot))) < 150_000
+    assert len(bytes(encode_body(snapshot))) < 150_000
 
 
 def test_every_group_has_its_pool() -> None:

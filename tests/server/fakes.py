@@ -12,10 +12,12 @@ import numpy as np
 
 from quire.engine.loop.embedding import Embedding
 from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.features.call import CallType, NewsType
+from quire.features.lora.calls import NAMES
 from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
 from quire.pooling_params import PoolingParams
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import SamplingParams
 from quire.text.chat_template import TemplateTraits
 
 
@@ -63,14 +65,27 @@ class FakeClient:
         )
     )
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
+    @property
+    def replicas(self) -> list[Any]:
+        return [self]
 
-    async def unload_adapter(self, name: str) -> None:
-        raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
+    @property
+    def first_alive(self) -> Any:
+        return self
 
-    async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        compilable(params)
+    def check_alive(self) -> None:
+        if not self.alive:
+            raise EngineDeadError("dead")
+
+    def news(self, news: NewsType[Any]) -> Any:
+        return self.adapters if news is NAMES else news.default
+
+    async def call(self, call: CallType[Any, Any], request: Any, on_end: Any = None) -> Any:
+        raise call.refusal()
+
+    async def check(self, params: SamplingParams) -> None:
+        if params.structured_outputs is not None:
+            compilable(params.structured_outputs)
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any

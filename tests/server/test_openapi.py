@@ -6,16 +6,13 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.loop.stats import EngineStats
-from quire.errors import RequestError
-from quire.features.disaggregation.facts import KVFacts
-from quire.features.disaggregation.messages import PromptRequest
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
 from quire.server.openapi import ROUTES, document
@@ -53,7 +50,8 @@ CONFIG = EngineConfig(
 class _Engine(FakeClient):
     """An engine with statistics and a prefix cache."""
 
-    replicas = ()
+    host: ClassVar[Any] = object()
+    responsive = True
 
     async def stats(self) -> EngineStats:
         return EngineStats()
@@ -66,15 +64,6 @@ class _Engine(FakeClient):
 
     async def wake(self) -> None:
         self.asleep = False
-
-    async def shake_hands(self, facts: KVFacts) -> NoReturn:
-        raise RequestError("this engine computes no prompts for others", "role")
-
-    async def grant(self, asked: PromptRequest, **of_its_key: Any) -> NoReturn:
-        raise RequestError("this engine computes no prompts for others", "role")
-
-    async def set_peers(self, peers: list[str]) -> NoReturn:
-        raise RequestError("this server asks no others for prompts", "role")
 
 
 APP = build_app(

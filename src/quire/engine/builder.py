@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any
 from quire import models
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import FEATURES, FeatureEntry, features_at_start, hooks_of
+from quire.engine.loop.features import all_features, features_at_start, hooks_of, open_loop
 from quire.engine.ranks.deterministic import check_deterministic
 from quire.engine.ranks.ranks import check_ranks, defaults_of_stages
 from quire.engine.ranks.workers import WorkerExecutor
 from quire.errors import ConfigError, ModelError
 from quire.executor import OnProgress
-from quire.features.loop_feature import LoopFeature, OnDemand
+from quire.features.loop_feature import LoopFeature, RequestedFeature
+from quire.features.spec import FeatureSpec
+from quire.features.spec import resolve as part
 from quire.models.config import load_config
 from quire.models.embedding_settings import embedding_settings
 from quire.models.families.settings import several
@@ -71,11 +73,9 @@ def _check_uncommon(
     args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
 ) -> None:
     """Refuses settings of few engines that the model or the machine cannot have."""
-    if args.speculates:
-        # Engines without drafts load nothing of them.
-        from quire.features.speculation.settings import check_settings
-
-        check_settings(args, spec)
+    for feature in all_features():
+        if feature.check and feature.enabled(args):
+            part(feature.check)(args, spec)
     if args.parallel:
         check_ranks(args, device, spec, quantization)
     if args.deterministic:
@@ -115,37 +115,38 @@ def build_core(
     progress: OnProgress | None = None,
     *,
     complete: bool = True,
-    tenants: bool = False,
+    server: bool = False,
 ) -> EngineCore:
     """Builds an engine in this process and loads its weights.
 
     complete: every feature that requests may ask for is ready from the start; else the first such
         request turns it on, where the device allows that.
-    tenants: requests may name tenants, who share the engine fairly.
+    server: clients share the engine: requests may name tenants, who share it fairly, and routers
+        ask for its load.
     """
-    entries = features_at_start(config, complete=complete)
-    hooks, ranks = hooks_of(entries, config), config.args.ranks
-    loop_features = [entry.open(config) for entry in entries]
-    order = _order(config.scheduler, tenants)
+    features = features_at_start(config, complete=complete, server=server)
+    hooks, ranks = hooks_of(features, config), config.args.ranks
+    loop_features = [open_loop(feature, config) for feature in features]
+    order = _order(config.scheduler, server)
     if ranks > 1:
         executor = WorkerExecutor(config, progress, hooks, ranks)
         return EngineCore(config, executor, loop_features=loop_features, order=order)
     runner = ModelRunner(config, progress, hooks)
 
-    def on_demand(entry: FeatureEntry) -> LoopFeature:
-        for hook in hooks_of([entry], config):
+    def open_requested(feature: FeatureSpec) -> LoopFeature:
+        for hook in hooks_of([feature], config):
             runner.add_hook(hook)
-        return entry.open(config)
+        return open_loop(feature, config)
 
     return EngineCore(
         config,
         runner,
         loop_features=loop_features,
         order=order,
-        on_demand=[
-            OnDemand(entry.asked, functools.partial(on_demand, entry))
-            for entry in FEATURES
-            if entry.asked is not None and entry not in entries
+        requested=[
+            RequestedFeature(feature.requested, functools.partial(open_requested, feature))
+            for feature in all_features()
+            if feature.requested is not None and feature not in features
         ],
     )
 

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, Unpack
 
+from quire.arrays import Int32
 from quire.errors import QuireError
 from quire.executor import Capacity, Executor
+from quire.features.call import CallType, NewsType, RequestField
 from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
-from quire.scheduler import Feature
+from quire.scheduler import Feature, Scheduler
 
 Failure = tuple[Request, QuireError]
+
+
+class EngineInterface(Protocol):
+    """The engine, for a feature that answers a call."""
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Int32,
+        params: SamplingParams,
+        *,
+        max_total: int,
+        **options: Unpack[RequestOptions],
+    ) -> list[Request]: ...
+
+    def load(self) -> Mapping[str, float]: ...
 
 
 class LoopFeature:
@@ -51,9 +72,30 @@ class LoopFeature:
         """Returns file descriptors that become readable when `poll` has news."""
         return ()
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers a message from outside of the loop. None: it is for others."""
-        return None
+    def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
+        """Returns the calls that the feature takes, each with the function that answers it.
+
+        The function gets the engine and the request. It returns the answer, a Future of it, or
+        `Begun`. An error of it fails the call alone.
+        """
+        return {}
+
+    def fields(self) -> Mapping[RequestField[Any], Callable[[str, Any], None]]:
+        """Returns the request fields that the feature takes, each with a function.
+
+        The function gets the id and the field's value of a request that was queued, before the next
+        step. An error of it refuses the request.
+        """
+        return {}
+
+    def news(self) -> Mapping[NewsType[Any], Any]:
+        """Returns what all clients are told, when they connect and when it has changed after a
+        call."""
+        return {}
+
+    def load(self) -> Mapping[str, float]:
+        """Returns what the feature adds to the engine's load, for routers."""
+        return {}
 
     def stats(self) -> dict[str, Any]:
         """Returns fields of `EngineStats`."""
@@ -67,11 +109,13 @@ class LoopFeature:
 
 
 @dataclass(frozen=True, slots=True)
-class OnDemand:
+class RequestedFeature:
     """A feature that the first request to ask for it turns on.
 
-    asked: whether a request does. open: makes the feature.
+    Attributes:
+        requested: whether a request asks for it.
+        open: makes the feature.
     """
 
-    asked: Callable[[SamplingParams, RequestOptions], bool]
+    requested: Callable[[SamplingParams, RequestOptions], bool]
     open: Callable[[], LoopFeature]

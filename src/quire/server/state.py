@@ -21,6 +21,7 @@ from starlette.requests import Request
 from quire import __version__
 from quire.engine.processes import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
+from quire.features.lora.calls import adapter_names
 from quire.features.lora.registry import folder_of, names_in
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKeys
@@ -238,7 +239,7 @@ class ServerState:
     @property
     def adapters(self) -> tuple[str, ...]:
         """The sorted names of the LoRA adapters, which are models in the API."""
-        return tuple(sorted({*self.client.adapters, *names_in(self._lora_dir)}))
+        return tuple(sorted({*adapter_names(self.client), *names_in(self._lora_dir)}))
 
     @property
     def _lora_dir(self) -> Path | None:
@@ -246,7 +247,7 @@ class ServerState:
         return None if folder is None else Path(folder)
 
     def is_adapter(self, name: str) -> bool:
-        return name in self.client.adapters or folder_of(self._lora_dir, name) is not None
+        return name in adapter_names(self.client) or folder_of(self._lora_dir, name) is not None
 
     def check_model(self, name: str | None, context: RequestContext) -> None:
         """Chooses the request's model: the served model, or an adapter.

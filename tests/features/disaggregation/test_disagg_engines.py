@@ -22,6 +22,7 @@ from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, PeerMismatchError, RequestError
 from quire.features.disaggregation import loop as disagg_loop
 from quire.features.disaggregation import pulls
+from quire.features.disaggregation.calls import GRANT, HANDSHAKE, GrantRequest
 from quire.features.disaggregation.facts import differences, facts_of
 from quire.features.disaggregation.loop import DisaggLoop
 from quire.features.disaggregation.messages import Grant, PromptRequest, Welcome
@@ -111,9 +112,8 @@ class Pair:
         core = self.writer
         while not self.peer.asked.empty():
             asked, answer = self.peer.asked.get()
-            grant = core.control({"op": "grant", "asked": _of_now(asked, loop_of(core))})
-            core.add(grant.name, int32(asked.tokens), PARAMS[0], max_total=len(asked.tokens) + 1)
-            answer.set_result(grant)
+            request = GrantRequest(_of_now(asked, loop_of(core)))
+            answer.set_result(core.call(GRANT, request).answer)
 
     def run(self) -> list[list[int]]:
         requests = start(self.reader)
@@ -324,15 +324,15 @@ def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path
         "block_size: 8 here, 16 at the peer",
     ]
     with pytest.raises(PeerMismatchError, match="block_size: 8 here, 16 at the peer"):
-        core.control({"op": "handshake", "facts": other})
+        core.call(HANDSHAKE, other)
     loop = loop_of(core)
-    assert isinstance(core.control({"op": "handshake", "facts": loop._facts}), Welcome)
+    assert isinstance(core.call(HANDSHAKE, loop._facts), Welcome)
     with pytest.raises(PeerMismatchError, match="started again"):
-        core.control({"op": "grant", "asked": PromptRequest([1] * 8, 0, "reader", "another")})
+        core.call(GRANT, GrantRequest(PromptRequest([1] * 8, 0, "reader", "another")))
     for tokens in ([1] * 7, [], [VOCAB] * 8, [-1] * 8):
         asked = _of_now(PromptRequest(tokens, 0, "reader", ""), loop)
         with pytest.raises(RequestError, match="tokens"):
-            core.control({"op": "grant", "asked": asked})
+            core.call(GRANT, GrantRequest(asked))
     core.shutdown()
 
 

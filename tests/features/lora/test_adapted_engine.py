@@ -17,6 +17,7 @@ from quire.arrays import int32
 from quire.engine.loop.core import EngineCore
 from quire.errors import ConfigError, RequestError
 from quire.features.lora.adapter_pool import AdapterPool
+from quire.features.lora.calls import LOAD, NAMES, UNLOAD, LoadAdapter
 from quire.features.speculation.draft_count import StepCosts
 from quire.features.speculation.feature import SpeculationFeature
 from quire.models import files
@@ -118,8 +119,7 @@ def test_prefixes_are_shared_by_contents_only(
 
 
 def replace_adapter(core: EngineCore, name: str, path: Path) -> None:
-    message = {"op": "load_adapter", "name": name, "path": str(path), "in_place": True}
-    answer = core.control(message)
+    answer = core.call(LOAD, LoadAdapter(name, str(path), in_place=True))
     while not answer.done():
         core.step()
     answer.result()
@@ -150,7 +150,7 @@ def test_requests_keep_the_version_they_began_with(
     replace_adapter(core, "x", checkpoint / "1")
     assert not old.finished
     new = start(core, "new", "x")
-    core.control({"op": "unload_adapter", "name": "x"}).result()
+    core.call(UNLOAD, "x").result()
     with pytest.raises(RequestError, match="'x' does not exist") as refused:
         start(core, "late", "x")
     assert refused.value.code == "model_not_found"
@@ -220,7 +220,7 @@ def test_base_rows_are_those_of_an_engine_without_adapters(checkpoint: Path) -> 
     prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
     plain = open_llm(checkpoint, enable_lora=False, enable_prefix_caching=False)
     alone = plain.generate(prompts, params, False)
-    with pytest.raises(RequestError, match="enable_lora"):
+    with pytest.raises(RequestError, match="--enable-lora"):
         plain.generate([PROMPT], params, False, lora_request=asked(checkpoint, [0])[0])
     plain.shutdown()
     llm = open_llm(checkpoint, enable_prefix_caching=False)
@@ -281,7 +281,7 @@ def test_a_slot_that_cannot_be_filled_keeps_nobody_waiting(
 def test_a_folder_of_adapters(checkpoint: Path, expected: dict[int, list[int]]) -> None:
     llm = open_llm(checkpoint, enable_lora=False, lora_dir=str(checkpoint))
     core = llm._core
-    assert core.control({"op": "adapters"}) == [str(seed) for seed in range(6)]
+    assert core.news()[NAMES] == [str(seed) for seed in range(6)]
     requests = [start(core, str(seed), str(seed)) for seed in range(6)]
     finish(core)
     assert [r.output.tolist() for r in requests] == [expected[seed] for seed in range(6)]
@@ -358,9 +358,9 @@ def test_an_adapter_of_the_hub(
     monkeypatch.setattr(files, "snapshot_download", fetched)
     llm = open_llm(checkpoint)
     core = llm._core
-    message = {"op": "load_adapter", "name": "x", "path": "some/adapter", "known": True}
-    answer = core.control(message)
-    assert not core.control({"op": "adapters"})
+    message = LoadAdapter("x", "some/adapter", known=True)
+    answer = core.call(LOAD, message)
+    assert not core.news()[NAMES]
     other = start(core, "other", "")
     while not other.num_output_tokens:
         core.step()
@@ -368,14 +368,14 @@ def test_an_adapter_of_the_hub(
     while not answer.done():
         core.step()
     answer.result()
-    assert core.control(message).done()
+    assert core.call(LOAD, message).done()
     assert asked_for == [("some/adapter", ["adapter_config.json", "adapter_model.safetensors"])]
     request = start(core, "r", "x")
     finish(core)
     assert request.output.tolist() == expected[3]
     llm.shutdown()
     llm = open_llm(checkpoint, enable_lora=False, lora=("y=some/adapter",))
-    assert llm._core.control({"op": "adapters"}) == ["y"]
+    assert llm._core.news()[NAMES] == ["y"]
     llm.shutdown()
 
 
@@ -392,13 +392,11 @@ def test_a_name_is_loaded_once_at_a_time(checkpoint: Path, monkeypatch: pytest.M
     core = llm._core
 
     def load(path: str, **how: bool) -> Future[None]:
-        answer: Future[None] = core.control(
-            {"op": "load_adapter", "name": "x", "path": path, **how}
-        )
+        answer: Future[None] = core.call(LOAD, LoadAdapter("x", path, **how))
         return answer
 
     def unload() -> None:
-        core.control({"op": "unload_adapter", "name": "x"}).result()
+        core.call(UNLOAD, "x").result()
 
     folder = str(checkpoint / "0")
     for first, second in [("some/adapter", folder), (folder, "some/adapter"), (folder, folder)]:
@@ -419,7 +417,7 @@ def test_a_name_is_loaded_once_at_a_time(checkpoint: Path, monkeypatch: pytest.M
     assert answer.exception() is replacing.exception() is None
     unload()
     core.step()
-    assert not core.control({"op": "adapters"})
+    assert not core.news()[NAMES]
     llm.shutdown()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import quire
-from quire.features.structured_output import Compiler
+from quire.features.structured_output.compiler import Compiler
 from quire.sampling_params import StructuredOutputsParams
 from quire.text.tokenizer import Tokenizer
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from quire.errors import CompilerBusyError, GrammarError
-from quire.features.structured_output import Compiler
-from quire.features.structured_output.compiler import CompilerConfig
+from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
 from quire.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import pytest
 from quire.arrays import Int32, int32
 from quire.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
-from quire.features.structured_output import GrammarFeature
+from quire.features.structured_output.feature import GrammarFeature
 from quire.features.structured_output.masks import MaskRow
 from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, KVGroup, RowFlag, StepPlan
 from quire.request import Request

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quire import LLM, SamplingParams
 from quire.engine.loop.core import EngineCore
 from quire.errors import GrammarError, RequestError
-from quire.features.structured_output import Compiler
+from quire.features.structured_output.compiler import Compiler
 from quire.features.structured_output.masks import MaskBuilder, MaskRow
 from quire.outputs import RequestOutput
 from quire.plan import StepPlan

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from quire.errors import GrammarError
-from quire.features.structured_output import Compiler
+from quire.features.structured_output.compiler import Compiler
 from quire.grammar.grammar import compilable
 from quire.grammar.json_schema import enforceable
 from quire.sampling_params import StructuredOutputsParams

@@ -417,7 +417,7 @@ def test_where_no_plans_are_taken_from_tables(settings: dict[str, Any]) -> None:
 
 
 def names(config: Any) -> list[Any]:
-    return [entry.open for entry in features_at_start(config, complete=True)]
+    return [entry.loop for entry in features_at_start(config, complete=True)]
 
 
 def test_servers_measure_and_others_only_when_asked() -> None:

@@ -12,7 +12,8 @@ from quire.config import EngineConfig
 from quire.engine.loop.telemetry import Telemetry, open_trace
 from quire.errors import EngineDeadError, RequestError
 from quire.executor import Executor
-from quire.features.loop_feature import Failure, LoopFeature, OnDemand
+from quire.features.call import CallType, NewsType, RequestField
+from quire.features.loop_feature import Failure, LoopFeature, RequestedFeature
 from quire.plan import StepPlan
 from quire.request import FinishReason, Request, RequestOptions, RequestStatus
 from quire.sampling_params import SamplingParams
@@ -37,7 +38,7 @@ class EngineCore:
 
     A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks. features: the
     scheduler's, called in this order, before those of loop_features. order: see `Scheduler`.
-    on_demand: features that requests turn on.
+    requested: features that requests turn on.
 
     An error in a step leaves scheduler and device at odds: `failed` is then set for good, and
     only `shutdown` and `stats` may be called.
@@ -50,13 +51,13 @@ class EngineCore:
         features: Sequence[Feature] = (),
         loop_features: Sequence[LoopFeature] = (),
         order: Order | None = None,
-        on_demand: Sequence[OnDemand] = (),
+        requested: Sequence[RequestedFeature] = (),
     ) -> None:
         self.config = config
         self._executor = executor
         self.capacity = executor.start()
         features, self._loop_features = list(features), []
-        self._on_demand = list(on_demand)
+        self._requested = list(requested)
         for loop_feature in loop_features:
             feature = loop_feature.start(executor, self.capacity)
             if feature is not None:
@@ -131,20 +132,56 @@ class EngineCore:
         for feature in self._loop_features:
             feature.check(params)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Asks the features, in order. Returns the first answer that is not None."""
-        answers = (feature.on_control(message) for feature in self._loop_features)
-        return next((answer for answer in answers if answer is not None), None)
+    def call(self, call: CallType[Any, Any], request: Any) -> Any:
+        """Returns what the feature that takes a call answers: see `LoopFeature.calls`.
+
+        Raises:
+            RequestError: no feature takes it, or its feature refuses it.
+        """
+        for feature in self._loop_features:
+            answer = feature.calls().get(call)
+            if answer is not None:
+                return answer(self, request)
+        raise call.refusal()
+
+    def give(self, request_id: str, field: RequestField[Any], value: Any) -> None:
+        """Gives a queued request's field to the feature that takes it.
+
+        Raises:
+            RequestError: no feature takes it, or its feature refuses it. The request is aborted.
+        """
+        try:
+            for feature in self._loop_features:
+                take = feature.fields().get(field)
+                if take is not None:
+                    return take(request_id, value)
+            if (refusal := field.refusal(value)) is not None:
+                raise refusal
+        except Exception:
+            self.abort(request_id)
+            raise
+
+    def takes(self, call: CallType[Any, Any]) -> bool:
+        """Whether a feature takes a call."""
+        return any(call in feature.calls() for feature in self._loop_features)
+
+    def news(self) -> dict[NewsType[Any], Any]:
+        """Returns what features tell all clients."""
+        return {n: v for feature in self._loop_features for n, v in feature.news().items()}
+
+    def load(self) -> dict[str, float]:
+        """Returns what features add to the engine's load; see `LoopFeature.load`."""
+        return {n: v for feature in self._loop_features for n, v in feature.load().items()}
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
         """Turns on the features that a request asks for and that do not run yet."""
-        for entry in [each for each in self._on_demand if each.asked(params, options)]:
+        for entry in [each for each in self._requested if each.requested(params, options)]:
             loop_feature = entry.open()
             feature = loop_feature.start(self._executor, self.capacity)
             if feature is not None:
                 self.scheduler.add_feature(feature)
                 self._loop_features.append(loop_feature)
-            self._on_demand.remove(entry)
+            self._requested.remove(entry)
 
     def _check_alive(self) -> None:
         if self.failed:

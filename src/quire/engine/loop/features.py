@@ -1,116 +1,108 @@
-"""The features of an engine. Each is imported when the settings, or a request, ask for it."""
+"""The features of an engine: those of `quire.features`, and those that packages add.
+
+A package adds a feature by an entry point of the group `quire.features`, which names its
+`FeatureSpec`. Features' parts are imported when the settings, or a request, ask for them.
+"""
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+import functools
+import importlib.metadata
+import pkgutil
+from typing import TYPE_CHECKING, Any
 
+import quire.features
 from quire.config import EngineConfig
-from quire.features.loop_feature import LoopFeature
-from quire.request import RequestOptions
-from quire.runner import Hook
-from quire.sampling_params import SamplingParams
+from quire.features.call import CallType, RequestCheck, RequestField
+from quire.features.spec import FeatureSpec, resolve
 
+if TYPE_CHECKING:
+    from quire.features.loop_feature import LoopFeature
+    from quire.runner import Hook
 
-@dataclass(frozen=True, slots=True)
-class FeatureEntry:
-    """Says how to make a feature, and when it is needed.
+GROUP = "quire.features"
+"""The group of entry points that name features of other packages."""
 
-    open: makes the part of the engine's loop and of the scheduler.
-    hook: makes the runner's part, on every rank; None: the feature has none.
-    wanted: whether settings ask for it.
-    asked: whether a request asks for it; None: no request can.
-    """
-
-    open: Callable[[EngineConfig], LoopFeature]
-    hook: Callable[[EngineConfig], Hook] | None = None
-    wanted: Callable[[EngineConfig], bool] = lambda config: False
-    asked: Callable[[SamplingParams, RequestOptions], bool] | None = None
-
-
-def _imported(path: str) -> Callable[[EngineConfig], Any]:
-    """Returns a function that imports `module:function` when it is called, and calls that."""
-
-    def made(config: EngineConfig) -> Any:
-        module, _, name = path.partition(":")
-        return getattr(importlib.import_module(module), name)(config)
-
-    return made
-
-
-FEATURES = (
-    FeatureEntry(
-        _imported("quire.features.pooling:open_pooling"),
-        _imported("quire.features.pooling.hook:open_pooler"),
-        asked=lambda params, options: options.get("pooling") is not None,
-    ),
-    FeatureEntry(
-        _imported("quire.features.kv_offload.loop:OffloadLoop"),
-        wanted=lambda config: config.args.host_cache_gb > 0.0,
-    ),
-    FeatureEntry(
-        _imported("quire.features.disaggregation.loop:DisaggLoop"),
-        _imported("quire.features.disaggregation.layer_clock:open_layer_clock"),
-        wanted=lambda config: config.args.kv_peers is not None,
-    ),
-    FeatureEntry(
-        _imported("quire.features.speculation.feature:open_speculation"),
-        _imported("quire.features.speculation.hook:open_hook"),
-        wanted=lambda config: config.args.speculates,
-    ),
-    FeatureEntry(
-        _imported("quire.features.expert_balance.feature:Balance"),
-        _imported("quire.features.expert_balance.hook:BalanceHook"),
-        wanted=lambda config: config.args.redundant_experts > 0,
-    ),
-    FeatureEntry(
-        _imported("quire.engine.ranks.workers:Ranks"),
-        wanted=lambda config: config.args.ranks > 1,
-    ),
-    FeatureEntry(
-        _imported("quire.features.tuning.settings:open_tuning"),
-        wanted=lambda config: config.args.tune_tables == "on",
-    ),
-    # After drafts: masks of their positions need what others have written.
-    FeatureEntry(
-        _imported("quire.features.structured_output:open_grammars"),
-        _imported("quire.runner.hooks.mask:Mask"),
-        asked=lambda params, options: params.masked,
-    ),
-    # After masks: it draws the tokens of its rows.
-    FeatureEntry(
-        _imported("quire.features.samplers:open_samplers"),
-        _imported("quire.features.samplers.hook:open_hook"),
-        asked=lambda params, options: params.reshapes,
-    ),
-    # The last: what others refuse is never bound to an adapter.
-    FeatureEntry(
-        _imported("quire.features.lora.feature:AdapterFeature"),
-        _imported("quire.features.lora.hook:AdapterHook"),
-        wanted=lambda config: bool(
-            config.args.lora_dir or config.args.lora or config.args.enable_lora
-        ),
-    ),
+_RANKS = FeatureSpec(
+    name="ranks",
+    order=60,
+    loop="quire.engine.ranks.workers:Ranks",
+    enabled=lambda args: args.ranks > 1,
 )
-"""Every feature, in the order in which the scheduler and the loop call them."""
+"""The engine's own: statistics and the end of ranks."""
 
 
-def features_at_start(config: EngineConfig, *, complete: bool) -> list[FeatureEntry]:
+@functools.cache
+def all_features() -> tuple[FeatureSpec, ...]:
+    """Returns every feature, in the order in which the scheduler and the loop call them."""
+    folders = [each.name for each in pkgutil.iter_modules(quire.features.__path__) if each.ispkg]
+    found: list[FeatureSpec] = [resolve(f"quire.features.{name}:FEATURE") for name in folders]
+    found += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
+    return tuple(sorted([*found, _RANKS], key=lambda spec: (spec.order, spec.name)))
+
+
+def declared_call(name: str) -> CallType[Any, Any] | None:
+    """Returns the call that a feature has declared by this name, whether it runs or not."""
+    return _calls().get(name)
+
+
+def declared_field(name: str) -> RequestField[Any] | None:
+    """Returns the request field that a feature has declared by this name."""
+    return _fields().get(name)
+
+
+@functools.cache
+def _calls() -> dict[str, CallType[Any, Any]]:
+    declared = [resolve(spec.calls) for spec in all_features() if spec.calls]
+    return {call.name: call for calls in declared for call in calls}
+
+
+@functools.cache
+def _fields() -> dict[str, RequestField[Any]]:
+    declared = [resolve(spec.fields) for spec in all_features() if spec.fields]
+    return {field.name: field for fields in declared for field in fields}
+
+
+def features_at_start(
+    config: EngineConfig, *, complete: bool, server: bool = False
+) -> list[FeatureSpec]:
     """Returns the features that an engine begins with.
 
     complete: also those that requests ask for, as in a server, whose first such request should not
-        wait for them. An engine whose programs are captured, or
-        that has several ranks, always begins with these.
+        wait for them. An engine whose programs are captured, or that has several ranks, always
+        begins with these.
+    server: also those of an engine that serves clients.
     """
     captured = config.device != "cpu" and not config.eager
     ready = complete or captured or config.args.ranks > 1
     return [
-        entry for entry in FEATURES if entry.wanted(config) or (ready and entry.asked is not None)
+        spec
+        for spec in all_features()
+        if spec.enabled(config.args)
+        or (ready and spec.requested is not None)
+        or (server and spec.serves)
     ]
 
 
-def hooks_of(entries: list[FeatureEntry], config: EngineConfig) -> list[Hook]:
+def serving_config(config: EngineConfig) -> EngineConfig:
+    """Returns the settings of an engine that serves clients."""
+    for spec in all_features():
+        if spec.serving:
+            config = resolve(spec.serving)(config)
+    return config
+
+
+def open_checks(config: EngineConfig) -> list[RequestCheck]:
+    """Makes the checks of requests that features have where requests arrive."""
+    return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
+
+
+def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
+    """Makes a feature's part of the engine's loop and of the scheduler."""
+    made: LoopFeature = resolve(spec.loop)(config)
+    return made
+
+
+def hooks_of(specs: list[FeatureSpec], config: EngineConfig) -> list[Hook]:
     """Returns the features' hooks of a worker, the same on every rank."""
-    return [entry.hook(config) for entry in entries if entry.hook is not None]
+    return [resolve(spec.hook)(config) for spec in specs if spec.hook]

@@ -11,14 +11,9 @@ import msgspec
 from quire import errors
 from quire.arrays import Float32, Int32, decode_array, encode_array
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.loop.snapshot import Snapshot
-from quire.engine.loop.stats import EngineStats
 from quire.errors import ConfigError, QuireError, RequestError
-from quire.features.disaggregation.facts import KVFacts
-from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
-from quire.features.kv_events.messages import KVEvents
+from quire.features.call import shown_text
 from quire.plan import Logprobs
-from quire.pooling_params import Pooling
 from quire.sampling_params import SamplingParams
 
 
@@ -32,11 +27,10 @@ class Failure(msgspec.Struct):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        # Only errors made for users show their text: others may name paths or addresses.
         known = isinstance(error, QuireError)
         return cls(
             kind=type(error).__name__ if known else "QuireError",
-            message=str(error) if known else f"internal error ({type(error).__name__})",
+            message=shown_text(error),
             param=getattr(error, "param", None),
             code=getattr(error, "code", None),
         )
@@ -68,10 +62,8 @@ class AddRequest(msgspec.Struct, tag=True):
     Attributes:
         handle: of its first completion.
         max_total: length, prompt included, at which it must end.
-        pooling: set for an embedding.
-        tenant, share, adapter: see `Request`.
-        prefill: the peer to compute the prompt, "" for none of them; None: the engine decides.
-        traceparent: what such a peer is told of the request's trace.
+        tenant, share: see `Request`.
+        features: what the request carries for features, by the name of a `RequestField`.
     """
 
     handle: int
@@ -80,12 +72,9 @@ class AddRequest(msgspec.Struct, tag=True):
     max_total: int
     priority: int = 0
     cache_salt: str = ""
-    pooling: Pooling | None = None
     tenant: str = ""
     share: float = 1.0
-    adapter: str = ""
-    prefill: str | None = None
-    traceparent: str = ""
+    features: dict[str, msgspec.Raw] = {}
 
 
 class AbortRequest(msgspec.Struct, tag=True):
@@ -95,70 +84,21 @@ class AbortRequest(msgspec.Struct, tag=True):
     index: int | None = None
 
 
-class GetStats(msgspec.Struct, tag=True):
-    call: int
-
-
-class GetSnapshot(msgspec.Struct, tag=True):
-    """Asks for a snapshot; `tokens` includes those of the prefix tree."""
-
-    call: int
-    tokens: bool
-
-
-class ResetPrefixCache(msgspec.Struct, tag=True):
-    """Forgets every prefix that no request uses; answered by `PrefixCacheReset`."""
-
-    call: int
-
-
-class ChangeAdapters(msgspec.Struct, tag=True):
-    """Gives a name to an adapter (`path`), or forgets one; answered by `AdaptersChanged` when that
-    is done.
+class Call(msgspec.Struct, tag=True):
+    """Asks for an `CallAnswer`; `CallFailed` comes where the engine cannot give one.
 
     Attributes:
-        path: the adapter's folder; None forgets the name.
-        in_place: a known name may be given to another adapter.
+        call: the client's number for it.
+        name: of a `CallType`.
+        body: what is sent, of that type.
+        end: the number of a second call, answered when what this one began is over; None: the
+            client need not know.
     """
 
     call: int
     name: str
-    path: str | None = None
-    in_place: bool = False
-
-
-class ShakeHands(msgspec.Struct, tag=True):
-    """Compares another engine's facts with this one's; answered by `PeerAnswer`."""
-
-    call: int
-    facts: KVFacts
-
-
-class GrantPrompt(msgspec.Struct, tag=True):
-    """Has a prompt computed for another engine; answered by `PeerAnswer`. tenant, share: see
-    `Request`. ended: a further call, answered by `GrantEnded` where there was a grant; None: who
-    asks need not know."""
-
-    call: int
-    asked: PromptRequest
-    tenant: str = ""
-    share: float = 1.0
-    ended: int | None = None
-
-
-class SetPeers(msgspec.Struct, tag=True):
-    """Says which servers compute prompts for this engine; answered by `PeerAnswer`."""
-
-    call: int
-    peers: list[str]
-
-
-class GetEvents(msgspec.Struct, tag=True):
-    """Asks for the events behind event `last` of an epoch; answered by `EventsReply`."""
-
-    call: int
-    epoch: str
-    last: int
+    body: msgspec.Raw
+    end: int | None = None
 
 
 class Ping(msgspec.Struct, tag=True):
@@ -169,10 +109,7 @@ class Shutdown(msgspec.Struct, tag=True):
     pass
 
 
-ToEngine = (
-    Start | Hello | AddRequest | AbortRequest | GetStats | GetSnapshot | ResetPrefixCache
-    | ChangeAdapters | ShakeHands | GrantPrompt | SetPeers | GetEvents | Ping | Shutdown
-)  # fmt: skip
+ToEngine = Start | Hello | AddRequest | AbortRequest | Call | Ping | Shutdown
 
 
 class Loading(msgspec.Struct, tag=True):
@@ -234,46 +171,11 @@ class StepOutputs(msgspec.Struct, tag=True):
     pooled: list[tuple[int, Float32]] = []
 
 
-class StatsReply(msgspec.Struct, tag=True):
-    call: int
-    stats: EngineStats
-
-
-class SnapshotReply(msgspec.Struct, tag=True):
-    call: int
-    snapshot: Snapshot
-
-
-class PrefixCacheReset(msgspec.Struct, tag=True):
-    """Answers `ResetPrefixCache`. whole: nothing is left."""
+class CallAnswer(msgspec.Struct, tag=True):
+    """Answers a call. body: of its `CallType`'s type."""
 
     call: int
-    whole: bool
-
-
-class AdaptersChanged(msgspec.Struct, tag=True):
-    """Answers `ChangeAdapters`. failure: why nothing has changed."""
-
-    call: int
-    failure: Failure | None = None
-
-
-class EventsReply(msgspec.Struct, tag=True):
-    call: int
-    events: KVEvents
-
-
-class PeerReply(msgspec.Struct):
-    """welcome, grant, peers: what was asked for."""
-
-    welcome: Welcome | None = None
-    grant: Grant | None = None
-    peers: list[str] | None = None
-
-
-class PeerAnswer(msgspec.Struct, tag=True):
-    call: int
-    reply: PeerReply
+    body: msgspec.Raw
 
 
 class CallFailed(msgspec.Struct, tag=True):
@@ -283,17 +185,11 @@ class CallFailed(msgspec.Struct, tag=True):
     failure: Failure
 
 
-class GrantEnded(msgspec.Struct, tag=True):
-    """Tells of the end of a grant: the handover of its prompt, or what came between."""
+class News(msgspec.Struct, tag=True):
+    """Tells all clients the value of a `NewsType`."""
 
-    call: int
-    closed: ClosedGrant
-
-
-class AdapterNames(msgspec.Struct, tag=True):
-    """Tells all clients which adapters there are."""
-
-    names: list[str]
+    name: str
+    body: msgspec.Raw
 
 
 class Pong(msgspec.Struct, tag=True):
@@ -301,10 +197,8 @@ class Pong(msgspec.Struct, tag=True):
 
 
 FromEngine = (
-    Loading | Ready | Failed | RequestRefused | StepOutputs | StatsReply | SnapshotReply
-    | PrefixCacheReset | AdaptersChanged | AdapterNames | PeerAnswer | GrantEnded | EventsReply
-    | CallFailed | Pong
-)  # fmt: skip
+    Loading | Ready | Failed | RequestRefused | StepOutputs | CallAnswer | CallFailed | News | Pong
+)
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _to_engine = msgspec.msgpack.Decoder(ToEngine, dec_hook=decode_array)

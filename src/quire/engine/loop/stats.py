@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 
+from quire.engine.loop.features import all_features
 from quire.engine.loop.telemetry import Histogram
-from quire.features.disaggregation.stats import DisaggStats
-from quire.features.expert_balance.stats import ExpertStats
-from quire.features.kv_offload.stats import TierStats
-from quire.features.speculation.stats import SpeculationStats
+from quire.features.spec import resolve
 
 
 class RankStats(msgspec.Struct):
@@ -24,7 +22,7 @@ class RankStats(msgspec.Struct):
     kv_bytes: int = 0
 
 
-class EngineStats(msgspec.Struct):
+class CoreStats(msgspec.Struct):
     """Block counts are per KV group; counters count since the start.
 
     set_back: waiting requests that ran before.
@@ -32,7 +30,6 @@ class EngineStats(msgspec.Struct):
     broken_logits: completions that ended as their logits were not numbers.
     evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
     swapped: preemptions after which blocks were to be brought back rather than computed again.
-    tiers, disagg, speculation, experts: None without any. adapters: see `AdapterFeature.stats`.
     ranks: empty where there is one. histograms: see `Telemetry`.
     """
 
@@ -53,13 +50,36 @@ class EngineStats(msgspec.Struct):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     broken_logits: int = 0
-    tiers: TierStats | None = None
-    disagg: DisaggStats | None = None
-    adapters: dict[str, float] = {}
-    speculation: SpeculationStats | None = None
-    experts: ExpertStats | None = None
     ranks: list[RankStats] = []
     histograms: dict[str, Histogram] = {}
+
+
+if TYPE_CHECKING:
+
+    class EngineStats(CoreStats):
+        """The engine's statistics and, by the names that features declare, those of features."""
+
+        def __init__(self, **counts: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+
+    def _feature_fields() -> list[tuple[str, Any, Any]]:
+        """Returns the fields of features' statistics; None, or an empty dict, without any."""
+        found = []
+        for spec in all_features():
+            if spec.stats:
+                kind = resolve(spec.stats)
+                table = get_origin(kind) is dict
+                found.append(
+                    (spec.stats_name, kind if table else kind | None, {} if table else None)
+                )
+        return found
+
+    EngineStats = msgspec.defstruct(
+        "EngineStats", _feature_fields(), bases=(CoreStats,), module=__name__
+    )
 
 
 # The statistics of several engines as those of one.

@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
+from quire.engine.loop.calls import SNAPSHOT
 from quire.engine.loop.embedding import NO_TOKENS, Embedding, finish, pooling_of
-from quire.engine.loop.messages import (
-    AbortRequest,
-    AddRequest,
-    ChangeAdapters,
-    Failure,
-    GetEvents,
-    GetSnapshot,
-    GrantPrompt,
-    PeerReply,
-    SetPeers,
-    ShakeHands,
-)
+from quire.engine.loop.features import open_checks
+from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import max_total, prompt_ids
 from quire.engine.loop.snapshot import Snapshot
@@ -39,27 +31,22 @@ from quire.errors import (
     EngineDeadError,
     PromptTooLongError,
     QuireError,
-    RequestError,
 )
 from quire.executor import OnProgress
-from quire.features.disaggregation.facts import KVFacts
-from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
-from quire.features.kv_events.messages import KVEvents
-from quire.features.structured_output import Compiler, build_compiler
+from quire.features.call import CallType, RequestCheck, RequestField, encode_body
+from quire.features.pooling.fields import POOLING
 from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
-from quire.sampling_params import SamplingParams, StructuredOutputsParams
+from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
 
 __all__ = ["CompletionUpdate", "EngineClient", "EngineStats"]
 
-Wanted = TypeVar("Wanted", Welcome, Grant, list[str])
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
 
 _LONG_TEXT = 2000
 """Characters of a prompt above which it is tokenized off the event loop."""
-
-_CHECKED_GRAMMARS = 16
-"""Compiled grammars to keep here, where they are only checked."""
 
 
 class EngineClient:
@@ -77,7 +64,7 @@ class EngineClient:
 
     def __init__(self, replicas: Replicas) -> None:
         self._replicas = replicas
-        self._compiler: Compiler | None = None
+        self._checks: list[RequestCheck] = []
         self.asleep = False
 
     # -- life ----------------------------------------------------------------------------------
@@ -123,7 +110,7 @@ class EngineClient:
             if path is not None:
                 self.tokenizer = await asyncio.to_thread(Tokenizer.from_path, path)
                 await asyncio.to_thread(self.tokenizer.warm_up)
-                self._compiler = build_compiler(self.config, cached=_CHECKED_GRAMMARS)
+            self._checks = open_checks(self.config)
         except BaseException:
             await self.shutdown()
             raise
@@ -132,8 +119,8 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Stops the engine if this client launched it, and removes its socket. Idempotent."""
         await self._replicas.close()
-        if self._compiler is not None:
-            self._compiler.shutdown()
+        for each in self._checks:
+            each.close()
 
     @property
     def alive(self) -> bool:
@@ -194,16 +181,14 @@ class EngineClient:
         keep_special: frozenset[int] = frozenset(),
         tenant: str = "",
         share: float = 1.0,
-        adapter: str = "",
-        prefill: str | None = None,
-        traceparent: str = "",
+        fields: Mapping[RequestField[Any], Any] | None = None,
     ) -> AsyncIterator[CompletionUpdate]:
         """Streams a request's `n` completions. Closing the iterator aborts what still runs.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
-            tenant, share, adapter: see `Request`.
-            prefill, traceparent: see `AddRequest`.
+            tenant, share: see `Request`.
+            fields: what the request carries for features.
 
         Raises:
             RequestError: the request is invalid, or can never run; before the first update.
@@ -212,10 +197,9 @@ class EngineClient:
         """
         self._replicas.check_alive()
         ids = await self._ids(prompt, params)
-        if params.structured_outputs is not None:
-            await self.check_grammar(params.structured_outputs)
+        await self.check(params)
         placement, (engine, handle, stream) = self._open(
-            request_id, params.n, ids, f"{adapter}\0{cache_salt}"
+            request_id, params.n, ids, _namespace(cache_salt, fields)
         )
         try:
             engine.send(
@@ -228,9 +212,7 @@ class EngineClient:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     share=share,
-                    adapter=adapter,
-                    prefill=prefill,
-                    traceparent=traceparent,
+                    features=_encoded(fields),
                 )
             )
             prompt_tokens = ids.tolist()
@@ -312,7 +294,7 @@ class EngineClient:
         cache_salt: str = "",
         tenant: str = "",
         share: float = 1.0,
-        adapter: str = "",
+        fields: Mapping[RequestField[Any], Any] | None = None,
     ) -> Embedding:
         """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
         `generate`."""
@@ -320,7 +302,7 @@ class EngineClient:
         pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
         placement, (engine, handle, stream) = self._open(
-            request_id, 1, ids, f"{adapter}\0{cache_salt}"
+            request_id, 1, ids, _namespace(cache_salt, fields)
         )
         try:
             engine.send(
@@ -331,10 +313,9 @@ class EngineClient:
                     max_total=len(ids) + 1,
                     priority=priority,
                     cache_salt=cache_salt,
-                    pooling=pooling,
                     tenant=tenant,
                     share=share,
-                    adapter=adapter,
+                    features=_encoded({**(fields or {}), POOLING: pooling}),
                 )
             )
             await stream.arrived.wait()
@@ -359,26 +340,15 @@ class EngineClient:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
 
-    async def check_grammar(self, params: StructuredOutputsParams) -> None:
-        """Compiles a grammar, off the event loop.
+    async def check(self, params: SamplingParams) -> None:
+        """Lets features check a request's parameters, off the event loop.
 
         Raises:
-            RequestError: it cannot be enforced.
-            CompilerBusyError: other grammars took too long.
+            RequestError: one of them cannot be followed.
+            CompilerBusyError: other checks took too long.
         """
-        if self._compiler is None:
-            raise RequestError(
-                "structured outputs need a tokenizer, which was not loaded", "structured_outputs"
-            )
-        verdict = asyncio.wrap_future(self._compiler.checked(params))
-        try:
-            await asyncio.wait((verdict,), timeout=self._compiler.config.timeout)
-            if not verdict.done():
-                raise self._compiler.late(params)
-        finally:
-            if not verdict.done():
-                self._compiler.forget(params)
-        verdict.result()
+        for each in self._checks:
+            await each.check(params)
 
     def _open(
         self, request_id: str, n: int, ids: Int32, namespace: str
@@ -419,112 +389,18 @@ class EngineClient:
         """
         return await self._replicas.reset_prefix_cache()
 
-    async def shake_hands(self, facts: KVFacts) -> Welcome:
-        """Compares another engine's facts with those of this one.
-
-        Raises:
-            PeerMismatchError: they differ.
-            RequestError: this engine computes no prompts for others.
-            EngineDeadError: the engine is gone.
-        """
-        engine = self._replicas.first_alive
-        reply: PeerReply = await engine.ask(lambda call: ShakeHands(call, facts))
-        return _wanted(reply, reply.welcome)
-
-    async def grant(
-        self,
-        asked: PromptRequest,
-        *,
-        tenant: str,
-        share: float,
-        on_end: Callable[[ClosedGrant | None], None] | None = None,
-    ) -> Grant:
-        """Has a prompt computed for another engine, which then fetches its KV. on_end: called once,
-        when the grant ends; with None where the engine is gone.
-
-        Raises:
-            PeerMismatchError: the engine is not the one that was meant.
-            RequestError, OverloadedError, EngineDeadError: as `generate`.
-        """
-        engine = self._replicas.first_alive
-        ended, end = (None, None) if on_end is None else engine.expect()
-        try:
-            reply: PeerReply = await engine.ask(
-                lambda call: GrantPrompt(call, asked, tenant, share, ended)
-            )
-            granted = _wanted(reply, reply.grant)
-        except BaseException:
-            if end is not None:
-                end.cancel()
-            raise
-        if on_end is not None and end is not None:
-            end.add_done_callback(
-                lambda done: on_end(None if done.cancelled() or done.exception() else done.result())
-            )
-        return granted
-
-    async def set_peers(self, peers: list[str]) -> list[str]:
-        """Says which servers compute prompts for the engines here; returns their addresses.
-
-        Raises:
-            RequestError: these engines ask nobody, or an address is none.
-            EngineDeadError: an engine is gone.
-        """
-        known: list[str] = []
-        for engine in self.replicas:
-            reply: PeerReply = await engine.ask(lambda call: SetPeers(call, peers))
-            known = _wanted(reply, reply.peers)
-        return known
-
-    async def kv_events(self, after: Sequence[tuple[str, int]]) -> list[KVEvents]:
-        """Returns what has changed in the engines' caches since these events, (epoch, last) of
-        each engine; without any, all that they hold. Raises EngineDeadError."""
-        places = [*after, *[("", 0)] * (len(self.replicas) - len(after))]
-        found: list[KVEvents] = []
-        for engine, place in zip(self.replicas, places, strict=True):
-            found.append(await engine.ask(functools.partial(_events_after, place)))
-        return found
-
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The names of the adapters that all engines which are alive have told of."""
-        alive = [engine.adapters for engine in self.replicas if engine.alive]
-        return tuple(name for name in (alive or [()])[0] if all(name in names for names in alive))
+    def first_alive(self) -> RemoteEngine:
+        """The first engine that is alive. Raises EngineDeadError where none is."""
+        return self._replicas.first_alive
 
-    async def load_adapter(self, name: str, path: str, *, in_place: bool = False) -> None:
-        """Gives a name to an adapter, once the engine has read it. in_place: also a known name;
-        requests that run keep the adapter they began with.
-
-        Raises:
-            RequestError: the name is known, or the adapter cannot be used.
-            EngineDeadError: the engine is gone.
-        """
+    def check_alive(self) -> None:
+        """Raises EngineDeadError where no engine is alive."""
         self._replicas.check_alive()
-        for engine in self.replicas:
-            if not engine.alive:
-                continue
-            # One refusal ends it: of two loads of a name, the first engine takes one only.
-            failure = await engine.ask(lambda call: ChangeAdapters(call, name, path, in_place))
-            if failure is not None:
-                raise failure.error()
 
-    async def unload_adapter(self, name: str) -> None:
-        """Forgets a name; requests that run with its adapter go on.
-
-        Raises:
-            RequestError: there is no such name.
-            EngineDeadError: the engine is gone.
-        """
-        self._replicas.check_alive()
-        failures: list[Failure | None] = [
-            await engine.ask(lambda call: ChangeAdapters(call, name))
-            for engine in self.replicas
-            if engine.alive
-        ]
-        # A load that was given up had not come to all engines.
-        failed = [failure for failure in failures if failure is not None]
-        if failed and len(failed) == len(failures):
-            raise failed[0].error()
+    async def call(self, call: CallType[Asked, Answered], request: Asked) -> Answered:
+        """Makes a call to the first engine that is alive; see `RemoteEngine.call`."""
+        return await self.first_alive.call(call, request)
 
     async def snapshot(self, tokens: bool) -> Snapshot:
         """Returns the engine's current state, of several that of one. Raises EngineDeadError.
@@ -532,17 +408,14 @@ class EngineClient:
         Args:
             tokens: includes those of the prefix tree.
         """
-        engine = self._replicas.first_alive
-        snapshot: Snapshot = await engine.ask(lambda call: GetSnapshot(call, tokens))
-        return snapshot
+        return await self.call(SNAPSHOT, tokens)
 
 
-def _events_after(place: tuple[str, int], call: int) -> GetEvents:
-    return GetEvents(call, *place)
+def _encoded(fields: Mapping[RequestField[Any], Any] | None) -> dict[str, msgspec.Raw]:
+    return {field.name: encode_body(value) for field, value in (fields or {}).items()}
 
 
-def _wanted(reply: PeerReply, found: Wanted | None) -> Wanted:
-    """Returns what a reply has."""
-    if found is None:
-        raise QuireError("no answer")
-    return found
+def _namespace(cache_salt: str, fields: Mapping[RequestField[Any], Any] | None) -> str:
+    """Returns a text that is equal for requests which may share KV."""
+    apart = [value for field, value in (fields or {}).items() if field.separates]
+    return "\0".join([*map(str, apart), cache_salt])

@@ -11,70 +11,48 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
+from typing import Any, cast
 
-from quire.arrays import int32
+import msgspec
+
 from quire.engine.builder import build_core, resolve
+from quire.engine.loop.calls import OWN_CALLS
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.load import load_of
+from quire.engine.loop.features import declared_call, declared_field, serving_config
 from quire.engine.loop.messages import (
     AbortRequest,
-    AdapterNames,
-    AdaptersChanged,
     AddRequest,
+    Call,
+    CallAnswer,
     CallFailed,
-    ChangeAdapters,
-    EventsReply,
     Failed,
     Failure,
     FromEngine,
-    GetEvents,
-    GetSnapshot,
-    GetStats,
-    GrantEnded,
-    GrantPrompt,
     Hello,
     Loading,
-    PeerAnswer,
-    PeerReply,
+    News,
     Ping,
     Pong,
-    PrefixCacheReset,
     Ready,
     RequestRefused,
-    ResetPrefixCache,
-    SetPeers,
-    ShakeHands,
     Shutdown,
-    SnapshotReply,
     Start,
-    StatsReply,
     ToEngine,
     decode_to_engine,
     encode,
 )
-from quire.engine.loop.snapshot import take_snapshot
 from quire.engine.process.completions import Client, CompletionTable
 from quire.engine.process.connection import Connection, SocketServer
-from quire.errors import EngineDeadError, OverloadedError, QuireError, RequestError
-from quire.features.disaggregation.facts import KVFacts
-from quire.features.disaggregation.messages import Grant
-from quire.features.kv_events.feature import KVEventFeature
-from quire.features.tuning.settings import served
-from quire.sampling_params import SamplingParams
+from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.features.call import Begun, RequestField, decode_body, encode_body
+from quire.request import RequestOptions
 from quire.system import end_with
 
 _LAST_MESSAGES = 1.0
 """Seconds that clients have to read the last messages."""
-
-
-_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-"""Parameters of a request whose prompt is wanted, not its answer."""
-
-
-def _no_prompts() -> RequestError:
-    return RequestError("this server computes no prompts for others (--role)", code="wrong_role")
 
 
 class Clients:
@@ -108,13 +86,14 @@ class EngineProcess:
         self._server = server
         self._core: EngineCore | None = None
         self._completions: CompletionTable | None = None
-        self._events = KVEventFeature()
         self._running = True
         self._clients = Clients()
-        self._changes: list[tuple[Client, int, Future[None]]] = []
-        """Clients that wait for a change of adapters, with their calls."""
-        self._grants: dict[str, tuple[Client, int]] = {}
-        """Clients that wait for the end of a grant, with their calls, by its name."""
+        self._waiting_calls = 0
+        """Calls that a feature has yet to answer, second answers not counted."""
+        self._answered: deque[tuple[Client, int, Future[Any]]] = deque()
+        """Answers that were made since the last look, with their clients and calls."""
+        self._news: dict[str, bytes] = {}
+        """Maps names of news to what all clients were told last."""
 
     def run(self) -> None:
         try:
@@ -155,10 +134,9 @@ class EngineProcess:
                 last = now
                 self._send(owner, Loading(what, done, total))
 
-        config = served(resolve(message.args))
+        config = serving_config(resolve(message.args))
         self._completions = CompletionTable(config.scheduler.max_num_seqs)
-        self._core = build_core(config, progress, tenants=True)
-        self._core.scheduler.add_feature(self._events)
+        self._core = build_core(config, progress, server=True)
         for descriptor in self._core.fds:
             self._server.watch(descriptor)
         # What stands now stands for good: the collector need not walk it again and again.
@@ -169,9 +147,8 @@ class EngineProcess:
 
     def _greet(self, client: Client) -> None:
         self._send(client, Ready(self.core.config))
-        names = self.core.control({"op": "adapters"})
-        if names is not None:
-            self._send(client, AdapterNames(names))
+        for news, value in self.core.news().items():
+            self._send(client, News(news.name, encode_body(value)))
 
     def _send(self, client: Client, message: FromEngine) -> None:
         self._server.send(client.connection, encode(message))
@@ -186,7 +163,7 @@ class EngineProcess:
 
     def _take_messages(self) -> None:
         """Handles all waiting messages. With nothing to compute, sleeps until one comes."""
-        arrived = self._server.receive(wait=not (self.core.has_work() or self._changes))
+        arrived = self._server.receive(wait=not (self.core.has_work() or self._waiting_calls))
         while arrived is not None and self._running:
             connection, data = arrived
             if data is None:
@@ -230,20 +207,8 @@ class EngineProcess:
                 self._abort(client, handle, index)
             case Ping():
                 self._send(client, Pong())
-            case GetStats(call):
-                self._send(client, StatsReply(call, self.core.stats()))
-            case GetSnapshot(call, tokens):
-                self._send(client, SnapshotReply(call, take_snapshot(self.core, tokens)))
-            case GetEvents(call, epoch, last):
-                load = load_of(self.core, self._events)
-                self._send(client, EventsReply(call, self._events.events(epoch, last, load)))
-            case ResetPrefixCache(call):
-                whole = self.core.scheduler.reset_prefix_cache()
-                self._send(client, PrefixCacheReset(call, whole))
-            case ChangeAdapters():
-                self._change_adapters(client, message)
-            case ShakeHands() | GrantPrompt() | SetPeers():
-                self._answer_peer(client, message)
+            case Call():
+                self._call(client, message)
             case Hello():
                 self._greet(client)
             case Shutdown():
@@ -256,121 +221,85 @@ class EngineProcess:
             self.completions.end(request)
 
     def _add(self, client: Client, message: AddRequest) -> None:
+        options = RequestOptions(
+            priority=message.priority,
+            cache_salt=message.cache_salt,
+            tenant=message.tenant,
+            share=message.share,
+        )
+        further, given = _read_fields(message.features)
+        options.update(further)
+        name = client.request(message.handle)
         requests = self.core.add(
-            client.request(message.handle),
+            name,
             message.prompt,
             message.params,
             max_total=message.max_total,
-            priority=message.priority,
-            cache_salt=message.cache_salt,
-            pooling=message.pooling,
-            tenant=message.tenant,
-            share=message.share,
-            adapter=message.adapter,
+            **options,
         )
-        if message.prefill is not None or message.traceparent:
-            self._choose_peer(client.request(message.handle), message)
+        for field, value in given:
+            self.core.give(name, field, value)
         self.completions.add(client, message.handle, requests)
 
-    def _choose_peer(self, name: str, message: AddRequest) -> None:
-        """Says who computes a new request's prompt. Raises RequestError, without the request."""
-        peer, trace = message.prefill, message.traceparent
-        asked = {"op": "choose_peer", "request": name, "peer": peer, "traceparent": trace}
+    def _call(self, client: Client, message: Call) -> None:
+        """Has a call answered by the engine, or by the feature that takes it."""
+        found = self._found(message)
+        if isinstance(found, Begun):
+            if message.end is not None:
+                self._answer_later(client, message.end, found.end)
+            found = found.answer
+        if isinstance(found, Future):
+            self._waiting_calls += 1
+            found.add_done_callback(self._count_down)
+            self._answer_later(client, message.call, found)
+            self._send_answers()
+        else:
+            self._send_news()
+            self._send(client, CallAnswer(message.call, encode_body(found)))
+
+    def _found(self, message: Call) -> Any:
+        own = OWN_CALLS.get(message.name)
+        call = declared_call(message.name) if own is None else own[0]
+        if call is None:
+            raise RequestError(f"the engine knows no call {message.name!r}")
         try:
-            if self.core.control(asked) is None and peer:
-                raise RequestError("this server asks no others for prompts (--role)", "prefill")
-        except Exception:
-            self.core.abort(name)
-            raise
+            request = decode_body(message.body, call.request)
+        except msgspec.DecodeError as error:
+            raise RequestError(f"{message.name}: {error}") from None
+        return self.core.call(call, request) if own is None else own[1](self.core, request)
 
-    def _answer_peer(self, client: Client, message: ShakeHands | GrantPrompt | SetPeers) -> None:
-        match message:
-            case ShakeHands():
-                reply = self._shake_hands(message.facts)
-            case GrantPrompt():
-                reply = self._grant(client, message)
-            case SetPeers():
-                reply = self._set_peers(message.peers)
-        self._send(client, PeerAnswer(message.call, reply))
+    def _count_down(self, answer: Future[Any]) -> None:
+        self._waiting_calls -= 1
 
-    def _shake_hands(self, facts: KVFacts) -> PeerReply:
-        welcome = self.core.control({"op": "handshake", "facts": facts})
-        if welcome is None:
-            raise _no_prompts()
-        return PeerReply(welcome=welcome)
+    def _answer_later(self, client: Client, call: int, answer: Future[Any]) -> None:
+        answer.add_done_callback(lambda done: self._answered.append((client, call, done)))
 
-    def _set_peers(self, peers: list[str]) -> PeerReply:
-        known = self.core.control({"op": "set_peers", "peers": peers})
-        if known is None:
-            raise RequestError("this server asks no others for prompts (--role)", code="wrong_role")
-        return PeerReply(peers=known)
-
-    def _grant(self, client: Client, message: GrantPrompt) -> PeerReply:
-        """Adds a request whose blocks, not its tokens, are wanted."""
-        grant: Grant | None = self.core.control({"op": "grant", "asked": message.asked})
-        if grant is None:
-            raise _no_prompts()
-        tokens = int32(message.asked.tokens)
-        try:
-            self.core.add(
-                grant.name,
-                tokens,
-                _ONE_TOKEN,
-                max_total=len(tokens) + 1,
-                cache_salt=message.asked.cache_salt,
-                tenant=message.tenant,
-                share=message.share,
-            )
-        except Exception as error:
-            outcome = "overloaded" if isinstance(error, OverloadedError) else "refused"
-            reason = Failure.of(error).message
-            revoked = {"op": "revoke", "name": grant.name, "outcome": outcome, "reason": reason}
-            self.core.control(revoked)
-            raise
-        if message.ended is not None:
-            self._grants[grant.name] = client, message.ended
-        return PeerReply(grant=grant)
-
-    def _change_adapters(self, client: Client, message: ChangeAdapters) -> None:
-        op = "unload_adapter" if message.path is None else "load_adapter"
-        answer = self.core.control(
-            {"op": op, "name": message.name, "path": message.path, "in_place": message.in_place}
-        )
-        if answer is None:
-            raise RequestError("this server takes no adapters (--enable-lora)", "lora_name")
-        self._changes.append((client, message.call, answer))
-        self._answer_changes()
-
-    def _answer_changes(self) -> None:
-        """Answers who waits for a change of adapters that is done."""
-        for change in [change for change in self._changes if change[2].done()]:
-            self._changes.remove(change)
-            client, call, answer = change
+    def _send_answers(self) -> None:
+        """Sends the answers that features have made since the last look."""
+        while self._answered:
+            client, call, answer = self._answered.popleft()
             error = answer.exception()
             if error is None:
-                names = AdapterNames(self.core.control({"op": "adapters"}))
-                for each in self._clients:
-                    self._send(each, names)
-            failure = None if error is None else Failure.of(error)
-            self._send(client, AdaptersChanged(call, failure))
+                self._send_news()
+                self._send(client, CallAnswer(call, encode_body(answer.result())))
+            else:
+                self._send(client, CallFailed(call, Failure.of(error)))
 
-    def _tell_of_grants(self) -> None:
-        """Answers who waits for the end of a grant that is over."""
-        for closed in self.core.control({"op": "closed_grants"}):
-            client, call = self._grants.pop(closed.name, (None, 0))
-            if client is not None:
-                self._send(client, GrantEnded(call, closed))
+    def _send_news(self) -> None:
+        """Tells all clients what has changed since they were told."""
+        for news, value in self.core.news().items():
+            body = encode_body(value)
+            if self._news.get(news.name) != bytes(body):
+                self._news[news.name] = bytes(body)
+                for client in self._clients:
+                    self._send(client, News(news.name, body))
 
     # -- out -----------------------------------------------------------------------------------
 
     def _step(self) -> None:
         progress = self.core.step()
-        if progress is not None:
-            self._events.step_ended()
-        if self._changes:
-            self._answer_changes()
-        if self._grants:
-            self._tell_of_grants()
+        if self._answered:
+            self._send_answers()
         for request, error in self.core.take_failures():
             completion = self.completions.end(request)
             if completion is None:
@@ -382,12 +311,29 @@ class EngineProcess:
                 self._send(client, message)
 
 
+def _read_fields(
+    features: dict[str, msgspec.Raw],
+) -> tuple[RequestOptions, list[tuple[RequestField[Any], Any]]]:
+    """Returns a request's fields: those that are options of `Request`, and all others."""
+    options: dict[str, Any] = {}
+    others: list[tuple[RequestField[Any], Any]] = []
+    for name, body in features.items():
+        field = declared_field(name)
+        if field is None:
+            raise RequestError(f"the engine knows no field {name!r} of a request")
+        value = decode_body(body, field.value)
+        if field.option is None:
+            others.append((field, value))
+        else:
+            options[field.option] = value
+    return cast("RequestOptions", options), others
+
+
 def _refusal(message: ToEngine, failure: Failure) -> FromEngine | None:
     """Returns what tells a message's client of a failure; None: nobody waits for an answer."""
     if isinstance(message, AddRequest):
         return RequestRefused(message.handle, failure)
-    call: int | None = getattr(message, "call", None)
-    return None if call is None else CallFailed(call, failure)
+    return CallFailed(message.call, failure) if isinstance(message, Call) else None
 
 
 def main(address: str, owner: int) -> None:

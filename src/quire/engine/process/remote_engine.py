@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+import msgspec
 
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.messages import (
-    AdapterNames,
-    AdaptersChanged,
+    Call,
+    CallAnswer,
     CallFailed,
-    EventsReply,
     Failed,
     FromEngine,
-    GrantEnded,
     Hello,
     Loading,
-    PeerAnswer,
+    News,
     Pong,
-    PrefixCacheReset,
     Ready,
     RequestRefused,
     Shutdown,
-    SnapshotReply,
     Start,
-    StatsReply,
     StepOutputs,
     ToEngine,
 )
@@ -39,6 +37,11 @@ from quire.engine.process.streams import StreamRouter
 from quire.engine.processes import stuck_limit
 from quire.errors import EngineDeadError, QuireError
 from quire.executor import OnProgress
+from quire.features.call import CallType, NewsType, decode_body, encode_body
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+Value = TypeVar("Value")
 
 logger = logging.getLogger("quire.engine")
 
@@ -56,7 +59,6 @@ class RemoteEngine:
         host: the process, where this client has started it.
         losses: how often the engine, and all that it held, was lost.
         streams: running requests.
-        adapters: names of the engine's adapters, as it last told them.
     """
 
     def __init__(
@@ -79,11 +81,14 @@ class RemoteEngine:
         self.losses = 0
         self.host = host
         self.streams = StreamRouter()
-        self.adapters: tuple[str, ...] = ()
+        self._news: dict[str, msgspec.Raw] = {}
+        """Maps names of news to what the engine last told."""
+        self._values: dict[str, Any] = {}
+        """Maps names of news that were read to their decoded values."""
         self._args = args
         self._stuck_timeout = stuck_timeout
         self._on_progress = on_progress
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._call_ids = itertools.count()
         self._ready: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
         self._heartbeat = Heartbeat()
@@ -180,28 +185,56 @@ class RemoteEngine:
         """Raises EngineDeadError where the engine does not listen."""
         self._link.send(message)
 
-    async def ask(self, question: Callable[[int], ToEngine]) -> Any:
-        """Sends the message that `question` makes of a call's id; returns the answer.
+    async def call(
+        self,
+        call: CallType[Asked, Answered],
+        request: Asked,
+        on_end: Callable[[Any], None] | None = None,
+    ) -> Answered:
+        """Makes a call; returns its answer.
+
+        Args:
+            on_end: called once, with the second answer of a call that began something (`Begun`);
+                with None where the engine is gone before.
 
         Raises:
             EngineDeadError: the engine is gone.
+            QuireError: the engine's own.
         """
         self.check_alive()
-        call = next(self._call_ids)
-        answer = self._calls[call] = asyncio.get_running_loop().create_future()
+        number, answer = self._expect()
+        end = None if on_end is None else self._expect()
         try:
-            self.send(question(call))
-            return await answer
+            body = encode_body(request)
+            self.send(Call(number, call.name, body, None if end is None else end[0]))
+            found = decode_body(await answer, call.answer)
+        except BaseException:
+            if end is not None:
+                end[1].cancel()
+            raise
         finally:
-            self._calls.pop(call, None)
+            self._calls.pop(number, None)
+        if on_end is not None and end is not None:
+            end[1].add_done_callback(functools.partial(_hand_on, on_end, call.end))
+        return found
 
-    def expect(self) -> tuple[int, asyncio.Future[Any]]:
-        """Returns a call that will be answered beside the answer to a question, and its answer,
-        which is EngineDeadError if the engine is gone before."""
-        call = next(self._call_ids)
-        answer = self._calls[call] = asyncio.get_running_loop().create_future()
-        answer.add_done_callback(lambda _: self._calls.pop(call, None))
-        return call, answer
+    def news(self, news: NewsType[Value]) -> Value:
+        """Returns what the engine last told, or the default."""
+        body = self._news.get(news.name)
+        if body is None:
+            return news.default
+        if news.name not in self._values:
+            self._values[news.name] = decode_body(body, news.value)
+        value: Value = self._values[news.name]
+        return value
+
+    def _expect(self) -> tuple[int, asyncio.Future[msgspec.Raw]]:
+        """Returns the number of a call that the engine will answer, and that answer, which is
+        EngineDeadError if the engine is gone before."""
+        number = next(self._call_ids)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(lambda _: self._calls.pop(number, None))
+        return number, answer
 
     def _dispatch(self, message: FromEngine) -> None:
         match message:
@@ -211,20 +244,13 @@ class RemoteEngine:
                 self._heartbeat.heard()
             case RequestRefused(handle, failure):
                 self.streams.refuse(handle, failure.error())
-            case (
-                StatsReply(call, found)
-                | SnapshotReply(call, found)
-                | PrefixCacheReset(call, found)
-                | AdaptersChanged(call, found)
-                | PeerAnswer(call, found)
-                | EventsReply(call, found)
-                | GrantEnded(call, found)
-            ):
-                self._answer(call, found)
+            case CallAnswer(call, body):
+                self._answer(call, body)
             case CallFailed(call, failure):
-                self._answer(call, None, failure.error())
-            case AdapterNames(names):
-                self.adapters = tuple(names)
+                self._answer(call, failure.error())
+            case News(name, body):
+                self._news[name] = body
+                self._values.pop(name, None)
             case Loading(what, done, total):
                 if self._on_progress is not None and not self._ready.done():
                     self._on_progress(what, done, total)
@@ -242,15 +268,15 @@ class RemoteEngine:
                 self._never_ready(error)
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
 
-    def _answer(self, call: int, found: Any, error: QuireError | None = None) -> None:
+    def _answer(self, call: int, found: msgspec.Raw | QuireError) -> None:
         """Ends a call that somebody still waits for."""
         answer = self._calls.get(call)
         if answer is None or answer.done():
             return
-        if error is None:
-            answer.set_result(found)
+        if isinstance(found, QuireError):
+            answer.set_exception(found)
         else:
-            answer.set_exception(error)
+            answer.set_result(found)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -280,3 +306,11 @@ class RemoteEngine:
         for answer in list(self._calls.values()):
             if not answer.done():
                 answer.set_exception(error)
+
+
+def _hand_on(
+    on_end: Callable[[Any], None], kind: type[Any] | None, answer: asyncio.Future[msgspec.Raw]
+) -> None:
+    """Calls `on_end` with an answer that has come, or None where the engine is gone."""
+    gone = answer.cancelled() or answer.exception() is not None
+    on_end(None if gone else decode_body(answer.result(), kind))

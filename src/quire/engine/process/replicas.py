@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
-from quire.engine.loop.messages import GetStats, ResetPrefixCache
+from quire.engine.loop.calls import RESET_PREFIX_CACHE, STATS
 from quire.engine.loop.stats import EngineStats, added
 from quire.engine.process.host import EngineHost
 from quire.engine.process.placement import Placement, ReplicaRouter
@@ -65,7 +65,7 @@ class Replicas:
         if len(self.engines) > 1:
             for engine, replica in zip(self.engines, self._router.replicas, strict=True):
                 config = await engine.loaded()
-                stats: EngineStats = await engine.ask(GetStats)
+                stats = await engine.call(STATS, None)
                 replica.has_room(min(stats.blocks_total) * config.block_size)
 
     async def close(self) -> None:
@@ -120,7 +120,7 @@ class Replicas:
         found: list[EngineStats] = []
         for engine in self.engines:
             try:
-                found.append(await engine.ask(GetStats))
+                found.append(await engine.call(STATS, None))
             except EngineDeadError:
                 continue
         if not found:
@@ -137,7 +137,7 @@ class Replicas:
         whole = True
         for index, engine in enumerate(self.engines):
             if engine.alive:
-                whole &= await engine.ask(ResetPrefixCache)
+                whole &= await engine.call(RESET_PREFIX_CACHE, None)
                 self._router.replicas[index].forget()
         return whole
 

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import EngineConfig
-from quire.errors import ConfigError, PeerMismatchError, RequestError
+from quire.errors import (
+    ConfigError,
+    OverloadedError,
+    PeerMismatchError,
+    QuireError,
+    RequestError,
+)
 from quire.executor import Capacity, Executor
+from quire.features.call import Begun, CallType, RequestField, shown_text
+from quire.features.disaggregation.calls import (
+    GRANT,
+    HANDSHAKE,
+    PEER,
+    SET_PEERS,
+    GrantRequest,
+    PeerChoice,
+)
 from quire.features.disaggregation.exports import Exports
-from quire.features.disaggregation.facts import differences, facts_of
+from quire.features.disaggregation.facts import KVFacts, differences, facts_of
 from quire.features.disaggregation.free_slots import BlocksInPlace, FreeSlots, PeerSlots
 from quire.features.disaggregation.listener import Listener
 from quire.features.disaggregation.log_limit import LogLimit
-from quire.features.disaggregation.messages import Grant, MemoryHandle, PromptRequest, Welcome
+from quire.features.disaggregation.messages import (
+    ClosedGrant,
+    Grant,
+    MemoryHandle,
+    PromptRequest,
+    Welcome,
+)
 from quire.features.disaggregation.peer_list import PeerList
 from quire.features.disaggregation.prompt_fetches import Brought, Ended, Fetches
 from quire.features.disaggregation.pulls import PullThreads
@@ -28,13 +50,17 @@ from quire.features.disaggregation.settings import (
     read_settings,
 )
 from quire.features.disaggregation.stats import DisaggStats
-from quire.features.loop_feature import Failure, LoopFeature
+from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.request import Request
 from quire.runner.transfer.engine_memory import decode_memory, encode_memory
+from quire.sampling_params import SamplingParams
 from quire.scheduler import Feature, PlanBuilder
 
 _log = logging.getLogger(__name__)
 _log.addFilter(LogLimit())
+
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+"""Parameters of a request whose prompt a reader takes, not its answer."""
 
 
 class DisaggFeature(Feature):
@@ -81,14 +107,7 @@ class DisaggFeature(Feature):
 
 
 class DisaggLoop(LoopFeature):
-    """Opens what the settings ask for, and answers peers.
-
-    Messages (`on_control`): `handshake` with facts gives a `Welcome`; `grant` with a
-    `PromptRequest` gives a `Grant`, whose request the caller adds; `revoke` undoes that;
-    `closed_grants` gives those that ended since it was asked last.
-    `set_peers` replaces the peers; `choose_peer` says, before a request is added, which of them
-    computes its prompt, "" for none; `handover` gives the line of `HandoverTime`.
-    """
+    """Opens what the settings ask for, and answers peers."""
 
     def __init__(self, config: EngineConfig) -> None:
         if config.args.kv_peers is None:
@@ -103,6 +122,8 @@ class DisaggLoop(LoopFeature):
         self._listener: Listener | None = None
         self._pulls: PullThreads | None = None
         self._slots: list[FreeSlots] = []
+        self._ends: dict[str, Future[ClosedGrant]] = {}
+        """Maps names of grants that have not ended to their ends."""
 
     def start(self, executor: Executor, capacity: Capacity) -> DisaggFeature:
         """Listens for readers, and makes ready to ask peers.
@@ -124,6 +145,24 @@ class DisaggLoop(LoopFeature):
         if settings.asks:
             self._fetches = self._open_fetches(pool, staged, capacity)
         return DisaggFeature(self._exports, self._fetches)
+
+    @property
+    def _own_exports(self) -> Exports:
+        if self._exports is None:
+            raise QuireError("this engine computes no prompts for others")
+        return self._exports
+
+    @property
+    def _own_fetches(self) -> Fetches:
+        if self._fetches is None:
+            raise QuireError("this engine asks no others for prompts")
+        return self._fetches
+
+    @property
+    def _own_pulls(self) -> PullThreads:
+        if self._pulls is None:
+            raise QuireError("this engine asks no others for prompts")
+        return self._pulls
 
     def _open_exports(self, pool: Any, staged: bool, groups: int, own: int) -> Exports:
         """Listens for readers. staged: blocks go through the pool. own: KV groups of the model."""
@@ -185,7 +224,12 @@ class DisaggLoop(LoopFeature):
                     self._exports.handle(event)
             elif self._fetches is not None:
                 self._fetches.handle(event)
-        return (), () if self._exports is None else self._exports.check()
+        if self._exports is None:
+            return (), ()
+        failed = self._exports.check()
+        if self._ends:
+            self._end_grants(self._exports)
+        return (), failed
 
     def fds(self) -> Sequence[int]:
         return (self._inbox.fd,)
@@ -195,51 +239,73 @@ class DisaggLoop(LoopFeature):
         if self._exports is not None:
             self._exports.meet(link, grant)
 
-    def on_control(self, message: dict[str, Any]) -> Any:
+    # -- calls ---------------------------------------------------------------------------------
+
+    def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
+        found: dict[CallType[Any, Any], Callable[[EngineInterface, Any], Any]] = {}
         if self._exports is not None:
-            answer = self._of_writer(self._exports, message)
-            if answer is not None:
-                return answer
-        if self._fetches is not None and self._pulls is not None:
-            return self._of_reader(self._fetches, self._pulls.peers, message)
-        return None
+            found |= {HANDSHAKE: self._shake_hands, GRANT: self._grant}
+        if self._pulls is not None:
+            found[SET_PEERS] = self._set_peers
+        return found
 
-    def _of_reader(self, fetches: Fetches, peers: PeerList, message: dict[str, Any]) -> Any:
-        match message:
-            case {"op": "handover"}:
-                return fetches.handover.line
-            case {"op": "set_peers", "peers": urls}:
-                try:
-                    peers.replace(urls)
-                except ConfigError as error:
-                    raise RequestError(str(error), "peers") from None
-                _log.info("prompts are asked for at %s", ", ".join(peers.urls) or "no server")
-                return peers.urls
-            case {"op": "choose_peer", "request": request, "peer": peer, "traceparent": trace}:
-                if peer and peer not in peers.urls:
-                    raise RequestError(f"{peer} is no peer of this server", "prefill", "no_peer")
-                fetches.choose(request, peer, trace)
-                return True
-        return None
+    def fields(self) -> Mapping[RequestField[Any], Callable[[str, Any], None]]:
+        return {} if self._pulls is None else {PEER: self._choose_peer}
 
-    def _of_writer(self, exports: Exports, message: dict[str, Any]) -> Any:
-        match message:
-            case {"op": "handshake", "facts": facts}:
-                if found := differences(self._facts, facts):
-                    _log.error("a reader does not match: %s", "; ".join(found))
-                    self._stats.readers_refused += 1
-                    raise PeerMismatchError("the engines do not match: " + "; ".join(found))
-                return Welcome(self._facts, exports.epoch, self._memory)
-            case {"op": "grant", "asked": asked}:
-                return self._grant(exports, asked)
-            case {"op": "revoke", "name": name, "outcome": outcome, "reason": reason}:
-                exports.revoke(name, outcome, reason)
-            case {"op": "closed_grants"}:
-                return exports.take_closed()
-        return None
+    def load(self) -> Mapping[str, float]:
+        if self._fetches is None:
+            return {}
+        fixed, per_token = self._fetches.handover.line
+        return {"handover_seconds": fixed, "handover_token_seconds": per_token}
 
-    def _grant(self, exports: Exports, asked: PromptRequest) -> Grant:
-        if asked.epoch != exports.epoch:
+    def _set_peers(self, engine: EngineInterface, urls: list[str]) -> list[str]:
+        peers = self._own_pulls.peers
+        try:
+            peers.replace(urls)
+        except ConfigError as error:
+            raise RequestError(str(error), "peers") from None
+        _log.info("prompts are asked for at %s", ", ".join(peers.urls) or "no server")
+        return list(peers.urls)
+
+    def _choose_peer(self, request: str, choice: PeerChoice) -> None:
+        if choice.peer and choice.peer not in self._own_pulls.peers.urls:
+            raise RequestError(f"{choice.peer} is no peer of this server", "prefill", "no_peer")
+        self._own_fetches.choose(request, choice.peer, choice.traceparent)
+
+    def _shake_hands(self, engine: EngineInterface, facts: KVFacts) -> Welcome:
+        if found := differences(self._facts, facts):
+            _log.error("a reader does not match: %s", "; ".join(found))
+            self._stats.readers_refused += 1
+            raise PeerMismatchError("the engines do not match: " + "; ".join(found))
+        return Welcome(self._facts, self._own_exports.epoch, self._memory)
+
+    def _grant(self, engine: EngineInterface, request: GrantRequest) -> Begun:
+        """Adds a request whose blocks, not its tokens, the reader takes."""
+        asked, exports = request.asked, self._own_exports
+        self._check_prompt(asked)
+        tokens = int32(asked.tokens)
+        grant = exports.grant(
+            tokens, asked.first, asked.cache_salt, asked.reader, layers=asked.layers
+        )
+        try:
+            engine.add(
+                grant.name,
+                tokens,
+                _ONE_TOKEN,
+                max_total=len(tokens) + 1,
+                cache_salt=asked.cache_salt,
+                tenant=request.tenant,
+                share=request.share,
+            )
+        except Exception as error:
+            outcome = "overloaded" if isinstance(error, OverloadedError) else "refused"
+            exports.revoke(grant.name, outcome, shown_text(error))
+            raise
+        end = self._ends[grant.name] = Future()
+        return Begun(grant, end)
+
+    def _check_prompt(self, asked: PromptRequest) -> None:
+        if asked.epoch != self._own_exports.epoch:
             raise PeerMismatchError("this engine was started again: shake hands first")
         size = self._config.block_size
         if len(asked.tokens) % size or not 0 <= asked.first * size <= len(asked.tokens):
@@ -250,9 +316,13 @@ class DisaggLoop(LoopFeature):
             raise RequestError(
                 "there are no tokens, or such that the model does not know", "tokens"
             )
-        return exports.grant(
-            int32(asked.tokens), asked.first, asked.cache_salt, asked.reader, layers=asked.layers
-        )
+
+    def _end_grants(self, exports: Exports) -> None:
+        """Gives the ends of grants to those who wait for them."""
+        for closed in exports.take_closed():
+            end = self._ends.pop(closed.name, None)
+            if end is not None:
+                end.set_result(closed)
 
     def stats(self) -> dict[str, Any]:
         stats = self._stats

@@ -1,1 +1,14 @@
 """Copies of experts on several ranks, placed by how often tokens choose each."""
+
+from quire.features.spec import FeatureSpec
+
+FEATURE = FeatureSpec(
+    name="expert_balance",
+    order=50,
+    loop="quire.features.expert_balance.feature:Balance",
+    hook="quire.features.expert_balance.hook:BalanceHook",
+    enabled=lambda args: args.redundant_experts > 0,
+    stats="quire.features.expert_balance.stats:ExpertStats",
+    stats_name="experts",
+    metrics="quire.features.expert_balance.metrics:collect",
+)

@@ -1,1 +1,11 @@
 """KV events: which prefixes an engine's cache holds, and what it has to do, for routers."""
+
+from quire.features.spec import FeatureSpec
+
+FEATURE = FeatureSpec(
+    name="kv_events",
+    order=110,
+    loop="quire.features.kv_events.feature:open_events",
+    serves=True,
+    calls="quire.features.kv_events.calls:CALLS",
+)

@@ -5,13 +5,20 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 from quire.arrays import Int32
 from quire.cache import BlockManager, Evicted, next_hash
 from quire.cache.block_hash import root_hash
+from quire.config import EngineConfig
+from quire.executor import Capacity, Executor
+from quire.features.call import CallType
+from quire.features.kv_events.calls import EVENTS
+from quire.features.kv_events.engine_load import load_of
 from quire.features.kv_events.messages import EVENT_HASH_BYTES, EngineLoad, KVEvents
+from quire.features.loop_feature import EngineInterface, LoopFeature
 from quire.plan import RowFlag
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
@@ -20,6 +27,11 @@ _LEAST_TOKENS = 64
 """Prompt tokens of a step below which it says more about decoding."""
 _KEPT = 0.9
 """Weight of the steps before, at each step."""
+
+
+def open_events(config: EngineConfig) -> LoopFeature:
+    """Returns the feature of any engine that serves."""
+    return KVEventFeature()
 
 
 class PrefillRate:
@@ -58,11 +70,8 @@ _MOST_EVENTS = 1 << 16
 """Events that are kept for readers; one that is further behind gets all blocks anew."""
 
 
-class KVEventFeature(Feature):
-    """Keeps the newest events, none where the engine keeps no prefixes.
-
-    rate: as far as `step_ended` is called.
-    """
+class KVEventFeature(Feature, LoopFeature):
+    """Keeps the newest events, none where the engine keeps no prefixes."""
 
     def __init__(self, most_events: int = _MOST_EVENTS) -> None:
         self.epoch = secrets.token_hex(8)
@@ -73,6 +82,15 @@ class KVEventFeature(Feature):
         self._last = 0
         self._announced: dict[str, list[bytes]] = {}
         """By request, the whole hashes of its blocks that were announced."""
+
+    def start(self, executor: Executor, capacity: Capacity) -> Feature:
+        return self
+
+    def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
+        return {EVENTS: self._answer}
+
+    def _answer(self, engine: EngineInterface, place: tuple[str, int]) -> KVEvents:
+        return self.events(*place, load_of(engine, self.rate.value))
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         self._blocks = blocks
@@ -86,8 +104,7 @@ class KVEventFeature(Feature):
                 request = by_lane[admit.lane]
                 self._announce(request, admit.tokens[: admit.prompt_len])
 
-    def step_ended(self) -> None:
-        """Takes note of the oldest step's end."""
+    def after_update(self) -> None:
         self.rate.ended(time.monotonic())
 
     def evict(self, blocks: Sequence[Evicted]) -> None:

@@ -1,2 +1,14 @@
 """KV blocks that the device has no room for: kept in the host's memory and in files, and brought
 back where that is cheaper than computing them again."""
+
+from quire.features.spec import FeatureSpec
+
+FEATURE = FeatureSpec(
+    name="kv_offload",
+    order=20,
+    loop="quire.features.kv_offload.loop:OffloadLoop",
+    enabled=lambda args: args.host_cache_gb > 0.0,
+    stats="quire.features.kv_offload.stats:TierStats",
+    stats_name="tiers",
+    metrics="quire.features.kv_offload.metrics:collect",
+)

@@ -7,6 +7,31 @@ the host's memory and in the device's slots; `adapted_linear.py` is a linear lay
 uses which.
 """
 
-from quire.features.lora.lora_request import LoRARequest
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["LoRARequest"]
+from quire.features.spec import FeatureSpec, resolve
+
+if TYPE_CHECKING:
+    from quire.features.lora.lora_request import LoRARequest
+
+__all__ = ["FEATURE", "LoRARequest"]
+
+FEATURE = FeatureSpec(
+    name="lora",
+    order=100,  # behind those that refuse requests: what they refuse is never bound to an adapter
+    loop="quire.features.lora.feature:AdapterFeature",
+    hook="quire.features.lora.hook:AdapterHook",
+    enabled=lambda args: bool(args.lora_dir or args.lora or args.enable_lora),
+    calls="quire.features.lora.calls:CALLS",
+    fields="quire.features.lora.calls:FIELDS",
+    stats="quire.features.lora.stats:AdapterStats",
+    stats_name="adapters",
+    metrics="quire.features.lora.metrics:collect",
+)
+
+
+def __getattr__(name: str) -> Any:
+    # An engine without adapters imports this file for `FEATURE` only.
+    if name == "LoRARequest":
+        return resolve("quire.features.lora.lora_request:LoRARequest")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,10 @@ from quire.arrays import int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError, QuireError, RequestError
 from quire.executor import Capacity, Executor
-from quire.features.loop_feature import Failure, LoopFeature
+from quire.features.call import CallType, NewsType
+from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.features.lora.adapter_pool import AdapterPool
+from quire.features.lora.calls import LOAD, NAMES, UNLOAD, LoadAdapter
 from quire.features.lora.hook import COLUMN, LOADS, load_entry
 from quire.features.lora.peft import fetch, fetch_now, on_the_hub
 from quire.features.lora.registry import Registry, SlotTable, Version, parse_setting, valid_name
@@ -281,31 +283,27 @@ class AdapterFeature(Feature, LoopFeature):
 
     # -- names ---------------------------------------------------------------------------------
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers "load_adapter" (name, path, in_place: replace one of that name; known: accept
-        that it is there) and "unload_adapter" (name; ends its loads that are under way) with a
-        Future, "adapters" with their names."""
-        match message.get("op"):
-            case "load_adapter":
-                return self._add(message)
-            case "unload_adapter":
-                return self._remove(message["name"])
-            case "adapters":
-                return self._registry.names()
-        return None
+    def calls(self) -> Mapping[CallType[Any, Any], Callable[[EngineInterface, Any], Any]]:
+        return {
+            LOAD: lambda _, asked: self._add(asked),
+            UNLOAD: lambda _, name: self._remove(name),
+        }
 
-    def _add(self, message: dict[str, Any]) -> Future[None]:
+    def news(self) -> Mapping[NewsType[Any], Any]:
+        return {NAMES: self._registry.names()}
+
+    def _add(self, asked: LoadAdapter) -> Future[None]:
         answer: Future[None] = Future()
-        name, path = message["name"], message["path"]
+        name, path = asked.name, asked.path
         known = self._registry.find(name) if name in self._registry else None
         pending = self._pending(name)
-        if known is not None and message.get("known") and _stands_for(known, path):
+        if known is not None and asked.known and _stands_for(known, path):
             answer.set_result(None)
-        elif message.get("known") and (same := [w for v, w in pending if _stands_for(v, path)]):
+        elif asked.known and (same := [w for v, w in pending if _stands_for(v, path)]):
             answer = same[-1]
         elif not valid_name(name):
             answer.set_exception(RequestError("This name is not possible.", "lora_name"))
-        elif (known is not None or pending) and not message.get("in_place"):
+        elif (known is not None or pending) and not asked.in_place:
             answer.set_exception(
                 RequestError(
                     f"The lora adapter '{name}' has already been loaded. If you want to load the "

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from quire.errors import RequestError
+from quire.features.call import CallType
+from quire.features.lora.calls import LOAD, LoadAdapter
 
 
 class AdapterLoader(Protocol):
     """The parts of the engine's loop that reading an adapter needs."""
 
-    def control(self, message: dict[str, Any]) -> Any: ...
+    def takes(self, call: CallType[Any, Any]) -> bool: ...
+    def call(self, call: CallType[Any, Any], request: Any) -> Any: ...
     def step(self) -> object: ...
 
 
@@ -50,12 +53,9 @@ def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[str]:
     if len(each) != count:
         raise RequestError(f"{count} prompts but {len(each)} LoRA requests", "lora_request")
     for one in dict.fromkeys(one for one in each if one is not None):
-        message: dict[str, Any] = {
-            "op": "load_adapter", "name": one.name, "path": str(one.path), "known": True
-        }  # fmt: skip
-        answer: Future[None] | None = core.control(message)
-        if answer is None:
+        if not core.takes(LOAD):
             raise RequestError("this engine takes no adapters (--enable-lora)", "lora_request")
+        answer: Future[None] = core.call(LOAD, LoadAdapter(one.name, str(one.path), known=True))
         while not answer.done():
             core.step()
         answer.result()

@@ -1,5 +1,12 @@
 """One vector per prompt instead of tokens: the scheduler's side and the runner's."""
 
-from quire.features.pooling.feature import PoolingFeature, open_pooling
+from quire.features.spec import FeatureSpec
 
-__all__ = ["PoolingFeature", "open_pooling"]
+FEATURE = FeatureSpec(
+    name="pooling",
+    order=10,
+    loop="quire.features.pooling.feature:open_pooling",
+    hook="quire.features.pooling.hook:open_pooler",
+    requested=lambda params, options: options.get("pooling") is not None,
+    fields="quire.features.pooling.fields:FIELDS",
+)

@@ -1,5 +1,11 @@
 """Samplers that few requests ask for: DRY, XTC, typical-p and functions of the caller's."""
 
-from quire.features.samplers.feature import SamplersFeature, open_samplers
+from quire.features.spec import FeatureSpec
 
-__all__ = ["SamplersFeature", "open_samplers"]
+FEATURE = FeatureSpec(
+    name="samplers",
+    order=90,  # behind masks: it draws the tokens of its rows
+    loop="quire.features.samplers.feature:open_samplers",
+    hook="quire.features.samplers.hook:open_hook",
+    requested=lambda params, options: params.reshapes,
+)

@@ -7,3 +7,17 @@ a `drafter.py`. `draft_count.py` decides how many drafts each row verifies; `fea
 running requests and brings drafts into plans, `device_source.py` what the device needs to know.
 What a draft says never changes a token (`StepPlan`), so all of this is about speed alone.
 """
+
+from quire.features.spec import FeatureSpec
+
+FEATURE = FeatureSpec(
+    name="speculation",
+    order=40,
+    loop="quire.features.speculation.feature:open_speculation",
+    hook="quire.features.speculation.hook:open_hook",
+    enabled=lambda args: args.speculates,
+    check="quire.features.speculation.settings:check_settings",
+    stats="quire.features.speculation.stats:SpeculationStats",
+    stats_name="speculation",
+    metrics="quire.features.speculation.metrics:collect",
+)

@@ -6,14 +6,13 @@ and refuses what it could not enforce. `compiler.py` compiles the grammar. `feat
 running requests and builds their masks beside the device's work.
 """
 
-from quire.features.structured_output.compiler import Compiler, CompilerConfig, build_compiler
-from quire.features.structured_output.feature import GrammarFeature, NoGrammars, open_grammars
+from quire.features.spec import FeatureSpec
 
-__all__ = [
-    "Compiler",
-    "CompilerConfig",
-    "GrammarFeature",
-    "NoGrammars",
-    "build_compiler",
-    "open_grammars",
-]
+FEATURE = FeatureSpec(
+    name="structured_output",
+    order=80,  # behind drafts: masks of their positions need what others have written
+    loop="quire.features.structured_output.feature:open_grammars",
+    hook="quire.runner.hooks.mask:Mask",
+    request_check="quire.features.structured_output.grammar_check:GrammarCheck",
+    requested=lambda params, options: params.masked,
+)

@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.errors import OverloadedError, RequestError
+from quire.features.call import RequestField
+from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
+from quire.features.lora.calls import ADAPTER
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.context.request_context import RequestContext, timeout_error
@@ -262,11 +265,19 @@ class TextGeneration:
                 keep_special=self.keep_special,
                 tenant=self.context.tenant,
                 share=self.context.share,
-                adapter=self.context.adapter,
-                prefill=self.context.prefill,
-                traceparent=self.context.traceparent,
+                fields=self._fields(),
             ),
         )
+
+    def _fields(self) -> dict[RequestField[Any], Any]:
+        """Returns what the request carries for the engine's features."""
+        context = self.context
+        fields: dict[RequestField[Any], Any] = {}
+        if context.adapter:
+            fields[ADAPTER] = context.adapter
+        if context.prefill is not None or context.traceparent:
+            fields[PEER] = PeerChoice(context.prefill, context.traceparent)
+        return fields
 
     def _add_update(self, index: int, update: CompletionUpdate) -> None:
         if update.prompt_token_ids is not None:
@@ -326,7 +337,7 @@ async def check_structured(
     if params.structured_outputs is None:
         return
     try:
-        await state.client.check_grammar(params.structured_outputs)
+        await state.client.check(params)
     except RequestError as error:
         raise ApiError(
             400, f"Invalid value for '{field}': {error}", param=field, code=error.code

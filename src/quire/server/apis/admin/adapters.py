@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.lora import calls
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -39,7 +40,7 @@ async def load_adapter(request: Request) -> Response:
     if name in state.model_names:
         raise ApiError(400, f"'{name}' is the name of the served model.", param="lora_name")
     in_place = bool(body.load_inplace)
-    await state.client.load_adapter(name, body.lora_path, in_place=in_place)
+    await calls.load_adapter(state.client, name, body.lora_path, in_place=in_place)
     return _done(f"Success: LoRA adapter '{name}' added successfully.")
 
 
@@ -54,7 +55,7 @@ async def unload_adapter(request: Request) -> Response:
             "'lora_name' needs to be provided to unload a LoRA adapter.",
             kind="InvalidUserInput",
         )
-    await state.client.unload_adapter(body.lora_name)
+    await calls.unload_adapter(state.client, body.lora_name)
     return _done(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

@@ -11,6 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.errors import EngineDeadError
+from quire.features.disaggregation.calls import set_peers
+from quire.features.kv_events.calls import kv_events
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -47,7 +49,7 @@ async def peers(request: Request) -> Response:
     body = await read_body(request, PeersBody, state.args.max_body_bytes)
     try:
         async with asyncio.timeout(_TIMEOUT):
-            return json_response(PeersAnswer(await state.client.set_peers(body.peers)))
+            return json_response(PeersAnswer(await set_peers(state.client, body.peers)))
     except TimeoutError:
         raise ApiError(503, "The engine does not respond.", code="engine_stuck") from None
 
@@ -71,7 +73,7 @@ async def _lines(state: ServerState) -> AsyncIterator[bytes]:
     while not state.draining:
         try:
             async with asyncio.timeout(_TIMEOUT):
-                found: list[KVEvents] = await state.client.kv_events(places)
+                found: list[KVEvents] = await kv_events(state.client, places)
         except (EngineDeadError, TimeoutError):
             return
         now = [each.load for each in found]

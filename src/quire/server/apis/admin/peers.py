@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.features.disaggregation.calls import HANDSHAKE, GrantRequest, grant
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import ClosedGrant, PromptRequest
 from quire.server.context.request_context import RequestContext, context_of
@@ -63,7 +64,7 @@ async def handshake(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, HandshakeBody, state.args.max_body_bytes)
     facts = msgspec.convert(body.model_dump(), KVFacts)
-    return json_response(await _in_time(state.client.shake_hands(facts)))
+    return json_response(await _in_time(state.client.call(HANDSHAKE, facts)))
 
 
 async def prefill(request: Request) -> Response:
@@ -78,7 +79,7 @@ async def prefill(request: Request) -> Response:
     if (trace := context.trace) is not None:
         context.hold()
         on_end = functools.partial(_note_handover, context, trace, len(asked.tokens))
-    granted = state.client.grant(asked, tenant=key.name, share=key.share, on_end=on_end)
+    granted = grant(state.client, GrantRequest(asked, key.name, key.share), on_end)
     try:
         return json_response(await _in_time(granted))
     except BaseException:

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 
 from quire.errors import OverloadedError, RequestError
+from quire.features.lora.calls import ADAPTER
 from quire.pooling_params import PoolingParams
 from quire.server.apis.openai.convert import estimate_tokens, prompt_text, tokenized
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
@@ -190,7 +191,7 @@ async def _run(
                 cache_salt=body.cache_salt or "",
                 tenant=context.tenant,
                 share=context.share,
-                adapter=context.adapter,
+                fields={ADAPTER: context.adapter},
             )
         reason = "stop"
     except Exception:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from itertools import islice
 
-from quire.engine.loop.core import EngineCore
-from quire.features.kv_events.feature import KVEventFeature
 from quire.features.kv_events.messages import EngineLoad
+from quire.features.loop_feature import EngineInterface
 
 _LOOKED_AT = 4096
 """Most requests whose prompts are counted."""
 
 
-def load_of(core: EngineCore, events: KVEventFeature) -> EngineLoad:
-    """Returns an engine's load. Bounded in time, whatever the engine holds."""
-    scheduler = core.scheduler
+def load_of(engine: EngineInterface, prefill_rate: float) -> EngineLoad:
+    """Returns an engine's load. Bounded in time, whatever the engine holds.
+
+    Args:
+        prefill_rate: prompt tokens per second of the steps that compute prompts.
+    """
+    scheduler = engine.scheduler
     blocks = scheduler.blocks
-    disagg = core.control({"op": "handover"})
-    fixed, per_token = (0.0, 0.0) if disagg is None else disagg
     return EngineLoad(
         running=scheduler.num_running,
         waiting=scheduler.num_waiting,
@@ -26,8 +27,7 @@ def load_of(core: EngineCore, events: KVEventFeature) -> EngineLoad:
             for request in islice(scheduler.requests(), _LOOKED_AT)
             if not request.generating
         ),
-        prefill_rate=events.rate.value,
+        prefill_rate=prefill_rate,
         kv_tokens=min(usage.total for usage in blocks.usage()) * blocks.block_size,
-        handover_seconds=fixed,
-        handover_token_seconds=per_token,
+        **engine.load(),
     )

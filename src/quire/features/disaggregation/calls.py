@@ -1,0 +1,96 @@
+"""The calls between API processes and an engine with peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from quire.errors import RequestError
+from quire.features.call import Callers, CallType, RequestField
+from quire.features.disaggregation.facts import KVFacts
+from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
+
+_NO_PEERS = "this server asks no others for prompts (--role)"
+
+
+def _no_prompts() -> RequestError:
+    return RequestError("this server computes no prompts for others (--role)", code="wrong_role")
+
+
+def _no_peers() -> RequestError:
+    return RequestError(_NO_PEERS, code="wrong_role")
+
+
+class GrantRequest(msgspec.Struct, frozen=True):
+    """A peer's request for a prompt. tenant, share: see `Request`."""
+
+    asked: PromptRequest
+    tenant: str = ""
+    share: float = 1.0
+
+
+HANDSHAKE: CallType[KVFacts, Welcome] = CallType(
+    "disaggregation.handshake", KVFacts, Welcome, refusal=_no_prompts
+)
+"""Compares another engine's facts with those of this one. Raises PeerMismatchError: they differ."""
+GRANT: CallType[GrantRequest, Grant] = CallType(
+    "disaggregation.grant", GrantRequest, Grant, ClosedGrant, refusal=_no_prompts
+)
+"""Has a prompt computed for another engine, which then fetches its KV. The second answer comes when
+the grant ends."""
+SET_PEERS: CallType[list[str], list[str]] = CallType(
+    "disaggregation.set_peers", list[str], list[str], refusal=_no_peers
+)
+"""Replaces the servers that compute prompts for this engine; answers their addresses."""
+CALLS = (HANDSHAKE, GRANT, SET_PEERS)
+
+
+class PeerChoice(msgspec.Struct, frozen=True):
+    """Says who computes a request's prompt.
+
+    Attributes:
+        peer: its address, "" for none of them; None: the engine decides.
+        traceparent: what the peer is told of the request's trace.
+    """
+
+    peer: str | None = None
+    traceparent: str = ""
+
+
+def _refuse_choice(choice: PeerChoice) -> RequestError | None:
+    return RequestError(_NO_PEERS, "prefill") if choice.peer else None
+
+
+PEER: RequestField[PeerChoice] = RequestField(
+    "disaggregation.peer", PeerChoice, refusal=_refuse_choice
+)
+FIELDS = (PEER,)
+
+
+async def grant(
+    client: Callers,
+    asked: GrantRequest,
+    on_end: Callable[[ClosedGrant | None], None] | None = None,
+) -> Grant:
+    """Has a prompt computed for another engine. on_end: called once, when the grant ends; with None
+    where the engine is gone.
+
+    Raises:
+        PeerMismatchError: the engine is not the one that was meant.
+        RequestError, OverloadedError, EngineDeadError: as `EngineClient.generate`.
+    """
+    return await client.first_alive.call(GRANT, asked, on_end)
+
+
+async def set_peers(client: Callers, peers: list[str]) -> list[str]:
+    """Says which servers compute prompts for the engines here; returns their addresses.
+
+    Raises:
+        RequestError: these engines ask nobody, or an address is invalid.
+        EngineDeadError: an engine is gone.
+    """
+    known: list[str] = []
+    for engine in client.replicas:
+        known = await engine.call(SET_PEERS, peers)
+    return known
