@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from quire import ops  # noqa: E402
 from quire.errors import EngineDeadError  # noqa: E402
+from quire.layers.async_tp import HalvesGroup  # noqa: E402
 from quire.ops.triton.norm import rms_norm  # noqa: E402
 from quire.parallel.exchange import exchange_of  # noqa: E402
-from quire.parallel.halves import HalvesGroup  # noqa: E402
 from quire.parallel.symmetric_memory import (  # noqa: E402
     ONE_SHOT_WORDS,
     TWO_SHOT_WORDS,

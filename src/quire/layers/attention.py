@@ -145,9 +145,6 @@ class Attention(nn.Module):
             self.k_norm = spec.qk_norm.layer(dim, build.within("k_norm"))
         self.sinks: Any = None
         if spec.sinks:
-            # Few models have them.
-            pass  # nothing left to import
-
             self.sinks = Sinks(spec.heads, build.within("sinks"))
         query, kv = (size // dim for size in self.qkv.sizes[:2])
         self.layout = KVLayout(kv, dim, query, spec.window)
@@ -212,7 +209,7 @@ class Attention(nn.Module):
 
     def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
         """Returns q, k and v of the heads of this rank, side by side."""
-        hidden, norm = x.inputs(norm)
+        hidden, norm = x.layer_input(norm)
         return self.qkv(hidden, norm=norm)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:

@@ -60,8 +60,8 @@ class DenseAndExperts(nn.Module):
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns what both parts give, [T, hidden], without x."""
         stream, experts = x.total(), self.experts
-        apart = Residual(stream, apart=True)
-        dense = self.dense_out_norm(self.dense(apart, norm, batch).total())
+        delta_only = Residual(stream, delta_only=True)
+        dense = self.dense_out_norm(self.dense(delta_only, norm, batch).total())
         taken = self.router_norm(stream)
         _, ids, weights = experts.router(taken, None, batch.query_start[-1:])
         scales = self.expert_scale[ids.clamp(min=0).long() + experts.router.local[0]]

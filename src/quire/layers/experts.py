@@ -23,7 +23,7 @@ from quire.layers.fixed_sums import experts_sum
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import LaterSum, Residual
+from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
 from quire.ops.beside import beside
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
@@ -161,10 +161,10 @@ class Experts(nn.Module):
             self.shared = SharedExpert(spec, hidden, build.within("shared"))
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
-        """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
-        inputs, norm = x.inputs(norm)
+        """Returns x + experts(norm(x)), [T, hidden], or experts(norm(x)) if x is `delta_only`."""
+        inputs, norm = x.layer_input(norm)
         stream = x.total()
-        onto = None if x.apart else stream
+        onto = None if x.delta_only else stream
         routed: Routed = self.router(inputs, norm, batch.query_start[-1:])
         up, down, act = self.up.weights, self.down.weights, self.spec.act
         alone, fixed = self.group.world == 1, ops.current_policy().deterministic
@@ -176,8 +176,8 @@ class Experts(nn.Module):
         if fixed:
             return Residual(self.fixed_sum(routed, onto))
         out = _experts_mlp(*routed, up, down, act, onto if alone else None)
-        if not (alone or onto is None or self.group.sum_normed is None):
-            return LaterSum(onto, sum=(out, self.group, self.name))
+        if not (alone or onto is None or self.group.all_reduce_norm is None):
+            return DeferredAllReduce(onto, pending=PartialSum(out, self.group, self.name))
         return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
 
     def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:

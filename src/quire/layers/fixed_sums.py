@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.layers.async_tp import HalvesGroup
 from quire.ops.experts import ExpertWeights, Routed, Swiglu
 from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.ops.segments import add_pairs, expert_segments, segment_sum
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import ProcessGroup
-from quire.parallel.halves import HalvesGroup
 
 SEGMENTS = 8
 """Segments of a layer's inputs, and so the most ranks."""
@@ -86,10 +86,10 @@ def _over_ranks(
         else:
             out[part] = _meet(own, group, out.dtype, bias, added)
 
-    if isinstance(group, HalvesGroup) and group.beside_now and residual is not None:
+    if isinstance(group, HalvesGroup) and group.overlapping and residual is not None:
         # What ranks tell each other comes behind all of a rank's own work.
         owns = [sums(part) for part in parts]
-        group.beside(lambda: list(map(meet, parts, owns)))
+        group.overlap(lambda: list(map(meet, parts, owns)))
     else:
         for part in parts:
             meet(part, sums(part))

@@ -16,7 +16,7 @@ from quire.layers.cut_groups import rounded
 from quire.layers.fixed_sums import row_parallel
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import LaterSum, Residual
+from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
 from quire.parallel.sharding import REPLICATED, ShardSpec
 from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
 
@@ -169,7 +169,7 @@ class Linear(nn.Module):
         elif self.split == "inputs" and ops.current_policy().deterministic:
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
         if self.split == "inputs" and self.group.world > 1:
-            return self.group.all_reduce(self.part(x), residual, self.name)
+            return self.group.all_reduce(self.partial_sum(x), residual, self.name)
         if len(self.stacks) > 1:
             return self._apart(x, residual, norm, act)
         scale = None if norm is None else norm.scale
@@ -178,18 +178,23 @@ class Linear(nn.Module):
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
 
     def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
-        plain = self.split == "inputs" and self.adapter is None and not residual.apart
-        if plain and self.group.sum_normed is not None:
-            return LaterSum(residual.total(), sum=(self.part(x), self.group, self.name))
-        return Residual(self(x, residual=None if residual.apart else residual.total()))
+        """Returns residual + x Wᵀ + bias, or x Wᵀ + bias alone if the residual is `delta_only`."""
+        if residual.delta_only:
+            return Residual(self(x))
+        row_parallel = self.split == "inputs" and self.adapter is None
+        if row_parallel and self.group.all_reduce_norm is not None:
+            stream = residual.total()
+            return DeferredAllReduce(
+                stream, pending=PartialSum(self.partial_sum(x), self.group, self.name)
+            )
+        return Residual(self(x, residual=residual.total()))
 
-    def part(self, x: Tensor) -> Tensor:
-        """Returns what this rank adds to the sum over ranks, where these split the inputs."""
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """Returns this rank's term [T, outputs] of the sum over ranks of a row-parallel layer."""
         weight = self.weight
         if weight.format.inputs == "group" and weight.inputs % weight.format.group:
             x, weight = rounded(x, weight, self.group)
-        # What every rank holds whole may enter the sum over ranks only once.
+        # Every rank holds the whole bias, and the sum over ranks may contain it only once.
         return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)
 
     def _apart(

@@ -39,7 +39,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns x + mlp(norm(x)), [T, hidden]."""
-        hidden, norm = x.inputs(norm)
+        hidden, norm = x.layer_input(norm)
         return self.down.add(self.up(hidden, norm=norm, act=self.act), x)
 
     def workspace_bytes(self, tokens: int) -> int:

@@ -110,9 +110,6 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
     periods = spec.theta**exponents
     if spec.scaling is None:
         return 1.0 / periods
-    # Most models have no scaling.
-    pass  # nothing left to import
-
     return scaled_frequencies(spec, spec.scaling, periods)
 
 

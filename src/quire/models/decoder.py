@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.layers.async_tp import run_halves
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.layout import MixerLayout, block_bytes
 from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.models.general_block import general_block
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
 
@@ -118,9 +120,6 @@ class DecoderLayers(nn.Module):
         """Returns the stream [T, hidden] behind the layers, each of which stores its KV. See
         `Decoder.forward`."""
         if len(hidden) >= self.group.halves_from:
-            # Few groups sum beside other work.
-            from quire.models.halves import run_halves
-
             layers_for = functools.partial(self.layers_for, kv=kv, shallow=shallow)
             return run_halves(self.group, hidden, batch, layers_for)
         x = Residual(hidden)
@@ -204,7 +203,4 @@ def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, bu
     """Returns a layer of the model."""
     if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
-    # Most models have the plain shape.
-    from quire.models.general_block import general_block
-
     return general_block(spec, model, rotary, build)

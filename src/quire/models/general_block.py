@@ -60,12 +60,12 @@ class GeneralBlock(nn.Module):
 
     def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
         before = x.total()
-        taken = Residual(before, apart=True)
+        taken = Residual(before, delta_only=True)
         given = self.attention(taken, self.attention_norm, batch, group, kv)
         mixed = self._sum(before, given, self.attention_out_norm)
         norm = self.attention_norm
         if not self.spec.parallel:
-            taken, norm = Residual(mixed, apart=True), self.mlp_norm
+            taken, norm = Residual(mixed, delta_only=True), self.mlp_norm
         return Residual(self._sum(mixed, self.mlp(taken, norm, batch), self.mlp_out_norm))
 
     def _sum(self, x: Tensor, given: Residual, norm: RMSNorm | None) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-SumNormed = Callable[[Tensor, Tensor, Tensor, float, str], tuple[Tensor, Tensor] | None]
+AllReduceNorm = Callable[[Tensor, Tensor, Tensor, float, str], tuple[Tensor, Tensor] | None]
 """Takes x, the residual, the weight and the epsilon of `ops.rms_norm`, and a name, see
 `ProcessGroup.all_reduce`. Returns the sum and its norm; None: they are better computed apart."""
 
@@ -24,11 +24,11 @@ class ProcessGroup(Protocol):
 
     @property
     def halves_from(self) -> int:
-        """The tokens from which a step is computed as two halves (`models/halves.py`)."""
+        """The tokens from which a step is computed as two halves (`layers/async_tp.py`)."""
         ...
 
     @property
-    def sum_normed(self) -> SumNormed | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         """Returns what `all_reduce` and an RMSNorm behind it may be left to under the current
         policy, or None."""
         ...
@@ -46,7 +46,7 @@ class ProcessGroup(Protocol):
 class SingleGroup:
     """One rank alone: collectives cost nothing."""
 
-    rank, world, halves_from, sum_normed = 0, 1, sys.maxsize, None
+    rank, world, halves_from, all_reduce_norm = 0, 1, sys.maxsize, None
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         return x if residual is None else x.add_(residual)

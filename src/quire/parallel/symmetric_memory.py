@@ -17,7 +17,7 @@ from quire.ops.triton.collectives import all_reduce as kernels
 from quire.ops.triton.collectives import gather_columns as gather_kernels
 from quire.ops.triton.collectives import sum_norm as norm_kernels
 from quire.ops.triton.norm import rms_norm
-from quire.parallel.group import SumNormed
+from quire.parallel.group import AllReduceNorm
 from quire.parallel.torch_group import TorchGroup
 
 logger = logging.getLogger("quire.parallel")
@@ -145,12 +145,12 @@ class SymmetricGroup(TorchGroup):
         return self.two_shot(x, residual, site)
 
     @property
-    def sum_normed(self) -> SumNormed | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         policy = current_policy()
         apart = policy.deterministic or "fusions" in policy.disabled
-        return None if apart or not self.normed_rows else self._sum_normed
+        return None if apart or not self.normed_rows else self._all_reduce_norm
 
-    def _sum_normed(
+    def _all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
     ) -> tuple[Tensor, Tensor] | None:
         apart = not _FUSED_ROWS < len(x) <= self.normed_rows

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.parallel.group import SumNormed
+from quire.parallel.group import AllReduceNorm
 
 _SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 """NVLink multicast stays off: a process that dies with it can take the host's GPUs along."""
@@ -30,7 +30,7 @@ class TorchGroup:
     halves_from = sys.maxsize
 
     @property
-    def sum_normed(self) -> SumNormed | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         return None
 
     def __init__(self, handle: dist.ProcessGroup | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.parallel.halves import HalvesGroup
+from quire.layers.async_tp import HalvesGroup
 from quire.parallel.torch_group import sum_over_all
 from quire.runner.program import BodyShape, StepProgram
 

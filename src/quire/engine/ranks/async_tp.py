@@ -10,14 +10,13 @@ import torch
 
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.layers.async_tp import HalvesGroup, first_half
 from quire.layers.attention import AttentionSpec
 from quire.layers.experts import ExpertsSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.mlp import MlpSpec
 from quire.models import ModelSpec, load_config, spec_from_config
-from quire.models.halves import first_half
 from quire.models.spec import LayerSpec
-from quire.parallel.halves import HalvesGroup
 from quire.parallel.torch_group import TorchGroup
 from quire.runner.halves import described
 
