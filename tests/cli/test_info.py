@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire.cli.info import info
@@ -69,7 +70,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
         asked.append(settings["allow_patterns"])
         return str(tmp_path)
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     found = model_of(capsys, "google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
@@ -84,7 +85,7 @@ def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(model: str, **settings: Any) -> str:
         raise ProxyError("403 Forbidden")
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=r"could not be fetched from the hub \(ProxyError\)"):
         files.download("google/gemma-3-tiny", None)
 

@@ -14,6 +14,9 @@ from typing import Any
 from quire.errors import ModelError
 from quire.models.families import settings, unsupported
 from quire.models.families.family import Family
+from quire.models.families.text_config import text_config
+from quire.models.files import download
+from quire.models.gguf.folder import folder_of
 from quire.models.spec import ModelSpec
 from quire.system import read_bounded
 
@@ -47,14 +50,9 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        from quire.models.gguf import folder_of
-
         return folder_of(path)
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
-    # The hub's client is slow to import, and local models do not need it.
-    from quire.models.files import download
-
     return download(model, revision)
 
 
@@ -90,9 +88,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
     if "text_config" in config:
-        # Most models are nothing but text.
-        from quire.models.families.text_config import text_config
-
         config = text_config(config)
     unsupported.check(config, family.implements)
     return family.spec(config)

@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.models.gguf.folder import open_model
 from quire.system import MOST_TABLE, open_regular, read_bounded
 
 _SHOWN = 8
@@ -65,8 +61,6 @@ def weight_files(folder: Path) -> list[Path]:
 def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
     """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
     if file.suffix == ".gguf":
-        from quire.models.gguf import open_model
-
         return open_model(file)
     try:
         open_regular(file).close()
@@ -109,6 +103,10 @@ def download_adapter(adapter: str) -> Path:
 
 
 def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
+    # huggingface_hub is slow to import, and a model in a local folder does not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
         folder = snapshot_download(
             name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED

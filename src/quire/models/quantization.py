@@ -11,6 +11,7 @@ from quire.errors import ConfigError, ModelError
 from quire.models.config import family_named
 from quire.models.families.family import Family
 from quire.models.files import DTYPES, open_file, weight_files
+from quire.models.gguf.file import stored_family
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization, quantization_of
 from quire.quantization.checkpoint import Checkpoint, method_of
@@ -45,8 +46,6 @@ def checkpoint_quantization(
     files = weight_files(folder) if stored_weights(folder) else []
     family = family or _family(spec)
     if any(file.suffix == ".gguf" for file in files):
-        from quire.models.gguf import stored_family
-
         family = stored_family(family)
     # What a GGUF file holds is in its settings.
     headers = [file for file in files if file.suffix != ".gguf"]
@@ -109,9 +108,6 @@ def model_quantization(
     """
     folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
     if any(map(config.get, _KEYS)) or any((folder / name).exists() for name in _FILES):
-        # Imported here: most models are not quantized.
-        pass  # nothing left to import
-
         found = checkpoint_quantization(folder, config, spec, wanted)
         if found is not None:
             return found

@@ -20,8 +20,11 @@ from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
+from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
 from quire.models.files import DTYPES, open_file, some, weight_files
+from quire.models.kv_scales import is_scale
+from quire.models.sanity import check_weights
 from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
@@ -47,9 +50,6 @@ def load_weights(
     Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
     """
     if load_format == "dummy":
-        # Only benchmarks and tests make weights up.
-        from quire.models.dummy import fill_dummy
-
         fill_dummy(model, seed)
         model.finish()
         return
@@ -78,8 +78,6 @@ def load_weights(
             _check_tied(found[family.head], model, family.head)
     model.finish()
     if any("scales" in name for name, _ in model.named_parameters()):
-        from quire.models.sanity import check_weights
-
         check_weights(model, family)
 
 
@@ -120,7 +118,7 @@ def _check(
             wanted = places.get(name)
             if wanted is None and not (tied and name == family.head):
                 ignored = family.ignored is not None and family.ignored.search(name)
-                if not ignored and not _is_kv_scale(name):
+                if not ignored and not is_scale(name):
                     problems.append(f"unexpected tensor {stored_name}")
                 continue
             if name in found:
@@ -144,13 +142,6 @@ def _check(
     if problems:
         raise ModelError(f"the checkpoint does not fit its config.json: {some(problems)}")
     return found
-
-
-def _is_kv_scale(name: str) -> bool:
-    # Few checkpoints bring scales for their KV along.
-    from quire.models.kv_scales import is_scale
-
-    return is_scale(name)
 
 
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:

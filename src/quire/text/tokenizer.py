@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
@@ -16,13 +16,10 @@ from quire.arrays import Int32
 from quire.errors import ModelError, RequestError
 from quire.system import read_bounded
 from quire.text import tokenizer_files
-from quire.text.chat_template import ChatTemplate, load_templates
+from quire.text.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.text.ends import set_ends
 from quire.text.template_traits import probe
 from quire.text.tokenizer_files import BYTE_OF
-
-if TYPE_CHECKING:
-    from quire.text.chat_template import ChatTemplate, TemplateTraits
 
 
 def refused(error: BaseException, what: str) -> RequestError:
@@ -122,16 +119,11 @@ class Tokenizer:
             RequestError: the text is too long, or cannot be tokenized.
         """
         if most is not None and len(text) > most:
-            # Few texts are as long.
-            pass  # nothing left to import
-
             check_length(text, most, self.longest, self.encode)
         try:
             # `encode` would hold the interpreter's lock all the while.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # lone surrogates, and panics of the library
-            pass  # nothing left to import
-
             raise refused(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
 
@@ -144,8 +136,6 @@ class Tokenizer:
         try:
             (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
         except BaseException as error:
-            pass  # nothing left to import
-
             raise refused(error, "the tokens cannot be decoded") from error
         return str(text)
 

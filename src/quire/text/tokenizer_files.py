@@ -231,7 +231,4 @@ def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
     config = json.loads(read_bounded(settings)) if settings.exists() else {}
     if file.exists():
         return read_bounded(file, MOST_TABLE).decode(), config
-    # Few models have no such file.
-    pass  # nothing left to import
-
     return converted(folder, config)

@@ -138,9 +138,6 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return RopeSpec(theta, rotary_dim)
-    # Most models have no scaling.
-    pass  # nothing left to import
-
     read = read_scaling(str(kind), scaling, config, max_positions, rotary_dim)
     return RopeSpec(theta, rotary_dim, read)
 
