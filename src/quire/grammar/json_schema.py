@@ -19,7 +19,7 @@ from urllib.parse import quote, unquote
 from quire.errors import GrammarError
 from quire.grammar.bounded import EXACT, bound, resolve, types_of
 from quire.grammar.disjoint import disjoint
-from quire.grammar.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
+from quire.grammar.keywords import ANNOTATIONS, NOT_ENFORCED, closest_keyword, closest_word
 from quire.grammar.patterns import FORMATS, HARMLESS_FORMATS, format_rules, rules_of, unwritable
 
 MAX_DEPTH = 64
@@ -168,7 +168,7 @@ class _Reader:
         """Ignores a word that is not the standard's."""
         if name in NOT_ENFORCED:
             raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
-        keyword = meant(name, value)
+        keyword = closest_keyword(name, value)
         if keyword is not None:
             raise refuse(
                 _within(at, name),
@@ -350,7 +350,7 @@ class _Reader:
             if longest is not None:
                 self.also(out, {"maxLength": longest})
         elif value not in HARMLESS_FORMATS:
-            known = meant_among(value, (*FORMATS, *_INTEGER_FORMATS))
+            known = closest_word(value, (*FORMATS, *_INTEGER_FORMATS))
             if known is not None:
                 raise refuse(here, f"there is no format {value[:100]!r}; {known!r} may be meant")
 

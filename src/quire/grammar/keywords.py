@@ -64,10 +64,10 @@ _SHORT, _LONG = 4, 10
 """Lengths of words from which on one letter, or two, may be wrong."""
 
 
-def meant(name: str, value: Json) -> str | None:
+def closest_keyword(name: str, value: Json) -> str | None:
     """Returns the keyword that an unknown one is a misspelling of, if its value would fit."""
     for keyword, kinds in _VALUES.items():
-        if not isinstance(value, kinds) or not alike(name, keyword):
+        if not isinstance(value, kinds) or not is_misspelling(name, keyword):
             continue
         types = value if isinstance(value, list) else [value]
         if keyword == "type" and not all(isinstance(t, str) and t in _TYPES for t in types):
@@ -78,16 +78,16 @@ def meant(name: str, value: Json) -> str | None:
     return None
 
 
-def meant_among(name: str, known: Iterable[str]) -> str | None:
+def closest_word(name: str, known: Iterable[str]) -> str | None:
     """Returns the known word that an unknown one is a misspelling of; numbers in both are equal."""
     letters, digits = _DIGITS.sub("", name), _DIGITS.findall(name)
     for word in known:
-        if digits == _DIGITS.findall(word) and alike(letters, _DIGITS.sub("", word)):
+        if digits == _DIGITS.findall(word) and is_misspelling(letters, _DIGITS.sub("", word)):
             return word
     return None
 
 
-def alike(name: str, word: str) -> bool:
+def is_misspelling(name: str, word: str) -> bool:
     """Returns whether two words differ in case and signs alone, or in a letter (two in long
     words)."""
     if _letters(name) == _letters(word):

@@ -10,7 +10,7 @@ from torch import nn
 from quire import ops
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
-from quire.layers.expert_weights import as_fp32
+from quire.layers.expert_weights import fp32_parameter
 from quire.layers.experts import Experts, ExpertsSpec
 from quire.layers.mlp import MlpSpec
 from quire.layers.norm import NormSpec, RMSNorm
@@ -55,7 +55,7 @@ class DenseAndExperts(nn.Module):
         self.experts_norm = norm("experts_norm")
         self.experts_out_norm = norm("experts_out_norm")
         self.router_norm = norm("router_norm")
-        self.expert_scale = as_fp32(spec.experts.experts, build)
+        self.expert_scale = fp32_parameter(spec.experts.experts, build)
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns what both parts give, [T, hidden], without x."""

@@ -15,7 +15,7 @@ from quire.errors import ModelError
 from quire.layers.build import Build
 from quire.layers.parameter_slice import ParameterSlice
 from quire.ops.experts import ExpertWeights, expands
-from quire.quantization import ProjectionShare, Quantization, Range, Scheme, StoredTensor
+from quire.quantization import CheckpointTensor, ProjectionShare, Quantization, Range, Scheme
 
 Layout = Literal["each", "fused", "interleaved"]
 """Layout of experts in a checkpoint.
@@ -27,7 +27,7 @@ Layout = Literal["each", "fused", "interleaved"]
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ExpertShard:
     """A rank's part of a projection. experts, rows, columns: of so many experts, outputs of
     each projection, and inputs."""
 
@@ -103,31 +103,37 @@ class ExpertLinear(nn.Module):
     """
 
     def __init__(
-        self, names: Sequence[str], cut: Cut, scheme: Scheme, layout: Layout, build: Build, *,
+        self,
+        names: Sequence[str],
+        shard: ExpertShard,
+        scheme: Scheme,
+        layout: Layout,
+        build: Build,
+        *,
         bias: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.cut = cut
+        self.shard = shard
         self.scheme = scheme
         self.layout = layout
-        self.count = cut.experts[1] - cut.experts[0]
-        self.size = cut.rows[1] - cut.rows[0]
-        width = cut.columns[1] - cut.columns[0]
+        self.count = shard.experts[1] - shard.experts[0]
+        self.size = shard.rows[1] - shard.rows[0]
+        width = shard.columns[1] - shard.columns[0]
         if width % scheme.format.packed:
             raise ModelError(
                 f"{build.name}: {width} inputs cannot be stored {scheme.format.packed} to a byte"
             )
         self._columns = width
         # A sum over ranks has each bias once.
-        self.own_bias = cut.columns[0] == 0
+        self.own_bias = shard.columns[0] == 0
         self._make(build.device, build.dtype if bias else None)
 
     def _make(self, device: torch.device, bias: torch.dtype | None) -> None:
         """Makes parameters without content, for `count` experts. bias: the dtype of biases."""
         self.weight = ops.Weight.empty(
             self.scheme.format, self.count * len(self.names) * self.size, self._columns, device,
-            before=self.cut.columns[0], whole=self.cut.inputs,
+            before=self.shard.columns[0], whole=self.shard.inputs,
             stacked=self.count * len(self.names),
         )  # fmt: skip
         for name in ("values", "scales", "zeros", "input_scale"):
@@ -161,10 +167,10 @@ class ExpertLinear(nn.Module):
     def weights(self) -> ExpertWeights:
         """Returns what the op takes."""
         bias = self.bias if self.own_bias else None
-        first, end = self.cut.experts
+        first, end = self.shard.experts
         # Ranks have equal shares but for one expert, and equally many copies.
         return ExpertWeights(
-            self.weight, self.count, bias, round(self.count * self.cut.count / (end - first))
+            self.weight, self.count, bias, round(self.count * self.shard.count / (end - first))
         )
 
     def finish(self) -> None:
@@ -176,44 +182,46 @@ class ExpertLinear(nn.Module):
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the checkpoint's tensors."""
         if self.layout == "each":
-            yield from self._of_each()
+            yield from self._separate_slices()
         elif self.layout == "fused":
             for place in range(len(self.names)):
-                yield from self._fused(place)
+                yield from self._fused_slices(place)
         else:
             for stored in self.scheme.stored:
-                yield self._interleaved(stored)
+                yield self._interleaved_slice(stored)
             if self.bias is not None:
-                yield self._interleaved_bias(self.bias.data)
+                yield self._interleaved_bias_slice(self.bias.data)
 
     def _rows(self, expert: int, place: int) -> ops.Weight:
         """Returns the weight of one of this rank's experts' projections."""
         index = expert * len(self.names) + place
         return self.weight.rows(index * self.size, (index + 1) * self.size, index)
 
-    def _bias(self, place: int) -> Tensor | None:
+    def _biases(self, place: int) -> Tensor | None:
         """Returns the biases of a projection, [experts, outputs]."""
         if self.bias is None:
             return None
         return self.bias.data[:, place * self.size : (place + 1) * self.size]
 
-    def _of_each(self) -> Iterator[ParameterSlice]:
-        share, (first, end) = self.cut.share(), self.cut.experts
-        for expert in range(self.cut.count):
+    def _separate_slices(self) -> Iterator[ParameterSlice]:
+        share, (first, end) = self.shard.share(), self.shard.experts
+        for expert in range(self.shard.count):
             for place, name in enumerate(self.names):
                 prefix = ".".join(filter(None, (str(expert), name)))
                 own = first <= expert < end
                 weight = self._rows(expert - first, place) if own else None
                 for stored in self.scheme.stored:
                     yield self._slice(f"{prefix}.{stored.name}", weight, stored, share)
-                bias = self._bias(place)
+                bias = self._biases(place)
                 if bias is not None:
-                    rows = self.cut.rows if own else (0, 0)
+                    rows = self.shard.rows if own else (0, 0)
                     target = bias[expert - first if own else 0]
-                    yield ParameterSlice.of(f"{prefix}.bias", target, (self.cut.outputs,), (rows,))
+                    yield ParameterSlice.of(
+                        f"{prefix}.bias", target, (self.shard.outputs,), (rows,)
+                    )
 
     def _slice(
-        self, name: str, weight: ops.Weight | None, stored: StoredTensor, share: ProjectionShare
+        self, name: str, weight: ops.Weight | None, stored: CheckpointTensor, share: ProjectionShare
     ) -> ParameterSlice:
         """Returns a tensor of one expert. weight: None if it is another rank's, who reads it."""
 
@@ -227,34 +235,34 @@ class ExpertLinear(nn.Module):
         device = self.weight.values.device
         return ParameterSlice(name, shape, ranges, write, device, stored.dtypes)
 
-    def _fused(self, place: int) -> Iterator[ParameterSlice]:
+    def _fused_slices(self, place: int) -> Iterator[ParameterSlice]:
         prefix = f"{self.names[place]}." if self.names[place] else ""
-        whole = self.cut.outputs * len(self.names)
-        before = self.cut.outputs * place
-        rows = before + self.cut.rows[0], before + self.cut.rows[1]
-        share = ProjectionShare(rows, self.cut.columns, whole, self.cut.inputs)
+        whole = self.shard.outputs * len(self.names)
+        before = self.shard.outputs * place
+        rows = before + self.shard.rows[0], before + self.shard.rows[1]
+        share = ProjectionShare(rows, self.shard.columns, whole, self.shard.inputs)
         for stored in self.scheme.stored:
 
-            def write(part: Tensor, start: int, stored: StoredTensor = stored) -> None:
+            def write(part: Tensor, start: int, stored: CheckpointTensor = stored) -> None:
                 for expert, own in enumerate(part, start):
                     stored.write(self._rows(expert, place), own, 0, share)
 
             yield ParameterSlice(
                 f"{prefix}{stored.name}",
-                (self.cut.count, *stored.shape(whole, self.cut.inputs)),
-                (self.cut.experts, *stored.ranges(share)),
+                (self.shard.count, *stored.shape(whole, self.shard.inputs)),
+                (self.shard.experts, *stored.ranges(share)),
                 write,
                 self.weight.values.device,
                 stored.dtypes,
             )
-        bias = self._bias(place)
+        bias = self._biases(place)
         if bias is not None:
-            shape, ranges = (self.cut.count, whole), (self.cut.experts, rows)
+            shape, ranges = (self.shard.count, whole), (self.shard.experts, rows)
             yield ParameterSlice.of(f"{prefix}bias", bias, shape, ranges)
 
-    def _interleaved(self, stored: StoredTensor) -> ParameterSlice:
-        share, turns = self.cut.share(), len(self.names)
-        shape = stored.shape(self.cut.outputs * turns, self.cut.inputs)
+    def _interleaved_slice(self, stored: CheckpointTensor) -> ParameterSlice:
+        share, turns = self.shard.share(), len(self.names)
+        shape = stored.shape(self.shard.outputs * turns, self.shard.inputs)
         (low, high), *rest = stored.ranges(share)
         ranges: list[Range] = [(low * turns, high * turns), *rest]
         transposed = stored.name == "weight"
@@ -268,19 +276,19 @@ class ExpertLinear(nn.Module):
                     stored.write(self._rows(expert, place), rows[place::turns], 0, share)
 
         return ParameterSlice(
-            stored.name, (self.cut.count, *shape), (self.cut.experts, *ranges), write,
+            stored.name, (self.shard.count, *shape), (self.shard.experts, *ranges), write,
             self.weight.values.device, stored.dtypes,
         )  # fmt: skip
 
-    def _interleaved_bias(self, target: Tensor) -> ParameterSlice:
-        turns, (low, high) = len(self.names), self.cut.rows
+    def _interleaved_bias_slice(self, target: Tensor) -> ParameterSlice:
+        turns, (low, high) = len(self.names), self.shard.rows
 
         def write(part: Tensor, start: int) -> None:
             own = target[start : start + len(part)].view(len(part), turns, -1)
             own.copy_(part.view(len(part), -1, turns).transpose(1, 2), non_blocking=True)
 
-        shape = self.cut.count, self.cut.outputs * turns
-        ranges = self.cut.experts, (low * turns, high * turns)
+        shape = self.shard.count, self.shard.outputs * turns
+        ranges = self.shard.experts, (low * turns, high * turns)
         return ParameterSlice("bias", shape, ranges, write, target.device)
 
     def workspace_bytes(self, rows: int) -> int:
@@ -294,7 +302,7 @@ class ExpertLinear(nn.Module):
         return 2 * values if expands(weight.format, rows, own.total) else 0
 
 
-def even_cut(size: int, unit: int, rank: int, world: int) -> Range:
+def even_shard(size: int, unit: int, rank: int, world: int) -> Range:
     """Returns a rank's share of `size` in whole units, as even as they allow; the last unit may be
     less than whole."""
     units = -(-size // unit)
@@ -302,7 +310,7 @@ def even_cut(size: int, unit: int, rank: int, world: int) -> Range:
     return low * unit, min(high * unit, size)
 
 
-def as_fp32(shape: int, build: Build) -> nn.Parameter:
+def fp32_parameter(shape: int, build: Build) -> nn.Parameter:
     """Returns a parameter in fp32 without content."""
     tensor = torch.empty(shape, device=build.device, dtype=torch.float32)
     return nn.Parameter(tensor, requires_grad=False)

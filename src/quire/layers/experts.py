@@ -12,14 +12,14 @@ from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.expert_weights import (
-    Cut,
     ExpertLinear,
+    ExpertShard,
     Layout,
-    as_fp32,
-    even_cut,
+    even_shard,
     experts_scheme,
+    fp32_parameter,
 )
-from quire.layers.fixed_sums import experts_sum
+from quire.layers.fixed_sums import experts_in_order
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
@@ -83,7 +83,7 @@ class Router(nn.Module):
         self.copies: ExpertCopies | None = None
         self.weight = build.empty(spec.experts, hidden)
         self.bias = build.empty(spec.experts) if spec.router_bias else None
-        self.correction = as_fp32(spec.experts, build) if spec.correction else None
+        self.correction = fp32_parameter(spec.experts, build) if spec.correction else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None, live: Tensor) -> Routed:
         """Returns norm(x) and its experts; tokens from `live` on have none."""
@@ -129,10 +129,10 @@ class Experts(nn.Module):
         down_scheme = experts_scheme(("",), spec.layout, down, spec.experts)
         local, width = (0, spec.experts), (0, spec.width)
         if build.expert_parallel:
-            local = even_cut(spec.experts, 1, rank, world)
+            local = even_shard(spec.experts, 1, rank, world)
         else:
             unit = down_scheme.format.group or (_UNIT if spec.width >= _UNIT * world else 1)
-            width = even_cut(spec.width, unit, rank, world)
+            width = even_shard(spec.width, unit, rank, world)
         if local[0] == local[1] or width[0] == width[1]:
             raise ConfigError(
                 f"{build.name}: {spec.experts} experts of {spec.width} hidden units cannot be "
@@ -142,7 +142,7 @@ class Experts(nn.Module):
         self.router = Router(spec, hidden, local, build.within("router"))
         self.up = ExpertLinear(
             ("gate", "up"),
-            Cut(local, width, (0, hidden), spec.experts, spec.width, hidden),
+            ExpertShard(local, width, (0, hidden), spec.experts, spec.width, hidden),
             up_scheme,
             spec.layout,
             up,
@@ -150,7 +150,7 @@ class Experts(nn.Module):
         )
         self.down = ExpertLinear(
             ("",),
-            Cut(local, (0, hidden), width, spec.experts, hidden, spec.width),
+            ExpertShard(local, (0, hidden), width, spec.experts, hidden, spec.width),
             down_scheme,
             spec.layout,
             down,
@@ -183,7 +183,7 @@ class Experts(nn.Module):
     def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:
         """Returns residual + experts(x), [T, hidden], in an order that no number of ranks
         changes."""
-        return experts_sum(
+        return experts_in_order(
             routed, self.up.weights, self.down.weights, self.spec.act, residual, self.spec.width,
             self.group,
         )  # fmt: skip

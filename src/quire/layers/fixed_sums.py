@@ -27,7 +27,7 @@ _TOKENS = 512
 """Tokens whose sums in float32 are exchanged at once, to bound the memory for them."""
 
 
-def segments_of(inputs: int, form: WeightFormat) -> int:
+def segment_count(inputs: int, form: WeightFormat) -> int:
     """Returns how many segments the inputs of a whole layer have: `SEGMENTS`, or fewer where these
     would cut groups of inputs that share a scale."""
     unit = form.group or (8 if form.bits else 1)
@@ -43,24 +43,24 @@ def row_parallel(
 ) -> Tensor:  # fmt: skip
     """Returns residual + x Wᵀ + bias, [T, outputs], of a layer whose inputs ranks share. inputs:
     those of the whole layer."""
-    own = segments_of(inputs, weight.format) // group.world
-    x, weight = _rounded(x, weight, group)
+    own = segment_count(inputs, weight.format) // group.world
+    x, weight = _round_whole_tokens(x, weight, group)
     if group.world == 1:
         return segment_sum(x, weight, own, x.dtype, bias, residual)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _over_ranks(
+    return _add_in_order(
         lambda part: segment_sum(x[part], weight, own, wide),
         x.new_empty(len(x), weight.outputs), bias, residual, group,
     )  # fmt: skip
 
 
-def experts_sum(
+def experts_in_order(
     routed: Routed, up: ExpertWeights, down: ExpertWeights, act: Swiglu, residual: Tensor | None,
     width: int, group: ProcessGroup,
 ) -> Tensor:  # fmt: skip
     """Returns residual + the weighted sum of a token's experts, [T, hidden], whose hidden units
     ranks share. width: those of a whole expert."""
-    own = segments_of(width, down.weight.format) // group.world
+    own = segment_count(width, down.weight.format) // group.world
     out = torch.empty_like(routed.x)
 
     def sums(part: slice) -> Tensor:
@@ -68,10 +68,10 @@ def experts_sum(
         parts = expert_segments(x, ids, weights, up, down, act, own)
         return add_pairs(parts, parts.dtype) if group.world > 1 else parts
 
-    return _over_ranks(sums, out, None, residual, group)
+    return _add_in_order(sums, out, None, residual, group)
 
 
-def _over_ranks(
+def _add_in_order(
     sums: Callable[[slice], Tensor], out: Tensor, bias: Tensor | None, residual: Tensor | None,
     group: ProcessGroup,
 ) -> Tensor:  # fmt: skip
@@ -79,24 +79,24 @@ def _over_ranks(
     ranks, + bias + residual."""
     parts = [slice(first, first + _TOKENS) for first in range(0, len(out), _TOKENS)]
 
-    def meet(part: slice, own: Tensor) -> None:
+    def finish(part: slice, own: Tensor) -> None:
         added = None if residual is None else residual[part]
         if group.world == 1:
             out[part] = add_pairs(own, out.dtype, bias, added)
         else:
-            out[part] = _meet(own, group, out.dtype, bias, added)
+            out[part] = _add_ranks(own, group, out.dtype, bias, added)
 
     if isinstance(group, HalvesGroup) and group.overlapping and residual is not None:
         # What ranks tell each other comes behind all of a rank's own work.
         owns = [sums(part) for part in parts]
-        group.overlap(lambda: list(map(meet, parts, owns)))
+        group.overlap(lambda: list(map(finish, parts, owns)))
     else:
         for part in parts:
-            meet(part, sums(part))
+            finish(part, sums(part))
     return out
 
 
-def _meet(
+def _add_ranks(
     own: Tensor, group: ProcessGroup, dtype: torch.dtype, bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
@@ -104,7 +104,7 @@ def _meet(
     return add_pairs(group.all_gather(own.unsqueeze(0), 0), dtype, bias, residual)
 
 
-def _rounded(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
+def _round_whole_tokens(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
     """Returns inputs that are rounded by a scale for each token, that of the whole token, and a
     weight that asks for no more of it; others as they are."""
     form = weight.format

@@ -77,7 +77,7 @@ class StateLayout:
         ]
 
     @property
-    def head_cuts(self) -> list[tuple[int, tuple[int, ...]]]:
+    def head_sections(self) -> list[tuple[int, tuple[int, ...]]]:
         """Returns how ranks share each of `parts`: the dimension of heads, and the sizes of the
         sections that it is made of from there on, of each of which a rank has its heads'."""
         values = self.value_heads * self.value_dim

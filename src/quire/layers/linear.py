@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.build import Build
-from quire.layers.cut_groups import rounded
 from quire.layers.fixed_sums import row_parallel
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
+from quire.layers.split_groups import round_split_groups
 from quire.parallel.sharding import REPLICATED, ShardSpec
-from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
+from quire.quantization import CheckpointTensor, ProjectionShare, Range, Scheme
 
 Activation = ops.Activation
 
@@ -84,7 +84,7 @@ class Linear(nn.Module):
         self.columns: Range = shard.bounds(
             inputs, self.group.rank, self.group.world, f"{build.name}, inputs"
         )
-        self.sizes = [self._size(output) for output in self.outputs]
+        self.sizes = [self._output_size(output) for output in self.outputs]
         if tied is None:
             self.stacks = tuple(self._stacks(build))
         else:
@@ -104,7 +104,7 @@ class Linear(nn.Module):
     def _stacks(self, build: Build) -> Iterator[Stack]:
         """Yields the layer's stacks with empty weights."""
         schemes = [
-            build.quantization.scheme_for(_joined(build.name, output.name), build.dtype)
+            build.quantization.scheme_for(_dotted(build.name, output.name), build.dtype)
             for output in self.outputs
         ]
         low, high = self.columns
@@ -171,7 +171,7 @@ class Linear(nn.Module):
         if self.split == "inputs" and self.group.world > 1:
             return self.group.all_reduce(self.partial_sum(x), residual, self.name)
         if len(self.stacks) > 1:
-            return self._apart(x, residual, norm, act)
+            return self._each_stack(x, residual, norm, act)
         scale = None if norm is None else norm.scale
         if norm is not None and scale is None:
             x = norm(x)
@@ -193,11 +193,11 @@ class Linear(nn.Module):
         """Returns this rank's term [T, outputs] of the sum over ranks of a row-parallel layer."""
         weight = self.weight
         if weight.format.inputs == "group" and weight.inputs % weight.format.group:
-            x, weight = rounded(x, weight, self.group)
+            x, weight = round_split_groups(x, weight, self.group)
         # Every rank holds the whole bias, and the sum over ranks may contain it only once.
         return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)
 
-    def _apart(
+    def _each_stack(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
     ) -> Tensor:
         """Computes outputs whose weights differ one after the other."""
@@ -218,20 +218,20 @@ class Linear(nn.Module):
             row = 0
             for index in range(stack.first, stack.end):
                 output, size = self.outputs[index], self.sizes[index]
-                rows = self._rows(output)
+                rows = self._output_range(output)
                 weight = stack.weight.rows(row, row + size, index - stack.first)
                 for stored in () if stack.scheme is None else stack.scheme.stored:
                     if stored.name != "bias" or self.bias is None:
                         yield self._slice(output, rows, weight, stored)
                 if self.bias is not None:
                     target = self.bias.data[start : start + size]
-                    name = _joined(output.name, "bias")
+                    name = _dotted(output.name, "bias")
                     yield ParameterSlice.of(name, target, (output.size,), (rows,))
                 start += size
                 row += size
 
     def _slice(
-        self, output: Output, rows: Range, weight: ops.Weight, stored: StoredTensor
+        self, output: Output, rows: Range, weight: ops.Weight, stored: CheckpointTensor
     ) -> ParameterSlice:
         share = ProjectionShare(rows, self.columns, output.size, self.inputs)
 
@@ -239,7 +239,7 @@ class Linear(nn.Module):
             stored.write(weight, part, start, share)
 
         shape, ranges = stored.shape(output.size, self.inputs), stored.ranges(share)
-        name = _joined(output.name, stored.name)
+        name = _dotted(output.name, stored.name)
         return ParameterSlice(name, shape, ranges, write, weight.values.device, stored.dtypes)
 
     def finish(self) -> None:
@@ -262,20 +262,20 @@ class Linear(nn.Module):
                 total += 4 * (result + copies * weight.outputs * weight.inputs)
         return total
 
-    def _rows(self, output: Output) -> Range:
+    def _output_range(self, output: Output) -> Range:
         """Returns the outputs of the whole projection that this rank holds."""
         if self.split == "inputs":
             return 0, output.size
         shard = ShardSpec(0, output.unit, output.padded)
-        name = f"{_joined(self.name, output.name)}, outputs"
+        name = f"{_dotted(self.name, output.name)}, outputs"
         return shard.bounds(output.size, self.group.rank, self.group.world, name)
 
-    def _size(self, output: Output) -> int:
+    def _output_size(self, output: Output) -> int:
         if output.padded and self.split == "outputs":
             return -(-output.size // self.group.world)
-        low, high = self._rows(output)
+        low, high = self._output_range(output)
         return high - low
 
 
-def _joined(prefix: str, name: str) -> str:
+def _dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name

@@ -15,7 +15,7 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.quantization import FLOATS
-from quire.quantization.stored_tensor import FP8
+from quire.quantization.checkpoint_tensor import FP8
 
 _DEVIATION = 0.02
 _BYTES = frozenset({torch.uint8})
@@ -42,7 +42,7 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
                 f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
                 "without its quantization_config, --quantization rounds random weights"
             )
-        value = _same(part)
+        value = _constant(part)
         if value is None:
             _fill(part, _key(seed, name))
         else:
@@ -63,18 +63,18 @@ def _fill(part: ParameterSlice, key: int) -> None:
     for (left, right), size in zip(inner, part.shape[1:], strict=True):
         places = torch.arange(left, right, device=device)
         columns = (columns.unsqueeze(1) * size + places).flatten()
-    columns = _wrapped(columns)
+    columns = _wrap_int32(columns)
     # On a CPU, a chunk stays in its cache through all of the hash's passes.
     step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, len(columns)))
     for start in range(top, bottom, step):
         own = torch.arange(start, min(start + step, bottom), dtype=torch.int64, device=device)
-        index = _wrapped(own * whole).unsqueeze(1) + columns
+        index = _wrap_int32(own * whole).unsqueeze(1) + columns
         values = _hash(index.bitwise_xor_(key)) >> 8
         sizes = [len(own), *(right - left for left, right in inner)]
-        part.write(_numbers(values, part).view(sizes), start - top)
+        part.write(_from_bits(values, part).view(sizes), start - top)
 
 
-def _same(part: ParameterSlice) -> int | float | None:
+def _constant(part: ParameterSlice) -> int | float | None:
     """Returns the number that all of a tensor is, or None."""
     if part.initial != "random":
         return float(part.initial == "ones")
@@ -85,7 +85,7 @@ def _same(part: ParameterSlice) -> int | float | None:
     return _INPUT_SCALE if part.name.endswith(("input_scale", "activation_scale")) else _FP8_SCALE
 
 
-def _numbers(values: Tensor, part: ParameterSlice) -> Tensor:
+def _from_bits(values: Tensor, part: ParameterSlice) -> Tensor:
     """Returns what 24 random bits stand for in a tensor: floats, of 8 bits times their scale, or
     pairs of 4-bit ones."""
     if part.dtypes == _BYTES:
@@ -94,7 +94,7 @@ def _numbers(values: Tensor, part: ParameterSlice) -> Tensor:
     return floats if part.dtypes == FLOATS else floats.div_(_FP8_SCALE).to(torch.float8_e4m3fn)
 
 
-def _wrapped(x: Tensor) -> Tensor:
+def _wrap_int32(x: Tensor) -> Tensor:
     return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 

@@ -46,7 +46,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index.name} is not a valid index of a sharded checkpoint: {error!r}"
             ) from error
         if absent:
-            raise ModelError(f"{index.name} names files that are not there: {some(absent)}")
+            raise ModelError(f"{index.name} names files that are not there: {first_few(absent)}")
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
@@ -69,7 +69,7 @@ def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
         raise ModelError(f"cannot read {file.name}: {error}") from error
 
 
-def some(items: list[str]) -> str:
+def first_few(items: list[str]) -> str:
     """The first of them, and how many more there are."""
     rest = len(items) - _SHOWN
     return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
@@ -77,10 +77,10 @@ def some(items: list[str]) -> str:
 
 # Downloads of models and adapters from the Hugging Face hub.
 
-_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]
-_WANTED = ["*.safetensors", *_SETTINGS]
-_UNWANTED = ["original/*", "consolidated*"]
-_OF_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
+_SETTINGS_FILES = ["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]
+_MODEL_FILES = ["*.safetensors", *_SETTINGS_FILES]
+_IGNORED_FILES = ["original/*", "consolidated*"]
+_ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def download(model: str, revision: str | None, *, weights: bool = True) -> Path:
@@ -90,7 +90,7 @@ def download(model: str, revision: str | None, *, weights: bool = True) -> Path:
     Raises:
         ModelError: it cannot be had.
     """
-    return _download(model, revision, _WANTED if weights else _SETTINGS)
+    return _download(model, revision, _MODEL_FILES if weights else _SETTINGS_FILES)
 
 
 def download_adapter(adapter: str) -> Path:
@@ -99,7 +99,7 @@ def download_adapter(adapter: str) -> Path:
     Raises:
         ModelError: it cannot be had.
     """
-    return _download(adapter, None, _OF_ADAPTERS)
+    return _download(adapter, None, _ADAPTER_FILES)
 
 
 def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
@@ -109,7 +109,7 @@ def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
 
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED_FILES
         )
     except RepositoryNotFoundError as error:
         raise ModelError(

@@ -25,10 +25,10 @@ def prepack_weights(model: DecoderLayers) -> None:
 
 def prepack_layer(layer: Linear) -> None:
     """Replaces the weights of a layer, and the parameters that hold their values."""
-    layer.stacks = tuple(_prepacked(layer, index) for index in range(len(layer.stacks)))
+    layer.stacks = tuple(_prepack_stack(layer, index) for index in range(len(layer.stacks)))
 
 
-def _prepacked(layer: Linear, index: int) -> Stack:
+def _prepack_stack(layer: Linear, index: int) -> Stack:
     """Returns a stack as it is read fastest. The layer's parameters follow."""
     stack = layer.stacks[index]
     weight = stack.weight
@@ -39,17 +39,17 @@ def _prepacked(layer: Linear, index: int) -> Stack:
     if found is None:
         if weight.scales is None and weight.outputs > weight.inputs and not layer.tied:
             # A row times columns that lie input by input is a sum of long vectors.
-            layer.get_parameter(_name(index)).data = values = values.t().contiguous().t()
+            layer.get_parameter(_values_name(index)).data = values = values.t().contiguous().t()
             weight = replace(weight, values=values)
     elif layer.tied or (isinstance(layer, LMHead) and weight.scales is None):
         # The embedding reads its rows; draft heads are compared with it, unless it is rounded.
         weight = replace(weight, prepacked=found)
     else:
-        layer.register_parameter(_name(index), None)
+        layer.register_parameter(_values_name(index), None)
         weight = replace(weight, values=values.to("meta"), prepacked=found)
     return replace(stack, weight=weight)
 
 
-def _name(index: int) -> str:
+def _values_name(index: int) -> str:
     """Returns the name of the parameter that holds a stack's values, as `Linear` has it."""
     return f"values_{index}" if index else "values"

@@ -16,7 +16,7 @@ from quire.models.spec import ModelSpec
 from quire.quantization import Quantization, quantization_of
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors, settings_of
-from quire.quantization.rounding import FLOAT, RoundedHead, split_name
+from quire.quantization.rounding import FLOAT, QuantizedHead, split_name
 from quire.system import stored_weights
 
 
@@ -58,7 +58,7 @@ def checkpoint_quantization(
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
                 tensors[family.canonical(name)] = info
     found = Checkpoint(method, _module_of(spec, family), tensors)
-    return found if head is None else RoundedHead(found, head)
+    return found if head is None else QuantizedHead(found, head)
 
 
 def read_quantization(

@@ -33,7 +33,7 @@ _FEWEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _SomeOutputs:
+class SampledOutputs:
     """Some outputs of projections that share a weight.
 
     names: of the projections. weight: equally many outputs of each. may_be_zero: whether a
@@ -55,13 +55,13 @@ def check_weights(model: DecoderLayers, family: Family) -> None:
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            samples = _of_layer(name, layer)
+            samples = _sample_linear(name, layer)
         elif isinstance(layer, ExpertLinear):
-            samples = _of_experts(name, layer)
+            samples = _sample_experts(name, layer)
         else:
             continue
         for sample in samples:
-            found = _problem(sample)
+            found = _find_problem(sample)
             if found is not None:
                 place, problem = found
                 stored = family.source(model.spec, f"{sample.names[place]}.weight").name
@@ -71,31 +71,32 @@ def check_weights(model: DecoderLayers, family: Family) -> None:
                 )
 
 
-def _of_layer(name: str, layer: Linear) -> Iterator[_SomeOutputs]:
+def _sample_linear(name: str, layer: Linear) -> Iterator[SampledOutputs]:
     for stack in layer.stacks:
         row = 0
         for index in range(stack.first, stack.end):
             output, size = layer.outputs[index].name, layer.sizes[index]
             if _is_quantized(stack.weight) and size:
-                rows = _spread(row, size, _ROWS)
+                rows = _spread_rows(row, size, _ROWS)
                 own = f"{name}.{output}" if output else name
-                yield _SomeOutputs([own], _taken(stack.weight, rows), may_be_zero=False)
+                yield SampledOutputs([own], _select_rows(stack.weight, rows), may_be_zero=False)
             row += size
 
 
-def _of_experts(name: str, layer: ExpertLinear) -> Iterator[_SomeOutputs]:
+def _sample_experts(name: str, layer: ExpertLinear) -> Iterator[SampledOutputs]:
     if not _is_quantized(layer.weight) or not layer.size:
         return
-    first = layer.cut.experts[0]
+    first = layer.shard.experts[0]
     projections = [(first + expert, own) for expert in range(layer.count) for own in layer.names]
     for start in range(0, len(projections), _EXPERTS):
         some = projections[start : start + _EXPERTS]
         rows = [
-            _spread((start + i) * layer.size, layer.size, _EXPERT_ROWS) for i in range(len(some))
+            _spread_rows((start + i) * layer.size, layer.size, _EXPERT_ROWS)
+            for i in range(len(some))
         ]
         names = [_expert_name(name, layer, *each) for each in some]
         # Experts that no text of the training has chosen may be.
-        yield _SomeOutputs(names, _taken(layer.weight, torch.cat(rows)), may_be_zero=True)
+        yield SampledOutputs(names, _select_rows(layer.weight, torch.cat(rows)), may_be_zero=True)
 
 
 def _expert_name(name: str, layer: ExpertLinear, expert: int, projection: str) -> str:
@@ -109,12 +110,12 @@ def _is_quantized(weight: Weight) -> bool:
     return weight.scales is not None and not weight.values.is_meta
 
 
-def _spread(first: int, size: int, count: int) -> Tensor:
+def _spread_rows(first: int, size: int, count: int) -> Tensor:
     """Returns up to `count` rows spread over `size` of them."""
     return torch.linspace(first, first + size - 1, min(count, size)).long()
 
 
-def _taken(weight: Weight, rows: Tensor) -> Weight:
+def _select_rows(weight: Weight, rows: Tensor) -> Weight:
     """Returns a weight of some outputs, a copy."""
     rows = rows.to(weight.values.device)
 
@@ -132,7 +133,7 @@ def _taken(weight: Weight, rows: Tensor) -> Weight:
     )
 
 
-def _problem(sample: _SomeOutputs) -> tuple[int, str] | None:
+def _find_problem(sample: SampledOutputs) -> tuple[int, str] | None:
     """Returns the place among the sample's names of a projection that makes no sense, and why."""
     weight = sample.weight
     weights = dequantize(weight, torch.float32).view(len(sample.names), -1, weight.inputs)

@@ -98,8 +98,8 @@ class StageDecoder(Decoder):
         self._links = links
         # Streams of other stages that come along with the hidden states, and those of this one
         # that go on with them, by the number of the layer behind which they are.
-        self._before: tuple[int, ...] = ()
-        self._passed: tuple[int, ...] = ()
+        self._streams_in: tuple[int, ...] = ()
+        self._streams_out: tuple[int, ...] = ()
         self._streams: dict[int, Tensor] = {}
         self._keep: KeepStream | None = None
 
@@ -118,21 +118,21 @@ class StageDecoder(Decoder):
         if self.stage.first:
             return super().enter(batch)
         width = self.spec.hidden_size
-        shape = len(batch.input_ids), width * (1 + len(self._before))
+        shape = len(batch.input_ids), width * (1 + len(self._streams_in))
         received = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._links.receive(received)
-        if not self._before:
+        if not self._streams_in:
             return received
         hidden, *streams = torch.split(received, width, dim=1)
-        for layer, stream in zip(self._before, streams, strict=True):
-            self._tapped(layer, stream)
+        for layer, stream in zip(self._streams_in, streams, strict=True):
+            self._pass_stream(layer, stream)
         return hidden.contiguous()
 
     def leave(self, hidden: Tensor) -> Tensor:
         if self.stage.last:
             return super().leave(hidden)
         # Shallow bodies do not come by every layer.
-        streams = [self._streams.pop(layer, hidden) for layer in self._passed]
+        streams = [self._streams.pop(layer, hidden) for layer in self._streams_out]
         self._links.send(torch.cat([hidden, *streams], dim=1) if streams else hidden)
         return hidden
 
@@ -140,16 +140,18 @@ class StageDecoder(Decoder):
         """Has the last stage get the streams behind layers, whose stages pass them on: `keep` gets
         each, [T, hidden]. layers: numbers from 1. All stages must be told the same."""
         wanted = sorted(set(layers))
-        self._before = tuple(layer for layer in wanted if layer <= self.own.start)
-        self._passed = tuple(layer for layer in wanted if layer <= self.own.stop)
+        self._streams_in = tuple(layer for layer in wanted if layer <= self.own.start)
+        self._streams_out = tuple(layer for layer in wanted if layer <= self.own.stop)
         self._keep = keep if self.stage.last else None
-        for layer in self._passed[len(self._before) :]:
-            self.layers[layer - 1].register_forward_hook(functools.partial(self._leaves, layer))
+        for layer in self._streams_out[len(self._streams_in) :]:
+            self.layers[layer - 1].register_forward_hook(
+                functools.partial(self._after_layer, layer)
+            )
 
-    def _leaves(self, layer: int, module: Any, inputs: Any, given: Any) -> None:
-        self._tapped(layer, given if isinstance(given, Tensor) else given.total())
+    def _after_layer(self, layer: int, module: Any, inputs: Any, given: Any) -> None:
+        self._pass_stream(layer, given if isinstance(given, Tensor) else given.total())
 
-    def _tapped(self, layer: int, stream: Tensor) -> None:
+    def _pass_stream(self, layer: int, stream: Tensor) -> None:
         if self._keep is None:
             self._streams[layer] = stream
         else:

@@ -22,7 +22,7 @@ from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
-from quire.models.files import DTYPES, open_file, some, weight_files
+from quire.models.files import DTYPES, first_few, open_file, weight_files
 from quire.models.kv_scales import is_scale
 from quire.models.sanity import check_weights
 from quire.quantization import FLOATS
@@ -140,7 +140,7 @@ def _check(
     missing = [name for name in places if name not in found]
     problems = [f"missing tensor {name}" for name in missing] + problems
     if problems:
-        raise ModelError(f"the checkpoint does not fit its config.json: {some(problems)}")
+        raise ModelError(f"the checkpoint does not fit its config.json: {first_few(problems)}")
     return found
 
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from quire.ops.triton.collectives import all_reduce as kernels
 from quire.parallel.symmetric_memory import (
     SymmetricGroup,
-    addresses_in,
     aligned_starts,
-    alike,
+    rank_addresses,
+    residual_matches,
 )
 from quire.parallel.torch_group import TorchGroup
 
@@ -60,7 +60,7 @@ class Exchange:
             received = words(rank, starts[first], starts[1] // 4 * (world - 1))
             self._parts.append(
                 kernels.Parts(
-                    flags=addresses_in(storages, flags, device),
+                    flags=rank_addresses(storages, flags, device),
                     epoch=epochs[slot],
                     own_flags=words(rank, flags, world),
                     received=received.view(world - 1, -1),
@@ -79,7 +79,7 @@ class Exchange:
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
         """Whether it sums tensors like these."""
         words = kernels.words_of(x)
-        return words is not None and words <= self._most and alike(x, residual)
+        return words is not None and words <= self._most and residual_matches(x, residual)
 
     def send(self, slot: int, x: Tensor) -> None:
         """Brings this rank's part to all peers, in the order of the current stream."""
@@ -112,7 +112,7 @@ def _starts(most: int, world: int) -> list[int]:
     return aligned_starts([4 * most] * (SLOTS * (world - 1)) + [4 * SLOTS * _flags(world)])
 
 
-def exchange_of(
+def make_exchange(
     group: TorchGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange | None:
     """Returns the exchange for sums of so many rows, which all ranks make at once; None: the ranks

@@ -88,7 +88,7 @@ class SymmetricGroup(TorchGroup):
         self._storages = self.share(self._memory.untyped_storage())
 
         def addresses(start: int) -> Tensor:
-            return addresses_in(self._storages, start, device)
+            return rank_addresses(self._storages, start, device)
 
         self._first_epoch = one_tiles
         self.peers = kernels.Peers(
@@ -137,7 +137,7 @@ class SymmetricGroup(TorchGroup):
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         words = kernels.words_of(x)
-        if words is None or words > max(self.limits) or not alike(x, residual):
+        if words is None or words > max(self.limits) or not residual_matches(x, residual):
             return super().all_reduce(x, residual, name)
         site = self.site(name)
         if words <= self.limits[0]:
@@ -147,14 +147,14 @@ class SymmetricGroup(TorchGroup):
     @property
     def all_reduce_norm(self) -> AllReduceNorm | None:
         policy = current_policy()
-        apart = policy.deterministic or "fusions" in policy.disabled
-        return None if apart or not self.normed_rows else self._all_reduce_norm
+        separate = policy.deterministic or "fusions" in policy.disabled
+        return None if separate or not self.normed_rows else self._all_reduce_norm
 
     def _all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
     ) -> tuple[Tensor, Tensor] | None:
-        apart = not _FUSED_ROWS < len(x) <= self.normed_rows
-        if apart or not norm_kernels.takes(self.rows, x, residual, weight):
+        separate = not _FUSED_ROWS < len(x) <= self.normed_rows
+        if separate or not norm_kernels.takes(self.rows, x, residual, weight):
             return None
         return self.normed(x, residual, weight, eps, self.site(name))
 
@@ -182,7 +182,7 @@ class SymmetricGroup(TorchGroup):
         """Returns the sum by `two_shot_kernel`."""
         return kernels.two_shot(self.peers, x, residual, site, self._first_epoch)
 
-    def by_nccl(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
+    def nccl_sum(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
         """Returns the sum by NCCL; overwrites x."""
         return super().all_reduce(x, residual)
 
@@ -190,7 +190,7 @@ class SymmetricGroup(TorchGroup):
         """Measures which way is fastest up to which size; all ranks find the same."""
         one_most, two_most = self.limits
         ways: list[tuple[Sum, int]] = [
-            (self.one_shot, one_most), (self.two_shot, two_most), (self.by_nccl, two_most),
+            (self.one_shot, one_most), (self.two_shot, two_most), (self.nccl_sum, two_most),
         ]  # fmt: skip
         best: dict[int, int] = {}
         words = 1 << 11
@@ -202,8 +202,8 @@ class SymmetricGroup(TorchGroup):
                 ]
             )
             words *= 2
-        one = _last(best, lambda way: way == 0)
-        self.limits = (one, max(one, _last(best, lambda way: way < 2)))
+        one = _largest_size(best, lambda way: way == 0)
+        self.limits = (one, max(one, _largest_size(best, lambda way: way < 2)))
         logger.info("sums over ranks: one shot up to %d words, two up to %d", *self.limits)
         if self.normed_rows:
             self._choose_normed(dtype)
@@ -213,20 +213,20 @@ class SymmetricGroup(TorchGroup):
         words = self.rows.words
         weight = torch.ones(words * 4 // dtype.itemsize, dtype=dtype, device=self._memory.device)
 
-        def at_once(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+        def fused(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
             return self.normed(x.view(-1, len(weight)), x.view(-1, len(weight)), weight, 1e-6)[1]
 
-        def apart(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+        def separate(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
             x = x.view(-1, len(weight))
             return rms_norm(self.all_reduce(x, x), weight, 1e-6)
 
         best, rows = {}, 2 * _FUSED_ROWS
         while rows <= _MOST_ROWS:
             best[rows] = self._best(
-                [self.seconds(way, rows * words, dtype) for way in (at_once, apart)]
+                [self.seconds(way, rows * words, dtype) for way in (fused, separate)]
             )
             rows *= 2
-        most = _last(best, lambda way: way == 0)
+        most = _largest_size(best, lambda way: way == 0)
         # What is best of the most rows is best of more.
         self.normed_rows = sys.maxsize if most == _MOST_ROWS else most
         logger.info("sums over ranks: normed at once up to %d rows", most)
@@ -284,7 +284,7 @@ def aligned_starts(sizes: Sequence[int]) -> list[int]:
     return starts
 
 
-def addresses_in(
+def rank_addresses(
     storages: Sequence[torch.UntypedStorage], start: int, device: torch.device
 ) -> Tensor:
     """Returns the address of the byte `start` in the memory of each rank, int64 [world]."""
@@ -292,7 +292,7 @@ def addresses_in(
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
-def alike(x: Tensor, residual: Tensor | None) -> bool:
+def residual_matches(x: Tensor, residual: Tensor | None) -> bool:
     """Whether a kernel can add the residual, if there is one, to sums of x."""
     if residual is None:
         return True
@@ -300,7 +300,7 @@ def alike(x: Tensor, residual: Tensor | None) -> bool:
     return same and kernels.words_of(residual) is not None
 
 
-def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
+def _largest_size(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
     """Returns the largest size whose best way is wanted, 0 if none is: smaller ones favour it
     more, whatever a single measurement says."""
     return max((words for words, way in best.items() if wanted(way)), default=0)

@@ -103,7 +103,7 @@ def join_group(
     return TorchGroup()
 
 
-def sum_over_all(x: Tensor) -> Tensor:
+def sum_over_all_ranks(x: Tensor) -> Tensor:
     """Returns the sum of every rank's `x`, those of all stages; overwrites x. Without ranks it is x
     itself."""
     if dist.is_initialized():

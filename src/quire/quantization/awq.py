@@ -8,10 +8,10 @@ import torch
 
 from quire.ops import WeightFormat
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.checkpoint_tensor import FLOATS
+from quire.quantization.fields import Settings, Tensors, unsupported
 from quire.quantization.packed import AWQ_ORDER, INT32, GroupScales, PackedValues, PackedZeros
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Awq:
         # Its name since transformers 5 is "format".
         version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         if version != "gemm":
-            raise refused(f"version {version!r}; known are: gemm")
+            raise unsupported(f"version {version!r}; known are: gemm")
         if not fields.flag(settings, "zero_point", True):
-            raise refused("awq without zero points")
+            raise unsupported("awq without zero points")
         return cls(fields.group_size(settings), fields.names(settings, "modules_to_not_convert"))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:

@@ -27,21 +27,21 @@ Tensors = Mapping[str, TensorInfo]
 """The checkpoint's tensors by name; empty where a folder holds no weights."""
 
 
-def refused(what: str) -> ModelError:
+def unsupported(what: str) -> ModelError:
     return ModelError(f"the checkpoint's quantization is not supported: {what}")
 
 
 def integer(settings: Settings, name: str, default: int | None = None) -> int:
     value = settings.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise refused(f"{name} must be an integer, got {value!r}")
+        raise unsupported(f"{name} must be an integer, got {value!r}")
     return value
 
 
 def flag(settings: Settings, name: str, default: bool | None = None) -> bool:
     value = settings.get(name, default)
     if not isinstance(value, bool):
-        raise refused(f"{name} must be true or false, got {value!r}")
+        raise unsupported(f"{name} must be true or false, got {value!r}")
     return value
 
 
@@ -49,7 +49,7 @@ def one_of(settings: Settings, name: str, known: Sequence[Any], default: Any = N
     value = settings.get(name, default)
     if value not in known:
         names = ", ".join(str(item) for item in known)
-        raise refused(f"{name} {value!r}; known are: {names}")
+        raise unsupported(f"{name} {value!r}; known are: {names}")
     return value
 
 
@@ -57,14 +57,14 @@ def group_size(settings: Settings, name: str = "group_size") -> int:
     """Returns the inputs of a group, 0 for all (-1 in files)."""
     value = integer(settings, name, 128)
     if value != -1 and (value < 8 or value % 8):
-        raise refused(f"{name} {value} is neither -1 nor a multiple of 8")
+        raise unsupported(f"{name} {value} is neither -1 nor a multiple of 8")
     return max(value, 0)
 
 
 def names(settings: Settings, name: str) -> tuple[str, ...]:
     value = settings.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise refused(f"{name} must be a list of names, got {value!r}")
+        raise unsupported(f"{name} must be a list of names, got {value!r}")
     return tuple(value)
 
 

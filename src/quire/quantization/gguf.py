@@ -13,10 +13,10 @@ from torch import Tensor
 
 from quire.errors import ConfigError, installing
 from quire.ops import Weight, WeightFormat
-from quire.quantization.fields import Settings, Tensors, refused
-from quire.quantization.packed import put
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
+from quire.quantization.fields import Settings, Tensors, unsupported
+from quire.quantization.packed import store_integers
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _BYTES = frozenset({torch.uint8})
 _SMALLEST = 1e-12
@@ -77,7 +77,7 @@ BLOCKS = {
 _EXPERT = re.compile(r"(\.mlp(?:\.experts)?\.(?:up|down))\.\d+(?=\.|$)")
 
 
-def of_all_experts(module: str) -> str:
+def any_expert_name(module: str) -> str:
     """Returns a module's name with a star for the expert's number: a file has them in one
     tensor."""
     return _EXPERT.sub(r"\1.*", module)
@@ -88,7 +88,7 @@ class Gguf:
     """The weights of a GGUF file.
 
     Attributes:
-        types: By module, `of_all_experts`, the names of the types of weights that are blocks.
+        types: By module, `any_expert_name`, the names of the types of weights that are blocks.
         dequantized: All become floats of the model's dtype.
     """
 
@@ -99,23 +99,25 @@ class Gguf:
     def of(cls, settings: Settings) -> Gguf:
         types = settings.get("types")
         if not isinstance(types, Mapping):
-            raise refused(f"types must be an object, got {types!r}")
+            raise unsupported(f"types must be an object, got {types!r}")
         for module, name in types.items():
             if name not in BLOCKS:
                 known = ", ".join(BLOCKS)
-                raise refused(f"{module} has the type {name}; known are: {known}, F16, BF16, F32")
+                raise unsupported(
+                    f"{module} has the type {name}; known are: {known}, F16, BF16, F32"
+                )
         return cls(types, bool(settings.get("dequantized")))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
-        name = self.types.get(of_all_experts(module))
+        name = self.types.get(any_expert_name(module))
         if name is None:
             return None
         format = _FLOATS if self.dequantized else BLOCKS[name].format
-        return Scheme(format, (_Blocks("weight", "values", _BYTES, type=name),))
+        return Scheme(format, (_BlockTensor("weight", "values", _BYTES, type=name),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks(StoredTensor):
+class _BlockTensor(CheckpointTensor):
     """Rows of blocks of a type, bytes [outputs, bytes of a row]. A rank reads whole rows."""
 
     type: str = ""
@@ -138,13 +140,13 @@ class _Blocks(StoredTensor):
         zeros: Tensor | None = None
         if weight.format.zeros:
             wide = dequantize_rows(part, self.type)
-            values, scales, zeros = _rounded(wide, weight.format.group)
+            values, scales, zeros = _round_to_8_bits(wide, weight.format.group)
         else:
             values, scales = _EXACT[self.type](part)
         expect(scales.float().isfinite().all(), "has scales that are not finite")
         values = values[:, low:high]
         if weight.format.bits == 4:
-            put(own, values, 0, 0)
+            store_integers(own, values, 0, 0)
         else:
             own.values.copy_(values)
         group = weight.format.group
@@ -202,7 +204,7 @@ def _iq4_nl(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns int8 values, and scales of 32: a block is like one of Q4_0, and its numbers are
     places in a table."""
     blocks = rows.view(len(rows), -1, 18)
-    return _looked_up(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
+    return _lookup(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,7 +216,7 @@ def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
     low = _pairs(blocks[:, :, 4:8])
     scales = ((low | high << 4) - 32).float() * _halves(blocks[:, :, :2]).float().unsqueeze(2)
     values = _nibbles(blocks[:, :, 8:].reshape(len(rows), -1, 8, 16))
-    return _looked_up(values).flatten(1), scales.flatten(1)
+    return _lookup(values).flatten(1), scales.flatten(1)
 
 
 def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -251,7 +253,7 @@ def _pairs(packed: Tensor) -> Tensor:
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
 
 
-def _looked_up(places: Tensor) -> Tensor:
+def _lookup(places: Tensor) -> Tensor:
     table = torch.tensor(_NONLINEAR, dtype=torch.int8, device=places.device)
     return table[places.long()]
 
@@ -292,7 +294,7 @@ def library() -> Any:
     return gguf
 
 
-def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _round_to_8_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weights [N, K] rounded to 8 bits: int8 values, float32 scales of groups, int8
     zeros."""
     groups = F.pad(weight, (0, -weight.shape[1] % group)).view(len(weight), -1, group)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quire.ops import Weight, WeightFormat
 from quire.quantization import fields
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
 from quire.quantization.compressed_tensors import BYTES, Exponents
 from quire.quantization.fields import Settings, Tensors
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _GROUP = 32
 _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -46,7 +46,7 @@ class Mxfp4:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertBlocks(StoredTensor):
+class ExpertBlocks(CheckpointTensor):
     """Values in blocks of 32, [outputs, blocks, 16], the even input's in the low half of a byte."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:

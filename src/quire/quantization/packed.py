@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.ops import Weight
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
 
 INT32 = frozenset({torch.int32})
 IN_ORDER = tuple(range(8))
@@ -29,7 +29,7 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tenso
     return integers.to(torch.uint8).flatten(-2)
 
 
-def put(weight: Weight, values: Tensor, row: int, column: int) -> None:
+def store_integers(weight: Weight, values: Tensor, row: int, column: int) -> None:
     """Stores unsigned integers uint8 [outputs, inputs] in a weight, the first at [row, column].
 
     8 bits are stored less 128, as int8; of 4 bits the even input goes to the low half of a byte.
@@ -46,7 +46,7 @@ def put(weight: Weight, values: Tensor, row: int, column: int) -> None:
         target.bitwise_and_(keep).bitwise_or_(part << 4 if parity else part)
 
 
-def _cut(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
+def _clip(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
     """Returns the part of values, which begin at place `first`, that lies within [0, size), and
     where it begins."""
     low, high = max(first, 0), min(first + values.shape[dim], size)
@@ -54,7 +54,7 @@ def _cut(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedValues(StoredTensor):
+class PackedValues(CheckpointTensor):
     """Integers of `bits` bits packed along one axis.
 
     axis: the one that is packed. inputs_first: the tensor is [inputs, outputs].
@@ -95,13 +95,13 @@ class PackedValues(StoredTensor):
             values = unpack(words, self.bits, self.order)
         else:
             values = unpack(words.t(), self.bits, self.order).t()
-        values, row = _cut(values, begin[0], share.rows[1] - share.rows[0], 0)
-        values, column = _cut(values, begin[1], share.columns[1] - share.columns[0], 1)
-        put(weight, values, row, column)
+        values, row = _clip(values, begin[0], share.rows[1] - share.rows[0], 0)
+        values, column = _clip(values, begin[1], share.columns[1] - share.columns[0], 1)
+        store_integers(weight, values, row, column)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScales(StoredTensor):
+class GroupScales(CheckpointTensor):
     """Scales [groups, outputs]. `inputs_per` None: all inputs are one group."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -124,14 +124,14 @@ class PackedZeros(GroupScales):
     groups].
 
     expected: symmetric weights have no zeros of their own: each that is stored must be one of these
-        numbers, all the same. added: to each that is stored, modulo 2 ** bits.
+        numbers, all the same. offset: to each that is stored, modulo 2 ** bits.
     """
 
     bits: int = 4
     order: tuple[int, ...] = IN_ORDER
     outputs_first: bool = False
     expected: tuple[int, ...] = ()
-    added: int = 0
+    offset: int = 0
 
     # Named in full: `super()` does not work in dataclasses with slots.
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -150,7 +150,7 @@ class PackedZeros(GroupScales):
         words = part.t() if self.outputs_first else part
         zeros = unpack(words, self.bits, self.order).t()
         first = (share.rows[0] // each) * each - share.rows[0]
-        zeros, row = _cut(
+        zeros, row = _clip(
             zeros,
             first + (start * each if self.outputs_first else 0),
             share.rows[1] - share.rows[0],
@@ -166,7 +166,7 @@ class PackedZeros(GroupScales):
             return
         if weight.zeros is None:
             raise ModelError("has zeros that the format has no place for")
-        zeros = (zeros + self.added) & (2**self.bits - 1)
+        zeros = (zeros + self.offset) & (2**self.bits - 1)
         if self.bits == 8:
             zeros = zeros ^ 128
         group = 0 if self.outputs_first else start
@@ -175,7 +175,7 @@ class PackedZeros(GroupScales):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupIndex(StoredTensor):
+class GroupIndex(CheckpointTensor):
     """The group of each input, [inputs]. Where the format is not ordered, they must be in order,
     `inputs_per` each."""
 
@@ -202,7 +202,7 @@ class GroupIndex(StoredTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShape(StoredTensor):
+class WeightShape(CheckpointTensor):
     """The shape that a packed tensor unpacks to, [2]."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class WeightShape(StoredTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroBias(StoredTensor):
+class ZeroBias(CheckpointTensor):
     """A bias of zeros that a checkpoint stores for a layer without one, [outputs]."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:

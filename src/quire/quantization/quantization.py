@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.ops import WeightFormat
-from quire.quantization.stored_tensor import FLOATS, StoredTensor
+from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Scheme:
     """
 
     format: WeightFormat
-    stored: tuple[StoredTensor, ...]
+    stored: tuple[CheckpointTensor, ...]
 
     @property
     def stacks(self) -> bool:
@@ -57,4 +57,4 @@ class Unquantized:
     own_head = False
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
-        return Scheme(WeightFormat(dtype), (StoredTensor("weight", "values", FLOATS),))
+        return Scheme(WeightFormat(dtype), (CheckpointTensor("weight", "values", FLOATS),))

@@ -11,9 +11,15 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
-from quire.quantization.packed import put
+from quire.quantization.checkpoint_tensor import (
+    FLOATS,
+    CheckpointTensor,
+    ProjectionShare,
+    Range,
+    expect,
+)
+from quire.quantization.packed import store_integers
 from quire.quantization.quantization import Quantization, Scheme, Unquantized
-from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
 
 FORMATS = {
     "int8": WeightFormat(torch.int8, scales=torch.float32),
@@ -35,7 +41,7 @@ meanwhile, and on a GPU a few launches for all."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounded(StoredTensor):
+class _RoundedTensor(CheckpointTensor):
     """Floats that are rounded to the format of the weight.
 
     A rank reads whole outputs, whatever its share of the inputs, so that every rank has the scales,
@@ -78,7 +84,7 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
     zeros = (-low / wide).round_().clamp_(0, 15)
     values = (groups / wide.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15)
     values = values.view(len(part), -1)[:, columns[0] : columns[1]]
-    put(weight, values.to(torch.uint8), 0, 0)
+    store_integers(weight, values.to(torch.uint8), 0, 0)
     touched = slice(columns[0] // group, -(-columns[1] // group))
     if weight.scales is not None and weight.zeros is not None:
         weight.scales.copy_(scales[:, touched])
@@ -94,7 +100,7 @@ def rounding_of(name: str) -> Quantization:
     layers, head = split_name(name)
     # Weights that no checkpoint has quantized are floats already.
     own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
-    return own if head is None else RoundedHead(own, head)
+    return own if head is None else QuantizedHead(own, head)
 
 
 def split_name(name: str) -> tuple[str | None, str | None]:
@@ -120,7 +126,7 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     return layers, head
 
 
-class RoundedHead:
+class QuantizedHead:
     """Stores the head in 8 bits, and layers as another quantization does. A head that is tied to
     the embeddings is a copy of these."""
 
@@ -139,7 +145,7 @@ class RoundedHead:
                 f"quantization=head={self._name}: the checkpoint's head is quantized already",
                 "quantization",
             )
-        return Scheme(FORMATS[self._name], (_Rounded("weight", "values", FLOATS),))
+        return Scheme(FORMATS[self._name], (_RoundedTensor("weight", "values", FLOATS),))
 
 
 class Rounding(Unquantized):
@@ -152,4 +158,4 @@ class Rounding(Unquantized):
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         if projection == "head" or projection.endswith(".kv_b"):
             return super().scheme_for(projection, dtype)
-        return Scheme(self.format, (_Rounded("weight", "values", FLOATS),))
+        return Scheme(self.format, (_RoundedTensor("weight", "values", FLOATS),))

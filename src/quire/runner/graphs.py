@@ -18,7 +18,7 @@ import torch
 
 from quire.executor import FULL_STEP
 from quire.ops.launches import compiling
-from quire.parallel.torch_group import sum_over_all
+from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.hooks.hook import Hook, Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
@@ -180,7 +180,7 @@ class Graphs:
         def seconds(tokens: int) -> float:
             # The sum over ranks, so that all of them replay the same bodies next.
             taken = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
-            return float(sum_over_all(taken))
+            return float(sum_over_all_ranks(taken))
 
         return full_step(seconds, self._limits.tokens)
 

@@ -89,9 +89,9 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     if device.type == "cpu":
         return HalvesGroup(group, least, device, measured=False)
     # A CPU has no kernels for it.
-    from quire.parallel.exchange import exchange_of
+    from quire.parallel.exchange import make_exchange
 
     tokens = config.scheduler.max_num_batched_tokens
     dtype: torch.dtype = getattr(torch, config.dtype)
-    exchange = exchange_of(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
+    exchange = make_exchange(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
     return HalvesGroup(group, least, device, exchange, measured=measured)

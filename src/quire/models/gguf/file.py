@@ -18,7 +18,7 @@ from quire.models.families.family import Family, Source
 from quire.models.gguf.arrays import QuickArrays
 from quire.models.gguf.layouts import IGNORED, NAMES, OUTER, Config, Layout, Rows
 from quire.models.gguf.report import describe
-from quire.quantization.gguf import BLOCKS, dequantize_rows, library, of_all_experts
+from quire.quantization.gguf import BLOCKS, any_expert_name, dequantize_rows, library
 from quire.system import open_regular
 
 logger = logging.getLogger(__name__)
@@ -137,9 +137,9 @@ class GgufFile:
 
     @property
     def types(self) -> dict[str, str]:
-        """Returns the types of weights that are blocks, by module, `of_all_experts`."""
+        """Returns the types of weights that are blocks, by module, `any_expert_name`."""
         return {
-            of_all_experts(name.removesuffix(".weight")): view.type
+            any_expert_name(name.removesuffix(".weight")): view.type
             for name, view in self._views.items()
             if isinstance(view, GgufTensor) and view.blocks
         }

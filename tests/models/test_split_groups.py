@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.layers.cut_groups import rounded
+from quire.layers.split_groups import rounded
 from quire.ops.reference.quantized import round_inputs
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import ProcessGroup, SingleGroup

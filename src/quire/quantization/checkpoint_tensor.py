@@ -29,7 +29,7 @@ class ProjectionShare:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class CheckpointTensor:
     """One tensor of a checkpoint for each projection, stored with the outputs first.
 
     name: behind the projection's, such as "weight". part: what it becomes of a `Weight`.
