@@ -1,4 +1,4 @@
-"""One projection of all experts of a layer, from a checkpoint's tensors of any layout."""
+"""The weights of one projection for all experts of a layer, and their layouts in checkpoints."""
 
 from __future__ import annotations
 
@@ -20,16 +20,25 @@ from quire.quantization import CheckpointTensor, ProjectionShare, Quantization, 
 Layout = Literal["each", "fused", "interleaved"]
 """Layout of experts in a checkpoint.
 
-"each": tensors of their own for each projection of each expert.
-"fused": a tensor for all experts, [experts, outputs, inputs]; gates and then ups are one.
-"interleaved": the same, but gates and ups take turns, and floats are [experts, inputs, outputs].
+"each": one tensor for each projection of each expert.
+"fused": one tensor for all experts, [experts, outputs, inputs]; all gates come first, then all ups.
+"interleaved": one tensor for all experts, in which gates and ups alternate. Float tensors are
+[experts, inputs, outputs].
 """
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShard:
-    """A rank's part of a projection. experts, rows, columns: of so many experts, outputs of
-    each projection, and inputs."""
+    """The part of a projection's weights that one rank holds.
+
+    Attributes:
+        experts: [first, end) of the experts on this rank.
+        rows: [first, end) of each projection's outputs.
+        columns: [first, end) of the inputs.
+        count: experts of the whole layer.
+        outputs: outputs of the whole projection.
+        inputs: inputs of the whole projection.
+    """
 
     experts: Range
     rows: Range
@@ -43,18 +52,22 @@ class ExpertShard:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""Results of `experts_scheme`."""
+"""Cache of `experts_scheme`, because a model may have 45,000 projections, and every number of ranks
+that is considered asks for them again."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
-    """Returns the scheme that all experts' projections have.
+    """Returns the scheme that all experts' projections have in common.
 
-    names: of the projections that share a weight, "" for one alone.
+    Args:
+        names: projections that share a weight, such as ("gate", "up"); ("",) for a single one.
+        layout: of the checkpoint.
+        build: its name is that of the projection.
+        count: experts of the layer.
 
     Raises:
-        ModelError: they differ, or each has an order of inputs of its own.
+        ModelError: the schemes differ, or each projection has its own order of inputs.
     """
-    # A published model has 45,000 projections, and is laid out for many numbers of ranks.
     found = _SCHEMES.setdefault(build.quantization, {})
     key = build.name, tuple(names), layout, build.dtype, count
     if key not in found:
@@ -86,7 +99,7 @@ def _common_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
 
 
 def _difference(one: Scheme, other: Scheme) -> str:
-    """Says in what two schemes differ."""
+    """Returns the first difference between two schemes, for an error message."""
     for field in fields(one.format):
         own, others = (getattr(scheme.format, field.name) for scheme in (one, other))
         if own != others:
@@ -96,10 +109,16 @@ def _difference(one: Scheme, other: Scheme) -> str:
 
 
 class ExpertLinear(nn.Module):
-    """The weights of a projection, or of gates and ups, of this rank's experts.
+    """The weights of a projection, or of gates and ups together, of this rank's experts.
 
-    names: of the projections that share the weight, "" for one alone. bias: whether there are some;
-    with columns cut, the first rank has them.
+    Args:
+        names: projections that share the weight, ("",) for a single one.
+        shard: the part of the weights that this rank holds.
+        scheme: the weight's format and its tensors in the checkpoint.
+        layout: of the checkpoint.
+        build: see `Build`.
+        bias: whether the projections have biases. If ranks split the inputs, only the first rank
+            adds them.
     """
 
     def __init__(
@@ -125,12 +144,17 @@ class ExpertLinear(nn.Module):
                 f"{build.name}: {width} inputs cannot be stored {scheme.format.packed} to a byte"
             )
         self._columns = width
-        # A sum over ranks has each bias once.
+        # The sum over ranks must contain each bias once.
         self.own_bias = shard.columns[0] == 0
         self._make(build.device, build.dtype if bias else None)
 
     def _make(self, device: torch.device, bias: torch.dtype | None) -> None:
-        """Makes parameters without content, for `count` experts. bias: the dtype of biases."""
+        """Creates uninitialized parameters for `count` experts.
+
+        Args:
+            device: holds them.
+            bias: the dtype of the biases, or None without biases.
+        """
         self.weight = ops.Weight.empty(
             self.scheme.format, self.count * len(self.names) * self.size, self._columns, device,
             before=self.shard.columns[0], whole=self.shard.inputs,
@@ -147,7 +171,7 @@ class ExpertLinear(nn.Module):
             self.bias = nn.Parameter(tensor, requires_grad=False)
 
     def grow(self, more: int) -> None:
-        """Makes room for further experts behind those that are loaded; it has no content yet."""
+        """Appends `more` uninitialized experts to the loaded ones."""
         old = [self.tensors(expert) for expert in range(self.count)]
         self.count += more
         self._make(self.weight.values.device, None if self.bias is None else self.bias.dtype)
@@ -156,7 +180,7 @@ class ExpertLinear(nn.Module):
                 new.copy_(tensor)
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Returns all that is stored of one of this rank's experts, views."""
+        """Returns views of all tensors of one expert, counted from this rank's first."""
         each = len(self.names)
         weight = self.weight.rows(expert * each * self.size, (expert + 1) * each * self.size)
         found = [weight.values, weight.scales, weight.zeros]
@@ -165,22 +189,23 @@ class ExpertLinear(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Returns what the op takes."""
+        """Returns the weights in the form that the experts' op takes."""
         bias = self.bias if self.own_bias else None
         first, end = self.shard.experts
-        # Ranks have equal shares but for one expert, and equally many copies.
+        # The total with copies is estimated from this rank: shares differ by one expert at most,
+        # and every rank has equally many copies.
         return ExpertWeights(
             self.weight, self.count, bias, round(self.count * self.shard.count / (end - first))
         )
 
     def finish(self) -> None:
-        """Ends loading: all share the largest fixed scale of inputs."""
+        """Ends loading. All experts use the largest of their static input scales."""
         scale = self.weight.input_scale
         if scale is not None:
             scale.copy_(scale.max().expand_as(scale))
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the checkpoint's tensors."""
+        """Yields this rank's part of each of the checkpoint's tensors."""
         if self.layout == "each":
             yield from self._separate_slices()
         elif self.layout == "fused":
@@ -193,12 +218,12 @@ class ExpertLinear(nn.Module):
                 yield self._interleaved_bias_slice(self.bias.data)
 
     def _rows(self, expert: int, place: int) -> ops.Weight:
-        """Returns the weight of one of this rank's experts' projections."""
+        """Returns the weight of projection `place` of one of this rank's experts, from 0."""
         index = expert * len(self.names) + place
         return self.weight.rows(index * self.size, (index + 1) * self.size, index)
 
     def _biases(self, place: int) -> Tensor | None:
-        """Returns the biases of a projection, [experts, outputs]."""
+        """Returns the biases of projection `place`, [experts, outputs], or None."""
         if self.bias is None:
             return None
         return self.bias.data[:, place * self.size : (place + 1) * self.size]
@@ -223,7 +248,14 @@ class ExpertLinear(nn.Module):
     def _slice(
         self, name: str, weight: ops.Weight | None, stored: CheckpointTensor, share: ProjectionShare
     ) -> ParameterSlice:
-        """Returns a tensor of one expert. weight: None if it is another rank's, who reads it."""
+        """Returns the slice of one expert's tensor; it is empty if another rank holds the expert.
+
+        Args:
+            name: of the tensor below this module.
+            weight: of the expert, or None if another rank holds it.
+            stored: how the tensor becomes part of the weight.
+            share: this rank's share of the projection.
+        """
 
         def write(part: Tensor, start: int) -> None:
             if weight is not None:
@@ -292,25 +324,27 @@ class ExpertLinear(nn.Module):
         return ParameterSlice("bias", shape, ranges, write, target.device)
 
     def workspace_bytes(self, rows: int) -> int:
-        """Returns an upper bound of the memory of the results of `rows` rows, in fp32."""
+        """Returns an upper bound of the bytes of the results for `rows` rows, in fp32."""
         return 4 * rows * len(self.names) * self.size
 
     def expanded_bytes(self, rows: int) -> int:
-        """Returns the memory of the weights in 16 bits, where those of `rows` rows are expanded."""
+        """Returns the bytes of the weights in 16 bits if `rows` rows expand them, else 0."""
         own, weight = self.weights, self.weight
         values = weight.outputs * weight.inputs
         return 2 * values if expands(weight.format, rows, own.total) else 0
 
 
 def even_shard(size: int, unit: int, rank: int, world: int) -> Range:
-    """Returns a rank's share of `size` in whole units, as even as they allow; the last unit may be
-    less than whole."""
+    """Returns [first, end) of one rank's share of `size`, in whole units.
+
+    Shares differ by one unit at most. The last unit may be shorter than the others.
+    """
     units = -(-size // unit)
     low, high = rank * units // world, (rank + 1) * units // world
     return low * unit, min(high * unit, size)
 
 
 def fp32_parameter(shape: int, build: Build) -> nn.Parameter:
-    """Returns a parameter in fp32 without content."""
+    """Returns an uninitialized fp32 parameter [shape]."""
     tensor = torch.empty(shape, device=build.device, dtype=torch.float32)
     return nn.Parameter(tensor, requires_grad=False)
