@@ -1,4 +1,4 @@
-"""A look at quantized weights once they are loaded, so that garbage is never served."""
+"""Checks of loaded quantized weights, so that a damaged checkpoint is never served."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 
 _ROWS, _EXPERT_ROWS = 64, 8
-"""Outputs of a projection that are looked at, and of one of an expert."""
+"""Number of outputs to sample from a projection, and from an expert's projection."""
 _EXPERTS = 128
-"""Projections of experts that are looked at at once."""
+"""Number of experts' projections to check at once."""
 _LARGEST = 1e4
-"""The largest root mean square of the weights of an output, and the largest fixed scale of inputs,
-that are believed."""
+"""Upper limit for the root mean square of an output's weights, and for a static input scale."""
 _OFF_CENTRE = 0.25
-"""The largest share of that root mean square that the mean of the weights may be, in the median of
-outputs. Trained weights have less than 0.15, also those of 64 inputs; 4 bits with zeros that are
-wrong by one have 0.3."""
+"""Upper limit for |mean| / root mean square of the weights, in the median of outputs. Trained
+weights stay below 0.15, even with 64 inputs. 4-bit weights with zeros off by one reach 0.3."""
 _FEWEST = 64
-"""Inputs from which on that share tells something."""
+"""Fewest inputs for which that ratio is meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampledOutputs:
-    """Some outputs of projections that share a weight.
+    """A sample of outputs from projections that share a weight.
 
-    names: of the projections. weight: equally many outputs of each. may_be_zero: whether a
-    projection of zeros makes sense.
+    Attributes:
+        names: of the projections.
+        weight: the sample, with equally many outputs of each projection.
+        may_be_zero: whether a projection may be zero throughout.
     """
 
     names: list[str]
@@ -47,11 +47,11 @@ class SampledOutputs:
 
 @torch.inference_mode()
 def check_weights(model: DecoderLayers, family: Family) -> None:
-    """Looks at a sample of each quantized projection, each expert's too.
+    """Checks a sample of outputs from each quantized projection, including those of experts.
 
     Raises:
-        ModelError: dequantized, it is not finite, huge, zero throughout, or off centre; or its
-            inputs have a huge fixed scale. The error gives the checkpoint's name of the projection.
+        ModelError: dequantized weights are not finite, huge, all zero or off centre, or a static
+            input scale is huge. The error names the projection as the checkpoint does.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
@@ -95,7 +95,7 @@ def _sample_experts(name: str, layer: ExpertLinear) -> Iterator[SampledOutputs]:
             for i in range(len(some))
         ]
         names = [_expert_name(name, layer, *each) for each in some]
-        # Experts that no text of the training has chosen may be.
+        # An expert that was never chosen in training may have zero weights.
         yield SampledOutputs(names, _select_rows(layer.weight, torch.cat(rows)), may_be_zero=True)
 
 
@@ -111,12 +111,12 @@ def _is_quantized(weight: Weight) -> bool:
 
 
 def _spread_rows(first: int, size: int, count: int) -> Tensor:
-    """Returns up to `count` rows spread over `size` of them."""
+    """Returns up to `count` evenly spaced indices in [first, first + size)."""
     return torch.linspace(first, first + size - 1, min(count, size)).long()
 
 
 def _select_rows(weight: Weight, rows: Tensor) -> Weight:
-    """Returns a weight of some outputs, a copy."""
+    """Returns a copy of the given rows of a weight."""
     rows = rows.to(weight.values.device)
 
     def taken(tensor: Tensor) -> Tensor:
@@ -134,13 +134,13 @@ def _select_rows(weight: Weight, rows: Tensor) -> Weight:
 
 
 def _find_problem(sample: SampledOutputs) -> tuple[int, str] | None:
-    """Returns the place among the sample's names of a projection that makes no sense, and why."""
+    """Returns the index in `sample.names` of a broken projection and the reason, or None."""
     weight = sample.weight
     weights = dequantize(weight, torch.float32).view(len(sample.names), -1, weight.inputs)
     power = weights.square().mean(2).sqrt()
     off = (weights.mean(2).abs() / power.clamp(min=1e-30)).median(1).values
     fixed = torch.zeros_like(off) if weight.input_scale is None else weight.input_scale.max()
-    # One wait for the device.
+    # One transfer for all figures, because each waits for the device.
     figures = torch.stack([power.amax(1), off, fixed.expand_as(off)]).tolist()
     for place, (largest, median, scale) in enumerate(zip(*figures, strict=True)):
         if not math.isfinite(largest):
