@@ -1,4 +1,4 @@
-"""Weight formats of linear layers, and the checkpoints' tensors that become them."""
+"""Weight formats of linear layers, and how checkpoints store them."""
 
 from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor, ProjectionShare, Range
 from quire.quantization.quantization import Quantization, Scheme, Unquantized
@@ -17,8 +17,11 @@ __all__ = [
 
 
 def quantization_of(name: str | None) -> Quantization:
-    """Returns the quantization that `EngineArgs.quantization` names, of an unquantized
-    checkpoint."""
+    """Returns the quantization of an unquantized checkpoint.
+
+    Args:
+        name: `EngineArgs.quantization`; None leaves weights as they are.
+    """
     if name is None:
         return Unquantized()
     return rounding_of(name)

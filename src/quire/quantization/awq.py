@@ -16,8 +16,12 @@ from quire.quantization.quantization import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """group: inputs of a group, 0 for all. exceptions: parts of the names of modules that are not
-    quantized."""
+    """The settings of an AWQ checkpoint.
+
+    Attributes:
+        group: inputs that share a scale, 0 for all.
+        exceptions: modules whose name contains one of these are not quantized.
+    """
 
     group: int
     exceptions: tuple[str, ...]
@@ -27,7 +31,7 @@ class Awq:
         own = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
         settings = {**{key: value for key, value in own.items() if value is not None}, **settings}
         fields.one_of(settings, "bits", (4,))
-        # Its name since transformers 5 is "format".
+        # transformers 5 renamed "version" to "format".
         version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         if version != "gemm":
             raise unsupported(f"version {version!r}; known are: gemm")

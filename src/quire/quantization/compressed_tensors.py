@@ -28,8 +28,14 @@ BYTES = frozenset({torch.uint8})
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of `config_groups`: its targets, the layout of its weights, how they are quantized, and
-    how the layer's inputs are."""
+    """One of `config_groups`.
+
+    Attributes:
+        targets: modules or classes of modules.
+        layout: `format` of the weights.
+        weights: settings of the weights' quantization.
+        inputs: how the layer's inputs are rounded.
+    """
 
     targets: tuple[str, ...]
     layout: str
@@ -39,6 +45,13 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
+    """The settings of a compressed-tensors checkpoint.
+
+    Attributes:
+        groups: of modules that are quantized alike.
+        ignore: names or patterns of modules that are not quantized.
+    """
+
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
@@ -71,7 +84,7 @@ class CompressedTensors:
         for group in self.groups:
             if any(_matches(module, target) for target in group.targets):
                 return _scheme(group, module, tensors)
-        # Only where no group names it, does one for its class count.
+        # A group for the class "Linear" applies only if no group names the module.
         for group in self.groups:
             if "Linear" in group.targets:
                 return _scheme(group, module, tensors)
@@ -130,7 +143,8 @@ def _inputs(name: str, settings: Any, weights: Settings, layout: str) -> Inputs:
         strategy = "tensor" if settings.get("group_size") is None else "group"
     dynamic = fields.one_of(settings, "dynamic", (True, False), False)
     if strategy == "tensor":
-        # A scale for all tokens of a step would depend on the batch; one for each is finer.
+        # A dynamic scale per tensor would make results depend on the batch. A scale per token is
+        # more exact.
         return "token" if dynamic else "tensor"
     if strategy == "token" and dynamic:
         return "token"
@@ -202,7 +216,7 @@ def _scheme(group: _Group, module: str, tensors: Tensors) -> Scheme:
 
 
 def _scale_block(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
-    """Returns the outputs and the inputs that share a scale, None where all do."""
+    """Returns how many outputs and how many inputs share a scale; None stands for all."""
     if strategy == "tensor":
         return None, None
     if strategy == "channel":
@@ -242,6 +256,7 @@ def _mxfp4(weights: Settings) -> Scheme:
 
 @dataclass(frozen=True, slots=True)
 class Nibbles(CheckpointTensor):
-    """Values of 4 bits two to a byte, the even input's in the low half: as they are kept here."""
+    """4-bit values, two in a byte, with the even input in the low half. Weights use the same
+    order."""
 
     inputs_per: int | None = 2

@@ -1,5 +1,5 @@
-"""Checkpoints in 8-bit floats with a scale per tensor, output or block: the layout of DeepSeek-V3
-and Qwen3-FP8, of AutoFP8, and of NVIDIA's ModelOpt."""
+"""FP8 checkpoints with a scale per tensor, output or block: those of DeepSeek-V3, Qwen3-FP8,
+AutoFP8 and NVIDIA's ModelOpt."""
 
 from __future__ import annotations
 
@@ -19,8 +19,14 @@ from quire.quantization.quantization import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """block: outputs and inputs that share a scale, or None. exceptions: names, parts of them, or
-    patterns like those of files, of modules that are not quantized."""
+    """The settings of an FP8 checkpoint.
+
+    Attributes:
+        block: (outputs, inputs) that share a scale, or None.
+        inputs: how the layer's inputs are rounded.
+        exceptions: modules that are not quantized, by name, dotted part of a name, or shell
+            pattern.
+    """
 
     block: tuple[int, int] | None
     inputs: Inputs
@@ -78,7 +84,7 @@ class Fp8:
 
 
 def _first(module: str, names: tuple[str, ...], tensors: Tensors) -> str:
-    """Returns the first of the names that the checkpoint has, or the first."""
+    """Returns the first of `names` that the checkpoint has for the module, by default names[0]."""
     return next((name for name in names if f"{module}.{name}" in tensors), names[0])
 
 

@@ -26,8 +26,14 @@ from quire.quantization.quantization import Scheme
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """`settings`: of the checkpoint. `rules`: patterns of module names, and the settings that they
-    change, or None for modules that are not quantized."""
+    """The settings of a GPTQ checkpoint.
+
+    Attributes:
+        settings: of the checkpoint.
+        rules: patterns of module names with changed settings, or with None if the modules are not
+            quantized. The first match applies.
+        head: whether the head is quantized.
+    """
 
     settings: Settings
     rules: tuple[tuple[re.Pattern[str], Settings | None], ...]
@@ -35,7 +41,7 @@ class Gptq:
 
     @classmethod
     def of(cls, settings: Settings) -> Gptq:
-        # Its name since transformers 5 is "format".
+        # transformers 5 renamed "checkpoint_format" to "format".
         format = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
         settings = {**settings, "checkpoint_format": format}
         fields.one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"))
@@ -117,9 +123,11 @@ def _rule(pattern: str, changes: Any) -> tuple[re.Pattern[str], Settings | None]
 
 
 def _zero_offset(settings: Settings) -> int:
-    """Returns what the stored zeros lack: 1 in the first version of the format, nothing in the
-    second. Symmetric weights have one zero, which tells the versions apart; others do not, and
-    GPTQModel 5 writes the second version under the name of the first."""
+    """Returns the number to add to stored zeros: 1 in version 1 of the format, 0 in version 2.
+
+    GPTQModel 5 writes version 2 under the name of version 1. Symmetric weights reveal the version
+    by their constant zero. Asymmetric weights do not, so those of GPTQModel 5 are refused.
+    """
     if settings["checkpoint_format"] == "gptq_v2":
         return 0
     meta = settings.get("meta")

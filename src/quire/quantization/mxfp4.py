@@ -1,5 +1,5 @@
-"""Checkpoints whose experts are 4-bit floats with a power of two for 32 inputs (OCP Microscaling
-formats), as gpt-oss stores them."""
+"""Checkpoints with experts in MXFP4, as gpt-oss stores them: 4-bit floats with a power of two as
+scale for 32 inputs (OCP Microscaling Formats)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """exceptions: patterns like those of files, of modules that are not quantized."""
+    """The settings of an MXFP4 checkpoint.
+
+    Attributes:
+        exceptions: shell patterns of modules that are not quantized.
+    """
 
     exceptions: tuple[str, ...]
 
@@ -47,7 +51,8 @@ class Mxfp4:
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks(CheckpointTensor):
-    """Values in blocks of 32, [outputs, blocks, 16], the even input's in the low half of a byte."""
+    """Values in blocks of 32, uint8 [outputs, blocks, 16], with the even input in a byte's low
+    half."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs, -(-inputs // _GROUP), _GROUP // 2

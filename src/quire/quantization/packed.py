@@ -1,5 +1,5 @@
-"""Checkpoint tensors that hold several unsigned integers in an int32, and what lies along with
-them with the inputs first."""
+"""Checkpoint tensors with several unsigned integers in an int32, as in AWQ and GPTQ, and their
+scales, zeros and group indices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionSha
 INT32 = frozenset({torch.int32})
 IN_ORDER = tuple(range(8))
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in an int32, in units of 4 bits, of each of eight neighbouring outputs in AWQ."""
+"""Place of each of eight neighbouring outputs in an int32 of AWQ, in units of 4 bits."""
 
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tensor:
     """Returns the integers of int32 words [..., n] as uint8 [..., n * 32 / bits].
 
-    order: the place of each integer in its word, the lowest bits being 0.
+    Args:
+        words: int32 [..., n].
+        bits: of an integer.
+        order: place of each integer in its word; 0 stands for the lowest bits.
     """
     places = torch.tensor(order[: 32 // bits], dtype=torch.int32, device=words.device)
     integers = (words.unsqueeze(-1) >> (places * bits)).bitwise_and_(2**bits - 1)
@@ -30,9 +33,10 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tenso
 
 
 def store_integers(weight: Weight, values: Tensor, row: int, column: int) -> None:
-    """Stores unsigned integers uint8 [outputs, inputs] in a weight, the first at [row, column].
+    """Stores unsigned integers, uint8 [outputs, inputs], in a weight from [row, column] on.
 
-    8 bits are stored less 128, as int8; of 4 bits the even input goes to the low half of a byte.
+    8-bit integers are stored minus 128, as int8. 4-bit integers are stored two in a byte, with the
+    even input in the low half.
     """
     own = weight.values[row : row + len(values)]
     if not weight.format.bits:
@@ -47,17 +51,30 @@ def store_integers(weight: Weight, values: Tensor, row: int, column: int) -> Non
 
 
 def _clip(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
-    """Returns the part of values, which begin at place `first`, that lies within [0, size), and
-    where it begins."""
+    """Clips values along `dim` to the places [0, size).
+
+    Args:
+        values: their first entry has the place `first`, which may be negative.
+        first: see `values`.
+        size: number of places.
+        dim: the axis.
+
+    Returns:
+        The clipped values and the place of their first entry.
+    """
     low, high = max(first, 0), min(first + values.shape[dim], size)
     return values.narrow(dim, low - first, max(0, high - low)), low
 
 
 @dataclass(frozen=True, slots=True)
 class PackedValues(CheckpointTensor):
-    """Integers of `bits` bits packed along one axis.
+    """Integers that are packed into int32 along one axis.
 
-    axis: the one that is packed. inputs_first: the tensor is [inputs, outputs].
+    Attributes:
+        bits: of an integer.
+        axis: the one along which they are packed.
+        inputs_first: whether the tensor is [inputs, outputs].
+        order: see `unpack`.
     """
 
     bits: int = 4
@@ -66,7 +83,7 @@ class PackedValues(CheckpointTensor):
     order: tuple[int, ...] = IN_ORDER
 
     def _per(self) -> tuple[int, int]:
-        """Returns the outputs and the inputs that an entry stands for."""
+        """Returns how many outputs and how many inputs an int32 holds."""
         each = 32 // self.bits
         return (1, each) if self.axis == "inputs" else (each, 1)
 
@@ -102,7 +119,7 @@ class PackedValues(CheckpointTensor):
 
 @dataclass(frozen=True, slots=True)
 class GroupScales(CheckpointTensor):
-    """Scales [groups, outputs]. `inputs_per` None: all inputs are one group."""
+    """Scales [groups, outputs]. If `inputs_per` is None, all inputs form one group."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (1 if self.inputs_per is None else -(-inputs // self.inputs_per)), outputs
@@ -120,11 +137,15 @@ class GroupScales(CheckpointTensor):
 
 @dataclass(frozen=True, slots=True)
 class PackedZeros(GroupScales):
-    """Zeros packed along the outputs, [groups, outputs / n] or, `outputs_first`, [outputs / n,
-    groups].
+    """Zeros that are packed into int32 along the outputs, n in each.
 
-    expected: symmetric weights have no zeros of their own: each that is stored must be one of these
-        numbers, all the same. offset: to each that is stored, modulo 2 ** bits.
+    Attributes:
+        bits: of a zero.
+        order: see `unpack`.
+        outputs_first: whether the tensor is [outputs / n, groups] instead of [groups, outputs / n].
+        expected: for symmetric weights, which need no zeros. All stored zeros must then be the same
+            one of these numbers. Empty for asymmetric weights.
+        offset: added to each stored zero, modulo 2 ** bits.
     """
 
     bits: int = 4
@@ -133,7 +154,7 @@ class PackedZeros(GroupScales):
     expected: tuple[int, ...] = ()
     offset: int = 0
 
-    # Named in full: `super()` does not work in dataclasses with slots.
+    # `super()` does not work in dataclasses with slots, so the base class is named.
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         groups, _ = GroupScales.shape(self, outputs, inputs)
         shape = groups, -(-outputs * self.bits // 32)
@@ -176,8 +197,10 @@ class PackedZeros(GroupScales):
 
 @dataclass(frozen=True, slots=True)
 class GroupIndex(CheckpointTensor):
-    """The group of each input, [inputs]. Where the format is not ordered, they must be in order,
-    `inputs_per` each."""
+    """The group of each input, [inputs].
+
+    If the weight's format keeps no group index, inputs must be in order, `inputs_per` to a group.
+    """
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (inputs,)
@@ -203,7 +226,7 @@ class GroupIndex(CheckpointTensor):
 
 @dataclass(frozen=True, slots=True)
 class WeightShape(CheckpointTensor):
-    """The shape that a packed tensor unpacks to, [2]."""
+    """The shape (outputs, inputs) of a packed tensor, [2]. It is only checked."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (2,)
@@ -219,7 +242,7 @@ class WeightShape(CheckpointTensor):
 
 @dataclass(frozen=True, slots=True)
 class ZeroBias(CheckpointTensor):
-    """A bias of zeros that a checkpoint stores for a layer without one, [outputs]."""
+    """A bias [outputs] in the checkpoint for a layer without bias. It must be zero."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         expect((part == 0).all(), "is a bias that is not zero, of a layer that has none")

@@ -1,4 +1,4 @@
-"""Weights rounded to 8 or 4 bits while an unquantized checkpoint is read."""
+"""Quantizes an unquantized checkpoint to 8 or 4 bits while it is loaded, by rounding."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ FORMATS = {
     "w8a8_fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, inputs="token"),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
 }
-"""The formats of layers by the names of `config.QUANTIZATIONS`."""
+"""Weight formats of layers, by the names in `config.QUANTIZATIONS`."""
 
 FLOAT = "float"
-"""Stores a GGUF file's weights as floats of the model's dtype."""
+"""Name of the quantization that dequantizes a GGUF file's weights to the model's dtype."""
 _HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
-"""The smallest scale of 4-bit groups: below it float16 loses precision."""
+"""Smallest scale of 4-bit groups, because float16 loses precision below."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
-"""Weights that a thread rounds at once, by type of device: it takes some 16 bytes for each
-meanwhile, and on a GPU a few launches for all."""
+"""Number of weights that a thread rounds at once, by type of device. Rounding needs about 16 bytes
+of memory for each weight. On a GPU larger pieces need fewer launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundedTensor(CheckpointTensor):
-    """Floats that are rounded to the format of the weight.
+    """Floats that are rounded to the weight's format.
 
-    A rank reads whole outputs, whatever its share of the inputs, so that every rank has the scales,
-    and with them the weights, of the whole layer.
+    A rank reads all inputs of its outputs, even if it keeps a part of the inputs. So scales, and
+    rounded weights, do not depend on the number of ranks.
     """
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
@@ -61,7 +61,7 @@ class _RoundedTensor(CheckpointTensor):
 
 
 def _round(weight: Weight, part: Tensor, columns: Range) -> None:
-    """Stores floats [outputs, all inputs] in the format of the weight."""
+    """Rounds floats [outputs, all inputs] to the weight's format, and stores the columns."""
     if weight.format.bits == 4:
         _round_groups(weight, part, columns)
         return
@@ -73,8 +73,10 @@ def _round(weight: Weight, part: Tensor, columns: Range) -> None:
 
 
 def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
-    """Stores floats [outputs, all inputs] in 4 bits: the numbers from a group's smallest to its
-    largest, 0 among them, in 15 steps."""
+    """Rounds floats [outputs, all inputs] to 4 bits, and stores the columns.
+
+    The 16 levels reach from a group's smallest number to its largest, and include 0.
+    """
     group = weight.format.group
     inputs = part.shape[1]
     groups = F.pad(part.float(), (0, -inputs % group)).view(len(part), -1, group)
@@ -92,22 +94,26 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
 
 
 def rounding_of(name: str) -> Quantization:
-    """Returns the rounding that `EngineArgs.quantization` names, of layers, of the head, or both.
+    """Returns the quantization of layers, of the head, or of both.
+
+    Args:
+        name: `EngineArgs.quantization`, such as "int8" or "fp8,head=int8".
 
     Raises:
-        ConfigError: it names none, or two of the same.
+        ConfigError: a format is unknown, or two are given for layers or for the head.
     """
     layers, head = split_name(name)
-    # Weights that no checkpoint has quantized are floats already.
+    # "float" dequantizes; weights of an unquantized checkpoint are floats already.
     own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
     return own if head is None else QuantizedHead(own, head)
 
 
 def split_name(name: str) -> tuple[str | None, str | None]:
-    """Returns the names of the formats of layers, and of the head; None: as the checkpoint does.
+    """Returns the names of the formats for layers and for the head. None stands for the
+    checkpoint's own.
 
     Raises:
-        ConfigError: as `rounding_of`.
+        ConfigError: as in `rounding_of`.
     """
     layers: str | None = None
     head: str | None = None
@@ -127,8 +133,8 @@ def split_name(name: str) -> tuple[str | None, str | None]:
 
 
 class QuantizedHead:
-    """Stores the head in 8 bits, and layers as another quantization does. A head that is tied to
-    the embeddings is a copy of these."""
+    """Stores the head in 8 bits, and layers as another quantization says. A tied head becomes a
+    quantized copy of the embeddings."""
 
     own_head = True
 
@@ -149,8 +155,8 @@ class QuantizedHead:
 
 
 class Rounding(Unquantized):
-    """Stores the layers' weights in a format of few bits. The head stays as it is, and so do
-    projections from latents, which are computed with as floats."""
+    """Stores the layers' weights in a format of 8 or 4 bits. The head stays in floats, and so do
+    projections from latents, because latent attention multiplies by them as floats."""
 
     def __init__(self, format: WeightFormat) -> None:
         self.format = format
