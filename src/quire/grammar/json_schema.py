@@ -565,8 +565,11 @@ class _Reader:
         out[name] = value
 
     def _clamped(self, name: str, value: float, at: str) -> float:
-        """Returns a bound, moved to the limit of all numbers if it is beyond and that allows
-        nothing more."""
+        """Returns 2**53, or its negative, in place of a lower or upper bound that no number
+        reaches.
+
+        Other bounds beyond 2**53 are refused, because they would exclude numbers.
+        """
         low, high = name.lower().endswith("minimum"), name.lower().endswith("maximum")
         if self.option_of("open_numbers") or not ((low and value < 0) or (high and value > 0)):
             raise refuse(at, "bounds beyond 2**53 cannot be enforced")

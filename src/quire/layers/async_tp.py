@@ -61,9 +61,9 @@ class HalvesGroup(TorchGroup):
     Attributes:
         inner: the group of the same ranks that does the collectives.
         halves_from: steps of at least this many tokens are computed as two halves.
-        exchange: all-reduces by copies between GPUs, which occupy no multiprocessor. Where it is
-            None or refuses a tensor, `inner` does the all-reduce on the side stream, and its
-            kernels share the multiprocessors with the other half's.
+        exchange: all-reduces by copies between GPUs, which occupy no multiprocessor. Without it,
+            or for a tensor that it refuses, `inner` runs on the side stream. Its kernels then share
+            the multiprocessors with the other half's.
         measured: whether the runner still has to measure `halves_from`.
     """
 

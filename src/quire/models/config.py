@@ -32,7 +32,7 @@ ARCHITECTURES: dict[str, str] = json.loads(
 
 
 def family_named(name: str | None) -> Family | None:
-    """Imports and returns the family of that name, or returns None if there is none."""
+    """Imports and returns a family by its name, or returns None for an unknown name."""
     if name not in ARCHITECTURES.values():
         return None
     family: Family = importlib.import_module(f"{_FAMILIES}.{name}").FAMILY
