@@ -35,9 +35,9 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from quire import ops  # noqa: E402
 from quire.errors import EngineDeadError  # noqa: E402
+from quire.layers.async_tp import HalvesGroup  # noqa: E402
 from quire.ops.triton.norm import rms_norm  # noqa: E402
-from quire.parallel.exchange import exchange_of  # noqa: E402
-from quire.parallel.halves import HalvesGroup  # noqa: E402
+from quire.parallel.exchange import make_exchange  # noqa: E402
 from quire.parallel.symmetric_memory import (  # noqa: E402
     ONE_SHOT_WORDS,
     TWO_SHOT_WORDS,
@@ -237,7 +237,7 @@ HALVES = (512, 1024, 2048, 4096)
 
 
 def halves_of(group: SymmetricGroup, width: int, device: torch.device, copies: bool) -> HalvesGroup:
-    exchange = exchange_of(group, max(HALVES), width, torch.bfloat16, device) if copies else None
+    exchange = make_exchange(group, max(HALVES), width, torch.bfloat16, device) if copies else None
     return HalvesGroup(group, 0, device, exchange)
 
 
@@ -412,7 +412,7 @@ def rank_main(rank: int, world: int, width: int, quick: bool, folder: str) -> No
     for rows in ROWS:
         # As many sums on every rank: what is timed depends on no time.
         words = rows * width // 2
-        ways = [group.by_nccl, group.one_shot, group.two_shot, at_once]
+        ways = [group.nccl_sum, group.one_shot, group.two_shot, at_once]
         most = (words, ONE_SHOT_WORDS, TWO_SHOT_WORDS, words)
         lines.append([
             group.seconds(way, words, torch.bfloat16) * 1e6 if words <= limit else None

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 from typer.testing import CliRunner
 
@@ -76,7 +77,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
         asked.append(settings["allow_patterns"])
         return str(tmp_path)
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     found = model_of("google/gemma-3-tiny")
     assert found["name"] == "google/gemma-3-tiny"
     assert asked == [["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]]
@@ -91,7 +92,7 @@ def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(model: str, **settings: Any) -> str:
         raise ProxyError("403 Forbidden")
 
-    monkeypatch.setattr(files, "snapshot_download", fetch)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=r"could not be fetched from the hub \(ProxyError\)"):
         files.download("google/gemma-3-tiny", None)
 

@@ -22,8 +22,8 @@ from quire.ops.triton.experts.plan import RANGES, ExpertsShape, chosen_plan, pla
 from quire.ops.triton.experts.tune import known_or_measured
 from quire.parallel import SingleGroup
 from quire.quantization import Quantization
+from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor
 from quire.quantization.quantization import Scheme, Unquantized
-from quire.quantization.stored_tensor import FLOATS, StoredTensor
 from quire.runner.expert_tiles import tuned
 
 DEVICE = torch.device("cuda", 0)
@@ -40,7 +40,7 @@ class InFormat:
         self.format = format
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
-        return Scheme(self.format, (StoredTensor("weight", "values", FLOATS),))
+        return Scheme(self.format, (CheckpointTensor("weight", "values", FLOATS),))
 
 
 @pytest.fixture(autouse=True)

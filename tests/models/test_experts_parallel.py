@@ -116,7 +116,7 @@ def test_the_setting_reaches_the_model(tmp_path: Path) -> None:
     )  # fmt: skip
     runner = ModelRunner(resolve(args), group=Ranked(1, 2))
     runner.measure()
-    assert runner.model.layers[0].mlp.up.cut.experts == (4, 9)
+    assert runner.model.layers[0].mlp.up.shard.experts == (4, 9)
 
 
 def _build(group: ProcessGroup) -> Any:

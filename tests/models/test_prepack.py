@@ -18,7 +18,7 @@ from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import SingleGroup
 from quire.quantization import ProjectionShare, Unquantized
 from quire.quantization.rounding import FORMATS, Rounding
-from quire.runner import model_runner
+from quire.runner import loaded_model
 
 pytestmark = pytest.mark.skipif(
     "fbgemm" not in torch.backends.quantized.supported_engines, reason="PyTorch without FBGEMM"
@@ -201,7 +201,7 @@ def test_a_model_answers_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         prepack, "prepack_layer", lambda layer: (packed.append(layer), pack(layer))[1]
     )
     expected, few = answers()
-    monkeypatch.setattr(model_runner, "_CACHED_WEIGHTS", 0)
+    monkeypatch.setattr(loaded_model, "_CACHED_WEIGHTS", 0)
     given, many = answers()
     assert given == expected
     assert few == 0 < many

@@ -40,7 +40,7 @@ def experts_of(model: Decoder, layer: int) -> dict[str, Tensor]:
         whole = dequantize(linear.weight, torch.float64).split(linear.size)
         for index, own in enumerate(whole):
             expert, place = divmod(index, len(linear.names))
-            name = f"{linear.cut.experts[0] + expert}.{_STEMS[linear.names[place]]}.weight"
+            name = f"{linear.shard.experts[0] + expert}.{_STEMS[linear.names[place]]}.weight"
             found[f"model.layers.{layer}.mlp.experts.{name}"] = own
     return found
 

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs a GPU or Triton's interpreter", allow_module_level=True)
 
-from quire.layers.fixed_sums import segments_of
+from quire.layers.fixed_sums import segment_count
 from quire.ops.experts import SILU, ExpertWeights
 from quire.ops.reference import experts as twins
 from quire.ops.reference import segments as reference
@@ -60,7 +60,7 @@ def test_ranks_add_up_to_one(name: str, side: str) -> None:
     inputs, outputs = 8 * (96 if name == "int8-g32" else 48), 70
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     weight = made(name, outputs, inputs, device)
-    assert segments_of(inputs, weight.format) == 8
+    assert segment_count(inputs, weight.format) == 8
     x = noise(5, inputs).to(dtype).to(device)
     bias, residual = (noise(*s, seed=2).to(dtype).to(device) for s in ((outputs,), (5, outputs)))
     whole = ops.segment_sum(x, weight, 8, dtype, bias, residual)
@@ -167,4 +167,4 @@ def test_no_tokens() -> None:
     ],
 )
 def test_segments_have_whole_groups(inputs: int, form: WeightFormat, count: int) -> None:
-    assert segments_of(inputs, form) == count
+    assert segment_count(inputs, form) == count

@@ -14,7 +14,7 @@ import torch
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
-from quire.parallel.halves import HalvesGroup
+from quire.layers.async_tp import HalvesGroup
 from quire.runner import halves
 from quire.runner.program import BodyShape
 from tests.engine.test_ranks import bits, completions

@@ -28,7 +28,7 @@ from quire.models import (
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.quantization import Quantization, Scheme, StoredTensor, Unquantized, quantization_of
+from quire.quantization import CheckpointTensor, Quantization, Scheme, Unquantized, quantization_of
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
@@ -53,8 +53,8 @@ class PerTensor(Unquantized):
         return Scheme(
             FP8,
             (
-                StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
-                StoredTensor("weight_scale", "scales", frozenset({torch.float32}), None, None),
+                CheckpointTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
+                CheckpointTensor("weight_scale", "scales", frozenset({torch.float32}), None, None),
             ),
         )
 
@@ -66,8 +66,8 @@ class Blocks(Unquantized):
         return Scheme(
             BLOCKS,
             (
-                StoredTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
-                StoredTensor("weight_scale_inv", "scales", frozenset({torch.float32}), 32, 32),
+                CheckpointTensor("weight", "values", frozenset({torch.float8_e4m3fn})),
+                CheckpointTensor("weight_scale_inv", "scales", frozenset({torch.float32}), 32, 32),
             ),
         )
 

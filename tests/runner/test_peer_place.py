@@ -114,7 +114,7 @@ def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Ten
         found.append(torch.cat(split, dim).contiguous())
     drafts = whole[1].shape[2] - 2
     layout = StateLayout(16 // world, 2, 3, 80 // world, 3, torch.float32, drafts)
-    cuts = tuple(HeadCut(*cut) for cut in layout.head_cuts)
+    cuts = tuple(HeadCut(*cut) for cut in layout.head_sections)
     return found, head_range(8, rank, world, cuts)
 
 

@@ -1,7 +1,7 @@
-"""Bounds for what a schema leaves open, so that a small model comes to an end.
+"""Adds bounds to a schema where it has none, so that even a small model finishes its answer.
 
-Numbers get bounds and a last decimal place, documents of any kind a depth, and objects no further
-properties than those listed.
+Numbers get bounds and a last decimal place. Documents of any kind get a maximal depth. Objects that
+list properties get no others.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 from urllib.parse import unquote
 
 EXACT = 2**53
-"""Beyond this not every integer is a double, which is what bounds are compared as."""
+"""Largest bound. Bounds are compared as doubles, which are not exact for larger integers."""
 LAST_PLACE = 1e-9
-"""Numbers are written with no more decimal places, and without an exponent."""
+"""Last decimal place of numbers, which are written without an exponent."""
 ANY_DEPTH = 6
-"""Arrays and objects within a document of any kind."""
+"""Depth of arrays and objects in a document of any kind."""
 
 Json = Any
 _NUMERIC = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _INDEX = re.compile("[0-9]{1,9}")
 _ANY = "quire:any-document-"
-"""Begins the names of definitions that are added."""
+"""Prefix for the names of added definitions."""
 
 
 def bound(
@@ -48,7 +48,7 @@ def bound(
 
 
 def resolve(schema: Json, pointer: str) -> Json:
-    """Returns what a pointer ('#/...') leads to, or None."""
+    """Returns the part of a schema to which a JSON pointer ('#/...') leads, or None."""
     for step in pointer.split("/")[1:]:
         name = step.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, dict):
@@ -61,7 +61,7 @@ def resolve(schema: Json, pointer: str) -> Json:
 
 
 def types_of(schema: dict[str, Json]) -> set[str]:
-    """Returns the types that `type` names; an empty set where there is none."""
+    """Returns the types in the keyword `type`, or an empty set without it."""
     given = schema.get("type", [])
     return set(given if isinstance(given, list) else [given])
 
@@ -80,7 +80,7 @@ def _bound_number(schema: dict[str, Json]) -> None:
 
 
 def _close(schema: dict[str, Json]) -> None:
-    """Forbids properties that are not listed, where some are."""
+    """Forbids unlisted properties if the schema lists some."""
     listed = schema.get("properties")
     by_pattern = schema.get("patternProperties")
     if "additionalProperties" in schema or (not listed and not by_pattern):
@@ -98,7 +98,8 @@ def _close(schema: dict[str, Json]) -> None:
 
 
 def _bound_any(schema: dict[str, Json]) -> None:
-    """Gives documents of any kind a depth: the schema itself, its further items or properties."""
+    """Limits the depth of documents of any kind: the schema itself, its additional items or its
+    additional properties."""
     if not schema:
         schema["$ref"] = _reference(ANY_DEPTH)
         return
@@ -135,8 +136,10 @@ def _any(depth: int) -> dict[str, Json]:
 
 
 class _Combined:
-    """Finds the schemas that hold together with others for one object: to close one of them would
-    forbid the properties of the others."""
+    """Finds schemas that apply together with others to the same object.
+
+    They may not forbid unlisted properties, because the others may list them.
+    """
 
     def __init__(self, root: dict[str, Json]) -> None:
         self._root = root
@@ -159,7 +162,7 @@ class _Combined:
 
 
 def _parts(schema: dict[str, Json]) -> list[dict[str, Json]]:
-    """Returns the schemas that hold beside a schema's own keywords, but for plain rules for
+    """Returns the subschemas that apply to the same document as the schema, except plain rules for
     strings."""
     parts = [part for part in schema.get("allOf", ()) if isinstance(part, dict)]
     parts = [part for part in parts if not part.keys() <= {"pattern", "maxLength"}]

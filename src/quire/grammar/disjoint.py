@@ -1,6 +1,6 @@
-"""Whether the options of a `oneOf` exclude each other, so far as that can be seen.
+"""Decides whether the options of a `oneOf` exclude each other.
 
-If they do, at most one of them ever matches, and `oneOf` asks no more than `anyOf`.
+If they do, at most one of them matches any document, and `oneOf` means the same as `anyOf`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from quire.grammar.patterns import contradict, escape, format_rules, rules_of
 Json = Any
 _MOST_COMPARISONS = 20_000
 _MOST_VALUES = 200
-"""Strings of an enumeration that are compared with patterns."""
+"""Most strings of an enumeration to compare with patterns."""
 _MOST_STEPS = 16
-"""References followed in a row, and properties within properties."""
+"""Most references to follow in a row, and deepest nesting of properties to look at."""
 
 
 def disjoint(options: Sequence[Json], root: Json) -> bool:
-    """options: schemas of the document `root`, which local references are looked up in. Gives up,
-    and says no, after a bounded number of comparisons."""
+    """Returns whether no document matches two of the options, as far as it can be proved.
+
+    It gives up and returns False after a bounded number of comparisons.
+
+    Args:
+        options: the schemas in `oneOf`.
+        root: the whole schema, in which local references are resolved.
+    """
     judge = _Judge(root)
     return all(judge.exclude(a, b, 0) for a, b in combinations(options, 2))
 
@@ -63,9 +69,9 @@ class _Judge:
             return all(isinstance(i, dict) for i in items) and self.exclude(*items, depth + 1)
         if types != {"object"}:
             return False
-        if _needs_what_lacks(a, b) or _needs_what_lacks(b, a):
+        if _requires_forbidden(a, b) or _requires_forbidden(b, a):
             return True
-        # A property that both must have, and that cannot be right for both.
+        # Both require a property that cannot be valid for both.
         return any(
             self.exclude(a["properties"][name], b["properties"][name], depth + 1)
             for name in _names(a)
@@ -74,8 +80,10 @@ class _Judge:
 
 
 def _target(schema: Json, root: Json) -> Json:
-    """Follows references that stand alone or beside annotations; beside other keywords they only
-    narrow the schema further, so what they lead to is looked at alone."""
+    """Returns the schema to which a reference leads, or the schema itself without a reference.
+
+    Other keywords next to a reference are ignored, because they only narrow the schema further.
+    """
     for _ in range(_MOST_STEPS):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(reference, str) or not reference.startswith("#/"):
@@ -97,12 +105,12 @@ def _types(schema: dict[str, Json]) -> set[str]:
     names = [*given] if isinstance(given, list) else [given]
     if schema.get("nullable") is True:
         names.append("null")
-    # An integer is a number, and one option may allow it as the other.
+    # An integer is a number too, so both types can match the same document.
     return {"number" if name == "integer" else str(name) for name in names}
 
 
 def _values(schema: dict[str, Json]) -> set[str] | None:
-    """The only documents that can match, each written in one way; None: no such list."""
+    """Returns the only documents that can match, in normal form, or None if they are not listed."""
     if "const" in schema:
         return {_written(schema["const"])}
     if isinstance(schema.get("enum"), list):
@@ -111,7 +119,7 @@ def _values(schema: dict[str, Json]) -> set[str] | None:
 
 
 def _written(value: Json) -> str:
-    """1 and 1.0 are equal, 1 and true are not."""
+    """Returns a value's normal form. It is equal for 1 and 1.0, but not for 1 and true."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):
@@ -159,8 +167,8 @@ def _string_rules(schema: dict[str, Json]) -> list[str]:
     return rules
 
 
-def _needs_what_lacks(a: dict[str, Json], b: dict[str, Json]) -> bool:
-    """Returns whether objects of `a` have a property that those of `b` have not."""
+def _requires_forbidden(a: dict[str, Json], b: dict[str, Json]) -> bool:
+    """Returns whether objects of `a` require a property that objects of `b` cannot have."""
     needed = {name for name in _list(a.get("required")) if isinstance(name, str)}
     listed = b.get("properties", {})
     if not isinstance(listed, dict):
@@ -177,7 +185,7 @@ def _needs_what_lacks(a: dict[str, Json], b: dict[str, Json]) -> bool:
 
 
 def _names(schema: dict[str, Json]) -> list[str]:
-    """The properties that are both described and required."""
+    """Returns the properties that are both described and required."""
     described, required = schema.get("properties"), schema.get("required")
     if not isinstance(described, dict) or not isinstance(required, list):
         return []

@@ -1,4 +1,4 @@
-"""Turns a request's structured output into a grammar for llguidance. Needs no tokenizer."""
+"""Turns a request's structured output into a grammar for llguidance, without a tokenizer."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MAX_REGEX_BYTES = 64 * 1024
 MAX_GBNF_BYTES = 16 * 1024
 MAX_CHOICES = 10_000
 
-# Room for a space or an indented line. Models that are free to put white space anywhere, and as
-# much as they like, may never stop doing so.
+# White space is limited to two spaces or an indented line, because models that may write any amount
+# of it sometimes never stop.
 _SPACE = r"[\x20\x09]{1,2}|\x0D?\x0A[\x20\x09]{0,32}"
-# Without \uXXXX a name cannot be written in two ways, one of which a grammar would not know.
+# \uXXXX is not allowed, because the same name could then be written in a way the grammar misses.
 _ESCAPES = 'nrbtf\\"'
 
 _GBNF_RULE = re.compile(r"^[ \t]*[A-Za-z0-9_-]+[ \t]*::=", re.MULTILINE)
-# What may hold a "%json" that is none comes first: comments, strings, expressions, special tokens.
-# They need not be closed, so that no text is looked at twice.
+# Comments, strings, expressions and special tokens come first, because a "%json" in them is no
+# directive. Unclosed ones match too, so that the search stays linear in the text.
 _LARK_TOKEN = re.compile(
     r"""(?://|\#)[^\n]*|"(?:\\.|[^"\\\n])*"?|/(?:\\.|[^/\\\n])+/?|<[^>\s]*|(?P<schema>%json\b)"""
     r"""|\[[^\[\]]*\b(?P<attribute>temperature|stop)\s*=""",
@@ -37,11 +37,11 @@ _LARK_TOKEN = re.compile(
 
 
 def compilable(params: StructuredOutputsParams) -> str:
-    """The grammar, as llguidance takes it.
+    """Returns the grammar in the form that llguidance takes.
 
     Raises:
-        GrammarError: it is malformed or too large, or holds what cannot be enforced; `pointer` is
-            that of a schema's keyword.
+        GrammarError: the input is malformed or too large, or has a rule that cannot be enforced.
+            `pointer` leads to the keyword in a schema.
     """
     for name, build in _KINDS.items():
         value = getattr(params, name)
@@ -58,7 +58,7 @@ def _check_size(text: str, limit: int = MAX_BYTES) -> None:
 
 
 def check_size(size: int, limit: int = MAX_BYTES) -> None:
-    """Raises GrammarError for more bytes than a grammar may have."""
+    """Raises GrammarError if `size`, in bytes, exceeds `limit`."""
     if size > limit:
         raise GrammarError(
             f"It has {size} bytes, at most {limit} are allowed.", code="grammar_too_large"
@@ -83,7 +83,8 @@ def _of_schema(schema: Any) -> str:
 
 
 def _with_options(schema: dict[str, Any]) -> dict[str, Any]:
-    """A schema with llguidance's own options: those that it gives, and ours."""
+    """Returns a schema with llguidance's options: its own separators, Quire's escapes and
+    spaces."""
     own = schema.get("x-guidance", {})
     options = {name: own[name] for name in ("item_separator", "key_separator") if name in own}
     options["json_allowed_escapes"] = _ESCAPES
@@ -115,8 +116,9 @@ def _choice(choices: tuple[str, ...]) -> str:
         )
     if any(not isinstance(choice, str) for choice in choices):
         raise GrammarError("The choices must be strings.")
-    # One terminal, an automaton: a rule would have each of its alternatives in the parser's row,
-    # which is limited to 2000. A terminal matches no empty text.
+    # All choices form one terminal, which becomes an automaton. As a rule, each alternative would
+    # take an item of the parser's row, which is limited to 2000. A terminal cannot match an empty
+    # text, so that choice is separate.
     texts = [json.dumps(choice, ensure_ascii=False) for choice in choices if choice]
     start = "start: " + ("CHOICE" if texts else '""') + ("?" if texts and "" in choices else "")
     lark = start + ("\nCHOICE: " + " | ".join(texts) if texts else "")
@@ -130,7 +132,7 @@ def _grammar(text: str) -> str:
 
 
 def as_lark(text: str) -> str:
-    """A grammar in Lark or GBNF, in Lark. Raises GrammarError."""
+    """Returns a grammar in Lark, given one in Lark or GBNF. Raises GrammarError."""
     if not _GBNF_RULE.search(text):
         return text
     _check_size(text, MAX_GBNF_BYTES)
@@ -144,7 +146,7 @@ def as_lark(text: str) -> str:
 
 
 def _checked_lark(text: str) -> str:
-    """The grammar with its embedded schemas made enforceable, like any other schema."""
+    """Returns a Lark grammar in which embedded schemas are made enforceable."""
     out, done = [], 0
     decoder = json.JSONDecoder(parse_constant=_no_constant)
     at = 0

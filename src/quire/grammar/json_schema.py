@@ -1,10 +1,10 @@
-"""JSON Schemas that can be enforced, and their form for llguidance.
+"""Rewrites a JSON Schema so that llguidance enforces it exactly, or refuses it.
 
-llguidance ignores what it does not know and differs from the standard in a few places, where a
-document that its grammar lets through would be invalid. Here every keyword of the standard is
-either enforced, an annotation, or refused with its JSON pointer; those few places are written in
-other words, or refused as well. Words that the standard does not have are ignored, as it asks,
-unless they look like a misspelling. What comes out is a schema of draft 2020-12.
+llguidance ignores unknown keywords and in a few places accepts documents that the standard does
+not. Here every keyword of the standard is enforced, is an annotation, or is refused with its JSON
+pointer. Where llguidance differs, the rule is rewritten or refused. Unknown keywords are ignored,
+as the standard demands, unless they look like a misspelling. The result is a schema of draft
+2020-12.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from urllib.parse import quote, unquote
 from quire.errors import GrammarError
 from quire.grammar.bounded import EXACT, bound, resolve, types_of
 from quire.grammar.disjoint import disjoint
-from quire.grammar.keywords import ANNOTATIONS, NOT_ENFORCED, meant, meant_among
+from quire.grammar.keywords import ANNOTATIONS, NOT_ENFORCED, closest_keyword, closest_word
 from quire.grammar.patterns import FORMATS, HARMLESS_FORMATS, format_rules, rules_of, unwritable
 
 MAX_DEPTH = 64
-"""Schemas within schemas."""
+"""Deepest nesting of schemas."""
 MAX_PROPERTIES = 5000
-"""Properties and pattern properties, in all."""
+"""Most properties and pattern properties in total."""
 MAX_VALUES = 20_000
-"""Values of enumerations and names required, in all."""
+"""Most values of enumerations and required names in total."""
 
 Json = Any
 _DIALECT = re.compile(
@@ -37,9 +37,9 @@ _DIALECT = re.compile(
 )
 _LATEST = re.compile(r"2020-12|json-schema\.org/schema")
 _MOST_ARRAYS = 2000
-"""Arrays of distinct items that are listed one by one."""
+"""Most arrays to list one by one for `uniqueItems`."""
 _MOST_OPTIONS = 64
-"""Options that a `oneOf` of required names is written as."""
+"""Most options into which a `oneOf` of required names is rewritten."""
 _OF_OBJECTS = frozenset(
     {"properties", "required", "patternProperties", "additionalProperties", "propertyNames",
      "minProperties", "maxProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "dependencies",
@@ -54,19 +54,20 @@ _SEPARATORS = {
 _SWITCHES = ("whitespace_flexible", "lenient", "open_objects", "open_numbers")
 _UNSUPPORTED = "unsupported_schema"
 _SAFE = "#/~!$&'()*+,;=:@?"
-"""Signs that a reference may hold as they are."""
+"""Characters that are not percent-encoded in a reference."""
 _BELOW = "quire:below-unknown-"
-"""Begins the names of definitions that stood below a word that has no schemas."""
+"""Prefix for the names of definitions found below an unknown keyword."""
 
 
 def enforceable(schema: Json) -> dict[str, Json]:
-    """Returns the schema as llguidance enforces it to the letter, with bounds for what it leaves
-    open. What cannot be enforced is left out if the schema says so (`"x-guidance": {"lenient":
-    true}`).
+    """Returns an equivalent schema that llguidance enforces exactly, with the bounds of
+    `bounded.py`.
+
+    With `"x-guidance": {"lenient": true}` rules that cannot be enforced are left out.
 
     Raises:
-        GrammarError: it is malformed, too large, or says what cannot be enforced; with the pointer
-            of the keyword.
+        GrammarError: the schema is malformed or too large, or a rule cannot be enforced. The error
+            has the keyword's pointer.
     """
     reader = _Reader(schema)
     done: dict[str, Json] = reader.schema(schema, "#", 0)
@@ -85,7 +86,7 @@ def refuse(pointer: str, why: str, code: str = _UNSUPPORTED) -> GrammarError:
 
 
 def _always(schema: Json) -> bool:
-    """Returns whether every document is valid against a schema, as can be seen at once."""
+    """Returns whether a schema obviously accepts every document."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
 
 
@@ -94,14 +95,14 @@ def _within(pointer: str, name: str | int) -> str:
 
 
 class _Reader:
-    """Walks over a schema once.
+    """Rewrites a schema in one walk.
 
     Attributes:
-        places: all schemas met, in their new words, by their old pointers.
-        beside: the schema whose keyword is read, as it was given.
-        anchors: pointers by the names that schemas have.
-        resources: schemas with an identifier of their own that the present one is within.
-        identifier: the root's, without a fragment.
+        places: all schemas seen, rewritten, by their pointers in the original.
+        beside: the original schema whose keywords are being read.
+        anchors: pointers of schemas with an anchor, by name.
+        resources: number of enclosing schemas with their own identifier.
+        identifier: of the root, without a fragment.
     """
 
     def __init__(self, root: Json) -> None:
@@ -122,7 +123,13 @@ class _Reader:
         return isinstance(options, dict) and options.get(name) is True
 
     def schema(self, schema: Json, at: str, depth: int) -> Json:
-        """One schema, in its new words."""
+        """Returns one schema, rewritten.
+
+        Args:
+            schema: the original.
+            at: its pointer.
+            depth: number of schemas around it.
+        """
         if schema is True:
             schema = {}
         elif isinstance(schema, dict) and _always(schema.get("not", False)):
@@ -162,13 +169,13 @@ class _Reader:
             out["type"] = list(dict.fromkeys((*types, "null")))
         return out
 
-    # -- keywords: each puts into `out` what is to be enforced ---------------------------------
+    # -- keywords: each method adds the rewritten rule to `out` ---------------------------------
 
     def unknown(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Ignores a word that is not the standard's."""
+        """Ignores a keyword that is not in the standard, unless it looks like a misspelling."""
         if name in NOT_ENFORCED:
             raise refuse(_within(at, name), f"the keyword '{name[:100]}' cannot be enforced")
-        keyword = meant(name, value)
+        keyword = closest_keyword(name, value)
         if keyword is not None:
             raise refuse(
                 _within(at, name),
@@ -202,14 +209,13 @@ class _Reader:
         self._name(value, at)
 
     def _name(self, name: str, at: str) -> None:
-        """Notes the name of a schema, unless another one has it. Names within a resource of its own
-        are never looked up."""
+        """Records the name of a schema, unless another schema has it. Names within an embedded
+        resource are not recorded, because references to them are refused."""
         if not self.resources:
             self.anchors[name] = at if self.anchors.get(name, at) == at else ""
 
     def _identifies(self, schema: dict[str, Json]) -> bool:
-        """Returns whether a schema has an identifier of its own, which references within it are
-        relative to."""
+        """Returns whether a schema has its own identifier, to which its references are relative."""
         given = [schema.get(name) for name in ("$id", "id")]
         return any(isinstance(value, str) and not value.startswith("#") for value in given)
 
@@ -237,10 +243,11 @@ class _Reader:
         out[name] = self.schema(value, _within(at, name), depth + 1)
 
     def subschemas(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        # Other keywords may have added to `allOf`; the user's own stay where references seek them.
+        # Other keywords may have added to `allOf`. The user's schemas keep their indices, because
+        # references may point to them.
         read = self._list(name, value, at, depth)
         while name == "allOf" and len(read) > 1 and read[-1] == {}:
-            read.pop()  # a mere description, beside which llguidance would copy the others
+            read.pop()  # only a description, for which llguidance would copy the other schemas
         out[name] = [*read, *out.get(name, ())]
 
     def _list(self, name: str, value: Json, at: str, depth: int) -> list[Json]:
@@ -273,7 +280,7 @@ class _Reader:
         out["allOf"] = [*out.get("allOf", ()), more]
 
     def items(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Reads `items`; a list is the older form of `prefixItems`."""
+        """Reads `items`. In older drafts a list has the meaning of `prefixItems`."""
         if isinstance(value, list):
             if "prefixItems" in out:
                 raise refuse(_within(at, name), "it cannot be a list beside 'prefixItems'")
@@ -314,7 +321,7 @@ class _Reader:
             raise refuse(here, "two of its patterns mean the same")
 
     def _pattern(self, pattern: Json, at: str) -> str:
-        """Returns a pattern for names, which is one expression."""
+        """Returns a pattern for names, translated to a single expression."""
         rules = self._patterns(pattern, None, at)
         if len(rules) != 1:
             raise refuse(at, f"the pattern {str(pattern)[:100]!r} cannot be enforced for names")
@@ -336,7 +343,7 @@ class _Reader:
             self.also(out, {"pattern": rule})
 
     def format(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Enforces a format; ignores one that the standard does not have."""
+        """Enforces a format. Formats outside the standard are ignored, unless misspelled."""
         here = _within(at, name)
         if not isinstance(value, str):
             raise refuse(here, "it must be a string", "invalid_schema")
@@ -350,12 +357,12 @@ class _Reader:
             if longest is not None:
                 self.also(out, {"maxLength": longest})
         elif value not in HARMLESS_FORMATS:
-            known = meant_among(value, (*FORMATS, *_INTEGER_FORMATS))
+            known = closest_word(value, (*FORMATS, *_INTEGER_FORMATS))
             if known is not None:
                 raise refuse(here, f"there is no format {value[:100]!r}; {known!r} may be meant")
 
     def encoding(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Enforces base64; of other encodings, every text is in the plain ones."""
+        """Enforces base64. 8bit and binary need no rule, because every text is valid in them."""
         if isinstance(value, str) and value.lower() in ("base64", "base64url"):
             self.format(out, name, value.lower(), at, depth)
         elif not isinstance(value, str) or value.lower() not in ("binary", "8bit", "identity"):
@@ -365,14 +372,15 @@ class _Reader:
             )
 
     def media_type(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Refuses JSON within a string. Of other types the standard has a reader check nothing."""
+        """Refuses JSON within a string. Other media types need no check by the standard."""
         if not isinstance(value, str) or "json" in value.lower():
             raise refuse(_within(at, name), "JSON within a string cannot be enforced")
 
     def property_names(
         self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
     ) -> None:
-        """Writes a rule for names as properties or a pattern besides which there are no others."""
+        """Rewrites a rule for names as a list of properties or a pattern, with no others
+        allowed."""
         here = _within(at, name)
         rule = value
         for _ in range(MAX_DEPTH):
@@ -411,14 +419,14 @@ class _Reader:
             )
 
     def _any_value(self, at: str) -> Json:
-        """Returns a schema of any value, which gets bounds unless another one has them."""
+        """Returns a schema that accepts any value. `bounded.py` may limit it."""
         schema: dict[str, Json] = {}
         if not self.beside.keys() & {"properties", "patternProperties", "additionalProperties"}:
             self.places[f"{at} {len(self.places)}"] = schema
         return schema
 
     def _name_pattern(self, rule: dict[str, Json], at: str) -> str | None:
-        """Returns the expression that names match; None if every one does."""
+        """Returns the expression for names, or None if every name is allowed."""
         read: dict[str, Json] = {}
         before, self.beside = self.beside, rule
         for name in ("pattern", "format", "minLength", "maxLength"):
@@ -438,7 +446,7 @@ class _Reader:
         return found[0] if found else None
 
     def negation(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Writes what must not hold in other words, where there are any."""
+        """Rewrites `not` in positive terms, or refuses it."""
         here = _within(at, name)
         if value is False:
             return
@@ -465,8 +473,10 @@ class _Reader:
             raise refuse(here, "only {}, 'type', 'required' and 'anyOf' of them can be excluded")
 
     def _lacks_one(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
-        """Allows objects that lack one of some properties, and other values where only objects are
-        excluded."""
+        """Rewrites "not (required names)": one of the names must be absent.
+
+        If only objects are excluded, all other values are allowed too.
+        """
         if not excluded["required"]:
             raise refuse(at, "every object has no properties at all", "invalid_schema")
         options: list[Json] = [{"properties": {name: False}} for name in excluded["required"]]
@@ -477,7 +487,8 @@ class _Reader:
     def dependent_names(
         self, out: dict[str, Json], name: str, value: Json, at: str, depth: int
     ) -> None:
-        """Has an object lack a property, or have those that depend on it."""
+        """Rewrites dependencies: the property is absent, or the names that depend on it are
+        required."""
         here = _within(at, name)
         if not isinstance(value, dict):
             raise refuse(here, "it must be an object", "invalid_schema")
@@ -495,7 +506,7 @@ class _Reader:
 
     def names(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
-        if value is False:  # as in draft 3, where a property says that it is required
+        if value is False:  # draft 3 has `required` in the property itself, as true or false
             return
         if not isinstance(value, list) or any(not isinstance(item, str) for item in value):
             raise refuse(here, "it must be a list of names", "invalid_schema")
@@ -541,7 +552,7 @@ class _Reader:
     def bound(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
         inclusive = _INCLUSIVE.get(name, "")
-        if isinstance(value, bool) and inclusive in self.beside:  # as draft 4 has it
+        if isinstance(value, bool) and inclusive in self.beside:  # the form of draft 4
             if value:
                 self.bound(out, name, self.beside[inclusive], at, depth)
             return
@@ -554,7 +565,11 @@ class _Reader:
         out[name] = value
 
     def _clamped(self, name: str, value: float, at: str) -> float:
-        """Returns the bound of all numbers for one beyond it, where that allows no more."""
+        """Returns 2**53, or its negative, in place of a lower or upper bound that no number
+        reaches.
+
+        Other bounds beyond 2**53 are refused, because they would exclude numbers.
+        """
         low, high = name.lower().endswith("minimum"), name.lower().endswith("maximum")
         if self.option_of("open_numbers") or not ((low and value < 0) or (high and value > 0)):
             raise refuse(at, "bounds beyond 2**53 cannot be enforced")
@@ -569,7 +584,7 @@ class _Reader:
         out[name] = int(value)
 
     def nullable(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """OpenAPI 3.0's; `schema` adds the type, as it holds for a `type` beside it only."""
+        """Checks OpenAPI 3.0's `nullable`. `schema` then adds null to the `type` next to it."""
         here = _within(at, name)
         if not isinstance(value, bool):
             raise refuse(here, "it must be true or false", "invalid_schema")
@@ -577,7 +592,7 @@ class _Reader:
             raise refuse(here, "it needs a 'type' beside it. Use 'anyOf' with {\"type\": \"null\"}")
 
     def unique(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        """Lists the arrays, where they are few."""
+        """Enforces `uniqueItems` by listing all valid arrays, if they are few."""
         here = _within(at, name)
         if not isinstance(value, bool):
             raise refuse(here, "it must be true or false", "invalid_schema")
@@ -599,7 +614,7 @@ class _Reader:
         out[name] = arrays
 
     def _list_arrays(self, out: dict[str, Json]) -> None:
-        """Puts the arrays that `unique` has listed in the place of keywords that they obey."""
+        """Replaces the keywords for arrays by the arrays that `unique` has listed."""
         arrays = out.pop("uniqueItems")
         for name in ("items", "minItems", "maxItems"):
             out.pop(name, None)
@@ -623,11 +638,13 @@ class _Reader:
         out[name] = quote(target, safe=_SAFE)
         self.references.append((out, target, here))
 
-    # -- afterwards ----------------------------------------------------------------------------
+    # -- after the walk -----------------------------------------------------------------------
 
     def check_references(self, done: Json) -> None:
-        """Checks that each reference's target has been read as a schema and is still there, so
-        that nothing is enforced that was not looked at. Schemas below unknown words are read now.
+        """Checks that each reference leads to a schema that was read and is in the result.
+
+        Otherwise a rule could be enforced that was never checked. Targets below unknown keywords
+        are read now.
         """
         beside: dict[str, Json] = {}
         while self.references:
@@ -650,7 +667,7 @@ class _Reader:
             done["$defs"] = {**done.get("$defs", {}), **beside}
 
     def _below_unknown(self, target: str, at: str) -> Json:
-        """Returns a schema that stands where no keyword has schemas."""
+        """Returns the schema at a pointer below an unknown keyword."""
         schema, path = resolve(self.root, target), ""
         steps = target.split("/")[1:]
         for step in steps[:-1]:
@@ -663,7 +680,10 @@ class _Reader:
         return schema
 
     def _check_min_properties(self, schema: dict[str, Json], at: str) -> None:
-        """Names that are not listed may come twice in a document, and then count once only."""
+        """Refuses `minProperties` unless required names satisfy it.
+
+        A document may write an unlisted name twice, which counts once, so counting is not exact.
+        """
         least = schema.get("minProperties", 0)
         if least > 1 and least > len(set(schema.get("required", ()))):
             raise refuse(
@@ -673,8 +693,10 @@ class _Reader:
 
 
 def _exactly_one(options: list[Json]) -> list[Json] | None:
-    """Returns options that exclude each other for some that require names and no more; None for
-    others, or where there are too many."""
+    """Rewrites options that only require names into options that exclude each other.
+
+    Returns None for other options, or if the result had too many.
+    """
     names: list[list[str]] = []
     for option in options:
         words = option.keys() - ANNOTATIONS if isinstance(option, dict) else None
@@ -683,7 +705,7 @@ def _exactly_one(options: list[Json]) -> list[Json] | None:
         names.append(option["required"])
     found: list[Json] = []
     for i, needed in enumerate(names):
-        # One of each other option's names is missing.
+        # For each other option, one of its names must be absent.
         others = [
             [name for name in other if name not in needed]
             for j, other in enumerate(names)
@@ -693,7 +715,7 @@ def _exactly_one(options: list[Json]) -> list[Json] | None:
             return None
         found += [
             {
-                "type": "object",  # anything else is valid against all options
+                "type": "object",  # other types match all options, and so not exactly one
                 "required": needed,
                 "properties": dict.fromkeys(missing, False),
             }
@@ -703,8 +725,8 @@ def _exactly_one(options: list[Json]) -> list[Json] | None:
 
 
 def _closed(option: Json) -> Json:
-    """Returns an object's schema as one without properties that are not listed, as documents have
-    none anyway."""
+    """Returns an object's schema with unlisted properties forbidden. `bounded.py` forbids them
+    anyway."""
     if not isinstance(option, dict) or not option.get("properties"):
         return option
     if option.keys() & (_OF_OBJECTS - {"properties", "required"}):
@@ -715,7 +737,8 @@ def _closed(option: Json) -> Json:
 
 
 def _whole_numbers(value: Json) -> Json:
-    """Returns a value with 1.0 as 1: they are equal, and one of them an integer by its looks."""
+    """Returns a value with 1.0 replaced by 1. Both are equal, but only 1 is written as an
+    integer."""
     if isinstance(value, float) and value.is_integer() and abs(value) <= EXACT:
         return int(value)
     if isinstance(value, list):
@@ -726,8 +749,10 @@ def _whole_numbers(value: Json) -> Json:
 
 
 def _distinct(items: Json, least: Json, most: Json) -> list[list[Json]] | None:
-    """Returns the arrays of `least` to `most` distinct values of an enumeration, in every order;
-    None where they cannot be listed, or are too many."""
+    """Returns all arrays of `least` to `most` distinct values of an enumeration, in every order.
+
+    Returns None if `items` is no enumeration, or there are too many arrays.
+    """
     if not isinstance(items, dict) or not items.keys() - ANNOTATIONS <= {"enum", "type"}:
         return None
     values = items.get("enum")
@@ -754,7 +779,7 @@ _INTEGER_FORMATS = {
     **dict.fromkeys(("int64", "int"), (-EXACT, EXACT)),
     **dict.fromkeys(("uint64", "uint"), (0, EXACT)),
 }
-"""Maps OpenAPI's formats of numbers to bounds within them."""
+"""Maps OpenAPI's formats of numbers to bounds that keep numbers within them."""
 
 _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], None]] = {
     **dict.fromkeys(("anyOf", "allOf"), _Reader.subschemas),
@@ -795,4 +820,4 @@ _KEYWORDS: dict[str, Callable[[_Reader, dict[str, Json], str, Json, str, int], N
     "uniqueItems": _Reader.unique,
     _X_GUIDANCE: _Reader.option,
 }
-"""The reader of each keyword."""
+"""The method that reads each keyword."""

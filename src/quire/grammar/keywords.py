@@ -1,7 +1,7 @@
-"""Words of schemas that add no rule, that add one which is not enforced, and that are misspelled.
+"""Keywords of schemas: annotations, keywords that are not enforced, and misspelled keywords.
 
-The specification has a reader ignore the keywords and formats that it does not know. A word that
-looks like a real one is refused all the same, because its rule would be lost without a sign.
+The specification says that unknown keywords and formats are ignored. A word that looks like a
+misspelled keyword is refused all the same, because its rule would be lost silently.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOT_ENFORCED = frozenset(
      "oneRequired", "allRequired", "deepProperties", "deepRequired", "uniqueItemProperties",
      "$merge", "$patch"}
 )  # fmt: skip
-"""Keywords with a rule that is not enforced."""
+"""Keywords with rules that cannot be enforced."""
 
 _SCHEMA = (dict, bool)
 _VALUES: dict[str, tuple[type, ...]] = {
@@ -56,18 +56,18 @@ _VALUES: dict[str, tuple[type, ...]] = {
     "const": (object,),
     "$ref": (str,),
 }  # fmt: skip
-"""Kinds of values that the keywords with a rule take."""
+"""Types of values for each keyword with a rule."""
 _TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
 _LETTERS = re.compile("[^a-z0-9]")
 _DIGITS = re.compile("[0-9]")
 _SHORT, _LONG = 4, 10
-"""Lengths of words from which on one letter, or two, may be wrong."""
+"""Fewest letters of a word in which one wrong letter, or two, count as a misspelling."""
 
 
-def meant(name: str, value: Json) -> str | None:
-    """Returns the keyword that an unknown one is a misspelling of, if its value would fit."""
+def closest_keyword(name: str, value: Json) -> str | None:
+    """Returns the keyword of which `name` is a misspelling, or None. The value must fit it."""
     for keyword, kinds in _VALUES.items():
-        if not isinstance(value, kinds) or not alike(name, keyword):
+        if not isinstance(value, kinds) or not is_misspelling(name, keyword):
             continue
         types = value if isinstance(value, list) else [value]
         if keyword == "type" and not all(isinstance(t, str) and t in _TYPES for t in types):
@@ -78,23 +78,23 @@ def meant(name: str, value: Json) -> str | None:
     return None
 
 
-def meant_among(name: str, known: Iterable[str]) -> str | None:
-    """Returns the known word that an unknown one is a misspelling of; numbers in both are equal."""
+def closest_word(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known word of which `name` is a misspelling, or None. Digits must be equal."""
     letters, digits = _DIGITS.sub("", name), _DIGITS.findall(name)
     for word in known:
-        if digits == _DIGITS.findall(word) and alike(letters, _DIGITS.sub("", word)):
+        if digits == _DIGITS.findall(word) and is_misspelling(letters, _DIGITS.sub("", word)):
             return word
     return None
 
 
-def alike(name: str, word: str) -> bool:
-    """Returns whether two words differ in case and signs alone, or in a letter (two in long
+def is_misspelling(name: str, word: str) -> bool:
+    """Returns whether two words differ only in case and punctuation, or in one letter (two in long
     words)."""
     if _letters(name) == _letters(word):
         return True
     most = 0 if len(word) < _SHORT else 2 if len(word) >= _LONG else 1
     if len(name) == len(word) == _SHORT and sorted(name) != sorted(word):
-        return False  # 'when' is a word of its own, and no 'then'
+        return False  # 'when' is another word, not a misspelled 'then'
     return abs(len(name) - len(word)) <= most and _distance(name, word) <= most
 
 
@@ -103,7 +103,8 @@ def _letters(word: str) -> str:
 
 
 def _distance(a: str, b: str) -> int:
-    """Returns how many letters to add, drop, change or swap with the next one turn `a` into `b`."""
+    """Returns the Damerau-Levenshtein distance: fewest insertions, deletions, substitutions and
+    swaps of neighbours that turn `a` into `b`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):

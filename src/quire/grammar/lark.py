@@ -16,7 +16,7 @@ from quire.grammar.grammar import check_size
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON separators that templates use."""
 _OF_ROOTS = ("x-guidance", "$schema", "$id", "id", "$defs", "definitions")
-"""Keywords that stand at a schema's root only, or that nothing but references need."""
+"""Keywords that are allowed only at a schema's root, or that only references need."""
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SPECIAL = frozenset(r".^$*+?()[]{}|\/")
 
@@ -50,16 +50,16 @@ class Rules:
         return self.schema({**schema, "x-guidance": options})
 
     def schema(self, schema: Mapping[str, Any] | bool) -> str:
-        """Adds a rule for the documents of a schema, as it is."""
-        # Tools have many; `json.dumps` takes six times as long.
+        """Adds a rule for the documents of a schema, which is not rewritten."""
+        # `msgspec` is used because `json.dumps` takes six times as long and tools have many
+        # schemas.
         return self.add(f"%json {msgspec.json.encode(schema).decode()}")
 
     def property(self, schema: Mapping[str, Any], key: str) -> dict[str, Any]:
-        """Returns the schema of a property, fit to stand alone: with definitions of all that it
-        refers to, wherever in `schema` that is.
+        """Returns the schema of a property, with copies of all definitions that it refers to.
 
         Raises:
-            GrammarError: such schemas are too large together.
+            GrammarError: the copies of all properties together are too large.
         """
         value = schema["properties"][key]
         if not isinstance(value, Mapping):
@@ -69,7 +69,7 @@ class Rules:
         if "x-guidance" in schema:
             alone["x-guidance"] = schema["x-guidance"]
         definitions: dict[str, Any] = {}
-        while len(definitions) < len(names):  # each may refer to more
+        while len(definitions) < len(names):  # a definition may refer to further ones
             for pointer in list(names)[len(definitions) :]:
                 target = resolve(schema, unquote(pointer))
                 if pointer == "#":
@@ -109,14 +109,14 @@ class Rules:
         return first
 
     def bare_string(self, schema: Mapping[str, Any], end: str) -> str:
-        """Returns an expression of a string without quotes or escapes, and `end` behind it."""
+        """Returns an expression for a string without quotes or escapes, followed by `end`."""
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
             return self.add_until(end)
         return f"{self.texts([str(item) for item in values])} {self.literal(end)}"
 
     def texts(self, texts: Iterable[str]) -> str:
-        """Adds a rule of one of several texts; returns its name."""
+        """Adds a rule that matches any of the texts, and returns its name."""
         plain: list[str] = []
         others: list[str] = []
         for text in texts:
@@ -124,7 +124,7 @@ class Rules:
             (others if named else plain).append(text)
         choices = [self.literal(text) for text in others]
         if plain:
-            # One terminal: the parser has no room for thousands of alternatives.
+            # One terminal for all texts, because the parser has no room for thousands of rules.
             choices.append(f"TEXTS_{len(self.lines)}")
             self.lines.append(f"{choices[-1]}: {' | '.join(map(_quoted, plain))}")
         return self.any_of(choices)
@@ -133,17 +133,17 @@ class Rules:
         return self.add(" | ".join(choices))
 
     def add(self, body: str) -> str:
-        """Adds a rule; returns its name."""
+        """Adds a rule, and returns its name."""
         name = f"rule_{len(self.lines)}"
         self.lines.append(f"{name}: {body}")
         return name
 
     def regex(self, pattern: str) -> str:
-        # A slash that is escaped already stays as it is.
+        # Slashes are escaped, unless they already are.
         return self.add("/{}/".format(_SLASH.sub(lambda found: found[1] or "\\/", pattern)))
 
     def add_text(self, without: Collection[str], first: str = "") -> str:
-        """Adds a terminal of any text but one that contains one of `without`, or begins with a
+        """Adds a terminal for any text that neither contains one of `without` nor begins with a
         character of `first`."""
         marks = [_escaped(text) for text in without if text not in self._added]
         barred = [f"(?s:.*)({'|'.join(marks)})(?s:.*)"] if marks else []
@@ -156,10 +156,10 @@ class Rules:
     def optional_call(
         self, call: str, starts: Collection[str], first: str, answer: str = ""
     ) -> str:
-        """Returns an expression of any text, or of text and then `call`.
+        """Returns an expression for any text, or for text followed by `call`.
 
-        Where the start of a call is no token, or text begins with `answer`, text and call exclude
-        each other: the end of such text would be undecidable.
+        If no special token starts a call, or text begins with `answer`, the expression allows
+        either text or a call. Otherwise the grammar could not tell where the text ends.
         """
         text = self.add_text(starts, first)
         if answer:
@@ -169,7 +169,7 @@ class Rules:
         return f"{text}? {call}? | {text}"
 
     def add_until(self, end: str) -> str:
-        """Adds a rule of any text up to the first `end`, and `end` itself."""
+        """Adds a rule for any text up to the first `end`, and for `end` itself."""
         if end in self._added:
             return self.add(f"/(?s:.*)/ {self.literal(end)}")
         name = f"until_{len(self.lines)}"
@@ -181,7 +181,7 @@ class Rules:
 
 
 def _renamed(schema: Any, names: dict[str, str]) -> Any:
-    """Returns a schema whose references lead to definitions; `names` maps pointers to theirs."""
+    """Returns a schema whose references lead to definitions, with names by pointer in `names`."""
     if isinstance(schema, list):
         return [_renamed(part, names) for part in schema]
     if not isinstance(schema, Mapping):

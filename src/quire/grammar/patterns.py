@@ -1,9 +1,8 @@
 """JSON Schema's regular expressions, which are ECMAScript's, in the syntax of Rust's `regex`.
 
-The two look alike and differ where it hurts: `.`, `\\s` and `\\w` mean other sets, `[a&&b]` and
-`\\z` other things altogether. So a pattern is read by ECMAScript's rules (ECMA-262, 22.2, Unicode
-mode with the harmless escapes of Annex B) and written out anew; what Rust has no words for is
-refused.
+The two syntaxes look alike but differ: `.`, `\\s` and `\\w` match other sets, and `[a&&b]` and
+`\\z` mean other things. So a pattern is parsed by ECMAScript's rules (ECMA-262, 22.2, Unicode mode
+with the harmless escapes of Annex B) and translated. A pattern that Rust cannot express is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from llguidance import LLMatcher
 from quire.errors import GrammarError
 
 MAX_WAYS = 128
-"""Places of a bounded repeat of a part whose length varies."""
+"""Most characters of a bounded repeat, if the repeated part varies in length."""
 _SPACE = (
     r"\t\n\x0B\x0C\r\x20\u{A0}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
     r"\u{FEFF}"
@@ -27,7 +26,7 @@ _CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACE}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 _NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 _UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
-# Of a set that holds nothing else, llguidance would make no character at all.
+# Intersected with sets, because llguidance would write no character for a set of unwritable ones.
 _WRITABLE = r"&&[^\x00-\x07\x0B\x0E-\x1F\x7F]"
 _REPEAT = re.compile(r"\{[0-9]{1,6}(?:,(?:[0-9]{1,6})?)?\}")
 _PROPERTY = re.compile(r"[pP]\{[A-Za-z_]{1,40}(?:=[A-Za-z_]{1,40})?\}")
@@ -37,16 +36,17 @@ _LOW = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})")
 
 
 def rules_of(pattern: str, format: str | None) -> list[str]:
-    """Returns the expressions that a string matches, all of them, if it matches a pattern.
+    """Returns expressions such that a string matches the pattern if it matches all of them.
 
-    A lookahead at the start is an expression of its own. One that must not match is left out if
-    nothing that the others allow could match it.
+    A lookahead at the start becomes its own expression. A negative lookahead is left out if no
+    string that the other expressions allow can match it.
 
     Args:
-        format: stands beside the pattern, and is enforced by others.
+        pattern: in ECMAScript's syntax.
+        format: the format next to the pattern, which is enforced elsewhere, or None.
 
     Raises:
-        GrammarError: the pattern cannot be enforced; without a place.
+        GrammarError: the pattern cannot be enforced. The error has no pointer.
     """
     if pattern in _IMPLIED.get(format or "", ()):
         return []
@@ -60,8 +60,10 @@ def rules_of(pattern: str, format: str | None) -> list[str]:
 
 
 def check_repeats(pattern: str) -> None:
-    """Raises GrammarError for a bounded repeat in a regular expression of Rust's that an answer
-    could die of. What the two syntaxes do not share is not looked at."""
+    """Raises GrammarError for a bounded repeat, in Rust's syntax, with too many ways to match.
+
+    Constructs that ECMAScript does not have are not checked.
+    """
     try:
         translate(pattern)
     except _TooManyWaysError:
@@ -71,25 +73,27 @@ def check_repeats(pattern: str) -> None:
 
 
 def format_rules(format: str | None) -> list[str]:
-    """Returns the expressions that a string of a format matches, all of them."""
+    """Returns expressions such that a string has the format if it matches all of them."""
     return [f"^(?:{pattern})$" for pattern in FORMATS[format][0]] if format in FORMATS else []
 
 
 def escape(text: str) -> str:
-    """Returns an expression that matches a text alone."""
+    """Returns an expression that matches exactly the text."""
     return "".join(_literal(ord(char)) for char in text)
 
 
 def contradict(patterns: Sequence[str]) -> bool:
-    """Returns whether no string matches all of some patterns, as far as that can be seen."""
+    """Returns whether it can be proved that no string matches all patterns."""
     schema = {"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]}
     why: str = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps(schema)))
     return why.startswith("Unsatisfiable schema: Regex is empty")
 
 
 def _lookaheads(pattern: str) -> tuple[list[str], list[str], str]:
-    """Splits off the lookaheads that a pattern begins with: those that must match, those that must
-    not, each as a pattern, and the rest."""
+    """Splits off the lookaheads at the start of a pattern.
+
+    Returns the patterns of positive lookaheads, those of negative ones, and the rest.
+    """
     found: dict[str, list[str]] = {"(?=": [], "(?!": []}
     at = 1
     while pattern.startswith("^") and (kind := pattern[at : at + 3]) in found:
@@ -109,7 +113,8 @@ def _has_options(pattern: str) -> bool:
 
 
 def _marks(pattern: str, at: int) -> Iterator[tuple[int, str, int]]:
-    """Yields the places of '(', ')' and '|', and how many groups are open after each."""
+    """Yields the index and character of each '(', ')' and '|', and the number of open groups after
+    it."""
     depth, in_class = 0, False
     while at < len(pattern):
         char = pattern[at]
@@ -126,12 +131,13 @@ def _marks(pattern: str, at: int) -> Iterator[tuple[int, str, int]]:
 
 
 def translate(pattern: str) -> str:
-    """Raises GrammarError, without a place, where the pattern cannot be enforced."""
+    """Returns an ECMAScript pattern in Rust's syntax. Raises GrammarError, without a pointer, if it
+    cannot be enforced."""
     return _Translator(pattern).run()
 
 
 def unwritable(text: str) -> bool:
-    """Whether a JSON string could hold the text only with escapes (\\uXXXX) that are not used."""
+    """Returns whether JSON needs \\uXXXX to write the text, which the grammars do not allow."""
     return _UNWRITABLE.search(text) is not None
 
 
@@ -143,7 +149,7 @@ def _literal(code: int) -> str:
 
 
 def _member(code: int) -> str:
-    """Contents of a character class."""
+    """Returns a character as it is written in a character class."""
     return f"\\u{{{code:X}}}"
 
 
@@ -153,11 +159,11 @@ class _TooManyWaysError(GrammarError):
 
 @dataclass
 class _Ways:
-    """Ways in which a part of a pattern can match.
+    """The number of ways in which a part of a pattern can match.
 
     Attributes:
-        places: characters in it, those of bounded repeats counted as often as they may come.
-        varies: whether it matches texts of several lengths.
+        places: characters in the part. A bounded repeat counts them as often as it may repeat.
+        varies: whether the part matches texts of different lengths.
     """
 
     places: int = 0
@@ -165,7 +171,7 @@ class _Ways:
 
 
 def _together(options: list[list[_Ways]]) -> _Ways:
-    """Returns the ways of a group with these alternatives."""
+    """Returns the ways to match a group with these alternatives."""
     places = [sum(part.places for part in option) for option in options]
     varies = any(part.varies for option in options for part in option)
     return _Ways(sum(places), varies or len(set(places)) > 1)
@@ -218,8 +224,8 @@ class _Translator:
         return "".join(self.out)
 
     def _repeat(self, repeatable: bool) -> bool:
-        """A quantifier at this place, if there is one. Greedy or not makes no difference to what
-        matches."""
+        """Reads a quantifier, and returns whether there was one. Greediness is ignored, because it
+        does not change which strings match."""
         found = _REPEAT.match(self.text, self.at)
         if found is None and self.text[self.at] == "{":
             raise GrammarError("it has a '{' that is no quantifier; write '\\{' for the character")
@@ -234,10 +240,10 @@ class _Translator:
         return True
 
     def _repeated(self, part: _Ways, quantifier: str) -> None:
-        """Counts what a quantifier repeats.
+        """Counts the ways to match a repeated part, and refuses too many.
 
-        llguidance follows all ways in which a text can match at once. Where a part of no fixed
-        length may come so and so many times there are so many that an answer could die of it.
+        llguidance follows all ways to match a text at once. A part of varying length with a bounded
+        repeat can have so many that the answer would fail.
         """
         counts = quantifier.strip("{}").split(",") if quantifier[0] == "{" else []
         if counts and counts[-1]:
@@ -283,7 +289,7 @@ class _Translator:
         return _literal(self._code())
 
     def _code(self) -> int:
-        """The code point that an escape stands for."""
+        """Returns the code point that an escape stands for."""
         char = self.text[self.at : self.at + 1]
         found = _HEX.match(self.text, self.at)
         if found:
@@ -306,7 +312,7 @@ class _Translator:
         return ord(char)
 
     def _whole(self, code: int) -> int:
-        """A pair of surrogates is one code point, half of one is none."""
+        """Returns the code point of a pair of surrogates. Refuses a single surrogate."""
         if 0xD800 <= code < 0xDC00:
             low = _LOW.match(self.text, self.at)
             if low:
@@ -336,7 +342,7 @@ class _Translator:
 
     def _class_item(self) -> str:
         low = self._class_atom()
-        # A dash at the end is itself; after a set, or before one, it would be ambiguous.
+        # A dash at the end is a literal. Next to a set it would be ambiguous.
         if self.text[self.at : self.at + 1] != "-" or self.text[self.at + 1 : self.at + 2] == "]":
             return _member(low) if isinstance(low, int) else low
         self.at += 1
@@ -350,7 +356,7 @@ class _Translator:
         return f"{_member(low)}-{_member(high)}"
 
     def _class_atom(self) -> int | str:
-        """A code point, or a set as Rust writes it."""
+        """Returns a code point, or a set in Rust's syntax."""
         char = self.text[self.at]
         self.at += 1
         if char != "\\":
@@ -376,19 +382,20 @@ _CLOCK = (
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
     r"(?:[Zz]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 )
-# Where a length counts, every place in a text needs a mask of its own, for some 40 000 tokens that
-# fit. So of RFC 5321's lengths only that of a mailbox's local part is kept. Labels
-# begin and end in letters or digits. So written, llguidance sees that any number of these may come:
-# it allows words in one go then, and looks at a quarter of the tokens.
+# A limit on a length needs a separate token mask at every position, for some 40,000 tokens. So only
+# one limit of RFC 5321 is kept: the length of a mailbox's local part. Labels begin and end with
+# letters or digits. In this form llguidance sees that any number of them may follow, and looks at a
+# quarter of the tokens.
 _DOMAIN = r"[A-Za-z0-9]+(?:(?:-+|\.)[A-Za-z0-9]+)*"
-# No "--" in the third and fourth place: such labels must decode as punycode (RFC 5890).
+# "--" as third and fourth character is excluded, because it would have to be valid punycode (RFC
+# 5890).
 _HOST_LABEL = (
     "(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,2}[A-Za-z0-9])?"
     "|[A-Za-z0-9][A-Za-z0-9-](?:[A-Za-z0-9][A-Za-z0-9-]|-[A-Za-z0-9])"
     "[A-Za-z0-9-]{0,58}[A-Za-z0-9])"
 )
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]"
-# At most 64 characters. One count, dots included, costs a third of two that hold at once.
+# At most 64 characters. One count that includes dots costs a third of two simultaneous counts.
 _LOCAL = rf"(?:{_ATOM}{{1,64}}|{_ATOM}(?:\.?{_ATOM}){{0,31}})"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = rf"(?:{_BYTE}\.){{3}}{_BYTE}"
@@ -429,7 +436,7 @@ _TEMPLATE = (
     r"(?:[A-Za-z0-9._~!$&()*+,;=:@/?#\[\]-]|%[0-9A-Fa-f]{2}"
     rf"|\{{[+#./;?&]?{_VARIABLE}(?:,{_VARIABLE})*\}})*"
 )
-# Without groups, ranges and lookaround, which could be malformed.
+# Groups, ranges and lookaround are excluded, because they could be malformed.
 _REGEX = (
     r"\^?(?:(?:[A-Za-z0-9 _/:;,@#%&=<>!'~-]|\.|\\[dDwWsS.^$*+?()\[\]{}|\\/-]"
     r"|\[\^?(?:[A-Za-z0-9_]|\\[dws])+\])[*+?]?)*\$?"
@@ -469,14 +476,15 @@ FORMATS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "relative-json-pointer": ((f"(?:0|[1-9][0-9]*)(?:#|{_POINTER})",), None),
     "regex": ((_REGEX,), None),
 }
-"""Regular expressions (in Rust's syntax) that the whole of a string matches, all of them, and its
-greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321's
-mailboxes without quoted local parts and address literals, URI references that are whole
-URIs, regular expressions without groups, RFC 1123 without internationalized
-labels, RFC 4291 without embedded IPv4."""
+"""For each format: regular expressions in Rust's syntax, all of which match the whole string, and
+the greatest length. They describe a subset of the format: RFC 3339 without leap seconds, RFC 5321's
+mailboxes without quoted local parts and address literals, URI references that are whole URIs,
+regular expressions without groups, RFC 1123 without internationalized labels, RFC 4291 without
+embedded IPv4."""
 
 _LOOSER = {name: [rf"^(?:{_ATOM}+(?:\.{_ATOM}+)*@{_DOMAIN})$"] for name in ("email", "idn-email")}
-"""Expressions that all strings of a format match, without counts, which make comparing dear."""
+"""Looser expressions for a format, for comparisons. They have no counts, which are slow to
+compare."""
 
 _IMPLIED = {
     # zod's
@@ -487,10 +495,10 @@ _IMPLIED = {
         }
     ),
 }
-"""Patterns that libraries write beside a format, and that everything in that format matches."""
+"""Patterns that libraries write next to a format. Every string of the format matches them."""
 
 HARMLESS_FORMATS = (
     "path", "file-path", "directory-path", "binary", "password", "textarea", "float", "double",
     "decimal",
 )  # fmt: skip
-"""Formats that say how a value is shown or kept; every string or number has them."""
+"""Formats that only say how a value is displayed or stored. They add no rule."""

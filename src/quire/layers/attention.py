@@ -1,4 +1,4 @@
-"""Attention sinks as parameters."""
+"""Self-attention over the paged KV cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from quire.parallel.sharding import ShardSpec
 
 
 class Sinks(nn.Module):
-    """A score for each of a rank's heads, see `ops.paged_attention`."""
+    """Attention sinks: one learned score per head, which takes part in the softmax (gpt-oss).
+    `ops.paged_attention` adds them."""
 
     def __init__(self, heads: int, build: Build) -> None:
         super().__init__()
@@ -35,18 +36,22 @@ class Sinks(nn.Module):
         yield ParameterSlice.of("weight", self.weight.data, (self.heads,), (self.range,))
 
 
-# Self-attention over the paged cache.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Multi-head attention with grouped KV heads.
 
-    qkv_bias, out_bias: whether those projections have biases.
-    qk_norm: the RMSNorm that heads of q and k go through, or None.
-    window: how many positions a token sees, itself included; None: all of them.
-    rope: how heads are rotated, or None.
-    sinks: whether each head has a score of its own in the softmax.
+    Attributes:
+        heads: query heads of the whole model.
+        kv_heads: KV heads of the whole model.
+        head_dim: numbers in each head's q, k and v.
+        scale: scores are multiplied by it before the softmax.
+        qkv_bias: whether the projections to q, k and v have biases.
+        out_bias: whether the projection of the heads' output has a bias.
+        qk_norm: the RMSNorm of each head of q and k, or None.
+        window: number of positions that a token sees, itself included, or None for all.
+        rope: rotation of q and k, or None.
+        softcap: scores become softcap * tanh(score / softcap); None leaves them as they are.
+        sinks: whether the layer has `Sinks`.
     """
 
     heads: int
@@ -68,8 +73,14 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Describes what a layer stores of each token on this rank: keys and values of `kv_heads` heads
-    of `head_dim`. query_heads: those that read it. window: in tokens, or None."""
+    """The KV that a layer stores for each token on this rank.
+
+    Attributes:
+        kv_heads: KV heads of this rank.
+        head_dim: numbers in a head's key, and in its value.
+        query_heads: query heads of this rank, which read the KV.
+        window: tokens that a query sees, or None for all.
+    """
 
     kv_heads: int
     head_dim: int
@@ -83,20 +94,21 @@ class KVLayout:
     def parts(
         self, block_size: int, kv_format: ops.KVFormat
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns values, and their scales where each token has its own."""
+        """Returns the shapes and dtypes of a block's keys and values, and of their scales if the
+        format has one for each token."""
         scales = (2, self.kv_heads, block_size)
         values = ((*scales, self.head_dim), kv_format.dtype)
         return [values, (scales, torch.float32)] if kv_format.scales == "token" else [values]
 
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> ops.KVLayer:
-        """Returns one layer's keys and values."""
+        """Returns the layer's keys and values, with their scales."""
         values = parts[0]
         scales = head_scales if len(parts) == 1 else parts[1].unbind(1)
         own = (None, None) if scales is None else (scales[0], scales[1])
         return ops.KVLayer(values[:, 0], values[:, 1], *own)
 
     def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
-        """Returns how attention's work on a step's rows is shared out."""
+        """Returns the assignment of a step's attention work to the device's multiprocessors."""
         return ops.attention_schedule(
             batch.query_start,
             batch.seq_lens,
@@ -112,8 +124,11 @@ class KVLayout:
 
 
 class Attention(nn.Module):
-    """Multi-head attention with grouped KV heads (Ainslie et al. 2023); heads are shared out over
-    ranks, and where there are fewer KV heads than ranks, neighbouring ranks hold copies."""
+    """Multi-head attention with grouped KV heads (Ainslie et al. 2023).
+
+    Each rank computes its share of the heads. With fewer KV heads than ranks, neighbouring ranks
+    hold copies of one KV head.
+    """
 
     def __init__(
         self, spec: AttentionSpec, hidden: int, rotary: RotaryTable | None, build: Build
@@ -150,7 +165,7 @@ class Attention(nn.Module):
         self.layout = KVLayout(kv, dim, query, spec.window)
 
     def outputs(self, spec: AttentionSpec) -> list[Output]:
-        """Returns what the first projection gives."""
+        """Returns the outputs of the first projection: q, k and v."""
         dim = spec.head_dim
         kv_size = spec.kv_heads * dim
         return [
@@ -173,8 +188,14 @@ class Attention(nn.Module):
     def attend(
         self, qkv: Tensor, batch: ForwardBatch, group: GroupBatch, kv: ops.KVLayer
     ) -> Tensor:
-        """Returns the outputs of this rank's heads side by side, [T, heads * head_dim]. qkv: what
-        `project` gives, any stride between tokens."""
+        """Returns the outputs of this rank's heads, [T, heads * head_dim].
+
+        Args:
+            qkv: the result of `project`; rows may have any stride.
+            batch: the step.
+            group: the layer's part of the step.
+            kv: the layer's part of the KV cache. The tokens' keys and values are stored there.
+        """
         spec = self.spec
         tokens = len(qkv)
         rotary = self._rotary[0]
@@ -208,12 +229,12 @@ class Attention(nn.Module):
         return out.reshape(tokens, -1)
 
     def project(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Tensor:
-        """Returns q, k and v of the heads of this rank, side by side."""
-        hidden, norm = x.inputs(norm)
+        """Returns q, k and v of this rank's heads, [T, (heads + 2 * kv_heads) * head_dim]."""
+        hidden, norm = x.layer_input(norm)
         return self.qkv(hidden, norm=norm)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
-        # Queries after rotation and what attention returns are each as wide as q, in fp32 at most.
+        # The rotated queries and the attention output are each as wide as q, and fp32 at most.
         heads = 2 * tokens * self.qkv.sizes[0] * 4
         return heads + self.qkv.workspace_bytes(tokens) + self.out.workspace_bytes(tokens)

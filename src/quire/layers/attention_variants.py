@@ -1,4 +1,14 @@
-"""Attention with one more step: a gate, norms, or scaled queries."""
+"""Attention with one more step. Each variant is a spec and the layer that the spec builds.
+
+    x -- norm, qkv --> q, k, v -- rope, KV store, attention --> heads -- out --> + x
+                          |                                       |
+                          |                                       +- GatedAttention: * sigmoid(gate)
+                          +- ProjectionNormAttention: RMSNorm over all heads of q, and of k
+                          +- QueryScaleAttention: q * a function of its position
+                          +- ValueNormAttention: RMSNorm over each head of v
+
+Steps on q, k and v extend `Attention.project`. The gate extends `Attention.forward`.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +34,14 @@ from quire.parallel.sharding import ShardSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedAttentionSpec(AttentionSpec):
-    """Attention with a gate for each of its outputs, sigmoid of a projection."""
+    """Attention whose output is multiplied by the sigmoid of a projection (Qwen3-Next)."""
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Attention:
         return GatedAttention(self, hidden, rotary, build)
 
 
 class GatedAttention(Attention):
-    """Multi-head attention times sigmoid(gate), before the last projection."""
+    """out(heads * sigmoid(gate)): the gate has one number for each number of the heads."""
 
     def outputs(self, spec: AttentionSpec) -> list[Output]:
         size = spec.heads * spec.head_dim
@@ -51,12 +61,10 @@ class GatedAttention(Attention):
         return self.out.add(sigmoid_gate(out, gate), x)
 
 
-# Attention whose queries and keys are normed across heads.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionNormSpec(AttentionSpec):
-    """Attention with an RMSNorm over all heads of q together, and one over those of k."""
+    """Attention with one RMSNorm over all heads of q together, and one over all heads of k (OLMo 2,
+    MiniMax-M2)."""
 
     projection_norm: NormSpec
 
@@ -66,7 +74,7 @@ class ProjectionNormSpec(AttentionSpec):
 
 
 class ProjectionNorm(RMSNorm):
-    """An RMSNorm over all heads of a projection, of which each rank holds some."""
+    """The weights of an RMSNorm over all heads of a projection. Each rank holds its heads' part."""
 
     def __init__(self, width: int, head_dim: int, spec: NormSpec, build: Build) -> None:
         group = build.group
@@ -80,7 +88,8 @@ class ProjectionNorm(RMSNorm):
 
 
 class ProjectionNormAttention(Attention):
-    """Attention with one norm for all heads of q, and one for those of k."""
+    """Attention by a `ProjectionNormSpec`. Ranks add up their mean squares, because the norm spans
+    the heads of all ranks."""
 
     def __init__(
         self, spec: ProjectionNormSpec, hidden: int, rotary: RotaryTable | None, build: Build
@@ -99,8 +108,8 @@ class ProjectionNormAttention(Attention):
         q, k, v = torch.split(super().project(x, norm, batch), self.qkv.sizes, dim=1)
         if self.group.world == 1:
             return torch.cat((self.q_projection_norm(q), self.k_projection_norm(k), v), dim=1)
-        # A rank's heads give it a share of the mean. Where ranks hold copies of a head, all heads
-        # have as many of them, and the mean over ranks remains that over heads.
+        # The mean over ranks is the mean over heads, because every rank has equally many heads.
+        # Copies of KV heads do not change it: every head has the same number of copies.
         means = torch.stack([part.float().square().mean(1) for part in (q, k)], dim=1)
         means = self.group.all_reduce(means) / self.group.world
         scales = torch.rsqrt(means + self.q_projection_norm.eps)
@@ -117,21 +126,23 @@ class ProjectionNormAttention(Attention):
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
-        # The normed q and k, and all three side by side.
+        # The normed q and k, and the concatenation of q, k and v.
         return super().workspace_bytes(tokens) + 2 * self.qkv.workspace_bytes(tokens)
 
     def _scaled(self, x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
-        """Returns x * scale * weight, rounded where `ops.rms_norm` rounds."""
+        """Returns x * scale * weight, and rounds in the same places as `ops.rms_norm`."""
         return ((x.float() * scale).to(weight.dtype) * weight).to(x.dtype)
-
-
-# Attention whose queries grow with their position.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaleSpec(AttentionSpec):
-    """Attention with queries at position p multiplied by 1 + beta * log(1 + floor(p / step)), so
-    that scores stay sharp over long contexts (Llama 4)."""
+    """Attention whose queries grow with their position, which keeps scores sharp over long contexts
+    (Llama 4).
+
+    Attributes:
+        beta: the query at position p is multiplied by 1 + beta * log(1 + floor(p / step)).
+        step: see `beta`, in tokens.
+    """
 
     beta: float
     step: int
@@ -142,8 +153,8 @@ class QueryScaleSpec(AttentionSpec):
 
 
 class QueryScaleAttention(Attention):
-    """Attention by a `QueryScaleSpec`. Rotating a query does not change its length, so that it may
-    be scaled before."""
+    """Attention by a `QueryScaleSpec`. Queries are scaled before their rotation, which gives the
+    same result because a rotation is linear."""
 
     def __init__(
         self, spec: QueryScaleSpec, hidden: int, rotary: RotaryTable | None, build: Build
@@ -159,14 +170,14 @@ class QueryScaleAttention(Attention):
         return qkv
 
 
-# Attention whose values are normed, and may be the keys before their norm.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueNormSpec(AttentionSpec):
-    """Attention with an RMSNorm without weights over each head's values.
+    """Attention with an RMSNorm without weights over each head's values (Gemma 4).
 
-    value_eps: its epsilon. keys_as_values: values are what keys are before norm and rotation.
+    Attributes:
+        value_eps: epsilon of that norm.
+        keys_as_values: there is no projection for values. A head's values are its keys before their
+            norm and rotation.
     """
 
     value_eps: float
@@ -205,5 +216,6 @@ class ValueNormAttention(Attention):
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
-        # Values twice, and all three side by side, which may be more than was projected.
+        # The values before and after the norm, and the concatenation of q, k and v. The latter is
+        # larger than the projection if keys serve as values.
         return super().workspace_bytes(tokens) + 4 * self.qkv.workspace_bytes(tokens)

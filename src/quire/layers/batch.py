@@ -1,4 +1,4 @@
-"""The tokens of one forward pass: the model's only view of requests and cache."""
+"""The tokens of one forward pass. A model sees requests and the KV cache only through them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class GroupBatch:
-    """One KV group's share of a batch.
+    """The slots and blocks of one KV group in a step.
 
-    slots: int64 or int32 [T], where each token's KV goes (block * block_size + offset), -1:
-        nowhere.
-    block_table: int32 [R, max_blocks], the blocks of each row in order of position; entries past
-        a row's length, or before its window, may hold anything.
-    Of a state group, slots are the lanes of the rows, int32 [R], -1 for padding, and block_table is
-    that of all lanes (see `KVGroup.table_width`).
-    scratch: what ops derive from this batch once for all layers. Empty for a new step; a batch
-        whose tensors are refilled in place needs an empty one.
+    Attributes:
+        slots: int64 or int32 [T], the slot of each token's KV, block * block_size + offset. The KV
+            is not stored where it is -1. In a state group: int32 [R], the lane of each row, -1 for
+            padding.
+        block_table: int32 [R, max_blocks], each row's blocks in order of position. Entries past a
+            row's length, or before its window, may hold anything. In a state group: the table of
+            all lanes, see `KVGroup.table_width`.
+        scratch: values that ops derive from the batch once and reuse in all layers. It must be
+            empty when a step begins, even if the batch's tensors are refilled in place.
     """
 
     slots: Tensor
@@ -29,14 +30,18 @@ class GroupBatch:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens of R rows, rows one after the other; tokens behind the last row are padding.
+    """T tokens of R rows. Rows follow each other; tokens after the last row are padding.
 
-    input_ids, positions: int32 [T].
-    query_start: int32 [R + 1], where each row's tokens begin.
-    seq_lens: int32 [R], context lengths including this step's tokens, as the device knows them.
-    groups: one per KV group, in the order of `Decoder.kv_groups`.
-    q_lens: host copy of the row lengths, exact.
-    max_q_len, max_seq_len: host upper bounds, for launch shapes.
+    Attributes:
+        input_ids: int32 [T].
+        positions: int32 [T].
+        query_start: int32 [R + 1], the index of each row's first token.
+        seq_lens: int32 [R], context lengths with this step's tokens. The device may have computed
+            them, so the host need not know them.
+        groups: one for each KV group, in the order of `Decoder.kv_groups`.
+        q_lens: the rows' numbers of tokens, known to the host.
+        max_q_len: upper bound of `q_lens`, for launch shapes.
+        max_seq_len: upper bound of `seq_lens`, for launch shapes.
     """
 
     input_ids: Tensor

@@ -1,4 +1,4 @@
-"""The value that says how the layers of a model are built."""
+"""The settings with which all layers of a model are built."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from quire.quantization import Quantization
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Says where a model's layers are and how they store what they hold.
+    """Device, dtype, ranks and quantization of a module that is to be built.
 
-    group: the ranks that share the layers. quantization: decides each linear layer's weight format.
-    dtype: of activations, and of parameters without a format. name: of the module to build.
-    expert_parallel: ranks hold whole experts instead of a share of each. drafts: the most draft
-    tokens of a row, which no state may be lost to.
+    Attributes:
+        group: the ranks that share the layers.
+        quantization: chooses each linear layer's weight format.
+        device: holds the parameters; "meta" allocates nothing.
+        dtype: of activations, and of parameters that have no weight format.
+        name: dotted name of the module, such as `layers.0.mlp`.
+        expert_parallel: each rank holds whole experts instead of a part of every expert.
+        drafts: most draft tokens of a row in a step. Recurrent layers must be able to go back to
+            the state after any of them, because drafts may be rejected.
     """
 
     group: ProcessGroup
@@ -29,10 +34,10 @@ class Build:
     drafts: int = 0
 
     def within(self, name: str) -> Build:
-        """Returns the value for the module's part `name`."""
+        """Returns the settings for the submodule `name`."""
         return replace(self, name=f"{self.name}.{name}" if self.name else name)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
-        """Returns a parameter without content."""
+        """Returns an uninitialized parameter in `dtype`."""
         tensor = torch.empty(shape, device=self.device, dtype=self.dtype)
         return torch.nn.Parameter(tensor, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Feed-forward layers of a dense part and of experts beside it, each with norms of its own."""
+"""Feed-forward layers with a dense part and experts in parallel, each with its own norms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from quire import ops
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
-from quire.layers.expert_weights import as_fp32
+from quire.layers.expert_weights import fp32_parameter
 from quire.layers.experts import Experts, ExpertsSpec
 from quire.layers.mlp import MlpSpec
 from quire.layers.norm import NormSpec, RMSNorm
@@ -24,9 +24,12 @@ _experts_mlp = ops.op(twins.experts_mlp)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseAndExpertsSpec:
-    """A dense layer and experts (Gemma 4): norm(dense(x)) + norm(experts(x)).
+    """norm(dense(x)) + norm(experts(norm(x))), as in Gemma 4.
 
-    norm: of what each part gives, of what experts take, and of what the router takes.
+    Attributes:
+        dense: the dense part.
+        experts: the experts and their router.
+        norm: kind of the norms on both parts' outputs, the experts' input and the router's input.
     """
 
     dense: MlpSpec
@@ -39,8 +42,10 @@ class DenseAndExpertsSpec:
 
 
 class DenseAndExperts(nn.Module):
-    """A dense layer and experts beside it. The weight of each expert in a token's sum is multiplied
-    by a number of its own."""
+    """A dense layer and experts in parallel.
+
+    Each expert has a learned scale, by which its routing weight is multiplied.
+    """
 
     def __init__(self, spec: DenseAndExpertsSpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -55,13 +60,13 @@ class DenseAndExperts(nn.Module):
         self.experts_norm = norm("experts_norm")
         self.experts_out_norm = norm("experts_out_norm")
         self.router_norm = norm("router_norm")
-        self.expert_scale = as_fp32(spec.experts.experts, build)
+        self.expert_scale = fp32_parameter(spec.experts.experts, build)
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
-        """Returns what both parts give, [T, hidden], without x."""
+        """Returns the sum of both parts' outputs, [T, hidden], without x."""
         stream, experts = x.total(), self.experts
-        apart = Residual(stream, apart=True)
-        dense = self.dense_out_norm(self.dense(apart, norm, batch).total())
+        delta_only = Residual(stream, delta_only=True)
+        dense = self.dense_out_norm(self.dense(delta_only, norm, batch).total())
         taken = self.router_norm(stream)
         _, ids, weights = experts.router(taken, None, batch.query_start[-1:])
         scales = self.expert_scale[ids.clamp(min=0).long() + experts.router.local[0]]
@@ -75,11 +80,12 @@ class DenseAndExperts(nn.Module):
         return Residual(dense.add_(self.experts_out_norm(out)))
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the parameters that are no part's."""
+        """Yields the parameters of this module itself."""
         yield ParameterSlice.of("expert_scale", self.expert_scale.data, initial="ones")
 
     def finish(self) -> None:
-        """Ends loading: the router takes inputs of length 1, not of length sqrt(hidden)."""
+        """Ends loading. Folds 1 / sqrt(hidden) into the router's norm, because the router expects
+        inputs of length 1."""
         self.router_norm.weight.data.mul_(self.hidden**-0.5)
 
     def workspace_bytes(self, tokens: int) -> int:

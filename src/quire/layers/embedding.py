@@ -15,8 +15,10 @@ from quire.parallel.sharding import ShardSpec
 
 
 class VocabEmbedding(nn.Module):
-    """A row per token id, rows shared out over ranks. A vocabulary that does not divide evenly is
-    padded: the last rank holds rows that no token uses."""
+    """Token embeddings. Each rank holds the rows of its share of the vocabulary.
+
+    If the vocabulary does not divide evenly, the last rank holds rows that no token uses.
+    """
 
     def __init__(self, vocab: int, width: int, build: Build) -> None:
         super().__init__()
@@ -28,7 +30,7 @@ class VocabEmbedding(nn.Module):
         self.weight = nn.Parameter(tensor, requires_grad=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int [T] -> [T, width]."""
+        """Returns the embeddings [T, width] of token ids, int [T]."""
         if self.group.world == 1:
             return ops.embedding(ids, self.weight)
         rows = ops.embedding(ids, self.weight, self.start)
@@ -49,7 +51,7 @@ class PositionEmbedding(nn.Module):
         self.weight = build.empty(positions, width)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """int [T] -> [T, width]."""
+        """Returns the embeddings [T, width] of positions, int [T]."""
         return ops.embedding(positions, self.weight)
 
     def slices(self) -> Iterator[ParameterSlice]:
@@ -57,9 +59,13 @@ class PositionEmbedding(nn.Module):
 
 
 class LMHead(Linear):
-    """A linear layer with an output per token id, gathered over ranks.
+    """The linear layer from hidden states to logits, gathered over ranks.
 
-    tied: the embedding whose weights it shares, or None.
+    Args:
+        width: numbers in a hidden state.
+        vocab: token ids.
+        build: see `Build`.
+        tied: the embedding whose weights the head shares, or None.
     """
 
     def __init__(
@@ -71,7 +77,7 @@ class LMHead(Linear):
         self.vocab = vocab
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, width] -> [N, vocab] in the same dtype, equal on every rank."""
+        """Returns logits [N, vocab] of hidden states [N, width], in their dtype, on every rank."""
         logits: Tensor = self(hidden)
         if self.group.world > 1:
             logits = self.group.all_gather(logits)[:, : self.vocab]

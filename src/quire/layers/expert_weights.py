@@ -1,4 +1,4 @@
-"""One projection of all experts of a layer, from a checkpoint's tensors of any layout."""
+"""The weights of one projection for all experts of a layer, and their layouts in checkpoints."""
 
 from __future__ import annotations
 
@@ -15,21 +15,30 @@ from quire.errors import ModelError
 from quire.layers.build import Build
 from quire.layers.parameter_slice import ParameterSlice
 from quire.ops.experts import ExpertWeights, expands
-from quire.quantization import ProjectionShare, Quantization, Range, Scheme, StoredTensor
+from quire.quantization import CheckpointTensor, ProjectionShare, Quantization, Range, Scheme
 
 Layout = Literal["each", "fused", "interleaved"]
 """Layout of experts in a checkpoint.
 
-"each": tensors of their own for each projection of each expert.
-"fused": a tensor for all experts, [experts, outputs, inputs]; gates and then ups are one.
-"interleaved": the same, but gates and ups take turns, and floats are [experts, inputs, outputs].
+"each": one tensor for each projection of each expert.
+"fused": one tensor for all experts, [experts, outputs, inputs]; all gates come first, then all ups.
+"interleaved": one tensor for all experts, in which gates and ups alternate. Float tensors are
+[experts, inputs, outputs].
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A rank's part of a projection. experts, rows, columns: of so many experts, outputs of
-    each projection, and inputs."""
+class ExpertShard:
+    """The part of a projection's weights that one rank holds.
+
+    Attributes:
+        experts: [first, end) of the experts on this rank.
+        rows: [first, end) of each projection's outputs.
+        columns: [first, end) of the inputs.
+        count: experts of the whole layer.
+        outputs: outputs of the whole projection.
+        inputs: inputs of the whole projection.
+    """
 
     experts: Range
     rows: Range
@@ -43,18 +52,22 @@ class Cut:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""Results of `experts_scheme`."""
+"""Cache of `experts_scheme`, because a model may have 45,000 projections, and every number of ranks
+that is considered asks for them again."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
-    """Returns the scheme that all experts' projections have.
+    """Returns the scheme that all experts' projections have in common.
 
-    names: of the projections that share a weight, "" for one alone.
+    Args:
+        names: projections that share a weight, such as ("gate", "up"); ("",) for a single one.
+        layout: of the checkpoint.
+        build: its name is that of the projection.
+        count: experts of the layer.
 
     Raises:
-        ModelError: they differ, or each has an order of inputs of its own.
+        ModelError: the schemes differ, or each projection has its own order of inputs.
     """
-    # A published model has 45,000 projections, and is laid out for many numbers of ranks.
     found = _SCHEMES.setdefault(build.quantization, {})
     key = build.name, tuple(names), layout, build.dtype, count
     if key not in found:
@@ -86,7 +99,7 @@ def _common_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
 
 
 def _difference(one: Scheme, other: Scheme) -> str:
-    """Says in what two schemes differ."""
+    """Returns the first difference between two schemes, for an error message."""
     for field in fields(one.format):
         own, others = (getattr(scheme.format, field.name) for scheme in (one, other))
         if own != others:
@@ -96,38 +109,55 @@ def _difference(one: Scheme, other: Scheme) -> str:
 
 
 class ExpertLinear(nn.Module):
-    """The weights of a projection, or of gates and ups, of this rank's experts.
+    """The weights of a projection, or of gates and ups together, of this rank's experts.
 
-    names: of the projections that share the weight, "" for one alone. bias: whether there are some;
-    with columns cut, the first rank has them.
+    Args:
+        names: projections that share the weight, ("",) for a single one.
+        shard: the part of the weights that this rank holds.
+        scheme: the weight's format and its tensors in the checkpoint.
+        layout: of the checkpoint.
+        build: see `Build`.
+        bias: whether the projections have biases. If ranks split the inputs, only the first rank
+            adds them.
     """
 
     def __init__(
-        self, names: Sequence[str], cut: Cut, scheme: Scheme, layout: Layout, build: Build, *,
+        self,
+        names: Sequence[str],
+        shard: ExpertShard,
+        scheme: Scheme,
+        layout: Layout,
+        build: Build,
+        *,
         bias: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         self.names = tuple(names)
-        self.cut = cut
+        self.shard = shard
         self.scheme = scheme
         self.layout = layout
-        self.count = cut.experts[1] - cut.experts[0]
-        self.size = cut.rows[1] - cut.rows[0]
-        width = cut.columns[1] - cut.columns[0]
+        self.count = shard.experts[1] - shard.experts[0]
+        self.size = shard.rows[1] - shard.rows[0]
+        width = shard.columns[1] - shard.columns[0]
         if width % scheme.format.packed:
             raise ModelError(
                 f"{build.name}: {width} inputs cannot be stored {scheme.format.packed} to a byte"
             )
         self._columns = width
-        # A sum over ranks has each bias once.
-        self.own_bias = cut.columns[0] == 0
+        # The sum over ranks must contain each bias once.
+        self.own_bias = shard.columns[0] == 0
         self._make(build.device, build.dtype if bias else None)
 
     def _make(self, device: torch.device, bias: torch.dtype | None) -> None:
-        """Makes parameters without content, for `count` experts. bias: the dtype of biases."""
+        """Creates uninitialized parameters for `count` experts.
+
+        Args:
+            device: holds them.
+            bias: the dtype of the biases, or None without biases.
+        """
         self.weight = ops.Weight.empty(
             self.scheme.format, self.count * len(self.names) * self.size, self._columns, device,
-            before=self.cut.columns[0], whole=self.cut.inputs,
+            before=self.shard.columns[0], whole=self.shard.inputs,
             stacked=self.count * len(self.names),
         )  # fmt: skip
         for name in ("values", "scales", "zeros", "input_scale"):
@@ -141,7 +171,7 @@ class ExpertLinear(nn.Module):
             self.bias = nn.Parameter(tensor, requires_grad=False)
 
     def grow(self, more: int) -> None:
-        """Makes room for further experts behind those that are loaded; it has no content yet."""
+        """Appends `more` uninitialized experts to the loaded ones."""
         old = [self.tensors(expert) for expert in range(self.count)]
         self.count += more
         self._make(self.weight.values.device, None if self.bias is None else self.bias.dtype)
@@ -150,7 +180,7 @@ class ExpertLinear(nn.Module):
                 new.copy_(tensor)
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Returns all that is stored of one of this rank's experts, views."""
+        """Returns views of all tensors of one expert, counted from this rank's first."""
         each = len(self.names)
         weight = self.weight.rows(expert * each * self.size, (expert + 1) * each * self.size)
         found = [weight.values, weight.scales, weight.zeros]
@@ -159,63 +189,73 @@ class ExpertLinear(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        """Returns what the op takes."""
+        """Returns the weights in the form that the experts' op takes."""
         bias = self.bias if self.own_bias else None
-        first, end = self.cut.experts
-        # Ranks have equal shares but for one expert, and equally many copies.
+        first, end = self.shard.experts
+        # The total with copies is estimated from this rank: shares differ by one expert at most,
+        # and every rank has equally many copies.
         return ExpertWeights(
-            self.weight, self.count, bias, round(self.count * self.cut.count / (end - first))
+            self.weight, self.count, bias, round(self.count * self.shard.count / (end - first))
         )
 
     def finish(self) -> None:
-        """Ends loading: all share the largest fixed scale of inputs."""
+        """Ends loading. All experts use the largest of their static input scales."""
         scale = self.weight.input_scale
         if scale is not None:
             scale.copy_(scale.max().expand_as(scale))
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the checkpoint's tensors."""
+        """Yields this rank's part of each of the checkpoint's tensors."""
         if self.layout == "each":
-            yield from self._of_each()
+            yield from self._separate_slices()
         elif self.layout == "fused":
             for place in range(len(self.names)):
-                yield from self._fused(place)
+                yield from self._fused_slices(place)
         else:
             for stored in self.scheme.stored:
-                yield self._interleaved(stored)
+                yield self._interleaved_slice(stored)
             if self.bias is not None:
-                yield self._interleaved_bias(self.bias.data)
+                yield self._interleaved_bias_slice(self.bias.data)
 
     def _rows(self, expert: int, place: int) -> ops.Weight:
-        """Returns the weight of one of this rank's experts' projections."""
+        """Returns the weight of projection `place` of one of this rank's experts, from 0."""
         index = expert * len(self.names) + place
         return self.weight.rows(index * self.size, (index + 1) * self.size, index)
 
-    def _bias(self, place: int) -> Tensor | None:
-        """Returns the biases of a projection, [experts, outputs]."""
+    def _biases(self, place: int) -> Tensor | None:
+        """Returns the biases of projection `place`, [experts, outputs], or None."""
         if self.bias is None:
             return None
         return self.bias.data[:, place * self.size : (place + 1) * self.size]
 
-    def _of_each(self) -> Iterator[ParameterSlice]:
-        share, (first, end) = self.cut.share(), self.cut.experts
-        for expert in range(self.cut.count):
+    def _separate_slices(self) -> Iterator[ParameterSlice]:
+        share, (first, end) = self.shard.share(), self.shard.experts
+        for expert in range(self.shard.count):
             for place, name in enumerate(self.names):
                 prefix = ".".join(filter(None, (str(expert), name)))
                 own = first <= expert < end
                 weight = self._rows(expert - first, place) if own else None
                 for stored in self.scheme.stored:
                     yield self._slice(f"{prefix}.{stored.name}", weight, stored, share)
-                bias = self._bias(place)
+                bias = self._biases(place)
                 if bias is not None:
-                    rows = self.cut.rows if own else (0, 0)
+                    rows = self.shard.rows if own else (0, 0)
                     target = bias[expert - first if own else 0]
-                    yield ParameterSlice.of(f"{prefix}.bias", target, (self.cut.outputs,), (rows,))
+                    yield ParameterSlice.of(
+                        f"{prefix}.bias", target, (self.shard.outputs,), (rows,)
+                    )
 
     def _slice(
-        self, name: str, weight: ops.Weight | None, stored: StoredTensor, share: ProjectionShare
+        self, name: str, weight: ops.Weight | None, stored: CheckpointTensor, share: ProjectionShare
     ) -> ParameterSlice:
-        """Returns a tensor of one expert. weight: None if it is another rank's, who reads it."""
+        """Returns the slice of one expert's tensor; it is empty if another rank holds the expert.
+
+        Args:
+            name: of the tensor below this module.
+            weight: of the expert, or None if another rank holds it.
+            stored: how the tensor becomes part of the weight.
+            share: this rank's share of the projection.
+        """
 
         def write(part: Tensor, start: int) -> None:
             if weight is not None:
@@ -227,34 +267,34 @@ class ExpertLinear(nn.Module):
         device = self.weight.values.device
         return ParameterSlice(name, shape, ranges, write, device, stored.dtypes)
 
-    def _fused(self, place: int) -> Iterator[ParameterSlice]:
+    def _fused_slices(self, place: int) -> Iterator[ParameterSlice]:
         prefix = f"{self.names[place]}." if self.names[place] else ""
-        whole = self.cut.outputs * len(self.names)
-        before = self.cut.outputs * place
-        rows = before + self.cut.rows[0], before + self.cut.rows[1]
-        share = ProjectionShare(rows, self.cut.columns, whole, self.cut.inputs)
+        whole = self.shard.outputs * len(self.names)
+        before = self.shard.outputs * place
+        rows = before + self.shard.rows[0], before + self.shard.rows[1]
+        share = ProjectionShare(rows, self.shard.columns, whole, self.shard.inputs)
         for stored in self.scheme.stored:
 
-            def write(part: Tensor, start: int, stored: StoredTensor = stored) -> None:
+            def write(part: Tensor, start: int, stored: CheckpointTensor = stored) -> None:
                 for expert, own in enumerate(part, start):
                     stored.write(self._rows(expert, place), own, 0, share)
 
             yield ParameterSlice(
                 f"{prefix}{stored.name}",
-                (self.cut.count, *stored.shape(whole, self.cut.inputs)),
-                (self.cut.experts, *stored.ranges(share)),
+                (self.shard.count, *stored.shape(whole, self.shard.inputs)),
+                (self.shard.experts, *stored.ranges(share)),
                 write,
                 self.weight.values.device,
                 stored.dtypes,
             )
-        bias = self._bias(place)
+        bias = self._biases(place)
         if bias is not None:
-            shape, ranges = (self.cut.count, whole), (self.cut.experts, rows)
+            shape, ranges = (self.shard.count, whole), (self.shard.experts, rows)
             yield ParameterSlice.of(f"{prefix}bias", bias, shape, ranges)
 
-    def _interleaved(self, stored: StoredTensor) -> ParameterSlice:
-        share, turns = self.cut.share(), len(self.names)
-        shape = stored.shape(self.cut.outputs * turns, self.cut.inputs)
+    def _interleaved_slice(self, stored: CheckpointTensor) -> ParameterSlice:
+        share, turns = self.shard.share(), len(self.names)
+        shape = stored.shape(self.shard.outputs * turns, self.shard.inputs)
         (low, high), *rest = stored.ranges(share)
         ranges: list[Range] = [(low * turns, high * turns), *rest]
         transposed = stored.name == "weight"
@@ -268,41 +308,43 @@ class ExpertLinear(nn.Module):
                     stored.write(self._rows(expert, place), rows[place::turns], 0, share)
 
         return ParameterSlice(
-            stored.name, (self.cut.count, *shape), (self.cut.experts, *ranges), write,
+            stored.name, (self.shard.count, *shape), (self.shard.experts, *ranges), write,
             self.weight.values.device, stored.dtypes,
         )  # fmt: skip
 
-    def _interleaved_bias(self, target: Tensor) -> ParameterSlice:
-        turns, (low, high) = len(self.names), self.cut.rows
+    def _interleaved_bias_slice(self, target: Tensor) -> ParameterSlice:
+        turns, (low, high) = len(self.names), self.shard.rows
 
         def write(part: Tensor, start: int) -> None:
             own = target[start : start + len(part)].view(len(part), turns, -1)
             own.copy_(part.view(len(part), -1, turns).transpose(1, 2), non_blocking=True)
 
-        shape = self.cut.count, self.cut.outputs * turns
-        ranges = self.cut.experts, (low * turns, high * turns)
+        shape = self.shard.count, self.shard.outputs * turns
+        ranges = self.shard.experts, (low * turns, high * turns)
         return ParameterSlice("bias", shape, ranges, write, target.device)
 
     def workspace_bytes(self, rows: int) -> int:
-        """Returns an upper bound of the memory of the results of `rows` rows, in fp32."""
+        """Returns an upper bound of the bytes of the results for `rows` rows, in fp32."""
         return 4 * rows * len(self.names) * self.size
 
     def expanded_bytes(self, rows: int) -> int:
-        """Returns the memory of the weights in 16 bits, where those of `rows` rows are expanded."""
+        """Returns the bytes of the weights in 16 bits if `rows` rows expand them, else 0."""
         own, weight = self.weights, self.weight
         values = weight.outputs * weight.inputs
         return 2 * values if expands(weight.format, rows, own.total) else 0
 
 
-def even_cut(size: int, unit: int, rank: int, world: int) -> Range:
-    """Returns a rank's share of `size` in whole units, as even as they allow; the last unit may be
-    less than whole."""
+def even_shard(size: int, unit: int, rank: int, world: int) -> Range:
+    """Returns [first, end) of one rank's share of `size`, in whole units.
+
+    Shares differ by one unit at most. The last unit may be shorter than the others.
+    """
     units = -(-size // unit)
     low, high = rank * units // world, (rank + 1) * units // world
     return low * unit, min(high * unit, size)
 
 
-def as_fp32(shape: int, build: Build) -> nn.Parameter:
-    """Returns a parameter in fp32 without content."""
+def fp32_parameter(shape: int, build: Build) -> nn.Parameter:
+    """Returns an uninitialized fp32 parameter [shape]."""
     tensor = torch.empty(shape, device=build.device, dtype=torch.float32)
     return nn.Parameter(tensor, requires_grad=False)

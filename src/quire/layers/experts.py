@@ -1,4 +1,4 @@
-"""Feed-forward layers of experts, of which each token takes a few."""
+"""Mixture-of-experts layers (Shazeer et al. 2017): a router chooses each token's experts."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from quire.errors import ConfigError
 from quire.layers.batch import ForwardBatch
 from quire.layers.build import Build
 from quire.layers.expert_weights import (
-    Cut,
     ExpertLinear,
+    ExpertShard,
     Layout,
-    as_fp32,
-    even_cut,
+    even_shard,
     experts_scheme,
+    fp32_parameter,
 )
-from quire.layers.fixed_sums import experts_sum
+from quire.layers.fixed_sums import experts_in_order
 from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import LaterSum, Residual
+from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
 from quire.ops.beside import beside
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
@@ -34,22 +34,29 @@ _experts_mlp = ops.op(twins.experts_mlp)
 _add_gated = ops.op(twins.add_gated)
 
 _ROUTER_PARTS = 8
-"""Parts of the inputs whose logits a kernel adds up, at most."""
+"""Most partial logits per expert that the router's kernel adds up, for the workspace."""
 _BESIDE_TOKENS = 256
-"""Tokens up to which the shared expert runs beside the others: more fill a GPU by themselves."""
+"""Up to this many tokens the shared expert runs on a second stream; more fill a GPU alone."""
 _UNIT = 16
-"""Hidden units that ranks do not cut, unless that leaves one without any."""
+"""Ranks split an expert's hidden units in multiples of this, unless a rank would get none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """A layer of `experts` experts, each a gated feed-forward layer of `width` hidden units.
+    """A layer of experts, each a gated feed-forward layer.
 
-    bias, router_bias: whether the experts, and the router, have biases.
-    correction: whether the router has a term per expert that counts for the choice alone.
-    shared_width: hidden units of an expert that every token takes besides, 0 without one.
-    shared_gate: whether that expert's output is multiplied by the sigmoid of a projection.
-    layout: of the checkpoint's tensors.
+    Attributes:
+        experts: number of experts.
+        width: hidden units of each expert.
+        routing: how many experts a token gets, and their weights.
+        act: the gated activation.
+        bias: whether the experts have biases.
+        router_bias: whether the router has a bias.
+        correction: whether the router has a bias per expert that affects only the choice of
+            experts, not their weights (DeepSeek-V3).
+        shared_width: hidden units of the shared expert, which every token gets; 0 without one.
+        shared_gate: whether the shared expert's output is multiplied by a sigmoid gate.
+        layout: of the checkpoint's tensors.
     """
 
     experts: int
@@ -69,9 +76,11 @@ class ExpertsSpec:
 
 
 class Router(nn.Module):
-    """Chooses experts. Every rank holds it whole.
+    """Chooses each token's experts. Every rank holds the whole router.
 
-    local: the experts of this rank. copies: where experts are instead, if ranks hold copies.
+    Attributes:
+        local: [first, end) of the experts on this rank.
+        copies: the places of all experts if ranks hold copies of some, else None.
     """
 
     def __init__(
@@ -83,10 +92,16 @@ class Router(nn.Module):
         self.copies: ExpertCopies | None = None
         self.weight = build.empty(spec.experts, hidden)
         self.bias = build.empty(spec.experts) if spec.router_bias else None
-        self.correction = as_fp32(spec.experts, build) if spec.correction else None
+        self.correction = fp32_parameter(spec.experts, build) if spec.correction else None
 
     def forward(self, x: Tensor, norm: RMSNorm | None, live: Tensor) -> Routed:
-        """Returns norm(x) and its experts; tokens from `live` on have none."""
+        """Returns norm(x), and the ids and weights of each token's experts.
+
+        Args:
+            x: [T, hidden].
+            norm: the norm before the layer, or None.
+            live: int32 [1], number of tokens. The tokens after them are padding and get no experts.
+        """
         scale = None if norm is None else norm.scale
         if norm is not None and scale is None:
             x = norm(x)
@@ -112,9 +127,10 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The sum of weight * down(act(up(x))) over a token's experts, and what the shared expert adds.
+    """The sum of weight * down(act(up(x))) over a token's experts, plus the shared expert's output.
 
-    Ranks cut the width of every expert, or, with `Build.expert_parallel`, hold whole experts.
+    Ranks split the hidden units of every expert. With `Build.expert_parallel` each rank holds whole
+    experts instead.
     """
 
     def __init__(self, spec: ExpertsSpec, hidden: int, build: Build) -> None:
@@ -129,10 +145,10 @@ class Experts(nn.Module):
         down_scheme = experts_scheme(("",), spec.layout, down, spec.experts)
         local, width = (0, spec.experts), (0, spec.width)
         if build.expert_parallel:
-            local = even_cut(spec.experts, 1, rank, world)
+            local = even_shard(spec.experts, 1, rank, world)
         else:
             unit = down_scheme.format.group or (_UNIT if spec.width >= _UNIT * world else 1)
-            width = even_cut(spec.width, unit, rank, world)
+            width = even_shard(spec.width, unit, rank, world)
         if local[0] == local[1] or width[0] == width[1]:
             raise ConfigError(
                 f"{build.name}: {spec.experts} experts of {spec.width} hidden units cannot be "
@@ -142,7 +158,7 @@ class Experts(nn.Module):
         self.router = Router(spec, hidden, local, build.within("router"))
         self.up = ExpertLinear(
             ("gate", "up"),
-            Cut(local, width, (0, hidden), spec.experts, spec.width, hidden),
+            ExpertShard(local, width, (0, hidden), spec.experts, spec.width, hidden),
             up_scheme,
             spec.layout,
             up,
@@ -150,7 +166,7 @@ class Experts(nn.Module):
         )
         self.down = ExpertLinear(
             ("",),
-            Cut(local, (0, hidden), width, spec.experts, hidden, spec.width),
+            ExpertShard(local, (0, hidden), width, spec.experts, hidden, spec.width),
             down_scheme,
             spec.layout,
             down,
@@ -161,10 +177,10 @@ class Experts(nn.Module):
             self.shared = SharedExpert(spec, hidden, build.within("shared"))
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
-        """Returns x + experts(norm(x)), [T, hidden], or without x if that is to stay apart."""
-        inputs, norm = x.inputs(norm)
+        """Returns x + experts(norm(x)), [T, hidden], or experts(norm(x)) if x is `delta_only`."""
+        inputs, norm = x.layer_input(norm)
         stream = x.total()
-        onto = None if x.apart else stream
+        onto = None if x.delta_only else stream
         routed: Routed = self.router(inputs, norm, batch.query_start[-1:])
         up, down, act = self.up.weights, self.down.weights, self.spec.act
         alone, fixed = self.group.world == 1, ops.current_policy().deterministic
@@ -176,14 +192,13 @@ class Experts(nn.Module):
         if fixed:
             return Residual(self.fixed_sum(routed, onto))
         out = _experts_mlp(*routed, up, down, act, onto if alone else None)
-        if not (alone or onto is None or self.group.sum_normed is None):
-            return LaterSum(onto, sum=(out, self.group, self.name))
+        if not (alone or onto is None or self.group.all_reduce_norm is None):
+            return DeferredAllReduce(onto, pending=PartialSum(out, self.group, self.name))
         return Residual(out if alone else self.group.all_reduce(out, onto, self.name))
 
     def fixed_sum(self, routed: Routed, residual: Tensor | None) -> Tensor:
-        """Returns residual + experts(x), [T, hidden], in an order that no number of ranks
-        changes."""
-        return experts_sum(
+        """Returns residual + experts(x), [T, hidden], with equal bits for any number of ranks."""
+        return experts_in_order(
             routed, self.up.weights, self.down.weights, self.spec.act, residual, self.spec.width,
             self.group,
         )  # fmt: skip
@@ -192,14 +207,14 @@ class Experts(nn.Module):
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
         rows = tokens * self.spec.routing.top_k
         own = 4 * tokens * (2 * self.hidden + _ROUTER_PARTS * self.spec.experts) + 32 * rows
-        # The activation may be a step of its own, which reads one result and writes another.
+        # The activation may run as its own kernel, with an input and an output.
         own += 2 * self.up.workspace_bytes(rows) + self.down.workspace_bytes(rows + tokens)
         own += max(self.up.expanded_bytes(rows), self.down.expanded_bytes(rows))
         return own + (0 if self.shared is None else self.shared.workspace_bytes(tokens))
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token takes, with a gate where its spec has one."""
+    """The expert that every token gets, with a gate if its spec says so."""
 
     def __init__(self, spec: ExpertsSpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -212,7 +227,12 @@ class SharedExpert(nn.Module):
             self.gate = SharedGate(hidden, build)
 
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Returns residual, if there is one, + gate(x) * expert(x), [T, hidden]; x is normed."""
+        """Returns gate(x) * expert(x), [T, hidden], plus the residual if it is not None.
+
+        Args:
+            x: [T, hidden], after the norm.
+            residual: [T, hidden] or None.
+        """
         inner = self.up(x, act="silu_and_mul")
         if self.gate is None and residual is not None:
             return self.down.add(inner, Residual(residual)).total()
@@ -225,14 +245,14 @@ class SharedExpert(nn.Module):
 
 
 class SharedGate(nn.Module):
-    """The sigmoid of a projection to one number. Every rank holds it whole."""
+    """The sigmoid of a projection to one number per token. Every rank holds the whole weight."""
 
     def __init__(self, hidden: int, build: Build) -> None:
         super().__init__()
         self.weight = build.empty(1, hidden)
 
     def forward(self, y: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Returns y * gate(x), + residual if there is one, [T, hidden]; may overwrite y."""
+        """Returns y * gate(x), [T, hidden], plus the residual if it is given. May overwrite y."""
         if not ops.current_policy().deterministic:
             return _add_gated(y, x, self.weight, residual)
         gate = sigmoid(ops.linear(x, ops.Weight.plain(self.weight)).float())

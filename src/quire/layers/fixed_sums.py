@@ -1,9 +1,12 @@
-"""Layers whose results are the same to the bit, however many ranks share them (`--deterministic`).
+"""Row-parallel sums with the same bits for any number of ranks (`--deterministic`).
 
-The inputs of a layer are `SEGMENTS` segments. Each is summed by itself, then sums of neighbours are
-added in pairs, in float32, and the result is rounded once. A rank holds whole segments, as many as
-any other, so that its own sum is one of these pairs; those of the ranks are told to all, who add
-them up alike.
+A layer's inputs are cut into `SEGMENTS` segments. Each segment is summed alone. Then neighbours are
+added in pairs, in float32, as in a binary tree, and the total is rounded once:
+
+    rank 0: segments 0 1 2 3 -> 0+1, 2+3 -> (0+1) + (2+3) --+
+    rank 1: segments 4 5 6 7 -> 4+5, 6+7 -> (4+5) + (6+7) --+-- all-gather --> rank 0 + rank 1
+
+Every rank holds equally many whole segments. Its sum is a subtree, so the tree is always the same.
 """
 
 from __future__ import annotations
@@ -14,22 +17,24 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from quire.layers.async_tp import HalvesGroup
 from quire.ops.experts import ExpertWeights, Routed, Swiglu
 from quire.ops.reference.quantized import quantize_rows, row_scales
 from quire.ops.segments import add_pairs, expert_segments, segment_sum
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import ProcessGroup
-from quire.parallel.halves import HalvesGroup
 
 SEGMENTS = 8
-"""Segments of a layer's inputs, and so the most ranks."""
+"""Segments of a layer's inputs. There can be no more ranks than segments."""
 _TOKENS = 512
-"""Tokens whose sums in float32 are exchanged at once, to bound the memory for them."""
+"""Tokens whose float32 sums are gathered at once. It bounds the memory for them."""
 
 
-def segments_of(inputs: int, form: WeightFormat) -> int:
-    """Returns how many segments the inputs of a whole layer have: `SEGMENTS`, or fewer where these
-    would cut groups of inputs that share a scale."""
+def segment_count(inputs: int, form: WeightFormat) -> int:
+    """Returns the number of segments of a whole layer's inputs.
+
+    It is `SEGMENTS`, or fewer where a segment would split a group of inputs that share a scale.
+    """
     unit = form.group or (8 if form.bits else 1)
     count = SEGMENTS
     while count > 1 and inputs % (count * unit):
@@ -41,26 +46,43 @@ def row_parallel(
     x: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, inputs: int,
     group: ProcessGroup,
 ) -> Tensor:  # fmt: skip
-    """Returns residual + x Wᵀ + bias, [T, outputs], of a layer whose inputs ranks share. inputs:
-    those of the whole layer."""
-    own = segments_of(inputs, weight.format) // group.world
-    x, weight = _rounded(x, weight, group)
+    """Returns residual + x Wᵀ + bias, [T, outputs], of a row-parallel layer.
+
+    Args:
+        x: [T, this rank's inputs].
+        weight: this rank's columns.
+        bias: [outputs] or None.
+        residual: [T, outputs] or None.
+        inputs: inputs of the whole layer.
+        group: the ranks that share the inputs.
+    """
+    own = segment_count(inputs, weight.format) // group.world
+    x, weight = _round_whole_tokens(x, weight, group)
     if group.world == 1:
         return segment_sum(x, weight, own, x.dtype, bias, residual)
     wide = torch.promote_types(x.dtype, torch.float32)
-    return _over_ranks(
+    return _add_in_order(
         lambda part: segment_sum(x[part], weight, own, wide),
         x.new_empty(len(x), weight.outputs), bias, residual, group,
     )  # fmt: skip
 
 
-def experts_sum(
+def experts_in_order(
     routed: Routed, up: ExpertWeights, down: ExpertWeights, act: Swiglu, residual: Tensor | None,
     width: int, group: ProcessGroup,
 ) -> Tensor:  # fmt: skip
-    """Returns residual + the weighted sum of a token's experts, [T, hidden], whose hidden units
-    ranks share. width: those of a whole expert."""
-    own = segments_of(width, down.weight.format) // group.world
+    """Returns residual + the weighted sum of each token's experts, [T, hidden].
+
+    Args:
+        routed: inputs, expert ids and weights.
+        up: this rank's part of the experts' first projection.
+        down: this rank's part of their second projection.
+        act: the gated activation.
+        residual: [T, hidden] or None.
+        width: hidden units of a whole expert.
+        group: the ranks that share the hidden units.
+    """
+    own = segment_count(width, down.weight.format) // group.world
     out = torch.empty_like(routed.x)
 
     def sums(part: slice) -> Tensor:
@@ -68,45 +90,55 @@ def experts_sum(
         parts = expert_segments(x, ids, weights, up, down, act, own)
         return add_pairs(parts, parts.dtype) if group.world > 1 else parts
 
-    return _over_ranks(sums, out, None, residual, group)
+    return _add_in_order(sums, out, None, residual, group)
 
 
-def _over_ranks(
+def _add_in_order(
     sums: Callable[[slice], Tensor], out: Tensor, bias: Tensor | None, residual: Tensor | None,
     group: ProcessGroup,
 ) -> Tensor:  # fmt: skip
-    """Returns `out` [T, N], filled with what `sums` returns for some tokens, added up over all
-    ranks, + bias + residual."""
+    """Fills and returns `out` [T, N]: the sum over all ranks, plus bias, plus residual.
+
+    Args:
+        sums: returns this rank's float32 sums for a range of tokens.
+        out: uninitialized.
+        bias: [N] or None.
+        residual: [T, N] or None.
+        group: the ranks.
+    """
     parts = [slice(first, first + _TOKENS) for first in range(0, len(out), _TOKENS)]
 
-    def meet(part: slice, own: Tensor) -> None:
+    def finish(part: slice, own: Tensor) -> None:
         added = None if residual is None else residual[part]
         if group.world == 1:
             out[part] = add_pairs(own, out.dtype, bias, added)
         else:
-            out[part] = _meet(own, group, out.dtype, bias, added)
+            out[part] = _add_ranks(own, group, out.dtype, bias, added)
 
-    if isinstance(group, HalvesGroup) and group.beside_now and residual is not None:
-        # What ranks tell each other comes behind all of a rank's own work.
+    if isinstance(group, HalvesGroup) and group.overlapping and residual is not None:
+        # Collectives run on the side stream, so all of this rank's sums are launched first.
         owns = [sums(part) for part in parts]
-        group.beside(lambda: list(map(meet, parts, owns)))
+        group.overlap(lambda: list(map(finish, parts, owns)))
     else:
         for part in parts:
-            meet(part, sums(part))
+            finish(part, sums(part))
     return out
 
 
-def _meet(
+def _add_ranks(
     own: Tensor, group: ProcessGroup, dtype: torch.dtype, bias: Tensor | None,
     residual: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Returns the sum of every rank's `own` [T, N], + bias + residual."""
+    """Returns the sum of all ranks' `own` [T, N], plus bias, plus residual, rounded to `dtype`."""
     return add_pairs(group.all_gather(own.unsqueeze(0), 0), dtype, bias, residual)
 
 
-def _rounded(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
-    """Returns inputs that are rounded by a scale for each token, that of the whole token, and a
-    weight that asks for no more of it; others as they are."""
+def _round_whole_tokens(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
+    """Rounds inputs with one scale per token, taken over the inputs of all ranks.
+
+    Returns the rounded inputs and a weight that expects rounded inputs. Both are unchanged if the
+    format does not round inputs by token.
+    """
     form = weight.format
     if form.inputs != "token":
         return x, weight

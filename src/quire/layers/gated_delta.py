@@ -1,4 +1,4 @@
-"""Mixing tokens by a recurrent state of fixed size: gated delta nets (Yang et al. 2024)."""
+"""Gated delta nets (Yang et al. 2024): linear attention with a recurrent state of fixed size."""
 
 from __future__ import annotations
 
@@ -23,8 +23,16 @@ from quire.ops import gated_delta as delta_ops
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
-    """A gated delta net. Each of `key_heads` heads of q and k serves value_heads / key_heads value
-    heads. taps: inputs of the short convolution before it."""
+    """A gated delta net.
+
+    Attributes:
+        key_heads: heads of q and k. Each serves value_heads / key_heads value heads.
+        value_heads: heads of v, z, a and b.
+        key_dim: numbers in a head's q and k.
+        value_dim: numbers in a head's v and z.
+        taps: tokens that the short convolution before the net spans.
+        norm_eps: epsilon of the gated RMSNorm on the output.
+    """
 
     key_heads: int
     value_heads: int
@@ -40,9 +48,20 @@ class GatedDeltaSpec:
 
 @dataclass(frozen=True, slots=True)
 class StateLayout:
-    """A state on this rank: a matrix per value head, in fp32, and the last inputs of the
-    convolution over `channels`, in `dtype`. drafts: the most drafts of a row, from any of which the
-    next row may go on (`ops/state.py`)."""
+    """A lane's recurrent state on this rank.
+
+    It holds one fp32 matrix per value head and the last inputs of the convolution.
+
+    Attributes:
+        value_heads: value heads of this rank.
+        key_dim: rows of a head's matrix.
+        value_dim: columns of a head's matrix.
+        channels: channels of the convolution on this rank: q, k and v.
+        taps: tokens that the convolution spans.
+        dtype: of the convolution's inputs.
+        drafts: most draft tokens in a row. The next step may continue after any of them
+            (`ops/state.py`), so the state keeps what it needs to go back.
+    """
 
     value_heads: int
     key_dim: int
@@ -77,9 +96,12 @@ class StateLayout:
         ]
 
     @property
-    def head_cuts(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns how ranks share each of `parts`: the dimension of heads, and the sizes of the
-        sections that it is made of from there on, of each of which a rank has its heads'."""
+    def head_sections(self) -> list[tuple[int, tuple[int, ...]]]:
+        """Returns, for each of `parts`, where ranks split it.
+
+        The number is the dimension of heads. The tuple has the sizes of the sections along it, and
+        ranks split each section by heads.
+        """
         values = self.value_heads * self.value_dim
         keys = (self.channels - values) // 2
         found: list[tuple[int, tuple[int, ...]]] = [(0, (1,)), (1, (keys, keys, values))]
@@ -95,7 +117,7 @@ class StateLayout:
 
 
 class GatedDelta(nn.Module):
-    """A gated delta net; heads are shared out over ranks."""
+    """A gated delta net. Each rank computes its share of the heads."""
 
     def __init__(self, spec: GatedDeltaSpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -169,7 +191,7 @@ class GatedDelta(nn.Module):
         return self.out.add(gated, x)
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the parameters that are neither linear nor norms."""
+        """Yields the convolution's weights, `A_log` and `dt_bias`."""
         start = 0
         for output, size in zip(self.inputs.outputs[:3], self.inputs.sizes[:3], strict=True):
             first = size * self._rank
@@ -187,8 +209,8 @@ class GatedDelta(nn.Module):
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
         spec, size = self.spec, self.conv.element_size()
         heads = spec.value_heads // self._world
-        # What the convolution gives, the rule's output, and that after its norm; then two matrices
-        # and six vectors in fp32 per chunk of 64 tokens and head.
+        # Outputs of the convolution, the delta rule and its norm. Then, for each chunk of 64 tokens
+        # and each head, two matrices and six fp32 vectors.
         rows = tokens * (self._channels + 2 * heads * spec.value_dim) * size
         chunks = (tokens + 64 * 256) * heads * (2 * 64 * size + 6 * 4)
         own: int = self.inputs.workspace_bytes(tokens) + self.out.workspace_bytes(tokens)

@@ -1,4 +1,4 @@
-"""Attention over one latent per token: multi-head latent attention (DeepSeek-V2, 2024)."""
+"""Multi-head latent attention (DeepSeek-V2, 2024): the KV cache holds one latent per token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,18 @@ from quire.parallel.sharding import ShardSpec
 class LatentAttentionSpec:
     """Attention whose keys and values are projections of one latent per token.
 
-    rank: the width of a latent. query_rank: that of what queries are projected from, None: from
-        hidden states.
-    key_dim: of a head's keys, those dimensions that are not rotated; what is rotated, of
-        `rope.rotary_dim` dimensions, is one key for all heads. value_dim: of a head's values.
-    norm: of latents, and of what queries are projected from.
-    bias: whether the projections of hidden states, and that of the result, have biases.
+    Attributes:
+        heads: query heads of the whole model.
+        rank: numbers in a latent.
+        query_rank: numbers in the low-rank vector that queries are projected from, or None if
+            queries are projected from hidden states.
+        key_dim: dimensions of a head's key that are not rotated. All heads share one rotated key of
+            `rope.rotary_dim` dimensions.
+        value_dim: dimensions of a head's value.
+        scale: scores are multiplied by it before the softmax.
+        norm: of latents and of the queries' low-rank vectors.
+        rope: rotation of the shared key and of queries.
+        bias: whether the projections from hidden states and the output projection have biases.
     """
 
     heads: int
@@ -48,12 +54,12 @@ class LatentAttentionSpec:
 
     @property
     def query_dim(self) -> int:
-        """Dimensions of a head's queries."""
+        """Dimensions of a head's query."""
         return self.key_dim + self.rope.rotary_dim
 
     @property
     def width(self) -> int:
-        """Numbers that are kept of each token."""
+        """Numbers that the cache holds for each token: the latent and the shared key."""
         return self.rank + self.rope.rotary_dim
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> LatentAttention:
@@ -65,9 +71,14 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentLayout:
-    """Describes what a layer stores of each token, the same on every rank: a latent of `rank`
-    numbers and the key that all heads share, `width` in all. query_heads: those that read it.
-    dtype: of keys where latents are in 8 bits."""
+    """The cache entry of one token, which is the same on every rank.
+
+    Attributes:
+        rank: numbers in the latent.
+        width: numbers in the latent and the shared key together.
+        query_heads: query heads of this rank.
+        dtype: of the shared key if latents are stored in 8 bits.
+    """
 
     rank: int
     width: int
@@ -85,8 +96,11 @@ class LatentLayout:
     def parts(
         self, block_size: int, kv_format: ops.KVFormat
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns latents with keys behind them; in 8 bits apart, and latents' scales where each
-        token has its own."""
+        """Returns the shapes and dtypes of a block's tensors.
+
+        One tensor has latent and key side by side. In 8 bits latents and keys have one tensor each,
+        and latents one more for scales if the format has a scale per token.
+        """
         if kv_format.scales == "none":
             return [((1, block_size, self.width), kv_format.dtype)]
         latents = (1, block_size, self.rank), kv_format.dtype
@@ -115,8 +129,11 @@ class LatentLayout:
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention, absorbed for prompts and single tokens alike (see
-    `ops/reference/latent.py`). Heads are shared out over ranks; every rank has all latents."""
+    """Multi-head latent attention.
+
+    The projection of keys is absorbed into queries, in prefill and in decode
+    (`ops/reference/latent.py`). Each rank computes its share of the heads and caches all latents.
+    """
 
     def __init__(
         self, spec: LatentAttentionSpec, hidden: int, rotary: RotaryTable, build: Build
@@ -132,7 +149,7 @@ class LatentAttention(nn.Module):
         # A list hides the shared table from the module tree: every layer holds the same one.
         self._rotary = [rotary]
         queries = Output("q", spec.heads * spec.query_dim, spec.query_dim)
-        # A unit as large as the whole: every rank has it.
+        # A unit as large as the output cannot be split, so every rank computes all latents.
         latents = Output("kv_a", spec.width, spec.width)
         self.q_b: Linear | None = None
         self.q_norm: RMSNorm | None = None
@@ -201,7 +218,8 @@ class LatentAttention(nn.Module):
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
         spec, heads = self.spec, self.layout.query_heads
-        # Queries before and after the projection to latents, means and values, in fp32 at most.
+        # Queries before and after their projection to latents, attended latents, and values, in
+        # fp32 at most.
         each = spec.query_dim + spec.width + spec.rank + spec.value_dim
         q_b = 0 if self.q_b is None else self.q_b.workspace_bytes(tokens)
         linear = self.inputs.workspace_bytes(tokens) + q_b + self.out.workspace_bytes(tokens)
@@ -209,9 +227,12 @@ class LatentAttention(nn.Module):
 
 
 class LatentProjection(nn.Module):
-    """The projection from latents to this rank's heads' keys and values, [heads, key_dim +
-    value_dim, rank]. It is no linear layer: its halves are applied to queries and to what attention
-    gives, as floats, to which weights of few bits are brought once they are loaded."""
+    """The projection from latents to keys and values of this rank's heads.
+
+    Its weight is [heads, key_dim + value_dim, rank], always in floats. The part for keys multiplies
+    queries, and the part for values multiplies the attended latents. If the checkpoint's weight is
+    quantized, it is dequantized after loading.
+    """
 
     def __init__(self, spec: LatentAttentionSpec, build: Build) -> None:
         super().__init__()
@@ -219,7 +240,7 @@ class LatentProjection(nn.Module):
         self.shape = spec.heads * each, spec.rank
         self.range = ShardSpec(0, each).bounds(self.shape[0], build.group.rank, build.group.world)
         self.weight = build.empty((self.range[1] - self.range[0]) // each, each, spec.rank)
-        # A list hides the layer from the module tree, which it leaves when it was loaded.
+        # A list hides the layer from the module tree, because it is dropped after loading.
         self._stored: list[Linear] = []
         if build.quantization.scheme_for(build.name, build.dtype).format.scales is not None:
             output = Output("", self.shape[0], each)
@@ -235,7 +256,7 @@ class LatentProjection(nn.Module):
             yield ParameterSlice.of("weight", target, self.shape, ranges)
 
     def finish(self) -> None:
-        """Ends loading."""
+        """Ends loading. Dequantizes the weight if the checkpoint's is quantized."""
         for layer in self._stored:
             self.weight.data.copy_(dequantize(layer.weight, self.weight.dtype).view_as(self.weight))
         self._stored = []

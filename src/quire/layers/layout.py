@@ -1,4 +1,4 @@
-"""Layouts of what layers keep of the tokens that they have seen, as data."""
+"""Layouts of the KV or state that layers keep between steps, as data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Kind = Literal["full", "window", "state"]
 
 
 class MixerLayout(Protocol):
-    """Describes what one layer keeps on this rank. Layers of equal layouts are a KV group.
+    """The tensors in which one layer keeps KV or state on this rank.
 
-    kind, window: see `KVGroup`.
+    Layers with equal layouts form a KV group, see `KVGroup` for `kind` and `window`.
     """
 
     @property
@@ -30,20 +30,24 @@ class MixerLayout(Protocol):
     def parts(
         self, block_size: int, kv_format: ops.KVFormat
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Returns the shape and the dtype of each tensor that one block is made of."""
+        """Returns the shape and dtype of each tensor of one block."""
         ...
 
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> Any:
-        """Returns what a layer's ops read and write. parts: [blocks, *shape] of this layer. See
-        `KVCache` for `head_scales`."""
+        """Returns the object through which a layer's ops read and write the cache.
+
+        Args:
+            parts: this layer's tensors, each [blocks, *shape].
+            head_scales: see `KVCache`.
+        """
         ...
 
     def schedule(self, batch: ForwardBatch, dtype: torch.dtype, kv_format: ops.KVFormat) -> Any:
-        """Returns how a step's work is shared out, the same for all layers of the group."""
+        """Returns a step's work schedule, which all layers of the group share."""
         ...
 
 
 def block_bytes(layout: MixerLayout, block_size: int, kv_format: ops.KVFormat) -> int:
-    """Returns the bytes of one layer's block."""
+    """Returns the bytes of one block of one layer."""
     parts = layout.parts(block_size, kv_format)
     return sum(math.prod(shape) * dtype.itemsize for shape, dtype in parts)

@@ -1,4 +1,7 @@
-"""The one linear layer: stacked, sharded, in any weight format, with its neighbours fused in."""
+"""The linear layer: stacked outputs, sharded over ranks, in any weight format.
+
+It takes the norm before it and the activation or residual after it, so that a kernel may fuse them.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,27 @@ from torch import Tensor, nn
 from quire import ops
 from quire.errors import ConfigError
 from quire.layers.build import Build
-from quire.layers.cut_groups import rounded
 from quire.layers.fixed_sums import row_parallel
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
-from quire.layers.residual import LaterSum, Residual
+from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
+from quire.layers.split_groups import round_split_groups
 from quire.parallel.sharding import REPLICATED, ShardSpec
-from quire.quantization import ProjectionShare, Range, Scheme, StoredTensor
+from quire.quantization import CheckpointTensor, ProjectionShare, Range, Scheme
 
 Activation = ops.Activation
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """One of the projections stacked in a layer: q, k and v, or gate and up.
+    """One of the projections stacked in a layer, such as q, k or v.
 
-    unit: outputs that ranks may not cut, a head's width for instance. padded: the size need not
-    divide evenly; ranks hold equally many rows, and behind the last output they are zero.
+    Attributes:
+        name: below the layer's name, "" for a layer of one projection.
+        size: outputs of the whole projection.
+        unit: outputs that stay on one rank, such as a head's width.
+        padded: `size` need not divide evenly. All ranks hold equally many rows, and the rows after
+            the last output are zero.
     """
 
     name: str
@@ -39,9 +46,13 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Neighbouring outputs of a layer, [first, end), that share a weight.
+    """Neighbouring outputs of a layer that share a weight.
 
-    scheme: None where the weight is another module's.
+    Attributes:
+        first: index of the first of them.
+        end: index after the last of them.
+        weight: this rank's part.
+        scheme: the weight's format and checkpoint tensors, or None if another module owns it.
     """
 
     first: int
@@ -51,15 +62,23 @@ class Stack:
 
 
 class Linear(nn.Module):
-    """[T, inputs] -> [T, sum of the outputs this rank holds].
+    """Maps [T, inputs] to [T, outputs of this rank].
 
-    split: "outputs" gives each rank a share of every output (column-parallel); "inputs" a share of
-        the inputs, `unit` of them uncut, and the ranks' partial results are summed (row-parallel).
-    tied: the whole layer's weights as they are, those of another module, instead of its own.
-    adapter: computes the layer in its place, from what `_compute` gets, in steps in which something
-        is added to its products; returns None in others.
+    Neighbouring outputs share a weight if their schemes are equal and allow it.
 
-    Outputs share a weight where their schemes are equal and allow it; else each has its own.
+    Args:
+        inputs: inputs of the whole layer.
+        outputs: the stacked projections, or the size of a single one.
+        build: see `Build`.
+        bias: whether the layer has a bias.
+        split: "outputs" gives each rank a share of every output (column-parallel). "inputs" gives
+            each rank a share of the inputs, and an all-reduce adds the results (row-parallel).
+        unit: inputs that stay on one rank in a row-parallel layer.
+        tied: another module's weight, used instead of one of its own, or None.
+
+    Attributes:
+        adapter: takes the arguments of `forward` in a step with LoRA adapters, and computes the
+            layer with them. It returns None in steps without adapters.
     """
 
     def __init__(
@@ -84,7 +103,7 @@ class Linear(nn.Module):
         self.columns: Range = shard.bounds(
             inputs, self.group.rank, self.group.world, f"{build.name}, inputs"
         )
-        self.sizes = [self._size(output) for output in self.outputs]
+        self.sizes = [self._output_size(output) for output in self.outputs]
         if tied is None:
             self.stacks = tuple(self._stacks(build))
         else:
@@ -102,9 +121,9 @@ class Linear(nn.Module):
         self.adapter: Callable[..., Tensor | None] | None = None
 
     def _stacks(self, build: Build) -> Iterator[Stack]:
-        """Yields the layer's stacks with empty weights."""
+        """Yields the layer's stacks with uninitialized weights."""
         schemes = [
-            build.quantization.scheme_for(_joined(build.name, output.name), build.dtype)
+            build.quantization.scheme_for(_dotted(build.name, output.name), build.dtype)
             for output in self.outputs
         ]
         low, high = self.columns
@@ -130,7 +149,7 @@ class Linear(nn.Module):
 
     @property
     def weights(self) -> tuple[ops.Weight, ...]:
-        """Returns the weights of the outputs, in their order: one for all where they share it."""
+        """Returns the weight of each stack, in the order of outputs."""
         return tuple(stack.weight for stack in self.stacks)
 
     @property
@@ -138,7 +157,7 @@ class Linear(nn.Module):
         """Returns the weight that all outputs share.
 
         Raises:
-            ConfigError: they do not.
+            ConfigError: the layer has several weights.
         """
         if len(self.stacks) > 1:
             raise ConfigError(f"{self.name}: its outputs have {len(self.stacks)} weights")
@@ -151,12 +170,18 @@ class Linear(nn.Module):
         act: Activation | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """Returns act(norm(x) Wᵀ + bias), over all ranks, or residual + x Wᵀ + bias. A gated `act`
-        halves the width.
+        """Returns act(norm(x) Wᵀ + bias) or residual + x Wᵀ + bias, summed over ranks if the layer
+        is row-parallel.
+
+        Args:
+            x: [T, this rank's inputs].
+            norm: applied to x, or None.
+            act: applied to the result, or None. A gated activation halves the width.
+            residual: [T, outputs], added to the result, or None.
 
         Raises:
-            ConfigError: a norm or an activation of a row-parallel layer: a norm would see a share
-                of the inputs only, an activation a share of the sum.
+            ConfigError: a row-parallel layer gets a norm or an activation. A rank sees only a part
+                of the inputs, and only a term of the sum.
         """
         if self.split == "inputs" and (norm is not None or act is not None):
             raise ConfigError(
@@ -169,33 +194,38 @@ class Linear(nn.Module):
         elif self.split == "inputs" and ops.current_policy().deterministic:
             return row_parallel(x, self.weight, self.bias, residual, self.inputs, self.group)
         if self.split == "inputs" and self.group.world > 1:
-            return self.group.all_reduce(self.part(x), residual, self.name)
+            return self.group.all_reduce(self.partial_sum(x), residual, self.name)
         if len(self.stacks) > 1:
-            return self._apart(x, residual, norm, act)
+            return self._each_stack(x, residual, norm, act)
         scale = None if norm is None else norm.scale
         if norm is not None and scale is None:
             x = norm(x)
         return ops.linear(x, self.weight, self.bias, residual, scale, act)
 
     def add(self, x: Tensor, residual: Residual) -> Residual:
-        """Returns residual + x Wᵀ + bias, or without the residual if that is to stay apart."""
-        plain = self.split == "inputs" and self.adapter is None and not residual.apart
-        if plain and self.group.sum_normed is not None:
-            return LaterSum(residual.total(), sum=(self.part(x), self.group, self.name))
-        return Residual(self(x, residual=None if residual.apart else residual.total()))
+        """Returns residual + x Wᵀ + bias, or x Wᵀ + bias alone if the residual is `delta_only`."""
+        if residual.delta_only:
+            return Residual(self(x))
+        row_parallel = self.split == "inputs" and self.adapter is None
+        if row_parallel and self.group.all_reduce_norm is not None:
+            stream = residual.total()
+            return DeferredAllReduce(
+                stream, pending=PartialSum(self.partial_sum(x), self.group, self.name)
+            )
+        return Residual(self(x, residual=residual.total()))
 
-    def part(self, x: Tensor) -> Tensor:
-        """Returns what this rank adds to the sum over ranks, where these split the inputs."""
+    def partial_sum(self, x: Tensor) -> Tensor:
+        """Returns this rank's term [T, outputs] of the sum over ranks of a row-parallel layer."""
         weight = self.weight
         if weight.format.inputs == "group" and weight.inputs % weight.format.group:
-            x, weight = rounded(x, weight, self.group)
-        # What every rank holds whole may enter the sum over ranks only once.
+            x, weight = round_split_groups(x, weight, self.group)
+        # Every rank holds the whole bias, and the sum over ranks may contain it only once.
         return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)
 
-    def _apart(
+    def _each_stack(
         self, x: Tensor, residual: Tensor | None, norm: RMSNorm | None, act: Activation | None
     ) -> Tensor:
-        """Computes outputs whose weights differ one after the other."""
+        """Computes the stacks one after the other, and concatenates their outputs."""
         if norm is not None:
             x = norm(x)
         sizes = [weight.outputs for weight in self.weights]
@@ -206,27 +236,27 @@ class Linear(nn.Module):
         return out if residual is None else out.add_(residual)
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the checkpoint's tensors of each stacked output: those of the weight, then the
-        bias. A tied layer has none."""
+        """Yields the checkpoint's tensors of each output: the weight's, then the bias. A tied layer
+        has only the bias."""
         start = 0
         for stack in self.stacks:
             row = 0
             for index in range(stack.first, stack.end):
                 output, size = self.outputs[index], self.sizes[index]
-                rows = self._rows(output)
+                rows = self._output_range(output)
                 weight = stack.weight.rows(row, row + size, index - stack.first)
                 for stored in () if stack.scheme is None else stack.scheme.stored:
                     if stored.name != "bias" or self.bias is None:
                         yield self._slice(output, rows, weight, stored)
                 if self.bias is not None:
                     target = self.bias.data[start : start + size]
-                    name = _joined(output.name, "bias")
+                    name = _dotted(output.name, "bias")
                     yield ParameterSlice.of(name, target, (output.size,), (rows,))
                 start += size
                 row += size
 
     def _slice(
-        self, output: Output, rows: Range, weight: ops.Weight, stored: StoredTensor
+        self, output: Output, rows: Range, weight: ops.Weight, stored: CheckpointTensor
     ) -> ParameterSlice:
         share = ProjectionShare(rows, self.columns, output.size, self.inputs)
 
@@ -234,43 +264,44 @@ class Linear(nn.Module):
             stored.write(weight, part, start, share)
 
         shape, ranges = stored.shape(output.size, self.inputs), stored.ranges(share)
-        name = _joined(output.name, stored.name)
+        name = _dotted(output.name, stored.name)
         return ParameterSlice(name, shape, ranges, write, weight.values.device, stored.dtypes)
 
     def finish(self) -> None:
-        """Ends loading: projections that share a weight share the largest fixed scale of inputs."""
+        """Ends loading. Projections that share a weight use the largest of their static input
+        scales."""
         for weight in self.weights:
             if weight.input_scale is not None:
                 weight.input_scale.copy_(weight.input_scale.max().expand_as(weight.input_scale))
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the memory that the result takes, and the weight, where it is
-        dequantized as a whole."""
+        """Returns an upper bound of the bytes of the result, and of the weight if it is dequantized
+        as a whole."""
         total = 0
         for weight in self.weights:
             result = tokens * weight.outputs
             if weight.scales is None:
                 total += result * weight.dtype.itemsize
             else:
-                # In fp32 at most; groups take two intermediates as large.
+                # In fp32 at most. Formats with groups need two more tensors of that size.
                 copies = 3 if weight.format.group else 1
                 total += 4 * (result + copies * weight.outputs * weight.inputs)
         return total
 
-    def _rows(self, output: Output) -> Range:
-        """Returns the outputs of the whole projection that this rank holds."""
+    def _output_range(self, output: Output) -> Range:
+        """Returns [first, end) of the whole projection's outputs that this rank holds."""
         if self.split == "inputs":
             return 0, output.size
         shard = ShardSpec(0, output.unit, output.padded)
-        name = f"{_joined(self.name, output.name)}, outputs"
+        name = f"{_dotted(self.name, output.name)}, outputs"
         return shard.bounds(output.size, self.group.rank, self.group.world, name)
 
-    def _size(self, output: Output) -> int:
+    def _output_size(self, output: Output) -> int:
         if output.padded and self.split == "outputs":
             return -(-output.size // self.group.world)
-        low, high = self._rows(output)
+        low, high = self._output_range(output)
         return high - low
 
 
-def _joined(prefix: str, name: str) -> str:
+def _dotted(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix and name else prefix or name

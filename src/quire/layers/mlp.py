@@ -15,7 +15,13 @@ from quire.layers.residual import Residual
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
-    """A dense feed-forward layer of `width` hidden units."""
+    """A dense feed-forward layer.
+
+    Attributes:
+        width: hidden units of the whole layer.
+        act: activation; a gated one needs a gate projection too.
+        bias: whether the projections have biases.
+    """
 
     width: int
     act: Activation
@@ -27,7 +33,7 @@ class MlpSpec:
 
 
 class Mlp(nn.Module):
-    """down(act(up(x))); with a gated activation, up is gate and up stacked."""
+    """down(act(up(x))). With a gated activation `up` stacks the gate and up projections."""
 
     def __init__(self, spec: MlpSpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -39,10 +45,10 @@ class Mlp(nn.Module):
 
     def forward(self, x: Residual, norm: RMSNorm | None, batch: ForwardBatch) -> Residual:
         """Returns x + mlp(norm(x)), [T, hidden]."""
-        hidden, norm = x.inputs(norm)
+        hidden, norm = x.layer_input(norm)
         return self.down.add(self.up(hidden, norm=norm, act=self.act), x)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
-        # The activation may be a kernel of its own, which reads one result and writes another.
+        # The activation may run as its own kernel, with an input and an output.
         return 2 * self.up.workspace_bytes(tokens) + self.down.workspace_bytes(tokens)

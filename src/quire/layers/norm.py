@@ -18,9 +18,12 @@ from quire.layers.parameter_slice import ParameterSlice
 class NormSpec:
     """A norm as data.
 
-    offset: is added to the stored weights; models that store w for a factor of 1 + w have 1.
-    wide: the weight is held in fp32 and applied before the result is rounded, rather than after.
-    bias: whether a layer norm has one.
+    Attributes:
+        kind: RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016).
+        eps: epsilon.
+        offset: added to the stored weights; 1.0 for models that store w and multiply by 1 + w.
+        wide: the weight is fp32, and multiplied before the result is rounded instead of after.
+        bias: whether a LayerNorm has a bias.
     """
 
     kind: Literal["rms", "layer"]
@@ -35,14 +38,18 @@ class NormSpec:
 
 
 class RMSNorm(nn.Module):
-    """Applies `ops.rms_norm`. scale: what `ops.linear` applies to its input instead, or None."""
+    """Applies `ops.rms_norm`.
+
+    Attributes:
+        scale: weight and epsilon, which an op may take to apply the norm itself; None if no op can.
+    """
 
     def __init__(self, width: int, spec: NormSpec, build: Build) -> None:
         super().__init__()
         self.eps = spec.eps
         self.offset = spec.offset
-        # In 16 bits, 1 + w would lose most digits of w. Kernels round where the weight's dtype asks
-        # for it, so that they need not know of either.
+        # In 16 bits, 1 + w would lose most digits of w. Kernels tell from the weight's dtype
+        # whether to round before they multiply by it.
         self.weight = (replace(build, dtype=torch.float32) if spec.wide else build).empty(width)
 
     @property

@@ -1,4 +1,4 @@
-"""A module's parameters as the loader sees them."""
+"""The interface between modules and the loader of weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from quire.quantization import FLOATS, Range
 
 @dataclass(frozen=True, slots=True)
 class ParameterSlice:
-    """One tensor of a checkpoint, as the layer that owns it sees it.
+    """One tensor of a checkpoint, and the function that stores this rank's part of it.
 
-    name: below the module's own name, such as `q.weight`.
-    shape: of the whole tensor.
-    ranges: the part of it that this rank reads, half-open, one for each dimension.
-    write: stores rows of that part, from the given row of the part on; they lie on `device`. Rows
-        may come in any order and from several threads.
-    dtypes: those that the checkpoint may store it in.
-    initial: what random weights are made of; norms start as the identity.
+    Attributes:
+        name: below the module's name, such as `q.weight`.
+        shape: of the whole tensor.
+        ranges: [first, end) of this rank's part, for each dimension.
+        write: takes rows of this rank's part, on `device`, and the index of the first of them.
+            Several threads may call it, with rows in any order.
+        device: holds the parameter.
+        dtypes: the checkpoint's tensor must have one of them.
+        initial: content without a checkpoint (`--load-format dummy`).
     """
 
     name: str
@@ -43,7 +45,16 @@ class ParameterSlice:
         initial: Literal["random", "ones", "zeros"] = "random",
         offset: float = 0.0,
     ) -> ParameterSlice:
-        """Returns a slice of floats that are stored in `target`, plus `offset`, by default all."""
+        """Returns a slice that copies floats to `target`.
+
+        Args:
+            name: below the module's name.
+            target: this rank's parameter.
+            shape: of the whole tensor; by default that of `target`.
+            ranges: this rank's part; by default the whole.
+            initial: content without a checkpoint.
+            offset: added to the values.
+        """
 
         def write(part: Tensor, start: int) -> None:
             rows = target[start : start + len(part)].copy_(part, non_blocking=True)
@@ -61,7 +72,7 @@ class Loadable(Protocol):
 
 
 def named_slices(model: nn.Module) -> Iterator[tuple[str, ParameterSlice]]:
-    """Yields every slice of `model` under its full name, such as
+    """Yields every slice of `model` with its full name, such as
     `layers.0.attention.qkv.q.weight`."""
     for prefix, module in model.named_modules():
         if isinstance(module, Loadable):

@@ -1,4 +1,14 @@
-"""The residual stream as a value."""
+"""The residual stream, and the all-reduce that waits for the next norm.
+
+A row-parallel layer ends with an all-reduce, and the next layer begins with an RMSNorm. Some groups
+of ranks do both in one kernel (`ProcessGroup.all_reduce_norm`). So the layer may return a
+`DeferredAllReduce`, and the next layer's `layer_input` decides how to end it:
+
+    this rank's partial sum --+
+                              +-- all-reduce, + residual --+-- norm --> input of the next layer
+    residual -----------------+                            |
+                                                           +----------> residual of the next layer
+"""
 
 from __future__ import annotations
 
@@ -12,50 +22,75 @@ from quire.parallel import ProcessGroup
 
 @dataclass(slots=True)
 class Residual:
-    """The residual stream [T, width].
+    """The residual stream.
 
-    apart: layers give only what they would add to the stream.
+    Attributes:
+        hidden: [T, width], in the model's dtype.
+        delta_only: a layer that gets this stream returns its own output without adding it to the
+            stream. Blocks that norm or scale that output ask for it.
     """
 
     hidden: Tensor
-    apart: bool = False
+    delta_only: bool = False
 
     def total(self) -> Tensor:
-        """Returns the stream as one tensor."""
+        """Returns the stream [T, width] with every all-reduce done."""
         return self.hidden
 
-    def inputs(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
-        """Returns what a layer that norms the stream first takes, and the norm that it has yet to
-        apply."""
+    def layer_input(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
+        """Returns a layer's input and the norm that the layer must still apply to it.
+
+        Args:
+            norm: the norm that stands before the layer, or None.
+        """
         return self.total(), norm
 
 
-# A residual stream whose last sum over ranks waits for the norm behind it.
+@dataclass(slots=True)
+class PartialSum:
+    """One rank's term of a sum over ranks.
+
+    Attributes:
+        partial: [T, width], this rank's term.
+        group: the ranks that hold the other terms.
+        name: the layer, for error messages.
+    """
+
+    partial: Tensor
+    group: ProcessGroup
+    name: str
 
 
 @dataclass(slots=True)
-class LaterSum(Residual):
-    """The stream `hidden`, and what is yet to be added to it.
+class DeferredAllReduce(Residual):
+    """A stream to which a sum over ranks is still to be added.
 
-    sum: this rank's part, the group of those that all have one, and what an error calls the sum;
-        None once it is done. All ranks ask for it at the same place.
+    All ranks must ask for `total` or `layer_input` at the same place in the model, because either
+    one starts the collective.
+
+    Attributes:
+        hidden: [T, width], the stream without the pending sum.
+        pending: the sum, or None once it was added.
     """
 
-    sum: tuple[Tensor, ProcessGroup, str] | None = None
+    pending: PartialSum | None = None
 
     def total(self) -> Tensor:
-        if self.sum is not None:
-            part, group, name = self.sum
-            self.hidden, self.sum = group.all_reduce(part, self.hidden, name), None
+        """Returns the stream [T, width], after an all-reduce if one is pending."""
+        if self.pending is not None:
+            term = self.pending
+            self.hidden = term.group.all_reduce(term.partial, self.hidden, term.name)
+            self.pending = None
         return self.hidden
 
-    def inputs(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
+    def layer_input(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
+        """Returns a layer's input, normed if the group does the all-reduce and the norm at once."""
         scale = None if norm is None else norm.scale
-        if self.sum is not None and scale is not None:
-            part, group, name = self.sum
-            sum_normed = group.sum_normed
-            both = sum_normed and sum_normed(part, self.hidden, *scale, name)
+        if self.pending is not None and scale is not None:
+            term = self.pending
+            fused = term.group.all_reduce_norm
+            both = fused and fused(term.partial, self.hidden, *scale, term.name)
             if both is not None:
-                self.hidden, self.sum = both[0], None
+                self.hidden, self.pending = both[0], None
                 return both[1], None
         return self.total(), norm

@@ -1,4 +1,4 @@
-"""Rotary positions: settings, extended frequencies, and the table of angles."""
+"""Rotary position embeddings (Su et al. 2021), with the scalings that extend the context."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class LinearScaling:
-    """Positions divided by `factor` (Chen et al. 2023)."""
+    """Position interpolation (Chen et al. 2023): positions are divided by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Wavelengths beyond original_max / low_freq_factor are stretched by `factor`, those below
-    original_max / high_freq_factor are kept, those between are blended (Llama 3.1)."""
+    """The scaling of Llama 3.1, by wavelength.
+
+    Attributes:
+        factor: wavelengths over original_max_positions / low_freq_factor are multiplied by it.
+        low_freq_factor: see `factor`.
+        high_freq_factor: wavelengths under original_max_positions / high_freq_factor stay as they
+            are. The ones between are interpolated.
+        original_max_positions: the context that the model was trained for.
+    """
 
     factor: float
     low_freq_factor: float
@@ -29,8 +36,16 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """Dimensions that turn often are kept, those that turn rarely are stretched, with a ramp
-    between; cosines and sines are multiplied by `attention_factor` (Peng et al. 2023)."""
+    """YaRN (Peng et al. 2023).
+
+    Attributes:
+        factor: wavelengths of slow dimensions are multiplied by it.
+        original_max_positions: the context that the model was trained for.
+        attention_factor: cosines and sines are multiplied by it.
+        beta_fast: dimensions with at least this many turns over that context stay as they are.
+        beta_slow: dimensions with at most this many turns are slow. A linear ramp joins both.
+        truncate: both ends of the ramp are rounded to whole dimensions.
+    """
 
     factor: float
     original_max_positions: int
@@ -42,8 +57,12 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class FactorScaling:
-    """The frequency of each pair divided by a factor of its own, [rotary_dim / 2] (LongRoPE, Ding
-    et al. 2024); cosines and sines are multiplied by `attention_factor`."""
+    """LongRoPE (Ding et al. 2024).
+
+    Attributes:
+        factors: [rotary_dim / 2], divisors of each pair's frequency.
+        attention_factor: cosines and sines are multiplied by it.
+    """
 
     factors: tuple[float, ...]
     attention_factor: float
@@ -54,8 +73,14 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling | FactorScaling
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """theta: the base of the geometric series of frequencies. rotary_dim: the first dimensions of
-    a head that turn. interleaved: neighbours turn in pairs, rather than halves."""
+    """The rotation of a head's first dimensions.
+
+    Attributes:
+        theta: base of the geometric series of frequencies.
+        rotary_dim: number of dimensions that are rotated.
+        scaling: extension of the context, or None.
+        interleaved: a pair is dimensions 2i and 2i + 1 instead of i and i + rotary_dim / 2.
+    """
 
     theta: float
     rotary_dim: int
@@ -63,12 +88,14 @@ class RopeSpec:
     interleaved: bool = False
 
 
-# Frequencies of rotary embeddings whose positions are extended.
-
-
 def scaled_frequencies(spec: RopeSpec, scaling: Scaling, periods: Tensor) -> Tensor:
-    """Returns the radians per position of pairs that make one turn in 2 pi `periods`, both float32
-    [rotary_dim / 2]."""
+    """Returns the pairs' scaled frequencies, float32 [rotary_dim / 2], in radians per position.
+
+    Args:
+        spec: the rotation.
+        scaling: its scaling.
+        periods: positions per radian without scaling, float32 [rotary_dim / 2].
+    """
     if isinstance(scaling, LinearScaling):
         return 1.0 / periods / scaling.factor
     if isinstance(scaling, FactorScaling):
@@ -87,7 +114,7 @@ def _llama3(base: Tensor, scaling: Llama3Scaling) -> Tensor:
 
 def _yarn(periods: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
     def pair(turns: float) -> float:
-        """The (fractional) pair that makes `turns` turns over the original context."""
+        """Returns the fractional index of the pair with `turns` turns over the context."""
         wavelength = scaling.original_max_positions / (turns * 2 * math.pi)
         return spec.rotary_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 
@@ -96,16 +123,13 @@ def _yarn(periods: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     pairs = torch.arange(len(periods), dtype=torch.float32)
-    # A ramp of no width is a step; the small number only keeps it from dividing by zero.
+    # If both ends of the ramp coincide, 0.001 avoids a division by zero and makes it a step.
     stretch = ((pairs - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
     return stretch / (scaling.factor * periods) + (1 - stretch) / periods
 
 
-# Rotary positions: the table of cosines and sines, with the context-extending scalings.
-
-
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """float32 [rotary_dim / 2], radians per position."""
+    """Returns the frequency of each pair, float32 [rotary_dim / 2], in radians per position."""
     exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
     periods = spec.theta**exponents
     if spec.scaling is None:
@@ -114,8 +138,13 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 class RotaryTable(nn.Module):
-    """float32 [positions, rotary_dim]: cosines of each pair's angle, then sines. Computed on the
-    host, so that every device turns by the same angles."""
+    """The cosines and sines of all positions.
+
+    The host computes them, because then every device uses the same values.
+
+    Attributes:
+        cos_sin: float32 [positions, rotary_dim], the cosines of all pairs, then their sines.
+    """
 
     cos_sin: Tensor
 

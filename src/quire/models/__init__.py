@@ -40,9 +40,17 @@ def build_model(
     expert_parallel: bool = False,
     drafts: int = 0,
 ) -> Decoder:
-    """Returns a decoder with empty weights on `device` ("meta" builds only shapes), in `dtype` or
-    else the checkpoint's, this rank's share of it under a `group`. expert_parallel, drafts: see
-    `Build`."""
+    """Returns a decoder with uninitialized weights.
+
+    Args:
+        spec: the model.
+        device: "meta" builds only shapes.
+        dtype: of activations, by default the checkpoint's.
+        group: the ranks that share the layers, by default this process alone.
+        quantization: chooses weight formats, by default none.
+        expert_parallel: see `Build`.
+        drafts: see `Build`.
+    """
     build = Build(
         group=group or SingleGroup(),
         quantization=quantization or Unquantized(),

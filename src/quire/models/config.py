@@ -1,4 +1,7 @@
-"""The known families. Adding one is a module in `families/` and a line in architectures.json."""
+"""Finds a model's folder, reads its config.json, and looks up the family that builds its spec.
+
+A new family needs a module in `families/` and a line in architectures.json.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,9 @@ from typing import Any
 from quire.errors import ModelError
 from quire.models.families import settings, unsupported
 from quire.models.families.family import Family
+from quire.models.families.text_config import text_config
+from quire.models.files import download
+from quire.models.gguf.folder import folder_of
 from quire.models.spec import ModelSpec
 from quire.system import read_bounded
 
@@ -22,50 +28,55 @@ _FAMILIES = "quire.models.families"
 ARCHITECTURES: dict[str, str] = json.loads(
     resources.files(_FAMILIES).joinpath("architectures.json").read_text(encoding="utf-8")
 )
-"""The architectures of config.json, and the families whose modules build them."""
+"""Maps architectures, as config.json names them, to modules in `families/`."""
 
 
 def family_named(name: str | None) -> Family | None:
-    """Returns a family, whose module is imported when it is used; None: there is none."""
+    """Imports and returns a family by its name, or returns None for an unknown name."""
     if name not in ARCHITECTURES.values():
         return None
     family: Family = importlib.import_module(f"{_FAMILIES}.{name}").FAMILY
     return family
 
 
-# From a model's name to its folder, its config.json and its `ModelSpec`.
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
-    """The folder of `model`: itself if it is one, a download if it is a hub id, the embedded model
-    if it is None. Raises ModelError where there is nothing."""
+    """Returns the folder of a model.
+
+    Args:
+        model: a folder, a GGUF file, an id on the Hugging Face hub, which is downloaded, or None
+            for the model that is embedded in the package.
+        revision: of a model on the hub.
+
+    Raises:
+        ModelError: there is no such model.
+    """
     if model is None:
         return Path(str(resources.files("quire") / "embedded" / "quire-tiny"))
     path = Path(model).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        from quire.models.gguf import folder_of
-
         return folder_of(path)
     if not _HUB_ID.fullmatch(model):
         raise ModelError(f"no such model folder: {model}")
-    # The hub's client is slow to import, and local models do not need it.
-    from quire.models.files import download
-
     return download(model, revision)
 
 
 def is_hub_id(model: str) -> bool:
-    """Tells whether `model` names nothing in the file system, and may be a hub id."""
-    # Unlike Path's, these answer for any text: a name that is too long, a user who is not there.
+    """Returns whether `model` has the form of a hub id and names nothing in the file system."""
+    # `os.path.exists` accepts any text; Path's methods raise for long names or unknown users.
     return _HUB_ID.fullmatch(model) is not None and not os.path.exists(os.path.expanduser(model))
 
 
 def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
-    """The folder's config.json, or another file like it, as a dict."""
+    """Returns the content of a folder's config.json, or of another JSON file.
+
+    Raises:
+        ModelError: the file is missing, cannot be read, or holds no JSON object.
+    """
     file = Path(path) / name
     try:
         config = json.loads(read_bounded(file))
@@ -79,8 +90,11 @@ def load_config(path: str | Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
-    """The architecture that config.json describes. Raises ModelError for one that is unknown, and
-    for values that make no sense."""
+    """Returns the architecture that config.json describes.
+
+    Raises:
+        ModelError: the architecture is unknown, or a value is invalid or not supported.
+    """
     names = [str(name) for name in settings.several(config, "architectures")]
     known = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     family = family_named(known if names else str(config.get("model_type")))
@@ -90,9 +104,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
             f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
         )
     if "text_config" in config:
-        # Most models are nothing but text.
-        from quire.models.families.text_config import text_config
-
         config = text_config(config)
     unsupported.check(config, family.implements)
     return family.spec(config)

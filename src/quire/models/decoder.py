@@ -1,4 +1,4 @@
-"""One decoder that runs any `ModelSpec`."""
+"""The decoder, which runs any `ModelSpec`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from quire import ops
+from quire.layers.async_tp import run_halves
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead, PositionEmbedding, VocabEmbedding
 from quire.layers.layout import MixerLayout, block_bytes
 from quire.layers.residual import Residual
 from quire.layers.rotary import RopeSpec, RotaryTable
+from quire.models.general_block import general_block
 from quire.models.spec import LayerSpec, ModelSpec
 from quire.plan import KVGroup
 
@@ -38,17 +40,19 @@ class Block(nn.Module):
         return self.mlp(x, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the memory that either part needs for intermediates."""
+        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
         mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(mixer, mlp)
 
 
 class DecoderLayers(nn.Module):
-    """The layers of a model, and what they keep of tokens.
+    """The layers of a model, and the layout of their KV.
 
-    own: the layers that are computed, and whose KV is given: all, unless it is a stage of a
-        pipeline (`stages.py`). gives_logits: whether the head is here, as it is in the last stage.
+    Attributes:
+        own: indices of the layers that this process computes. Those are all layers, except in a
+            pipeline stage (`stages.py`).
+        gives_logits: whether this process has the head. Only the last stage of a pipeline has it.
     """
 
     gives_logits = True
@@ -70,12 +74,13 @@ class DecoderLayers(nn.Module):
         ]
         self.layers = nn.ModuleList(blocks)
         self.own = range(len(blocks))
-        # One more: a sum over ranks may take in the norm of the layer behind.
+        # The layers up to the first of each kind, and one more, because an all-reduce may be fused
+        # with the norm of the next layer.
         self._shallow = 2 + max(map(spec.layers.index, set(spec.layers)))
         self._workspace: dict[Any, Any] = {}
-        # Layers of one layout have what they keep booked together.
+        # Layers with equal layouts form a KV group.
         layouts: list[MixerLayout] = [block.attention.layout for block in blocks]
-        # Layers that see everything come first.
+        # Groups with full attention come first.
         order = "full", "window", "state"
         self.kv_layouts = tuple(
             dict.fromkeys(sorted(layouts, key=lambda layout: order.index(layout.kind)))
@@ -85,9 +90,13 @@ class DecoderLayers(nn.Module):
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
     ) -> tuple[KVGroup, ...]:
-        """Returns the groups of layers that are booked together: those of one layout, those that
-        see everything first. Sizes are those of this rank. kv_format: how KV is stored, by default
-        as the model computes it. first: the number of the first layer."""
+        """Returns the KV groups. Layers with equal layouts form one; full attention comes first.
+
+        Args:
+            block_size: tokens of a block.
+            kv_format: storage format of KV, by default the model's dtype.
+            first: index that the KV cache gives to this model's first layer.
+        """
         kv_format = kv_format or ops.KVFormat(self.dtype)
         groups = []
         for index, layout in enumerate(self.kv_layouts):
@@ -105,22 +114,27 @@ class DecoderLayers(nn.Module):
         return tuple(groups)
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the memory that `forward` needs for a step of `tokens`, beside
-        weights and cache. Blocks of layers run one after the other and leave a hidden state."""
-        # Embeddings, the stream of a layer and the one before, and the normed state, in fp32.
+        """Returns an upper bound of the bytes of intermediates in a step of `tokens` tokens.
+
+        Layers run one after the other, so only the largest one counts.
+        """
+        # Embeddings, the residual stream before and after a layer, and the normed state, in fp32.
         hidden: int = 4 * tokens * self.spec.hidden_size * 4
-        # One block of each kind.
+        # Equal specs need equal memory, so one block of each kind suffices.
         blocks = dict(zip(self.spec.layers, self.layers, strict=True)).values()
         widest: int = max(cast(Block, block).workspace_bytes(tokens) for block in blocks)
         return hidden + widest
 
     def run(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> Tensor:
-        """Returns the stream [T, hidden] behind the layers, each of which stores its KV. See
-        `Decoder.forward`."""
-        if len(hidden) >= self.group.halves_from:
-            # Few groups sum beside other work.
-            from quire.models.halves import run_halves
+        """Runs the layers, stores their KV and returns the residual stream [T, hidden_size].
 
+        Args:
+            hidden: [T, hidden_size], the input of the first layer.
+            batch: the step.
+            kv: each layer's part of the cache.
+            shallow: see `Decoder.forward`.
+        """
+        if len(hidden) >= self.group.halves_from:
             layers_for = functools.partial(self.layers_for, kv=kv, shallow=shallow)
             return run_halves(self.group, hidden, batch, layers_for)
         x = Residual(hidden)
@@ -129,7 +143,7 @@ class DecoderLayers(nn.Module):
         return x.total()
 
     def layers_for(self, batch: ForwardBatch, kv: Sequence[Any], shallow: bool) -> list[Any]:
-        """Returns the layers to compute, each with its group's share of the batch, and its KV."""
+        """Returns the layers to compute, each with its `GroupBatch` and its part of the cache."""
         stored = next((own.format for own in kv if isinstance(own, ops.KVLayer)), None)
         for group_batch, layout in zip(batch.groups, self.kv_layouts, strict=True):
             group_batch.scratch.setdefault("workspace", self._workspace)
@@ -140,14 +154,14 @@ class DecoderLayers(nn.Module):
         return [(self.layers[i], groups[i], cache) for i, cache in zip(own, kv, strict=False)]
 
     def finish(self) -> None:
-        """Ends loading."""
+        """Ends loading: calls `finish` of all submodules that have it."""
         for module in self.modules():
             if module is not self and callable(finish := getattr(module, "finish", None)):
                 finish()
 
 
 class Decoder(DecoderLayers):
-    """Token ids to hidden states to logits. Weights are empty until `load_weights`."""
+    """A whole model, from token ids to logits. Weights are uninitialized until `load_weights`."""
 
     def __init__(self, spec: ModelSpec, build: Build) -> None:
         super().__init__(spec, build)
@@ -160,22 +174,27 @@ class Decoder(DecoderLayers):
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
-        # Published models round it.
+        # The published code of these models rounds the scale to the model's dtype.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
 
     def forward(self, batch: ForwardBatch, kv: Sequence[Any], *, shallow: bool = False) -> Tensor:
-        """Computes the batch's tokens and stores their KV.
+        """Computes a step, stores its KV and returns the final normed hidden states.
 
-        kv: per layer. shallow: only the first layers, up to one of each kind and one more, which is
-        enough to compile for all.
-        Returns the final normed hidden states [T, hidden] in the model's dtype.
+        Args:
+            batch: the step.
+            kv: each layer's part of the cache.
+            shallow: run only the first layers, up to one of each kind and one more. That compiles
+                the kernels of all layers.
+
+        Returns:
+            [T, hidden_size] in the model's dtype.
         """
         return self.leave(self.run(self.enter(batch), batch, kv, shallow))
 
     def enter(self, batch: ForwardBatch) -> Tensor:
-        """Returns the hidden states [T, hidden] that the first of the layers takes."""
+        """Returns the input of the first layer, [T, hidden_size]: the embeddings of the tokens."""
         embedded: Tensor = self.embedding(batch.input_ids)
         if self._embedding_scale != 1.0:
             embedded = embedded.mul_(self._embedding_scale)
@@ -184,12 +203,13 @@ class Decoder(DecoderLayers):
         return embedded
 
     def leave(self, hidden: Tensor) -> Tensor:
-        """Returns what `forward` returns, from the hidden states behind the last of the layers."""
+        """Returns the final normed hidden states from the output of the last layer, both
+        [T, hidden_size]."""
         return self.norm(hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [N, vocab] of hidden states [N, hidden], in the model's dtype, gathered
-        over ranks."""
+        """Returns logits [N, vocab] of hidden states [N, hidden_size], in the model's dtype, on
+        every rank."""
         logits, cap = self.head.logits(hidden), self.spec.logit_softcap
         if self.spec.logit_scale != 1.0:
             logits = logits.mul_(self.spec.logit_scale)
@@ -204,7 +224,4 @@ def make_block(spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, bu
     """Returns a layer of the model."""
     if spec.norms == "input" and not spec.parallel and spec.multiplier == 1.0:
         return Block(spec, model, rotary, build)
-    # Most models have the plain shape.
-    from quire.models.general_block import general_block
-
     return general_block(spec, model, rotary, build)

@@ -1,7 +1,7 @@
 """Random weights for a folder that holds only a config.json.
 
-Each value is a hash of the seed, the tensor's name and the element's index, so that it is the same
-on every device, on every rank, and up to rounding in every dtype.
+Each value is a hash of the seed, the tensor's name and the element's index. So it is the same on
+every device and rank, and in every dtype up to rounding.
 """
 
 from __future__ import annotations
@@ -15,24 +15,23 @@ from torch import Tensor
 from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.quantization import FLOATS
-from quire.quantization.stored_tensor import FP8
+from quire.quantization.checkpoint_tensor import FP8
 
 _DEVIATION = 0.02
 _BYTES = frozenset({torch.uint8})
 _EXPONENT = 127 - 7
-"""The scale of pairs of 4-bit floats, with which they deviate as much."""
+"""Exponent of the scale of MXFP4 weights, which gives them about the same standard deviation."""
 _FP8_SCALE = 2.0**-13
-"""The scale of 8-bit floats, the largest of which is then 284."""
+"""The scale of FP8 weights. The largest number before scaling is then 284; FP8 ends at 448."""
 _INPUT_SCALE = 2.0**-5
-"""A fixed scale of inputs: up to 14 are not clipped."""
+"""A static input scale: inputs up to 14 are not clipped."""
 
 
 def fill_dummy(model: torch.nn.Module, seed: int) -> None:
-    """Makes norms the identity, and all else uniform with standard deviation 0.02.
+    """Makes norms the identity, and all other weights uniform with standard deviation 0.02.
 
     Raises:
-        ModelError: the checkpoint's layers are quantized, and neither to 8-bit floats nor MXFP4;
-            `EngineArgs.quantization` may round what is random instead.
+        ModelError: the checkpoint's layers are quantized to a format other than FP8 and MXFP4.
     """
     for name, part in named_slices(model):
         if part.device.type == "meta":
@@ -42,7 +41,7 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
                 f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
                 "without its quantization_config, --quantization rounds random weights"
             )
-        value = _same(part)
+        value = _constant(part)
         if value is None:
             _fill(part, _key(seed, name))
         else:
@@ -63,19 +62,19 @@ def _fill(part: ParameterSlice, key: int) -> None:
     for (left, right), size in zip(inner, part.shape[1:], strict=True):
         places = torch.arange(left, right, device=device)
         columns = (columns.unsqueeze(1) * size + places).flatten()
-    columns = _wrapped(columns)
-    # On a CPU, a chunk stays in its cache through all of the hash's passes.
+    columns = _wrap_int32(columns)
+    # On a CPU, a small chunk stays in the cache during all passes of the hash.
     step = max(1, (1 << 15 if device.type == "cpu" else 1 << 24) // max(1, len(columns)))
     for start in range(top, bottom, step):
         own = torch.arange(start, min(start + step, bottom), dtype=torch.int64, device=device)
-        index = _wrapped(own * whole).unsqueeze(1) + columns
+        index = _wrap_int32(own * whole).unsqueeze(1) + columns
         values = _hash(index.bitwise_xor_(key)) >> 8
         sizes = [len(own), *(right - left for left, right in inner)]
-        part.write(_numbers(values, part).view(sizes), start - top)
+        part.write(_from_bits(values, part).view(sizes), start - top)
 
 
-def _same(part: ParameterSlice) -> int | float | None:
-    """Returns the number that all of a tensor is, or None."""
+def _constant(part: ParameterSlice) -> int | float | None:
+    """Returns the number that fills the whole tensor, or None if it is random."""
     if part.initial != "random":
         return float(part.initial == "ones")
     if not part.name.endswith(("scale", "scales", "scale_inv")):
@@ -85,16 +84,16 @@ def _same(part: ParameterSlice) -> int | float | None:
     return _INPUT_SCALE if part.name.endswith(("input_scale", "activation_scale")) else _FP8_SCALE
 
 
-def _numbers(values: Tensor, part: ParameterSlice) -> Tensor:
-    """Returns what 24 random bits stand for in a tensor: floats, of 8 bits times their scale, or
-    pairs of 4-bit ones."""
+def _from_bits(values: Tensor, part: ParameterSlice) -> Tensor:
+    """Returns the elements of a tensor from 24 random bits each: floats, FP8, or pairs of 4-bit
+    floats."""
     if part.dtypes == _BYTES:
         return (values & 255).to(torch.uint8)
     floats = values.float().mul_(_DEVIATION * math.sqrt(3.0) / 2**23)
     return floats if part.dtypes == FLOATS else floats.div_(_FP8_SCALE).to(torch.float8_e4m3fn)
 
 
-def _wrapped(x: Tensor) -> Tensor:
+def _wrap_int32(x: Tensor) -> Tensor:
     return ((x + 2**31) % 2**32 - 2**31).to(torch.int32)
 
 

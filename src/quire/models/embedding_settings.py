@@ -1,4 +1,4 @@
-"""A model's own settings of embeddings."""
+"""Reads how a model wants its embeddings pooled and truncated."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from quire.models.config import load_config
 
 
 def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns `EngineConfig.pooling` and `EngineConfig.matryoshka`. wanted: what is set."""
+    """Returns the values of `EngineConfig.pooling` and `EngineConfig.matryoshka`.
+
+    Args:
+        wanted: the user's setting of pooling; "auto" for the model's own.
+        folder: of the model.
+        hf_config: its config.json.
+    """
     pooling = _pooling(folder) if wanted == "auto" else wanted
     return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
 
 
 def _pooling(folder: Path) -> Literal["last", "mean"]:
-    """Returns the pooling of sentence-transformers' configuration, or "last" without one."""
+    """Returns the pooling in the model's sentence-transformers configuration, by default "last"."""
     if not (folder / "1_Pooling" / "config.json").exists():
         return "last"
     return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"

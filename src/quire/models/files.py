@@ -1,4 +1,4 @@
-"""The safetensors files of a model's folder."""
+"""The weight files of a model's folder, and downloads from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
 
 from quire.errors import ModelError
+from quire.models.gguf.folder import open_model
 from quire.system import MOST_TABLE, open_regular, read_bounded
 
 _SHOWN = 8
@@ -34,23 +30,27 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The dtypes of safetensors files."""
+"""PyTorch's dtypes by their names in safetensors files."""
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The folder's safetensors files, as its index names them. Raises ModelError for none."""
+    """Returns the folder's safetensors files, those in its index if it has one.
+
+    Raises:
+        ModelError: there are no such files, or the index is invalid.
+    """
     index = folder / "model.safetensors.index.json"
     if index.exists():
         try:
             names = sorted(set(json.loads(read_bounded(index, MOST_TABLE))["weight_map"].values()))
-            # A name out of the folder would read what the checkpoint has no business with.
+            # A name with a path could point to files outside of the folder.
             absent = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
                 f"{index.name} is not a valid index of a sharded checkpoint: {error!r}"
             ) from error
         if absent:
-            raise ModelError(f"{index.name} names files that are not there: {some(absent)}")
+            raise ModelError(f"{index.name} names files that are not there: {first_few(absent)}")
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
@@ -63,10 +63,12 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
-    """Open until `stack` ends. Raises ModelError for what is no safetensors file."""
-    if file.suffix == ".gguf":
-        from quire.models.gguf import open_model
+    """Opens a safetensors or GGUF file until `stack` ends.
 
+    Raises:
+        ModelError: the file cannot be read.
+    """
+    if file.suffix == ".gguf":
         return open_model(file)
     try:
         open_regular(file).close()
@@ -75,43 +77,49 @@ def open_file(stack: contextlib.ExitStack, file: Path) -> Any:
         raise ModelError(f"cannot read {file.name}: {error}") from error
 
 
-def some(items: list[str]) -> str:
-    """The first of them, and how many more there are."""
+def first_few(items: list[str]) -> str:
+    """Returns the first items and the number of the others, for an error message."""
     rest = len(items) - _SHOWN
     return "; ".join(items[:_SHOWN]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-# Downloads of models and adapters from the Hugging Face hub.
-
-_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]
-_WANTED = ["*.safetensors", *_SETTINGS]
-_UNWANTED = ["original/*", "consolidated*"]
-_OF_ADAPTERS = ["adapter_config.json", "adapter_model.safetensors"]
+_SETTINGS_FILES = ["*.json", "*.jinja", "tiktoken.model", "tokenizer.model"]
+_MODEL_FILES = ["*.safetensors", *_SETTINGS_FILES]
+_IGNORED_FILES = ["original/*", "consolidated*"]
+_ADAPTER_FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def download(model: str, revision: str | None, *, weights: bool = True) -> Path:
-    """Returns the folder of a model of the hub, fetched if it is not there yet. Without `weights`
-    only the small files that describe the model are fetched.
+    """Returns the local folder of a model on the hub. Downloads it unless the cache has it.
+
+    Args:
+        model: id on the hub.
+        revision: branch, tag or commit, or None for the default branch.
+        weights: whether to download the weights too, not only configuration and tokenizer.
 
     Raises:
-        ModelError: it cannot be had.
+        ModelError: the download fails.
     """
-    return _download(model, revision, _WANTED if weights else _SETTINGS)
+    return _download(model, revision, _MODEL_FILES if weights else _SETTINGS_FILES)
 
 
 def download_adapter(adapter: str) -> Path:
-    """Returns the folder of a LoRA adapter of the hub, fetched if it is not there yet.
+    """Returns the local folder of a LoRA adapter on the hub. Downloads it unless the cache has it.
 
     Raises:
-        ModelError: it cannot be had.
+        ModelError: the download fails.
     """
-    return _download(adapter, None, _OF_ADAPTERS)
+    return _download(adapter, None, _ADAPTER_FILES)
 
 
 def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
+    # huggingface_hub is slow to import, and a model in a local folder does not need it.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=wanted, ignore_patterns=_UNWANTED
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED_FILES
         )
     except RepositoryNotFoundError as error:
         raise ModelError(
@@ -119,7 +127,7 @@ def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"{name} on the hub has no revision {revision!r}") from error
-    except Exception as error:  # of its HTTP client, which is another in each version
+    except Exception as error:  # versions of huggingface_hub use different HTTP clients
         raise ModelError(
             f"{name} is not a local folder, and it could not be fetched from the hub "
             f"({type(error).__name__}). Without a network, give a folder or download it before."

@@ -1,4 +1,4 @@
-"""Layers of other shapes than norm, mixer, sum, norm, feed-forward, sum."""
+"""Layers with post-norms, parallel parts or multipliers. `Block` is the plain pre-norm layer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ from quire.models.spec import LayerSpec, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ScaledLayerSpec(LayerSpec):
-    """A layer whose result is multiplied by a number of its own."""
+    """A layer whose output is multiplied by a learned number (Gemma 4)."""
 
 
 def general_block(
     spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
 ) -> GeneralBlock:
-    """Returns a layer of any shape."""
+    """Returns the layer that a spec describes."""
     kind = ScaledBlock if isinstance(spec, ScaledLayerSpec) else GeneralBlock
     return kind(spec, model, rotary, build)
 
 
 class GeneralBlock(nn.Module):
-    """One layer of any shape: x + norm(mixer(norm(x))), then the same of the ffn, or, in parallel,
-    x + mixer(norm(x)) + ffn(norm(x)); without norms of what parts give, those may be multiplied.
+    """A layer of any shape that `LayerSpec` can describe.
+
+    In sequence: y = x + out(mixer(norm(x))), then y + out(ffn(norm(y))). In parallel: x +
+    out(mixer(norm(x))) + out(ffn(norm(x))). `out` is a norm, a multiplier or nothing.
     """
 
     def __init__(
@@ -51,25 +53,27 @@ class GeneralBlock(nn.Module):
 
         inputs, outputs = spec.norms != "output", spec.norms != "input"
         if outputs and (model.norm.kind != "rms" or spec.multiplier != 1.0):
-            raise ModelError("norms of what a layer's parts give must be RMS norms, not multiplied")
+            raise ModelError(
+                "norms on the outputs of a layer's parts must be RMSNorms without multiplier"
+            )
         self.attention_norm = norm("attention_norm", inputs)
         self.attention_out_norm = norm("attention_out_norm", outputs)
-        # Parallel parts take the same.
+        # Parallel parts share the norm of their input.
         self.mlp_norm = norm("mlp_norm", inputs and not spec.parallel)
         self.mlp_out_norm = norm("mlp_out_norm", outputs)
 
     def forward(self, x: Residual, batch: ForwardBatch, group: GroupBatch, kv: Any) -> Residual:
         before = x.total()
-        taken = Residual(before, apart=True)
+        taken = Residual(before, delta_only=True)
         given = self.attention(taken, self.attention_norm, batch, group, kv)
         mixed = self._sum(before, given, self.attention_out_norm)
         norm = self.attention_norm
         if not self.spec.parallel:
-            taken, norm = Residual(mixed, apart=True), self.mlp_norm
+            taken, norm = Residual(mixed, delta_only=True), self.mlp_norm
         return Residual(self._sum(mixed, self.mlp(taken, norm, batch), self.mlp_out_norm))
 
     def _sum(self, x: Tensor, given: Residual, norm: RMSNorm | None) -> Tensor:
-        """Returns the stream x after what one part gave was added to it."""
+        """Returns x plus one part's normed or multiplied output, [T, hidden]."""
         part = given.total()
         if norm is not None:
             return ops.rms_norm(part, norm.weight, norm.eps, x)
@@ -78,14 +82,14 @@ class GeneralBlock(nn.Module):
         return part.add_(x)
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the memory that either part needs for intermediates."""
+        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
         mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(mixer, mlp)
 
 
 class ScaledBlock(GeneralBlock):
-    """A layer whose result, the stream included, is multiplied by a number."""
+    """A layer whose output, residual included, is multiplied by a learned number."""
 
     def __init__(
         self, spec: LayerSpec, model: ModelSpec, rotary: RotaryTable | None, build: Build
@@ -97,5 +101,5 @@ class ScaledBlock(GeneralBlock):
         return Residual(super().forward(x, batch, group, kv).total().mul_(self.scalar))
 
     def slices(self) -> Iterator[ParameterSlice]:
-        """Yields the parameters that are the block's own."""
+        """Yields the learned number."""
         yield ParameterSlice.of("scalar", self.scalar.data, initial="ones")

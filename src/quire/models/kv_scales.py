@@ -1,4 +1,4 @@
-"""The fixed scales of 8-bit KV that a checkpoint may bring along."""
+"""The static scales of FP8 KV that a checkpoint may hold."""
 
 from __future__ import annotations
 
@@ -23,30 +23,38 @@ _STORED = re.compile(
     r"(?:^|\.)layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale|(?P<output>[kv])_proj\.output_scale)$"
 )
-"""The names of compressed-tensors and vLLM, and those of AutoFP8 and ModelOpt."""
+"""Names of scales from compressed-tensors, vLLM, AutoFP8 and ModelOpt."""
 _OTHER = re.compile(r"\.self_attn\.(attn\.)?(q|prob)_scale$")
-"""Scales of queries and weights, which are never stored."""
+"""Scales of queries and softmax weights, which are not used because neither is stored in FP8."""
 
 
 def is_scale(name: str) -> bool:
-    """Whether a checkpoint's tensor is a scale of attention's, rather than a weight."""
+    """Returns whether a checkpoint's tensor is a scale for attention instead of a weight."""
     return bool(_STORED.search(name) or _OTHER.search(name))
 
 
 def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
-    """float32 [layers, 2, KV heads of this rank] on the model's device: what stored keys and values
-    are to be multiplied by. 1 where the checkpoint has none. Latents have the scale of keys, of one
-    head, on every rank.
+    """Returns the factors by which stored keys and values are multiplied.
+
+    Latents use the scale of keys and count as one head, on every rank.
+
+    Args:
+        model: its layers and ranks.
+        path: folder of the checkpoint.
+        load_format: "dummy" makes all factors 1.
+
+    Returns:
+        float32 [layers, 2, KV heads of this rank] on the model's device; 1 if the checkpoint has no
+        scales.
 
     Raises:
-        ModelError: it has some, but not all, what they hold are no scales, or layers differ in
-            their KV heads.
+        ModelError: some scales are missing or invalid, or layers differ in their KV heads.
     """
     layers = len(model.spec.layers)
     counts = {mixer.kv_heads for mixer in model.spec.attention} or {1}
     kinds = 2 if model.spec.attention else 1
     if len(counts) > 1:
-        raise ModelError(f"fp8 KV needs as many KV heads in each layer, not {sorted(counts)}")
+        raise ModelError(f"fp8 KV needs equally many KV heads in all layers, got {sorted(counts)}")
     heads = counts.pop()
     scales = torch.ones(layers, 2, heads)
     found = {} if load_format == "dummy" else _read(path, layers)
@@ -70,8 +78,10 @@ def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
 
 
 def all_head_scales(models: Sequence[DecoderLayers], path: Path, load_format: str) -> list[Tensor]:
-    """Returns the scales of all models' layers, float32 [2, KV heads] each: those of the first
-    model from its checkpoint in `path`, 1 for the others."""
+    """Returns the scales of all layers of several models, float32 [2, KV heads] per layer.
+
+    Those of the first model come from its checkpoint in `path`. The others, draft heads, have 1.
+    """
     scales = list(head_scales(models[0], path, load_format))
     for model in models[1:]:
         scales += head_scales(model, path, "dummy")
@@ -79,7 +89,7 @@ def all_head_scales(models: Sequence[DecoderLayers], path: Path, load_format: st
 
 
 def _read(path: Path, layers: int) -> dict[tuple[int, int], tuple[str, Tensor]]:
-    """By layer and 0 for k, 1 for v: the tensor's name and itself."""
+    """Returns each scale's tensor name and value, by layer and by 0 for keys or 1 for values."""
     found: dict[tuple[int, int], tuple[str, Tensor]] = {}
     with contextlib.ExitStack() as stack:
         for path_of_file in weight_files(path):
@@ -98,12 +108,16 @@ def _read(path: Path, layers: int) -> dict[tuple[int, int], tuple[str, Tensor]]:
 
 
 def _checked(name: str, value: Tensor, heads: int) -> Tensor:
-    """One for all heads, or one each; float32 [1 or heads]."""
+    """Returns a scale as float32 [1], for all heads, or [heads].
+
+    Raises:
+        ModelError: it has another shape, or is not finite and positive.
+    """
     if value.numel() not in (1, heads) or not value.is_floating_point():
         raise ModelError(
             f"{name} is {tuple(value.shape)} {value.dtype}, expected one float, or {heads}"
         )
     value = value.float().flatten()
     if not all(math.isfinite(x) and x > 0 for x in value.tolist()):
-        raise ModelError(f"{name} holds what is no scale: {value.tolist()}")
+        raise ModelError(f"{name} must hold positive finite scales, got {value.tolist()}")
     return value

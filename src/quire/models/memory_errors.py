@@ -1,4 +1,4 @@
-"""Errors of allocations, as errors of the model whose sizes asked for them."""
+"""Turns errors of memory allocations into errors about the model's sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.errors import ModelError
 
 @contextlib.contextmanager
 def must_fit_memory() -> Iterator[None]:
-    """Turns the error of an allocation that fails, on the host or a GPU, into a ModelError."""
+    """Turns a failed allocation within the block, on the host or a GPU, into a ModelError."""
     try:
         yield
     except RuntimeError as error:
@@ -18,7 +18,7 @@ def must_fit_memory() -> Iterator[None]:
 
 
 def too_large(error: RuntimeError) -> ModelError:
-    """Returns the error of an allocation that failed as a ModelError; raises any other as it is."""
+    """Returns a ModelError for a failed allocation. Raises any other error unchanged."""
     if "memory" not in str(error) and "overflow" not in str(error):
         raise error
     return ModelError(f"the sizes in config.json do not fit the memory: {error}")

@@ -1,4 +1,4 @@
-"""Linear layers' weights in the order in which a CPU reads them fastest."""
+"""Reorders the weights of linear layers so that a CPU reads them faster."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from quire.models.decoder import DecoderLayers
 from quire.ops.reference.prepacked import prepack
 
 _FEWEST = 1 << 17
-"""Weights of a layer from which on a faster product saves more than its longer call costs."""
+"""Fewest weights of a layer for which the faster product outweighs its longer call."""
 
 
 @torch.inference_mode()
 def prepack_weights(model: DecoderLayers) -> None:
-    """Replaces the weights of a model on a CPU that computes in fp32, once they are loaded."""
+    """Reorders the loaded weights of a model that a CPU computes in fp32."""
     for layer in model.modules() if model.dtype is torch.float32 else ():
         if isinstance(layer, Linear):
             prepack_layer(layer)
 
 
 def prepack_layer(layer: Linear) -> None:
-    """Replaces the weights of a layer, and the parameters that hold their values."""
-    layer.stacks = tuple(_prepacked(layer, index) for index in range(len(layer.stacks)))
+    """Reorders the weights of a layer, and replaces the parameters that hold them."""
+    layer.stacks = tuple(_prepack_stack(layer, index) for index in range(len(layer.stacks)))
 
 
-def _prepacked(layer: Linear, index: int) -> Stack:
-    """Returns a stack as it is read fastest. The layer's parameters follow."""
+def _prepack_stack(layer: Linear, index: int) -> Stack:
+    """Returns stack `index` with reordered weights, and replaces the layer's parameter of it."""
     stack = layer.stacks[index]
     weight = stack.weight
     values = weight.values
@@ -38,18 +38,19 @@ def _prepacked(layer: Linear, index: int) -> Stack:
     found = prepack(weight)
     if found is None:
         if weight.scales is None and weight.outputs > weight.inputs and not layer.tied:
-            # A row times columns that lie input by input is a sum of long vectors.
-            layer.get_parameter(_name(index)).data = values = values.t().contiguous().t()
+            # With the inputs outermost, a row times the weight is a sum of long vectors.
+            layer.get_parameter(_values_name(index)).data = values = values.t().contiguous().t()
             weight = replace(weight, values=values)
     elif layer.tied or (isinstance(layer, LMHead) and weight.scales is None):
-        # The embedding reads its rows; draft heads are compared with it, unless it is rounded.
+        # The original order stays too: the embedding reads rows of a tied weight, and draft heads
+        # compare their own head with an unquantized one.
         weight = replace(weight, prepacked=found)
     else:
-        layer.register_parameter(_name(index), None)
+        layer.register_parameter(_values_name(index), None)
         weight = replace(weight, values=values.to("meta"), prepacked=found)
     return replace(stack, weight=weight)
 
 
-def _name(index: int) -> str:
-    """Returns the name of the parameter that holds a stack's values, as `Linear` has it."""
+def _values_name(index: int) -> str:
+    """Returns the name that `Linear` gives to the parameter with a stack's values."""
     return f"values_{index}" if index else "values"

@@ -1,4 +1,4 @@
-"""The quantization that a checkpoint brings along."""
+"""Chooses a model's quantization: the checkpoint's own, or the one that the user asks for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from quire.errors import ConfigError, ModelError
 from quire.models.config import family_named
 from quire.models.families.family import Family
 from quire.models.files import DTYPES, open_file, weight_files
+from quire.models.gguf.file import stored_family
 from quire.models.spec import ModelSpec
 from quire.quantization import Quantization, quantization_of
 from quire.quantization.checkpoint import Checkpoint, method_of
 from quire.quantization.fields import TensorInfo, Tensors, settings_of
-from quire.quantization.rounding import FLOAT, RoundedHead, split_name
+from quire.quantization.rounding import FLOAT, QuantizedHead, split_name
 from quire.system import stored_weights
 
 
@@ -26,8 +27,19 @@ def checkpoint_quantization(
     wanted: str | None,
     family: Family | None = None,
 ) -> Quantization | None:
-    """Returns the checkpoint's own quantization, None if its weights are not quantized. See
-    `model_quantization`. family: of the layers to quantize, by default the model's."""
+    """Returns the checkpoint's own quantization, or None if its weights are not quantized.
+
+    Args:
+        folder: of the model.
+        config: its config.json.
+        spec: the model.
+        wanted: see `model_quantization`.
+        family: names the checkpoint's tensors, by default the model's family.
+
+    Raises:
+        ModelError: the method is not supported.
+        ConfigError: `wanted` quantizes layers that are already quantized.
+    """
     settings = settings_of(folder, config)
     if settings is None:
         return None
@@ -41,14 +53,12 @@ def checkpoint_quantization(
             f"{settings['quant_method']}; leave it out",
             "quantization",
         )
-    # A folder without weights serves for random ones, and for sizes.
+    # A folder may have no weights if they are random or only sizes matter.
     files = weight_files(folder) if stored_weights(folder) else []
     family = family or _family(spec)
     if any(file.suffix == ".gguf" for file in files):
-        from quire.models.gguf import stored_family
-
         family = stored_family(family)
-    # What a GGUF file holds is in its settings.
+    # The settings of a GGUF file already list its tensors.
     headers = [file for file in files if file.suffix != ".gguf"]
     tensors: dict[str, TensorInfo] = {}
     with contextlib.ExitStack() as stack:
@@ -59,14 +69,19 @@ def checkpoint_quantization(
                 info = TensorInfo(DTYPES.get(view.get_dtype()), tuple(view.get_shape()))
                 tensors[family.canonical(name)] = info
     found = Checkpoint(method, _module_of(spec, family), tensors)
-    return found if head is None else RoundedHead(found, head)
+    return found if head is None else QuantizedHead(found, head)
 
 
 def read_quantization(
     settings: Mapping[str, Any], spec: ModelSpec, tensors: Tensors
 ) -> Quantization:
-    """Returns the quantization that settings with a `quant_method` describe. tensors: of the
-    checkpoint, by canonical name."""
+    """Returns the quantization that a checkpoint's settings describe.
+
+    Args:
+        settings: with `quant_method`.
+        spec: the model.
+        tensors: of the checkpoint, by canonical name.
+    """
     return Checkpoint(method_of(settings), _module_of(spec, _family(spec)), tensors)
 
 
@@ -78,7 +93,7 @@ def _family(spec: ModelSpec) -> Family:
 
 
 def _module_of(spec: ModelSpec, family: Family) -> Callable[[str], str]:
-    """Returns what gives the checkpoint's name of a projection."""
+    """Returns a function from a projection's name to the checkpoint's name of its module."""
 
     def module_of(projection: str) -> str:
         source = family.source(spec, f"{projection}.weight")
@@ -89,23 +104,25 @@ def _module_of(spec: ModelSpec, family: Family) -> Callable[[str], str]:
     return module_of
 
 
-# The quantization of a model: what the user asked for, or what the checkpoint says.
-
 _KEYS = ("quantization_config", "compression_config")
 _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-"""Keys of config.json, and files beside it, by which checkpoints say that they are quantized."""
+"""Keys of config.json, and files next to it, that mark a quantized checkpoint."""
 
 
 def model_quantization(
     folder: str | Path, config: Mapping[str, Any], spec: ModelSpec, wanted: str | None = None
 ) -> Quantization:
-    """Returns the quantization `wanted` by `EngineArgs`, or the checkpoint's own.
+    """Returns the model's quantization. Of the weight files it reads only headers.
 
-    config: the folder's config.json. Files are opened only for their headers.
+    Args:
+        folder: of the model.
+        config: the folder's config.json.
+        spec: the model.
+        wanted: `EngineArgs.quantization`; None for the checkpoint's own.
 
     Raises:
-        ModelError: the checkpoint is quantized in a way that is not known.
-        ConfigError: a quantization is wanted of what is quantized already.
+        ModelError: the checkpoint's method is not supported.
+        ConfigError: `wanted` quantizes layers that are already quantized.
     """
     folder, config = Path(folder), {**(config.get("text_config") or {}), **config}
     if any(map(config.get, _KEYS)) or any((folder / name).exists() for name in _FILES):

@@ -1,4 +1,4 @@
-"""A look at quantized weights once they are loaded, so that garbage is never served."""
+"""Checks of loaded quantized weights, so that a damaged checkpoint is never served."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 
 _ROWS, _EXPERT_ROWS = 64, 8
-"""Outputs of a projection that are looked at, and of one of an expert."""
+"""Number of outputs to sample from a projection, and from an expert's projection."""
 _EXPERTS = 128
-"""Projections of experts that are looked at at once."""
+"""Number of experts' projections to check at once."""
 _LARGEST = 1e4
-"""The largest root mean square of the weights of an output, and the largest fixed scale of inputs,
-that are believed."""
+"""Upper limit for the root mean square of an output's weights, and for a static input scale."""
 _OFF_CENTRE = 0.25
-"""The largest share of that root mean square that the mean of the weights may be, in the median of
-outputs. Trained weights have less than 0.15, also those of 64 inputs; 4 bits with zeros that are
-wrong by one have 0.3."""
+"""Upper limit for |mean| / root mean square of the weights, in the median of outputs. Trained
+weights stay below 0.15, even with 64 inputs. 4-bit weights with zeros off by one reach 0.3."""
 _FEWEST = 64
-"""Inputs from which on that share tells something."""
+"""Fewest inputs for which that ratio is meaningful."""
 
 
 @dataclass(frozen=True, slots=True)
-class _SomeOutputs:
-    """Some outputs of projections that share a weight.
+class SampledOutputs:
+    """A sample of outputs from projections that share a weight.
 
-    names: of the projections. weight: equally many outputs of each. may_be_zero: whether a
-    projection of zeros makes sense.
+    Attributes:
+        names: of the projections.
+        weight: the sample, with equally many outputs of each projection.
+        may_be_zero: whether a projection may be zero throughout.
     """
 
     names: list[str]
@@ -47,21 +47,21 @@ class _SomeOutputs:
 
 @torch.inference_mode()
 def check_weights(model: DecoderLayers, family: Family) -> None:
-    """Looks at a sample of each quantized projection, each expert's too.
+    """Checks a sample of outputs from each quantized projection, including those of experts.
 
     Raises:
-        ModelError: dequantized, it is not finite, huge, zero throughout, or off centre; or its
-            inputs have a huge fixed scale. The error gives the checkpoint's name of the projection.
+        ModelError: dequantized weights are not finite, huge, all zero or off centre, or a static
+            input scale is huge. The error names the projection as the checkpoint does.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, Linear):
-            samples = _of_layer(name, layer)
+            samples = _sample_linear(name, layer)
         elif isinstance(layer, ExpertLinear):
-            samples = _of_experts(name, layer)
+            samples = _sample_experts(name, layer)
         else:
             continue
         for sample in samples:
-            found = _problem(sample)
+            found = _find_problem(sample)
             if found is not None:
                 place, problem = found
                 stored = family.source(model.spec, f"{sample.names[place]}.weight").name
@@ -71,31 +71,32 @@ def check_weights(model: DecoderLayers, family: Family) -> None:
                 )
 
 
-def _of_layer(name: str, layer: Linear) -> Iterator[_SomeOutputs]:
+def _sample_linear(name: str, layer: Linear) -> Iterator[SampledOutputs]:
     for stack in layer.stacks:
         row = 0
         for index in range(stack.first, stack.end):
             output, size = layer.outputs[index].name, layer.sizes[index]
             if _is_quantized(stack.weight) and size:
-                rows = _spread(row, size, _ROWS)
+                rows = _spread_rows(row, size, _ROWS)
                 own = f"{name}.{output}" if output else name
-                yield _SomeOutputs([own], _taken(stack.weight, rows), may_be_zero=False)
+                yield SampledOutputs([own], _select_rows(stack.weight, rows), may_be_zero=False)
             row += size
 
 
-def _of_experts(name: str, layer: ExpertLinear) -> Iterator[_SomeOutputs]:
+def _sample_experts(name: str, layer: ExpertLinear) -> Iterator[SampledOutputs]:
     if not _is_quantized(layer.weight) or not layer.size:
         return
-    first = layer.cut.experts[0]
+    first = layer.shard.experts[0]
     projections = [(first + expert, own) for expert in range(layer.count) for own in layer.names]
     for start in range(0, len(projections), _EXPERTS):
         some = projections[start : start + _EXPERTS]
         rows = [
-            _spread((start + i) * layer.size, layer.size, _EXPERT_ROWS) for i in range(len(some))
+            _spread_rows((start + i) * layer.size, layer.size, _EXPERT_ROWS)
+            for i in range(len(some))
         ]
         names = [_expert_name(name, layer, *each) for each in some]
-        # Experts that no text of the training has chosen may be.
-        yield _SomeOutputs(names, _taken(layer.weight, torch.cat(rows)), may_be_zero=True)
+        # An expert that was never chosen in training may have zero weights.
+        yield SampledOutputs(names, _select_rows(layer.weight, torch.cat(rows)), may_be_zero=True)
 
 
 def _expert_name(name: str, layer: ExpertLinear, expert: int, projection: str) -> str:
@@ -109,13 +110,13 @@ def _is_quantized(weight: Weight) -> bool:
     return weight.scales is not None and not weight.values.is_meta
 
 
-def _spread(first: int, size: int, count: int) -> Tensor:
-    """Returns up to `count` rows spread over `size` of them."""
+def _spread_rows(first: int, size: int, count: int) -> Tensor:
+    """Returns up to `count` evenly spaced indices in [first, first + size)."""
     return torch.linspace(first, first + size - 1, min(count, size)).long()
 
 
-def _taken(weight: Weight, rows: Tensor) -> Weight:
-    """Returns a weight of some outputs, a copy."""
+def _select_rows(weight: Weight, rows: Tensor) -> Weight:
+    """Returns a copy of the given rows of a weight."""
     rows = rows.to(weight.values.device)
 
     def taken(tensor: Tensor) -> Tensor:
@@ -132,14 +133,14 @@ def _taken(weight: Weight, rows: Tensor) -> Weight:
     )
 
 
-def _problem(sample: _SomeOutputs) -> tuple[int, str] | None:
-    """Returns the place among the sample's names of a projection that makes no sense, and why."""
+def _find_problem(sample: SampledOutputs) -> tuple[int, str] | None:
+    """Returns the index in `sample.names` of a broken projection and the reason, or None."""
     weight = sample.weight
     weights = dequantize(weight, torch.float32).view(len(sample.names), -1, weight.inputs)
     power = weights.square().mean(2).sqrt()
     off = (weights.mean(2).abs() / power.clamp(min=1e-30)).median(1).values
     fixed = torch.zeros_like(off) if weight.input_scale is None else weight.input_scale.max()
-    # One wait for the device.
+    # One transfer for all figures, because each waits for the device.
     figures = torch.stack([power.amax(1), off, fixed.expand_as(off)]).tolist()
     for place, (largest, median, scale) in enumerate(zip(*figures, strict=True)):
         if not math.isfinite(largest):

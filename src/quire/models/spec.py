@@ -1,4 +1,4 @@
-"""An architecture as data: everything the one decoder needs to know about a model."""
+"""An architecture as data: all that the decoder must know of a model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,29 @@ from quire.layers.rotary import RotaryTable
 
 
 class MixerSpec(Protocol):
-    """A layer that mixes tokens, as data. Each kind lies beside its layer."""
+    """A layer that mixes tokens, such as attention, as data. Its module is in the same file."""
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Any:
-        """Returns the layer, a module that is called as `Attention` is, and has `workspace_bytes`
-        and a `layout` (`layers/layout.py`)."""
+        """Returns the layer, a module with the interface of `Attention`: `forward`,
+        `workspace_bytes` and `layout` (`layers/layout.py`).
+
+        Args:
+            hidden: numbers in a hidden state.
+            rotary: the table for the spec's `rope`, or None.
+            build: see `Build`.
+        """
         ...
 
 
 class FfnSpec(Protocol):
-    """A layer that treats each token alone, as data. Each kind lies beside its layer."""
+    """A layer that computes each token alone, as data. Its module is in the same file."""
 
     def layer(self, hidden: int, build: Build) -> Any:
-        """Returns the layer, a module. It takes the residual stream, the norm before the layer
-        and the batch, returns the stream after it, and has `workspace_bytes`, as `Mlp` has."""
+        """Returns the layer, a module with the interface of `Mlp`.
+
+        `forward` takes the residual stream, the norm before the layer and the batch. It returns
+        the new stream. `workspace_bytes` bounds its intermediates.
+        """
         ...
 
 
@@ -35,8 +44,12 @@ class FfnSpec(Protocol):
 class LayerSpec:
     """One layer: x + mixer(norm(x)), then x + ffn(norm(x)).
 
-    norms: whether those are norms of what each part takes, of what it gives, or both.
-    parallel: the ffn takes what the mixer takes. multiplier: of what either part gives.
+    Attributes:
+        mixer: mixes tokens.
+        ffn: computes each token alone.
+        norms: whether each part has a norm on its input (pre-norm), its output or both.
+        parallel: the ffn gets the same input as the mixer, and x gets both outputs at once.
+        multiplier: each part's output is multiplied by it before it is added to x.
     """
 
     mixer: MixerSpec
@@ -50,12 +63,22 @@ class LayerSpec:
 class ModelSpec:
     """A decoder-only transformer.
 
-    family: the module of `quire.models.families` that knows its checkpoints.
-    learned_positions: rows of a learned position table, None where positions are rotary.
-    tied_head: logits come from the token embeddings.
-    dtype: what the checkpoint is stored in. max_positions: the longest sequence it was made for.
-    embedding_scale: multiplies token embeddings, rounded to the model's dtype.
-    logit_scale: multiplies logits. logit_softcap: logits become softcap * tanh(logit / softcap).
+    Attributes:
+        family: the module of `quire.models.families` that knows its checkpoints.
+        architecture: the class named in config.json.
+        vocab_size: token ids.
+        hidden_size: numbers in a hidden state.
+        norm: kind of the norms between layers' parts and before the head.
+        layers: in order.
+        learned_positions: rows of the learned position table, or None without one.
+        tied_head: whether the head uses the token embeddings as weights.
+        dtype: of the checkpoint.
+        max_positions: tokens of the longest sequence that the model supports.
+        bos_token_id: token that begins a text, or None.
+        eos_token_ids: tokens that end a text.
+        embedding_scale: multiplies token embeddings; rounded to the model's dtype first.
+        logit_scale: multiplies logits.
+        logit_softcap: logits become softcap * tanh(logit / softcap); None leaves them as they are.
     """
 
     family: str
@@ -76,12 +99,12 @@ class ModelSpec:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """The mixers that keep keys and values, in the order of their layers."""
+        """The mixers that are multi-head attention, in the order of their layers."""
         mixers = (layer.mixer for layer in self.layers)
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     def mixer(self, layer: LayerSpec) -> MixerSpec:
-        """Returns a layer's mixer, without a window that no sequence can exceed."""
+        """Returns a layer's mixer, with its window dropped if no sequence is longer than it."""
         mixer = layer.mixer
         if not isinstance(mixer, AttentionSpec):
             return mixer
@@ -93,6 +116,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(mixer.head_dim for mixer in self.attention))
 
     def window(self, mixer: AttentionSpec) -> int | None:
-        """Returns a mixer's window; one that no sequence can exceed is none at all."""
+        """Returns a mixer's window in tokens. A window at least as long as the longest sequence is
+        dropped: the result is None."""
         window = mixer.window
         return None if window is None or window >= self.max_positions else window

@@ -1,8 +1,8 @@
-"""Models in stages: ranges of layers, each on devices of its own.
+"""Pipeline stages: each holds a range of a model's layers on its own devices.
 
-A stage is a `Decoder` in which all that other stages hold is on the meta device: names, shapes and
-layouts are there, memory is not. So checkpoints are read as strictly as by one rank, and KV groups
-are numbered alike in all stages.
+A stage is a `Decoder` with the other stages' parameters on the meta device. They have names, shapes
+and layouts but no memory. So every stage checks the whole checkpoint, and all stages number KV
+groups alike.
 """
 
 from __future__ import annotations
@@ -29,22 +29,27 @@ from quire.plan import KVGroup
 from quire.quantization import Quantization, Unquantized
 
 KeepStream = Callable[[int, Tensor], None]
-"""Takes the stream behind a layer, whose number from 1 comes first."""
+"""Takes a layer's number, from 1, and the residual stream after that layer, [T, hidden_size]."""
 
 _PARAM = "pipeline_parallel_size"
 _LAYER_TIME = 1.5
-"""Time of a byte of a layer's weights in a step, over that of a byte of the head's: KV is read
-beside them, and there are more launches. Qwen3-8B at 64 rows on an H200: 168 µs for 386 MB, and
-350 µs for the head's 1,245 MB."""
+"""Time per byte of a layer's weights in a decode step, relative to the head's. Layers take longer
+because they also read KV and launch more kernels. Measured with Qwen3-8B at 64 rows on an H200: 168
+µs for a layer's 386 MB, 350 µs for the head's 1,245 MB."""
 _MOST_BYTES = 1 + 1 / 16
-"""Bytes of the largest stage, at most, over the least possible, for stages that take as long as
-each other: what is left beside the weights is for KV."""
+"""Upper limit for the bytes of the largest stage, relative to the most even split by bytes. Stages
+are balanced by time within this limit, because a larger stage leaves less memory for KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of `count` stages. layers: those that it computes. The first stage holds the embeddings
-    as well, the last one the head."""
+    """One stage of a pipeline. The first also holds the embeddings, the last also the head.
+
+    Attributes:
+        index: from 0.
+        count: number of stages.
+        layers: indices of its layers.
+    """
 
     index: int
     count: int
@@ -60,20 +65,24 @@ class Stage:
 
 
 class StageLinks(Protocol):
-    """Passes hidden states on. All stages run the same steps in the same order."""
+    """Connections to the neighbouring stages. All stages run the same steps in one order."""
 
     def receive(self, hidden: Tensor) -> None:
-        """Fills `hidden` with what the stage before has sent."""
+        """Fills `hidden` with the tensor that the previous stage has sent."""
         ...
 
     def send(self, hidden: Tensor) -> None:
-        """Sends to the stage behind. What is sent must not change any more."""
+        """Sends `hidden` to the next stage. The tensor must not change afterwards."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBuild(Build):
-    """Builds a stage. parts: the names of the model's parts that it holds."""
+    """Settings for building a stage.
+
+    Attributes:
+        parts: names of the model's submodules that the stage holds, such as `layers.3` or `head`.
+    """
 
     parts: frozenset[str]
 
@@ -84,8 +93,11 @@ class StageBuild(Build):
 
 
 class StageDecoder(Decoder):
-    """A stage of a model. The first embeds tokens, the last one gives final hidden states; others
-    take hidden states from the stage before, and give them to the next one."""
+    """A stage of a model.
+
+    The first stage embeds tokens, and the last one returns final hidden states. In between, hidden
+    states go from stage to stage.
+    """
 
     def __init__(self, spec: ModelSpec, build: StageBuild, stage: Stage, links: StageLinks) -> None:
         super().__init__(spec, build)
@@ -93,20 +105,21 @@ class StageDecoder(Decoder):
         self.gives_logits = stage.last
         self.own = stage.layers
         specs = [spec.layers[index] for index in stage.layers]
-        # One more: a sum over ranks may take in the norm of the layer behind.
+        # The layers up to the first of each kind, and one more, because an all-reduce may be fused
+        # with the norm of the next layer.
         self._shallow = 2 + max(map(specs.index, set(specs)))
         self._links = links
-        # Streams of other stages that come along with the hidden states, and those of this one
-        # that go on with them, by the number of the layer behind which they are.
-        self._before: tuple[int, ...] = ()
-        self._passed: tuple[int, ...] = ()
+        # Numbers of the tapped layers whose streams arrive with the hidden states, and of those
+        # whose streams leave with them. `_streams` has the streams by layer number.
+        self._streams_in: tuple[int, ...] = ()
+        self._streams_out: tuple[int, ...] = ()
         self._streams: dict[int, Tensor] = {}
         self._keep: KeepStream | None = None
 
     def kv_groups(
         self, block_size: int, kv_format: ops.KVFormat | None = None, first: int = 0
     ) -> tuple[KVGroup, ...]:
-        """Returns all groups of the model, with the layers of this stage alone."""
+        """Returns all KV groups of the model, each with this stage's layers only."""
         groups = []
         for group in super().kv_groups(block_size, kv_format, first):
             own = tuple(layer for layer in group.layers if layer - first in self.own)
@@ -118,38 +131,46 @@ class StageDecoder(Decoder):
         if self.stage.first:
             return super().enter(batch)
         width = self.spec.hidden_size
-        shape = len(batch.input_ids), width * (1 + len(self._before))
+        shape = len(batch.input_ids), width * (1 + len(self._streams_in))
         received = torch.empty(shape, dtype=self.dtype, device=self.device)
         self._links.receive(received)
-        if not self._before:
+        if not self._streams_in:
             return received
         hidden, *streams = torch.split(received, width, dim=1)
-        for layer, stream in zip(self._before, streams, strict=True):
-            self._tapped(layer, stream)
+        for layer, stream in zip(self._streams_in, streams, strict=True):
+            self._pass_stream(layer, stream)
         return hidden.contiguous()
 
     def leave(self, hidden: Tensor) -> Tensor:
         if self.stage.last:
             return super().leave(hidden)
-        # Shallow bodies do not come by every layer.
-        streams = [self._streams.pop(layer, hidden) for layer in self._passed]
+        # A shallow body skips some layers, and then the hidden states stand in for their streams.
+        streams = [self._streams.pop(layer, hidden) for layer in self._streams_out]
         self._links.send(torch.cat([hidden, *streams], dim=1) if streams else hidden)
         return hidden
 
     def tap(self, layers: Sequence[int], keep: KeepStream) -> None:
-        """Has the last stage get the streams behind layers, whose stages pass them on: `keep` gets
-        each, [T, hidden]. layers: numbers from 1. All stages must be told the same."""
+        """Passes the residual streams after some layers on to the last stage.
+
+        All stages must call it with the same layers.
+
+        Args:
+            layers: layer numbers, from 1.
+            keep: called by the last stage with each layer's number and stream, [T, hidden_size].
+        """
         wanted = sorted(set(layers))
-        self._before = tuple(layer for layer in wanted if layer <= self.own.start)
-        self._passed = tuple(layer for layer in wanted if layer <= self.own.stop)
+        self._streams_in = tuple(layer for layer in wanted if layer <= self.own.start)
+        self._streams_out = tuple(layer for layer in wanted if layer <= self.own.stop)
         self._keep = keep if self.stage.last else None
-        for layer in self._passed[len(self._before) :]:
-            self.layers[layer - 1].register_forward_hook(functools.partial(self._leaves, layer))
+        for layer in self._streams_out[len(self._streams_in) :]:
+            self.layers[layer - 1].register_forward_hook(
+                functools.partial(self._after_layer, layer)
+            )
 
-    def _leaves(self, layer: int, module: Any, inputs: Any, given: Any) -> None:
-        self._tapped(layer, given if isinstance(given, Tensor) else given.total())
+    def _after_layer(self, layer: int, module: Any, inputs: Any, given: Any) -> None:
+        self._pass_stream(layer, given if isinstance(given, Tensor) else given.total())
 
-    def _tapped(self, layer: int, stream: Tensor) -> None:
+    def _pass_stream(self, layer: int, stream: Tensor) -> None:
         if self._keep is None:
             self._streams[layer] = stream
         else:
@@ -170,8 +191,20 @@ def build_stage(
     drafts: int = 0,
     embeds: bool = False,
 ) -> StageDecoder:
-    """Returns stage `index` of `count`; the rest as `build_model`. embeds: whether the last stage
-    has the embeddings as well, for what drafts there.
+    """Returns one stage of a model with uninitialized weights.
+
+    Args:
+        spec: the whole model.
+        index: of the stage, from 0.
+        count: number of stages.
+        links: connections to the neighbouring stages.
+        device: see `build_model`, as for the arguments that follow.
+        dtype: of activations, by default the checkpoint's.
+        group: the ranks that share the stage's layers.
+        quantization: chooses weight formats.
+        expert_parallel: see `Build`.
+        drafts: see `Build`.
+        embeds: whether the last stage has the embeddings too, because a draft head needs them.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -201,8 +234,10 @@ def build_stage(
 def stage_layers(
     spec: ModelSpec, count: int, quantization: Quantization, dtype: torch.dtype | None = None
 ) -> list[range]:
-    """Returns the layers of each of `count` stages, such that the slowest takes as little time in a
-    decode step as can be, while none has many more bytes of weights than the largest must have.
+    """Returns the layers of each of `count` stages.
+
+    The slowest stage takes the least possible time in a decode step. Meanwhile no stage's weights
+    exceed `_MOST_BYTES` times the largest stage of the most even split by bytes.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -217,8 +252,10 @@ def stage_layers(
 
 
 def layer_bytes(model: Decoder) -> list[int]:
-    """Returns the bytes of each layer's weights, with those of what stands before the first and
-    behind the last."""
+    """Returns the bytes of each layer's weights.
+
+    The embeddings count for the first layer, the final norm and the head for the last one.
+    """
     sizes = [_bytes(layer) for layer in model.layers]
     sizes[0] += _bytes(model.embedding)
     if model.positions is not None:
@@ -228,8 +265,10 @@ def layer_bytes(model: Decoder) -> list[int]:
 
 
 def layer_times(model: Decoder) -> list[float]:
-    """Returns how long each layer takes in a decode step, in bytes of the head, which is behind the
-    last: embeddings are looked up, which takes no time."""
+    """Returns each layer's time in a decode step, in units of the time for one byte of the head.
+
+    The head counts for the last layer. The lookup of embeddings takes no time worth counting.
+    """
     times = [_LAYER_TIME * _bytes(layer) for layer in model.layers]
     times[-1] += _bytes(_head(model))
     return times
@@ -242,10 +281,13 @@ def _head(model: Decoder) -> torch.nn.Module:
 def balanced_ranges(
     costs: Sequence[float], count: int, sizes: Sequence[float] = (), most: float = math.inf
 ) -> list[range]:
-    """Returns `count` ranges, none of them empty, that cover all costs in order, such that the
-    largest sum of a range is the least possible. There are at least `count` costs.
+    """Splits items into `count` ranges such that the largest total cost of a range is minimal.
 
-    sizes, most: of ranges whose sizes sum to more than `most` there are none, if that can be.
+    Args:
+        costs: of the items, in order; at least `count` of them.
+        count: number of ranges. None is empty.
+        sizes: of the items, by default their costs.
+        most: upper limit for the total size of a range, kept if that is possible.
     """
     cost_ends = list(itertools.accumulate(costs, initial=0.0))
     size_ends = list(itertools.accumulate(sizes or costs, initial=0.0))
@@ -254,7 +296,8 @@ def balanced_ranges(
         fits = size_ends[end] - size_ends[start] <= most
         return cost_ends[end] - cost_ends[start] if fits else math.inf
 
-    # For each number of first costs: the largest sum so far, and where ranges begin.
+    # Dynamic programming. For each number of leading items: the largest total cost of the best
+    # split so far, and the starts of its ranges.
     best: dict[int, tuple[float, tuple[int, ...]]]
     best = {end: (cost(0, end), (0,)) for end in range(1, len(cost_ends))}
     for ranges in range(2, count + 1):

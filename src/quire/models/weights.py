@@ -1,7 +1,7 @@
-"""Strict streaming loader: every tensor of the checkpoint has a place, every place a tensor.
+"""Loads a checkpoint's weights. It is strict: no tensor may be missing, unexpected or misshapen.
 
-Names and shapes are checked from the files' headers before a byte is copied. Then tensors are read
-by a few threads, only the part that this rank holds, straight into their (stacked) parameters.
+Names, shapes and dtypes are checked in the files' headers before any weight is read. Then threads
+copy this rank's part of each tensor straight into the parameters.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from quire.errors import ModelError
 from quire.layers.parameter_slice import ParameterSlice, named_slices
 from quire.models.config import family_named
 from quire.models.decoder import Decoder, DecoderLayers
+from quire.models.dummy import fill_dummy
 from quire.models.families.family import Family, Source
-from quire.models.files import DTYPES, open_file, some, weight_files
+from quire.models.files import DTYPES, first_few, open_file, weight_files
+from quire.models.kv_scales import is_scale
+from quire.models.sanity import check_weights
 from quire.quantization import FLOATS
 
 Progress = Callable[[int, int], None]
 
 _READERS = 8
-"""Threads that read tensors."""
+"""Number of threads that read tensors."""
 _CHUNK = 32 << 20
-"""Bytes of a tensor that are copied, and converted, at once."""
+"""Bytes of a tensor that a thread copies and converts at once."""
 
 
 def load_weights(
@@ -40,16 +43,21 @@ def load_weights(
     progress: Progress | None = None,
     family: Family | None = None,
 ) -> None:
-    """Fills `model` from the safetensors files of the folder `path`, or with random weights if
-    `load_format` is "dummy". `progress` is told bytes done and bytes in all. family: says where
-    weights lie, by default the model's.
+    """Fills a model's weights.
 
-    Raises ModelError if a tensor is missing, unexpected, misshapen or of a wrong dtype, naming it.
+    Args:
+        model: with uninitialized weights.
+        path: folder of the checkpoint.
+        load_format: "dummy" fills in random weights instead.
+        seed: of random weights.
+        progress: called with the bytes read so far and the bytes in total.
+        family: names the checkpoint's tensors, by default the model's family.
+
+    Raises:
+        ModelError: a tensor is missing, unexpected, misshapen or of a wrong dtype; the error names
+            it. Or quantized weights are damaged, see `check_weights`.
     """
     if load_format == "dummy":
-        # Only benchmarks and tests make weights up.
-        from quire.models.dummy import fill_dummy
-
         fill_dummy(model, seed)
         model.finish()
         return
@@ -78,20 +86,26 @@ def load_weights(
             _check_tied(found[family.head], model, family.head)
     model.finish()
     if any("scales" in name for name, _ in model.named_parameters()):
-        from quire.models.sanity import check_weights
-
         check_weights(model, family)
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
+    """A parameter slice, and where the checkpoint has it."""
+
     slice: ParameterSlice
     source: Source
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor of the checkpoint: its open file, the name in it, its size."""
+    """A tensor of the checkpoint.
+
+    Attributes:
+        file: open.
+        name: of the tensor in the file.
+        nbytes: of the whole tensor.
+    """
 
     file: Any
     name: str
@@ -111,7 +125,11 @@ def _places(model: DecoderLayers, family: Family) -> dict[str, list[_Place]]:
 def _check(
     files: list[Any], places: dict[str, list[_Place]], family: Family, *, tied: bool
 ) -> dict[str, _Entry]:
-    """Every tensor that is to be read, by its canonical name; raises for what does not fit."""
+    """Returns the tensors to read, by canonical name.
+
+    Raises:
+        ModelError: tensors are missing, unexpected, misshapen or of a wrong dtype.
+    """
     found: dict[str, _Entry] = {}
     problems: list[str] = []
     for file in files:
@@ -120,7 +138,7 @@ def _check(
             wanted = places.get(name)
             if wanted is None and not (tied and name == family.head):
                 ignored = family.ignored is not None and family.ignored.search(name)
-                if not ignored and not _is_kv_scale(name):
+                if not ignored and not is_scale(name):
                     problems.append(f"unexpected tensor {stored_name}")
                 continue
             if name in found:
@@ -142,19 +160,12 @@ def _check(
     missing = [name for name in places if name not in found]
     problems = [f"missing tensor {name}" for name in missing] + problems
     if problems:
-        raise ModelError(f"the checkpoint does not fit its config.json: {some(problems)}")
+        raise ModelError(f"the checkpoint does not fit its config.json: {first_few(problems)}")
     return found
 
 
-def _is_kv_scale(name: str) -> bool:
-    # Few checkpoints bring scales for their KV along.
-    from quire.models.kv_scales import is_scale
-
-    return is_scale(name)
-
-
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
-    """The shape that the checkpoint's tensor must have to serve all of `places`."""
+    """Returns the shape that the checkpoint's tensor must have, as it holds all of `places`."""
     shape = list(places[0].slice.shape)
     if places[0].source.span is not None:
         shape[0] = max(place.source.span[1] for place in places if place.source.span)
@@ -176,9 +187,11 @@ def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
 
 
 def _copy(part: Tensor, target: ParameterSlice) -> None:
-    """Writes a part, some rows at a time. To a GPU they go through pinned memory: several threads
-    doing so keep the link busy, while a copy from the file's pages would be staged by the driver,
-    one thread at a time."""
+    """Copies a part of a tensor to its parameter, `_CHUNK` bytes at a time.
+
+    Copies to a GPU go through pinned memory, and several threads together keep the link busy. The
+    driver would stage copies from the file's pages itself, one thread at a time.
+    """
     part = part if part.ndim else part.unsqueeze(0)
     rows = max(1, _CHUNK // max(1, part[:1].nbytes))
     for start in range(0, len(part), rows):
@@ -211,13 +224,13 @@ def _share(entry: _Entry, place: _Place) -> Tensor:
 
 
 def _check_tied(entry: _Entry, model: Decoder, name: str) -> None:
-    """Raises unless the head that a tied model brings along is the embedding again."""
+    """Raises ModelError unless a tied model's head in the checkpoint equals its embeddings."""
     own = next(iter(model.embedding.slices()))
     shape = tuple(entry.file.get_slice(entry.name).get_shape())
     if shape == own.shape:
         embedding = model.embedding.weight.data
         head = _share(entry, _Place(own, Source(name))).to(embedding.device, embedding.dtype)
-        # Another stage of a pipeline, which holds them, looks at them.
+        # If the embeddings are on the meta device, another pipeline stage makes this check.
         if embedding.is_meta or torch.equal(head, embedding[: len(head)]):
             return
     raise ModelError(

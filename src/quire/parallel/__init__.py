@@ -1,4 +1,4 @@
-"""Process groups and the collectives that models need. `torch_group.py` has those of many ranks."""
+"""Process groups and the collectives that models need. `torch_group.py` has several ranks."""
 
 from quire.parallel.group import ProcessGroup, SingleGroup
 

@@ -1,8 +1,8 @@
-"""Sums over GPUs whose parts travel by copies, beside kernels that fill the card.
+"""All-reduces by copies between GPUs, which overlap with kernels that fill the multiprocessors.
 
-A sum begins on a stream of its own: the rank's part goes to every peer by copies between GPUs, for
-which no multiprocessor works, and a flag follows. It ends on the stream that needs it, by a kernel
-that waits for the peers' flags and adds up (`ops/triton/collectives/all_reduce.py`).
+`send` runs on a side stream. It copies the rank's tensor to every peer, which occupies no
+multiprocessor, and then sets a flag. `collect` runs on the stream that needs the sum. Its kernel
+waits for the peers' flags and adds up (`ops/triton/collectives/all_reduce.py`).
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from torch import Tensor
 from quire.ops.triton.collectives import all_reduce as kernels
 from quire.parallel.symmetric_memory import (
     SymmetricGroup,
-    addresses_in,
     aligned_starts,
-    alike,
+    rank_addresses,
+    residual_matches,
 )
 from quire.parallel.torch_group import TorchGroup
 
 SLOTS = 4
-"""Places for parts, which sums take in turns: those of two halves of a step, of each half two. A
-rank sends its part of a sum after it has collected the one before of the same half. That needed the
-peers' parts of it, which they sent after they had collected the one before that. So what was two
-sums ago in a half has been collected everywhere."""
+"""Receive buffers for each peer: two for each of the two halves of a step, used in turns.
+
+Two are enough. A rank sends sum n of a half after it collected sum n - 1. For that it needed its
+peers' parts of n - 1, and they sent these after they had collected sum n - 2. So all ranks have
+collected sum n - 2, and its buffer is free."""
 
 _ALIGNED = 4
-"""Words: kernels are compiled for addresses that are multiples of 16 bytes."""
+"""Alignment in words of 4 bytes, because kernels are compiled for addresses aligned to 16 bytes."""
 
 
 class Exchange:
-    """Places for parts of sums in the memory of all ranks of a group.
+    """The receive buffers of all ranks in a group.
 
-    storages: of every rank `exchange_bytes`, zero at first, held as long as peers may write there.
-    most: words of 32 bits of a sum at most.
+    Args:
+        group: the ranks.
+        storages: `exchange_bytes` of memory from each rank, zero at first. The exchange holds them,
+            because peers may write there at any time.
+        most: limit for the size of a sum, in words of 4 bytes.
     """
 
     def __init__(
@@ -60,14 +64,14 @@ class Exchange:
             received = words(rank, starts[first], starts[1] // 4 * (world - 1))
             self._parts.append(
                 kernels.Parts(
-                    flags=addresses_in(storages, flags, device),
+                    flags=rank_addresses(storages, flags, device),
                     epoch=epochs[slot],
                     own_flags=words(rank, flags, world),
                     received=received.view(world - 1, -1),
                 )
             )
             peers = [(rank + step) % world for step in range(1, world)]
-            # Places in a peer's memory are in the order of ranks, from the one behind it on.
+            # A peer's buffers are in the order of ranks, beginning with the rank after it.
             places = [(rank - peer - 1) % world for peer in peers]
             self._targets.append(
                 [
@@ -77,12 +81,17 @@ class Exchange:
             )
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Whether it sums tensors like these."""
+        """Returns whether it can sum tensors of this size, shape and dtype."""
         words = kernels.words_of(x)
-        return words is not None and words <= self._most and alike(x, residual)
+        return words is not None and words <= self._most and residual_matches(x, residual)
 
     def send(self, slot: int, x: Tensor) -> None:
-        """Brings this rank's part to all peers, in the order of the current stream."""
+        """Copies x to all peers, on the current stream.
+
+        Args:
+            slot: 0 to `SLOTS` - 1, the receive buffer.
+            x: this rank's term of the sum.
+        """
         words = x.view(-1).view(torch.int32)
         for target in self._targets[slot]:
             target[: len(words)].copy_(words)
@@ -91,39 +100,58 @@ class Exchange:
     def collect(
         self, slot: int, x: Tensor, residual: Tensor | None, out: Tensor, name: str
     ) -> None:
-        """Writes the sum of all ranks' x, and the residual, to `out`. What `send` began must have
-        ended on this rank. name: what an error calls the sum."""
+        """Writes the sum of all ranks' x, plus the residual, to `out`.
+
+        The copies of `send` must have ended on this rank.
+
+        Args:
+            slot: the one given to `send`.
+            x: this rank's term of the sum.
+            residual: added to the sum, or None.
+            out: like x.
+            name: of the sum in error messages.
+        """
         site = self._group.site(name)
         kernels.collect(self._group.peers, self._parts[slot], x, residual, out, site)
 
 
 def exchange_bytes(most: int, world: int) -> int:
-    """Returns the bytes that each rank's memory has, for sums of so many words."""
+    """Returns the bytes of each rank's buffers and flags, for sums of up to `most` words."""
     return _starts(most, world)[-1]
 
 
 def _flags(world: int) -> int:
-    """Returns the words that a slot's flags take."""
+    """Returns the number of words for a slot's flags."""
     return -(-world // _ALIGNED) * _ALIGNED
 
 
 def _starts(most: int, world: int) -> list[int]:
-    """Returns where the places of all slots begin, then the flags, and how many bytes it all is."""
+    """Returns the byte offsets of all buffers, then of the flags, then the total size."""
     return aligned_starts([4 * most] * (SLOTS * (world - 1)) + [4 * SLOTS * _flags(world)])
 
 
-def exchange_of(
+def make_exchange(
     group: TorchGroup, rows: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Exchange | None:
-    """Returns the exchange for sums of so many rows, which all ranks make at once; None: the ranks
-    have no access to each other's memory."""
+    """Makes the exchange of a group. All ranks must call it together.
+
+    Args:
+        group: the ranks.
+        rows: most rows of a sum.
+        width: elements of a row.
+        dtype: of the elements.
+        device: of this rank.
+
+    Returns:
+        None if the ranks have no access to each other's memory.
+    """
     if not isinstance(group, SymmetricGroup):
         return None
     most = -(-rows * width * dtype.itemsize // 4)
     size = exchange_bytes(most, group.world)
     own = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     exchange = Exchange(group, group.share(own), most)
-    # Nobody writes into memory that is not zero yet.
+    # A peer may write only after this memory is zero.
     torch.cuda.synchronize(device)
     torch.distributed.barrier(group.handle)
     return exchange

@@ -8,13 +8,20 @@ from typing import Protocol
 
 from torch import Tensor
 
-SumNormed = Callable[[Tensor, Tensor, Tensor, float, str], tuple[Tensor, Tensor] | None]
-"""Takes x, the residual, the weight and the epsilon of `ops.rms_norm`, and a name, see
-`ProcessGroup.all_reduce`. Returns the sum and its norm; None: they are better computed apart."""
+AllReduceNorm = Callable[[Tensor, Tensor, Tensor, float, str], tuple[Tensor, Tensor] | None]
+"""All-reduce, residual and RMSNorm in one kernel.
+
+Takes x, the residual, the norm's weight and epsilon, and a name, see `ProcessGroup.all_reduce`.
+Returns the sum and its norm, or None if separate kernels are faster for this x."""
 
 
 class ProcessGroup(Protocol):
-    """`rank` of `world` ranks, which call the same collectives in the same order."""
+    """The ranks that share a model's layers. All call the same collectives in the same order.
+
+    Attributes:
+        rank: of this process, from 0.
+        world: number of ranks.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -24,29 +31,35 @@ class ProcessGroup(Protocol):
 
     @property
     def halves_from(self) -> int:
-        """The tokens from which a step is computed as two halves (`models/halves.py`)."""
+        """Steps of at least this many tokens are computed as two halves (`layers/async_tp.py`)."""
         ...
 
     @property
-    def sum_normed(self) -> SumNormed | None:
-        """Returns what `all_reduce` and an RMSNorm behind it may be left to under the current
-        policy, or None."""
+    def all_reduce_norm(self) -> AllReduceNorm | None:
+        """Returns a function that fuses `all_reduce` with the RMSNorm after it. None if the group
+        or the current policy does not fuse."""
         ...
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
-        """The sum of every rank's `x`, and the residual, which all hold; may reuse the memory of
-        `x`. name: what an error calls it."""
+        """Returns the sum of all ranks' `x`, plus the residual.
+
+        Args:
+            x: this rank's term. Its memory may be overwritten.
+            residual: equal on all ranks, or None.
+            name: of the sum in error messages.
+        """
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Every rank's `x`, of equal shapes, one after the other along `dim` in rank order."""
+        """Returns all ranks' `x`, concatenated along `dim` in the order of ranks. All have the same
+        shape."""
         ...
 
 
 class SingleGroup:
-    """One rank alone: collectives cost nothing."""
+    """A group of one rank. Its collectives do nothing."""
 
-    rank, world, halves_from, sum_normed = 0, 1, sys.maxsize, None
+    rank, world, halves_from, all_reduce_norm = 0, 1, sys.maxsize, None
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         return x if residual is None else x.add_(residual)

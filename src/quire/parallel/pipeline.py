@@ -1,4 +1,4 @@
-"""The ranks of a pipeline: stages, each of ranks that share its layers."""
+"""Connections between the stages of a pipeline. The ranks of a stage share its layers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from quire.parallel.torch_group import TorchGroup
 
 
 def stage_of(rank: int, world: int, stages: int) -> int:
-    """Returns the stage of a rank. The engine's process, rank 0, is in the last stage, where tokens
-    are drawn."""
+    """Returns the stage of a rank. Rank 0, the engine's process, is in the last stage, because that
+    stage samples tokens."""
     return stages - 1 - rank // (world // stages)
 
 
 class Channel:
-    """Two ranks, of which one sends and the other receives, in the same order.
+    """A one-way connection between two ranks. The receiver gets tensors in the order of sending.
 
-    What passes is a broadcast of two, as a `send` might make a communicator of its own.
+    It uses broadcasts in a group of two, because `torch.distributed.send` may create another
+    communicator.
     """
 
     def __init__(self, handle: dist.ProcessGroup, sender: int) -> None:
@@ -32,8 +33,11 @@ class Channel:
         self._sent: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, x: Tensor) -> None:
-        """Starts to send a tensor, which must not change any more. Nothing waits until it is
-        received, but for a captured graph, which ends with all that it has begun."""
+        """Starts to send a tensor, which must not change afterwards.
+
+        It does not wait until the tensor is received. Only a graph capture waits, because a graph
+        must contain the end of all work that it starts.
+        """
         raw = _raw(x.contiguous())
         work = dist.broadcast(raw, self._sender, group=self._handle, async_op=True)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -44,18 +48,27 @@ class Channel:
             self._sent.popleft()
 
     def receive(self, x: Tensor) -> None:
-        """Fills a contiguous tensor of the shape and dtype that was sent; a GPU's stream waits for
-        it, and on a CPU the caller."""
+        """Fills `x`, a contiguous tensor of the sent shape and dtype.
+
+        On a GPU the current stream waits for the data, on a CPU the caller does.
+        """
         dist.broadcast(_raw(x), self._sender, group=self._handle)
 
 
 class Pipeline:
-    """This rank's place in a pipeline, and its connections. All ranks of the world must be joined,
-    and make theirs at once.
+    """This rank's stage and its connections to other stages.
 
-    stage: of `stages`. group: the ranks of the stage, which share its layers. Hidden states pass
-    between ranks of the same number in neighbouring stages, results from those of the last stage to
-    those of all others. timeout: seconds that a collective of gloo may take.
+    All ranks must have joined the world's group, and must make their pipelines together. A rank
+    exchanges hidden states with the rank of the same number in the neighbouring stages, and gets
+    results from that rank in the last stage.
+
+    Args:
+        stages: number of stages.
+        timeout: time limit of gloo's collectives, in seconds.
+
+    Attributes:
+        stage: of this rank, from 0.
+        group: the ranks of this stage.
     """
 
     def __init__(self, stages: int, timeout: float) -> None:
@@ -94,18 +107,18 @@ class Pipeline:
         # All ranks make all groups, in the same order.
         handle = dist.new_group(list(ranks), timeout=self._limit)
         if dist.get_rank() in ranks and dist.get_backend() == "nccl":
-            # The first collective connects the ranks, and each waits there for the other: later,
-            # one might wait for a step that the other has not been told of.
+            # The first collective connects the ranks, and each waits for the other. During a step
+            # this could be a deadlock, so a dummy collective runs now.
             dist.broadcast(torch.zeros(1, device="cuda"), ranks[0], group=handle)
         return handle
 
     def receive(self, hidden: Tensor) -> None:
-        """Fills `hidden` with what the stage before has sent."""
+        """Fills `hidden` with the tensor that the previous stage has sent."""
         if self._before is not None:
             self._before.receive(hidden)
 
     def send(self, hidden: Tensor) -> None:
-        """Sends to the stage behind."""
+        """Sends `hidden` to the next stage."""
         if self._behind is not None:
             self._behind.send(hidden)
 
@@ -115,10 +128,10 @@ class Pipeline:
             channel.send(results)
 
     def receive_results(self, results: Tensor) -> None:
-        """Fills `results` with the next that the last stage has sent."""
+        """Fills `results` with the next results from the last stage, in the order of steps."""
         self._results[0].receive(results)
 
 
 def _raw(x: Tensor) -> Tensor:
-    """Returns the tensor's bytes, a view: not every backend knows every dtype."""
+    """Returns a view of the tensor's bytes, because some backends do not support all dtypes."""
     return x.view(torch.uint8)

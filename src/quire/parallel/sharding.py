@@ -1,4 +1,4 @@
-"""The split of a parameter over tensor-parallel ranks: models declare it, loaders read it."""
+"""The split of a parameter over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from quire.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class ShardSpec:
-    """`dim` is the axis that ranks split evenly, or None where every rank holds the whole.
+    """The split of one parameter.
 
-    `unit` is the smallest piece that may not be cut (a head's width, say). Where there are fewer
-    units than ranks, as with few KV heads, neighbouring ranks hold copies of one unit.
-    `padded`: sizes that do not divide evenly are fine, the last ranks hold less (a vocabulary).
+    Attributes:
+        dim: the axis that ranks split evenly, or None if every rank holds the whole.
+        unit: entries that stay on one rank, such as a head's width. With fewer units than ranks, as
+            with few KV heads, neighbouring ranks hold copies of one unit.
+        padded: the size need not divide evenly, and the last ranks hold fewer entries. Used for
+            vocabularies.
     """
 
     dim: int | None = None
@@ -23,8 +26,17 @@ class ShardSpec:
     def bounds(
         self, size: int, rank: int, world: int, name: str = "a parameter"
     ) -> tuple[int, int]:
-        """The half-open range of the `size` entries along `dim` that `rank` of `world` holds. name:
-        what an error calls the entries."""
+        """Returns [first, end) of the entries along `dim` that a rank holds.
+
+        Args:
+            size: entries along `dim`.
+            rank: from 0.
+            world: number of ranks.
+            name: of the entries in error messages.
+
+        Raises:
+            ConfigError: the units cannot be split evenly.
+        """
         if self.dim is None or world == 1:
             return 0, size
         if self.padded:

@@ -1,4 +1,4 @@
-"""Ranks on GPUs of one host that write into each other's memory, without NVLink's multicast."""
+"""Collectives of GPUs that write into each other's memory, without NVLink multicast."""
 
 from __future__ import annotations
 
@@ -17,41 +17,47 @@ from quire.ops.triton.collectives import all_reduce as kernels
 from quire.ops.triton.collectives import gather_columns as gather_kernels
 from quire.ops.triton.collectives import sum_norm as norm_kernels
 from quire.ops.triton.norm import rms_norm
-from quire.parallel.group import SumNormed
+from quire.parallel.group import AllReduceNorm
 from quire.parallel.torch_group import TorchGroup
 
 logger = logging.getLogger("quire.parallel")
 
 ONE_SHOT_WORDS = 1 << 18
 TWO_SHOT_WORDS = 1 << 22
-"""The most words that buffers have room for: tensors of 1 MB and 16 MB."""
+"""Size of the buffers in words of 4 bytes, for tensors of up to 1 MB and 16 MB."""
 _NORMED_ROWS = 4096
-"""Rows, by ranks, that buffers of normed sums have room for; more take several launches."""
+"""Rows times ranks in the buffers of fused sums and norms. More rows take several launches."""
 _FUSED_ROWS = 16
-"""Up to so many rows products apply norms themselves, at no cost."""
+"""Up to this many rows the matrix products apply norms themselves, at no cost."""
 _GATHERED_ROWS = 256
-"""Rows of logits, of which there is room for one matrix."""
+"""Rows of the buffer for gathered logits."""
 _MOST_ROWS = 8192
-"""The most rows that normed sums are measured with."""
+"""Most rows with which fused sums and norms are measured."""
 _ALIGNMENT = 1 << 10
 _START_TRIES = 100_000_000
 _TRIES = 2_000_000
-"""Looks that a wait may take: minutes while ranks start, some three seconds from then on."""
+"""Polls before a wait gives up: minutes while ranks start, about three seconds afterwards."""
 _CALLS, _REPLAYS = 10, 3
-"""Sums of a graph, and replays of it, to measure one way of summing."""
+"""Sums in a graph, and its replays, to time one method."""
 
 Sum = Callable[[Tensor, Tensor | None, int], Tensor]
 
 
 class SymmetricGroup(TorchGroup):
-    """Sums small tensors by kernels of its own, large ones by NCCL.
+    """Sums small tensors with its own kernels, and large ones with NCCL.
 
-    peers: what kernels know of the other ranks.
-    width: elements of the rows that may be normed as they are summed; vocab: of the rows of which
-        each rank has a part, that may be gathered in one place; dtype: of both.
-    limits: the most words (see `quire.ops.triton.collectives.all_reduce`) that one shot and two
-        shots are used for; normed_rows: the most rows that are summed and normed at once. `choose`
-        measures them.
+    Args:
+        device: of this rank.
+        handle: see `TorchGroup`.
+        width: elements of a hidden state, for all-reduces that are fused with a norm; 0 for none.
+        dtype: of hidden states and logits.
+        vocab: size of the vocabulary, for gathering logits; 0 for none.
+
+    Attributes:
+        peers: addresses and flags of the other ranks, for kernels.
+        limits: most words for the one-shot and the two-shot kernel, see
+            `quire.ops.triton.collectives.all_reduce`. `choose` measures them.
+        normed_rows: most rows for the kernel that fuses sum and norm. `choose` measures it.
     """
 
     def __init__(
@@ -66,10 +72,11 @@ class SymmetricGroup(TorchGroup):
         world = self.world
         one_tiles = ONE_SHOT_WORDS // kernels.ONE_SHOT_TILE
         two_tiles = TWO_SHOT_WORDS // kernels.TWO_SHOT_TILE
-        # Rows begin at multiples of 16 bytes.
+        # Rows must be aligned to 16 bytes; otherwise sums and norms are not fused.
         words = width * dtype.itemsize // 16 * 4
         rows = _NORMED_ROWS // world if words * 4 == width * dtype.itemsize else 0
-        # A rank's part of a row, in bytes; such as begins at no multiple of 16 is left to NCCL.
+        # Bytes of a rank's part of a row of logits. NCCL gathers it unless it is aligned to 16
+        # bytes.
         part = -(-vocab // world) * dtype.itemsize
         part = 0 if part % 16 else part
         tiles = gather_kernels.tiles_of(_GATHERED_ROWS, part)
@@ -82,13 +89,13 @@ class SymmetricGroup(TorchGroup):
             4 * gather_kernels.flag_words(tiles, world),
         )
         starts = aligned_starts(sizes)
-        # Held as long as kernels may use it.
+        # The attributes keep the memory alive while kernels may use it.
         self._memory = torch.zeros(starts[-1], dtype=torch.uint8, device=device)
         self._memory[starts[3] : starts[4]].view(torch.int32).fill_(norm_kernels.EMPTY)
         self._storages = self.share(self._memory.untyped_storage())
 
         def addresses(start: int) -> Tensor:
-            return addresses_in(self._storages, start, device)
+            return rank_addresses(self._storages, start, device)
 
         self._first_epoch = one_tiles
         self.peers = kernels.Peers(
@@ -113,31 +120,31 @@ class SymmetricGroup(TorchGroup):
         )
         self._sites: dict[str, int] = {}
         self.limits = (ONE_SHOT_WORDS, TWO_SHOT_WORDS)
-        # Waiting kernels may leave no room for others, but copies need none.
+        # Waiting kernels may occupy the whole GPU. `end_waits` therefore uses a copy, not a kernel.
         self._failed = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Nobody writes into a buffer that is not zero yet.
+        # A peer may write only after this memory is zero.
         torch.cuda.synchronize(device)
         dist.barrier(handle)
 
     def share(self, own: torch.UntypedStorage) -> list[torch.UntypedStorage]:
         """Returns the memory of all ranks, mapped for this rank's device.
 
-        By CUDA's handles for other processes: `torch.distributed._symmetric_memory` keeps groups by
-        name for a process's life, and a second engine's ranks would not meet in it.
+        Uses CUDA IPC handles instead of `torch.distributed._symmetric_memory`, which keeps groups
+        by name for the life of a process. The ranks of a second engine could not join there.
         """
-        told: list[Any] = [None] * self.world
-        dist.all_gather_object(told, own._share_cuda_(), group=self.handle)  # type: ignore[no-untyped-call]
+        handles: list[Any] = [None] * self.world
+        dist.all_gather_object(handles, own._share_cuda_(), group=self.handle)  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device()
-        # The first of what is told is the device of the memory; it is opened for the reader's.
+        # A handle begins with its own device, which is replaced by this rank's.
         return [
             own if rank == self.rank else torch.UntypedStorage._new_shared_cuda(device, *rest)
-            for rank, (_, *rest) in enumerate(told)
+            for rank, (_, *rest) in enumerate(handles)
         ]
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         words = kernels.words_of(x)
-        if words is None or words > max(self.limits) or not alike(x, residual):
+        if words is None or words > max(self.limits) or not residual_matches(x, residual):
             return super().all_reduce(x, residual, name)
         site = self.site(name)
         if words <= self.limits[0]:
@@ -145,52 +152,52 @@ class SymmetricGroup(TorchGroup):
         return self.two_shot(x, residual, site)
 
     @property
-    def sum_normed(self) -> SumNormed | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         policy = current_policy()
-        apart = policy.deterministic or "fusions" in policy.disabled
-        return None if apart or not self.normed_rows else self._sum_normed
+        separate = policy.deterministic or "fusions" in policy.disabled
+        return None if separate or not self.normed_rows else self._all_reduce_norm
 
-    def _sum_normed(
+    def _all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
     ) -> tuple[Tensor, Tensor] | None:
-        apart = not _FUSED_ROWS < len(x) <= self.normed_rows
-        if apart or not norm_kernels.takes(self.rows, x, residual, weight):
+        separate = not _FUSED_ROWS < len(x) <= self.normed_rows
+        if separate or not norm_kernels.takes(self.rows, x, residual, weight):
             return None
         return self.normed(x, residual, weight, eps, self.site(name))
 
     def normed(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, site: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Returns the sum and its norm by `sum_norm_kernel`."""
+        """Returns the sum and its norm, computed by `sum_norm_kernel`."""
         return norm_kernels.sum_norm(self.peers, self.rows, x, residual, weight, eps, site)
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """See `ProcessGroup`. Logits come to a place that the next ones overwrite."""
+        """See `ProcessGroup`. Logits are gathered into a buffer that the next call overwrites."""
         if dim == -1 and gather_kernels.takes(self.columns, x):
             return gather_kernels.gather_columns(self.peers, self.columns, x, self.site("logits"))
         return super().all_gather(x, dim)
 
     def site(self, name: str) -> int:
-        """Returns the number that a sum of this name is reported with."""
+        """Returns the number by which kernels report a sum of this name."""
         return self._sites.setdefault(name, len(self._sites))
 
     def one_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
-        """Returns the sum by `one_shot_kernel`."""
+        """Returns the sum, computed by `one_shot_kernel`."""
         return kernels.one_shot(self.peers, x, residual, site)
 
     def two_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
-        """Returns the sum by `two_shot_kernel`."""
+        """Returns the sum, computed by `two_shot_kernel`."""
         return kernels.two_shot(self.peers, x, residual, site, self._first_epoch)
 
-    def by_nccl(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
-        """Returns the sum by NCCL; overwrites x."""
+    def nccl_sum(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
+        """Returns the sum, computed by NCCL. Overwrites x."""
         return super().all_reduce(x, residual)
 
     def choose(self, dtype: torch.dtype) -> None:
-        """Measures which way is fastest up to which size; all ranks find the same."""
+        """Measures the sizes up to which each method is fastest. All ranks get the same result."""
         one_most, two_most = self.limits
         ways: list[tuple[Sum, int]] = [
-            (self.one_shot, one_most), (self.two_shot, two_most), (self.by_nccl, two_most),
+            (self.one_shot, one_most), (self.two_shot, two_most), (self.nccl_sum, two_most),
         ]  # fmt: skip
         best: dict[int, int] = {}
         words = 1 << 11
@@ -202,43 +209,44 @@ class SymmetricGroup(TorchGroup):
                 ]
             )
             words *= 2
-        one = _last(best, lambda way: way == 0)
-        self.limits = (one, max(one, _last(best, lambda way: way < 2)))
+        one = _largest_size(best, lambda way: way == 0)
+        self.limits = (one, max(one, _largest_size(best, lambda way: way < 2)))
         logger.info("sums over ranks: one shot up to %d words, two up to %d", *self.limits)
         if self.normed_rows:
             self._choose_normed(dtype)
 
     def _choose_normed(self, dtype: torch.dtype) -> None:
-        """Measures up to how many rows sums are better normed at once."""
+        """Measures the number of rows up to which the fused sum and norm is faster."""
         words = self.rows.words
         weight = torch.ones(words * 4 // dtype.itemsize, dtype=dtype, device=self._memory.device)
 
-        def at_once(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+        def fused(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
             return self.normed(x.view(-1, len(weight)), x.view(-1, len(weight)), weight, 1e-6)[1]
 
-        def apart(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
+        def separate(x: Tensor, residual: Tensor | None, site: int) -> Tensor:
             x = x.view(-1, len(weight))
             return rms_norm(self.all_reduce(x, x), weight, 1e-6)
 
         best, rows = {}, 2 * _FUSED_ROWS
         while rows <= _MOST_ROWS:
             best[rows] = self._best(
-                [self.seconds(way, rows * words, dtype) for way in (at_once, apart)]
+                [self.seconds(way, rows * words, dtype) for way in (fused, separate)]
             )
             rows *= 2
-        most = _last(best, lambda way: way == 0)
-        # What is best of the most rows is best of more.
+        most = _largest_size(best, lambda way: way == 0)
+        # If fusing wins with the most rows measured, it is used for any number.
         self.normed_rows = sys.maxsize if most == _MOST_ROWS else most
         logger.info("sums over ranks: normed at once up to %d rows", most)
 
     def _best(self, times: list[float]) -> int:
-        """Returns which of several ways takes least time, of all ranks together."""
+        """Returns the index of the method with the least time, summed over all ranks."""
         found = torch.tensor(times, device=self._memory.device)
         dist.all_reduce(found, group=self.handle)
         return int(found.argmin())
 
     def seconds(self, way: Sum, words: int, dtype: torch.dtype) -> float:
-        """Returns the time of one sum within a graph; all ranks call it alike."""
+        """Returns the time of one sum in a captured graph, in seconds. All ranks must call it with
+        the same arguments."""
         device = self._memory.device
         x = torch.zeros(words * 4 // dtype.itemsize, dtype=dtype, device=device)
         way(x, x, 0)
@@ -277,32 +285,34 @@ class SymmetricGroup(TorchGroup):
 
 
 def aligned_starts(sizes: Sequence[int]) -> list[int]:
-    """Returns where parts of so many bytes begin in one piece of memory, and the size of that."""
+    """Returns the aligned offsets of parts with these sizes in one buffer, then its total size."""
     starts = [0]
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // _ALIGNMENT) * _ALIGNMENT)
     return starts
 
 
-def addresses_in(
+def rank_addresses(
     storages: Sequence[torch.UntypedStorage], start: int, device: torch.device
 ) -> Tensor:
-    """Returns the address of the byte `start` in the memory of each rank, int64 [world]."""
+    """Returns the address of byte `start` in each rank's memory, int64 [world]."""
     found = [storage.data_ptr() + start for storage in storages]
     return torch.tensor(found, dtype=torch.int64, device=device)
 
 
-def alike(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether a kernel can add the residual, if there is one, to sums of x."""
+def residual_matches(x: Tensor, residual: Tensor | None) -> bool:
+    """Returns whether a kernel can add the residual, which may be None, to a sum of x."""
     if residual is None:
         return True
     same = residual.shape == x.shape and residual.dtype == x.dtype
     return same and kernels.words_of(residual) is not None
 
 
-def _last(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
-    """Returns the largest size whose best way is wanted, 0 if none is: smaller ones favour it
-    more, whatever a single measurement says."""
+def _largest_size(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
+    """Returns the largest size whose best method is wanted, or 0.
+
+    Smaller sizes favour that method even more, so single measurements against it are ignored.
+    """
     return max((words for words, way in best.items() if wanted(way)), default=0)
 
 
@@ -313,15 +323,20 @@ def symmetric_group(
     width: int = 0,
     vocab: int = 0,
 ) -> TorchGroup:
-    """Returns the group of some ranks, by default all, which must be joined: one that writes into
-    peers' memory where all of them can, else one that leaves all to NCCL.
+    """Returns a `SymmetricGroup` if all ranks can access each other's memory, else a `TorchGroup`.
 
-    dtype: of the tensors to be summed. width: of their rows, where these may be normed as well.
-    vocab: the logits of a row, where one matrix of them is used at a time.
+    All ranks must call it together.
+
+    Args:
+        device: of this rank.
+        dtype: of the tensors to sum.
+        handle: the ranks; None for the default group.
+        width: see `SymmetricGroup`.
+        vocab: see `SymmetricGroup`. Only one matrix of gathered logits may be in use at a time.
     """
     plain = TorchGroup(handle)
     own = device.index or 0
-    # Ranks of one host see the same devices.
+    # Device numbers can be compared because ranks of one host see the same devices.
     all_devices = plain.all_gather(torch.tensor([own], device=device), dim=0).tolist()
     others = all_devices[: plain.rank] + all_devices[plain.rank + 1 :]
     fine = all(torch.cuda.can_device_access_peer(own, other) for other in others)

@@ -1,4 +1,4 @@
-"""Ranks of `torch.distributed`."""
+"""Groups of `torch.distributed` ranks: joining, leaving and aborting them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.parallel.group import SumNormed
+from quire.parallel.group import AllReduceNorm
 
 _SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""NVLink multicast stays off: a process that dies with it can take the host's GPUs along."""
+"""Switches NVLink multicast off, because a process that dies while using it can break the host's
+GPUs."""
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""The names of the same from torch 2.13 on, and before."""
+"""The function's name since torch 2.13, or its older name."""
 _aborting: list[threading.Thread] = []
-"""Threads in which communicators end."""
+"""Threads that abort communicators."""
 
 
 class TorchGroup:
-    """Ranks of `torch.distributed` (gloo on CPU, nccl on GPUs); `handle` None is the default group,
-    which must be initialized."""
+    """A group of `torch.distributed`, with gloo on CPUs and NCCL on GPUs.
+
+    Args:
+        handle: the group; None for the default group, which must be initialized.
+    """
 
     halves_from = sys.maxsize
 
     @property
-    def sum_normed(self) -> SumNormed | None:
+    def all_reduce_norm(self) -> AllReduceNorm | None:
         return None
 
     def __init__(self, handle: dist.ProcessGroup | None = None) -> None:
@@ -49,28 +53,32 @@ class TorchGroup:
         return parts.movedim(0, dim - 1 if dim < 0 else dim).flatten(*_pair(dim, x.dim()))
 
     def started(self) -> None:
-        """Takes note that all ranks are ready: from now on none may let others wait for long."""
+        """Notes that all ranks are ready. From now on waits for other ranks have a short limit."""
 
     def end_waits(self) -> None:
-        """Ends waits of kernels that are not NCCL's, now and for good; from any thread."""
+        """Ends all present and future waits of kernels other than NCCL's. Any thread may call
+        it."""
 
     def check(self, step_id: int) -> None:
-        """Checks the collectives of a step that has been read.
+        """Checks that no collective has timed out on this device.
+
+        Args:
+            step_id: the step whose results were just read, for the error message.
 
         Raises:
-            EngineDeadError: a device has waited for another rank in vain.
+            EngineDeadError: a kernel's wait for another rank reached its limit.
         """
 
 
 def _pair(dim: int, dims: int) -> tuple[int, int]:
-    """Returns the two neighbouring dimensions that make up `dim` of a gathered tensor."""
+    """Returns the two neighbouring dimensions, ranks and `dim`, that are merged after a gather."""
     first = dim % dims
     return first, first + 1
 
 
 def check_no_group() -> None:
-    """Raises ConfigError where this process is in a group already: `torch.distributed` has one
-    default group for all."""
+    """Raises ConfigError if this process has already joined a group. `torch.distributed` has only
+    one default group per process."""
     if dist.is_initialized():
         raise ConfigError(
             "this process has a group of ranks already, of another LLM or of the caller's own: "
@@ -83,40 +91,43 @@ def check_no_group() -> None:
 def join_group(
     device: torch.device, rendezvous: str, rank: int, world: int, timeout: float
 ) -> TorchGroup:
-    """Meets the other ranks, and returns the group of all.
+    """Joins the other ranks, and returns the group of all.
 
-    device: this rank's; it becomes the process's current one.
-    rendezvous: the URL where ranks find each other, of a file or of the first rank's port.
-    timeout: seconds that a collective of gloo may take.
+    Args:
+        device: of this rank. It becomes the process's current device.
+        rendezvous: URL of a file or of rank 0's port, where ranks find each other.
+        rank: from 0.
+        world: number of ranks.
+        timeout: time limit of gloo's collectives, in seconds.
     """
     options: dict[str, Any] = {"init_method": rendezvous, "rank": rank, "world_size": world}
     if device.type == "cuda":
         os.environ.update(_SWITCHES)
         torch.cuda.set_device(device)
-        # With a device the communicator is made here, not by the first collective.
+        # With `device_id` the communicator is made here instead of in the first collective.
         dist.init_process_group("nccl", device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
-        # Processes take long to come; steps do not.
+        # The limit is set after joining, because processes may take long to start.
         limit = timedelta(seconds=timeout)
         dist.distributed_c10d._set_pg_timeout(limit)
     return TorchGroup()
 
 
-def sum_over_all(x: Tensor) -> Tensor:
-    """Returns the sum of every rank's `x`, those of all stages; overwrites x. Without ranks it is x
-    itself."""
+def sum_over_all_ranks(x: Tensor) -> Tensor:
+    """Returns the sum of `x` over all ranks of all stages, and overwrites x. Without a group it
+    returns x unchanged."""
     if dist.is_initialized():
         dist.all_reduce(x)
     return x
 
 
 def abort_group() -> None:
-    """Ends the collectives of all groups, also those that a device waits in; from any thread.
-    Gloo's end by their own time limit.
+    """Aborts the collectives of all groups, including those that a device waits in.
 
-    Waits for nothing: the end of a communicator does, for that of others and until the graphs that
-    hold its collectives are gone.
+    Any thread may call it, and it does not wait. Each communicator is aborted in its own thread,
+    because an abort waits for other communicators, and for the end of graphs with its collectives.
+    Gloo's collectives are left to their time limit.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -126,8 +137,12 @@ def abort_group() -> None:
 
 
 def leave_group(broken: bool = False) -> None:
-    """Leaves the group of all ranks, which all do at once. broken: some are gone, and are not
-    waited for; `abort_group` was called, and graphs with collectives are gone."""
+    """Leaves the default group. All ranks must call it together, unless the group is broken.
+
+    Args:
+        broken: some ranks are gone, so nothing waits for them. `abort_group` was called before, and
+            graphs with collectives were deleted.
+    """
     if dist.is_initialized():
         if broken and dist.get_backend() == "nccl":
             while _aborting:

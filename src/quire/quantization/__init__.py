@@ -1,26 +1,27 @@
-"""Weight formats of linear layers, and the checkpoints' tensors that become them."""
+"""Weight formats of linear layers, and how checkpoints store them."""
 
+from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor, ProjectionShare, Range
 from quire.quantization.quantization import Quantization, Scheme, Unquantized
-from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor
+from quire.quantization.rounding import rounding_of
 
 __all__ = [
     "FLOATS",
+    "CheckpointTensor",
     "ProjectionShare",
     "Quantization",
     "Range",
     "Scheme",
-    "StoredTensor",
     "Unquantized",
     "quantization_of",
 ]
 
 
 def quantization_of(name: str | None) -> Quantization:
-    """Returns the quantization that `EngineArgs.quantization` names, of an unquantized
-    checkpoint."""
+    """Returns the quantization of an unquantized checkpoint.
+
+    Args:
+        name: `EngineArgs.quantization`; None leaves weights as they are.
+    """
     if name is None:
         return Unquantized()
-    # Imported here: a model that is served as it is needs no rounding.
-    from quire.quantization.rounding import rounding_of
-
     return rounding_of(name)

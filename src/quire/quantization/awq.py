@@ -8,16 +8,20 @@ import torch
 
 from quire.ops import WeightFormat
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.checkpoint_tensor import FLOATS
+from quire.quantization.fields import Settings, Tensors, unsupported
 from quire.quantization.packed import AWQ_ORDER, INT32, GroupScales, PackedValues, PackedZeros
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import FLOATS
 
 
 @dataclass(frozen=True, slots=True)
 class Awq:
-    """group: inputs of a group, 0 for all. exceptions: parts of the names of modules that are not
-    quantized."""
+    """The settings of an AWQ checkpoint.
+
+    Attributes:
+        group: inputs that share a scale, 0 for all.
+        exceptions: modules whose name contains one of these are not quantized.
+    """
 
     group: int
     exceptions: tuple[str, ...]
@@ -27,12 +31,12 @@ class Awq:
         own = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
         settings = {**{key: value for key, value in own.items() if value is not None}, **settings}
         fields.one_of(settings, "bits", (4,))
-        # Its name since transformers 5 is "format".
+        # transformers 5 renamed "version" to "format".
         version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         if version != "gemm":
-            raise refused(f"version {version!r}; known are: gemm")
+            raise unsupported(f"version {version!r}; known are: gemm")
         if not fields.flag(settings, "zero_point", True):
-            raise refused("awq without zero points")
+            raise unsupported("awq without zero points")
         return cls(fields.group_size(settings), fields.names(settings, "modules_to_not_convert"))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:

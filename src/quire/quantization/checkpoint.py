@@ -1,4 +1,4 @@
-"""The quantization that a checkpoint says it has."""
+"""Quantized checkpoints: the methods by which they may store weights."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ from quire.quantization.quantization import Scheme, Unquantized
 
 
 class Method(Protocol):
-    """One way to store a checkpoint's weights, with its settings."""
+    """A quantization method with a checkpoint's settings."""
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
-        """Returns the scheme of the module of that name in the checkpoint, None if it is not
-        quantized. head: whether it is the model's head."""
+        """Returns the scheme of a module, or None if it is not quantized.
+
+        Args:
+            module: its name in the checkpoint.
+            tensors: of the checkpoint.
+            head: whether the module is the model's head.
+        """
         ...
 
 
@@ -38,14 +43,14 @@ METHODS: dict[str, Callable[[Settings], Method]] = {
     "mxfp4": Mxfp4.of,
     "modelopt": Fp8.of_modelopt,
 }
-"""By `quant_method` in the settings."""
+"""The constructors of methods, by `quant_method` in the settings."""
 
 
 def method_of(settings: Settings) -> Method:
     """Returns the method of a checkpoint's settings.
 
     Raises:
-        ModelError: it is not known, or not with these settings.
+        ModelError: the method or one of its settings is not supported.
     """
     name = str(settings.get("quant_method") or "an unnamed method")
     if name not in METHODS:
@@ -57,9 +62,12 @@ def method_of(settings: Settings) -> Method:
 
 
 class Checkpoint(Unquantized):
-    """Stores weights as the checkpoint does.
+    """The checkpoint's own quantization.
 
-    module_of: the checkpoint's name of a projection. tensors: what the checkpoint holds.
+    Args:
+        method: of the checkpoint.
+        module_of: returns a module's name in the checkpoint, given a projection's name.
+        tensors: of the checkpoint.
     """
 
     def __init__(self, method: Method, module_of: Callable[[str], str], tensors: Tensors) -> None:

@@ -13,10 +13,10 @@ from torch import Tensor
 from quire.ops import Weight, WeightFormat
 from quire.ops.weight import Inputs
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, is_fp8_cache, refused
+from quire.quantization.checkpoint_tensor import FLOATS, FP8, CheckpointTensor, ProjectionShare
+from quire.quantization.fields import Settings, Tensors, is_fp8_cache, unsupported
 from quire.quantization.packed import INT32, GroupIndex, PackedValues, PackedZeros, WeightShape
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import FLOATS, FP8, ProjectionShare, StoredTensor
 
 _FORMATS = (
     "pack-quantized", "float-quantized", "int-quantized", "naive-quantized",
@@ -28,8 +28,14 @@ BYTES = frozenset({torch.uint8})
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """One of `config_groups`: its targets, the layout of its weights, how they are quantized, and
-    how the layer's inputs are."""
+    """One of `config_groups`.
+
+    Attributes:
+        targets: modules or classes of modules.
+        layout: `format` of the weights.
+        weights: settings of the weights' quantization.
+        inputs: how the layer's inputs are rounded.
+    """
 
     targets: tuple[str, ...]
     layout: str
@@ -39,6 +45,13 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class CompressedTensors:
+    """The settings of a compressed-tensors checkpoint.
+
+    Attributes:
+        groups: of modules that are quantized alike.
+        ignore: names or patterns of modules that are not quantized.
+    """
+
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
@@ -53,48 +66,50 @@ class CompressedTensors:
                 or value.get("format", "dense") != "dense"
                 or (name == "transform_config" and value.get("config_groups"))
             ):
-                raise refused(f"{name} {value!r}")
+                raise unsupported(f"{name} {value!r}")
         cache = settings.get("kv_cache_scheme")
         if cache is not None and not is_fp8_cache(cache):
-            raise refused(f"kv_cache_scheme {cache!r}; known are floats of 8 bits")
+            raise unsupported(f"kv_cache_scheme {cache!r}; known are floats of 8 bits")
         groups = settings.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
-            raise refused(f"config_groups must name groups, got {groups!r}")
+            raise unsupported(f"config_groups must name groups, got {groups!r}")
         made = tuple(_group(name, group, layout) for name, group in groups.items())
         return cls(made, fields.names(settings, "ignore"))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
-        if any(_is(name, pattern) for name in fields.aliases(module) for pattern in self.ignore):
+        if any(
+            _matches(name, pattern) for name in fields.aliases(module) for pattern in self.ignore
+        ):
             return None
         for group in self.groups:
-            if any(_is(module, target) for target in group.targets):
+            if any(_matches(module, target) for target in group.targets):
                 return _scheme(group, module, tensors)
-        # Only where no group names it, does one for its class count.
+        # A group for the class "Linear" applies only if no group names the module.
         for group in self.groups:
             if "Linear" in group.targets:
                 return _scheme(group, module, tensors)
         return None
 
 
-def _is(module: str, target: str) -> bool:
+def _matches(module: str, target: str) -> bool:
     if not target.startswith("re:"):
         return module == target
     try:
         return re.match(target.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise refused(f"{target!r} is no regular expression: {error}") from error
+        raise unsupported(f"{target!r} is no regular expression: {error}") from error
 
 
 def _group(name: str, group: Any, layout: str) -> _Group:
     if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise refused(f"group {name!r} has no weights")
+        raise unsupported(f"group {name!r} has no weights")
     if group.get("output_activations") is not None:
-        raise refused(f"group {name!r} quantizes the outputs of layers")
+        raise unsupported(f"group {name!r} quantizes the outputs of layers")
     weights = group["weights"]
     if layout == "mixed-precision" or group.get("format") is not None:
         layout = fields.one_of(group, "format", _FORMATS[:-1])
     if weights.get("dynamic"):
-        raise refused(f"group {name!r} has dynamic weights")
+        raise unsupported(f"group {name!r} has dynamic weights")
     kind = fields.one_of(weights, "type", ("int", "float"), "int")
     fields.one_of(weights, "num_bits", (4, 8))
     known = {
@@ -102,7 +117,7 @@ def _group(name: str, group: Any, layout: str) -> _Group:
         "naive-quantized": ("int", "float"), "mxfp4-pack-quantized": ("float",),
     }  # fmt: skip
     if kind not in known[layout]:
-        raise refused(f"group {name!r}: weights of type {kind} in the format {layout}")
+        raise unsupported(f"group {name!r}: weights of type {kind} in the format {layout}")
     inputs = _inputs(name, group.get("input_activations"), weights, layout)
     made = _Group(fields.names(group, "targets"), layout, weights, inputs)
     _scheme(made, "", {})
@@ -113,29 +128,30 @@ def _inputs(name: str, settings: Any, weights: Settings, layout: str) -> Inputs:
     if settings is None:
         return "none"
     if not isinstance(settings, Mapping):
-        raise refused(f"group {name!r}: input_activations must be an object, got {settings!r}")
+        raise unsupported(f"group {name!r}: input_activations must be an object, got {settings!r}")
     what = f"group {name!r}: activations"
     for key in ("type", "num_bits"):
         own = settings.get(key, {"type": "int", "num_bits": 8}[key])
         if own != weights.get(key, {"type": "int", "num_bits": 8}[key]):
-            raise refused(f"{what} of {key} {own!r}, other than that of weights")
+            raise unsupported(f"{what} of {key} {own!r}, other than that of weights")
     if layout in ("pack-quantized", "mxfp4-pack-quantized"):
-        raise refused(f"{what} quantized in the format {layout}")
+        raise unsupported(f"{what} quantized in the format {layout}")
     if not fields.flag(settings, "symmetric", True):
-        raise refused(f"{what} with zero points")
+        raise unsupported(f"{what} with zero points")
     strategy = settings.get("strategy")
     if strategy is None:
         strategy = "tensor" if settings.get("group_size") is None else "group"
     dynamic = fields.one_of(settings, "dynamic", (True, False), False)
     if strategy == "tensor":
-        # A scale for all tokens of a step would depend on the batch; one for each is finer.
+        # A dynamic scale per tensor would make results depend on the batch. A scale per token is
+        # more exact.
         return "token" if dynamic else "tensor"
     if strategy == "token" and dynamic:
         return "token"
     sizes = (weights.get("group_size"), *(weights.get("block_structure") or ())[1:])
     if strategy == "group" and dynamic and settings.get("group_size") in sizes:
         return "group"
-    raise refused(f"{what} by {strategy}, {'dynamic' if dynamic else 'static'}")
+    raise unsupported(f"{what} by {strategy}, {'dynamic' if dynamic else 'static'}")
 
 
 def _scheme(group: _Group, module: str, tensors: Tensors) -> Scheme:
@@ -148,20 +164,20 @@ def _scheme(group: _Group, module: str, tensors: Tensors) -> Scheme:
     packed = group.layout == "pack-quantized"
     known = ("channel", "group") if packed else ("tensor", "channel", "group", "block")
     fields.one_of({"strategy": strategy}, "strategy", known)
-    outputs_per, inputs_per = _per(strategy, weights)
+    outputs_per, inputs_per = _scale_block(strategy, weights)
     bits = fields.integer(weights, "num_bits")
     if bits == 4 and not packed:
-        raise refused(f"weights of 4 bits in the format {group.layout}")
+        raise unsupported(f"weights of 4 bits in the format {group.layout}")
     symmetric = fields.flag(weights, "symmetric", True)
     floats = weights.get("type", "int") == "float"
     if not symmetric and (floats or strategy not in ("channel", "group")):
-        raise refused(f"asymmetric weights of type {weights.get('type')} by {strategy}")
+        raise unsupported(f"asymmetric weights of type {weights.get('type')} by {strategy}")
     order = fields.one_of(
         weights, "actorder", (None, False, True, "weight", "static", "group", "dynamic")
     )
     ordered = order in (True, "group", "dynamic") and strategy == "group"
     if ordered and not packed:
-        raise refused(f"actorder in the format {group.layout}")
+        raise unsupported(f"actorder in the format {group.layout}")
     scales = fields.scale_dtype(tensors, f"{module}.weight_scale")
     format = WeightFormat(
         torch.uint8 if bits == 4 else torch.float8_e4m3fn if floats else torch.int8,
@@ -172,33 +188,35 @@ def _scheme(group: _Group, module: str, tensors: Tensors) -> Scheme:
         ordered=ordered,
         inputs=group.inputs,
     )
-    own: list[StoredTensor]
+    own: list[CheckpointTensor]
     if packed:
         own = [
             PackedValues("weight_packed", "values", INT32, bits=bits),
             WeightShape("weight_shape", "values", frozenset({torch.int64, torch.int32})),
         ]
-        zeros: StoredTensor = PackedZeros(
+        zeros: CheckpointTensor = PackedZeros(
             "weight_zero_point", "zeros", INT32, inputs_per=inputs_per, every_group=ordered,
             bits=bits, outputs_first=True,
         )  # fmt: skip
     else:
-        own = [StoredTensor("weight", "values", FP8 if floats else _INTEGERS)]
-        zeros = StoredTensor("weight_zero_point", "zeros", _INTEGERS, 1, inputs_per)
+        own = [CheckpointTensor("weight", "values", FP8 if floats else _INTEGERS)]
+        zeros = CheckpointTensor("weight_zero_point", "zeros", _INTEGERS, 1, inputs_per)
     own.append(
-        StoredTensor("weight_scale", "scales", FLOATS, outputs_per, inputs_per, every_group=ordered)
+        CheckpointTensor(
+            "weight_scale", "scales", FLOATS, outputs_per, inputs_per, every_group=ordered
+        )
     )
     if not symmetric:
         own.append(zeros)
     if ordered or f"{module}.weight_g_idx" in tensors:
         own.append(GroupIndex("weight_g_idx", "groups", INT32, inputs_per=inputs_per))
     if group.inputs == "tensor":
-        own.append(StoredTensor("input_scale", "input_scale", FLOATS, None, None))
+        own.append(CheckpointTensor("input_scale", "input_scale", FLOATS, None, None))
     return Scheme(format, tuple(own))
 
 
-def _per(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
-    """Returns the outputs and the inputs that share a scale, None where all do."""
+def _scale_block(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
+    """Returns how many outputs and how many inputs share a scale; None stands for all."""
     if strategy == "tensor":
         return None, None
     if strategy == "channel":
@@ -207,18 +225,18 @@ def _per(strategy: str, weights: Settings) -> tuple[int | None, int | None]:
         return 1, fields.group_size(weights) or None
     block = weights.get("block_structure")
     if not isinstance(block, list) or len(block) != 2:
-        raise refused(f"block_structure must be two sizes, got {block!r}")
+        raise unsupported(f"block_structure must be two sizes, got {block!r}")
     return fields.integer({"rows": block[0]}, "rows"), fields.integer(
         {"columns": block[1]}, "columns"
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Exponents(StoredTensor):
+class Exponents(CheckpointTensor):
     """Scales that are powers of two, stored as their exponents + 127."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        StoredTensor.write(self, weight, part.view(torch.float8_e8m0fnu), start, share)
+        CheckpointTensor.write(self, weight, part.view(torch.float8_e8m0fnu), start, share)
 
 
 def _mxfp4(weights: Settings) -> Scheme:
@@ -237,7 +255,8 @@ def _mxfp4(weights: Settings) -> Scheme:
 
 
 @dataclass(frozen=True, slots=True)
-class Nibbles(StoredTensor):
-    """Values of 4 bits two to a byte, the even input's in the low half: as they are kept here."""
+class Nibbles(CheckpointTensor):
+    """4-bit values, two in a byte, with the even input in the low half. Weights use the same
+    order."""
 
     inputs_per: int | None = 2

@@ -1,4 +1,4 @@
-"""The settings of a checkpoint's quantization, and their typed fields."""
+"""Finds the settings of a checkpoint's quantization, and reads typed values from them."""
 
 from __future__ import annotations
 
@@ -17,31 +17,36 @@ Settings = Mapping[str, Any]
 
 
 class TensorInfo(NamedTuple):
-    """A tensor as a file's header describes it. dtype: None where PyTorch has none like it."""
+    """A tensor's description in a file's header.
+
+    Attributes:
+        dtype: None if PyTorch does not have it.
+        shape: of the whole tensor.
+    """
 
     dtype: torch.dtype | None
     shape: tuple[int, ...]
 
 
 Tensors = Mapping[str, TensorInfo]
-"""The checkpoint's tensors by name; empty where a folder holds no weights."""
+"""The checkpoint's tensors by canonical name; empty if the folder holds no weights."""
 
 
-def refused(what: str) -> ModelError:
+def unsupported(what: str) -> ModelError:
     return ModelError(f"the checkpoint's quantization is not supported: {what}")
 
 
 def integer(settings: Settings, name: str, default: int | None = None) -> int:
     value = settings.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise refused(f"{name} must be an integer, got {value!r}")
+        raise unsupported(f"{name} must be an integer, got {value!r}")
     return value
 
 
 def flag(settings: Settings, name: str, default: bool | None = None) -> bool:
     value = settings.get(name, default)
     if not isinstance(value, bool):
-        raise refused(f"{name} must be true or false, got {value!r}")
+        raise unsupported(f"{name} must be true or false, got {value!r}")
     return value
 
 
@@ -49,27 +54,27 @@ def one_of(settings: Settings, name: str, known: Sequence[Any], default: Any = N
     value = settings.get(name, default)
     if value not in known:
         names = ", ".join(str(item) for item in known)
-        raise refused(f"{name} {value!r}; known are: {names}")
+        raise unsupported(f"{name} {value!r}; known are: {names}")
     return value
 
 
 def group_size(settings: Settings, name: str = "group_size") -> int:
-    """Returns the inputs of a group, 0 for all (-1 in files)."""
+    """Returns the inputs that share a scale; 0 stands for all, -1 in files."""
     value = integer(settings, name, 128)
     if value != -1 and (value < 8 or value % 8):
-        raise refused(f"{name} {value} is neither -1 nor a multiple of 8")
+        raise unsupported(f"{name} {value} is neither -1 nor a multiple of 8")
     return max(value, 0)
 
 
 def names(settings: Settings, name: str) -> tuple[str, ...]:
     value = settings.get(name) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise refused(f"{name} must be a list of names, got {value!r}")
+        raise unsupported(f"{name} must be a list of names, got {value!r}")
     return tuple(value)
 
 
 def scale_dtype(tensors: Tensors, name: str) -> torch.dtype:
-    """Returns the dtype to keep the scales `name` in, such that none changes."""
+    """Returns a dtype that holds the scales in tensor `name` exactly."""
     info = tensors.get(name)
     kept = (torch.float16, torch.bfloat16)
     return info.dtype if info is not None and info.dtype in kept else torch.float32
@@ -82,27 +87,28 @@ _FUSED = (
 
 
 def aliases(module: str) -> tuple[str, ...]:
-    """Returns the names under which a list of exceptions may mean a module: its own, and that of
-    the fused projection it is part of."""
+    """Returns the names of a module in lists of exceptions: its own, and that of the fused
+    projection it belongs to."""
     return (module, *(p.sub(fused, module) for p, fused in _FUSED if p.search(module)))
 
-
-# The settings of a checkpoint's quantization, as its files have them.
 
 _FILES = {
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""The files of settings outside of config.json, and the methods whose they are."""
+"""Files with settings outside of config.json, and their methods."""
 
 
 def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Returns the settings of a checkpoint's quantization with its `quant_method`, None if its
-    weights are not quantized.
+    """Returns the settings of a checkpoint's quantization, or None if weights are not quantized.
+
+    Args:
+        folder: of the model.
+        config: its config.json.
 
     Raises:
-        ModelError: the settings cannot be read, or name no method.
+        ModelError: the settings cannot be read.
     """
     found = config.get("quantization_config") or config.get("compression_config")
     if not found:
@@ -113,12 +119,12 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: quantization_config must be an object, got {found!r}")
     if not found.get("config_groups") and is_fp8_cache(found.get("kv_cache_scheme")):
-        return None  # only scales for fp8 KV
+        return None  # the settings are only about FP8 KV
     return found
 
 
 def is_fp8_cache(scheme: object) -> bool:
-    """Whether a `kv_cache_scheme` is floats of 8 bits."""
+    """Returns whether a `kv_cache_scheme` describes FP8."""
     if not isinstance(scheme, Mapping):
         return False
     return scheme.get("type") == "float" and scheme.get("num_bits") == 8

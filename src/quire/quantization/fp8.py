@@ -1,5 +1,5 @@
-"""Checkpoints in 8-bit floats with a scale per tensor, output or block: the layout of DeepSeek-V3
-and Qwen3-FP8, of AutoFP8, and of NVIDIA's ModelOpt."""
+"""FP8 checkpoints with a scale per tensor, output or block: those of DeepSeek-V3, Qwen3-FP8,
+AutoFP8 and NVIDIA's ModelOpt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ import torch
 from quire.ops import WeightFormat
 from quire.ops.weight import Inputs
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.checkpoint_tensor import FLOATS, FP8, CheckpointTensor
+from quire.quantization.fields import Settings, Tensors, unsupported
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import FLOATS, FP8, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Fp8:
-    """block: outputs and inputs that share a scale, or None. exceptions: names, parts of them, or
-    patterns like those of files, of modules that are not quantized."""
+    """The settings of an FP8 checkpoint.
+
+    Attributes:
+        block: (outputs, inputs) that share a scale, or None.
+        inputs: how the layer's inputs are rounded.
+        exceptions: modules that are not quantized, by name, dotted part of a name, or shell
+            pattern.
+    """
 
     block: tuple[int, int] | None
     inputs: Inputs
@@ -36,9 +42,9 @@ class Fp8:
         if block is not None:
             sizes = block if isinstance(block, list) else []
             if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
-                raise refused(f"weight_block_size must be two sizes, got {block!r}")
+                raise unsupported(f"weight_block_size must be two sizes, got {block!r}")
             if scheme == "static":
-                raise refused("blocks of weights with a fixed scale of activations")
+                raise unsupported("blocks of weights with a fixed scale of activations")
             block, inputs = (sizes[0], sizes[1]), "group"
         exceptions = (
             *fields.names(settings, "modules_to_not_convert"),
@@ -59,26 +65,26 @@ class Fp8:
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
         if head or any(_matches(name, self.exceptions) for name in fields.aliases(module)):
             return None
-        values = StoredTensor("weight", "values", FP8)
+        values = CheckpointTensor("weight", "values", FP8)
         group = 0 if self.block is None else self.block[1]
         format = WeightFormat(
             torch.float8_e4m3fn, scales=torch.float32, group=group, inputs=self.inputs
         )
         if self.block is not None:
-            blocks = StoredTensor("weight_scale_inv", "scales", FLOATS, *self.block)
+            blocks = CheckpointTensor("weight_scale_inv", "scales", FLOATS, *self.block)
             return Scheme(format, (values, blocks))
         name = _first(module, ("weight_scale", "weight_scale_inv"), tensors)
         info = tensors.get(f"{module}.{name}")
         per_output = info is not None and info.shape not in ((), (1,), (1, 1))
-        stored = [values, StoredTensor(name, "scales", FLOATS, 1 if per_output else None, None)]
+        stored = [values, CheckpointTensor(name, "scales", FLOATS, 1 if per_output else None, None)]
         if self.inputs == "tensor":
             name = _first(module, ("input_scale", "activation_scale"), tensors)
-            stored.append(StoredTensor(name, "input_scale", FLOATS, None, None))
+            stored.append(CheckpointTensor(name, "input_scale", FLOATS, None, None))
         return Scheme(format, tuple(stored))
 
 
 def _first(module: str, names: tuple[str, ...], tensors: Tensors) -> str:
-    """Returns the first of the names that the checkpoint has, or the first."""
+    """Returns the first of `names` that the checkpoint has for the module, by default names[0]."""
     return next((name for name in names if f"{module}.{name}" in tensors), names[0])
 
 

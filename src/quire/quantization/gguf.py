@@ -1,4 +1,4 @@
-"""Weights of GGUF files: rows of blocks, each with its own scales (ggml's quantized types)."""
+"""Quantized weights in GGUF files: rows of blocks with their own scales (ggml's types)."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor
 
 from quire.errors import ConfigError, installing
 from quire.ops import Weight, WeightFormat
-from quire.quantization.fields import Settings, Tensors, refused
-from quire.quantization.packed import put
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
+from quire.quantization.fields import Settings, Tensors, unsupported
+from quire.quantization.packed import store_integers
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _BYTES = frozenset({torch.uint8})
 _SMALLEST = 1e-12
-"""The smallest scale of rounded groups."""
+"""Smallest scale of a group that is rounded to 8 bits."""
 _EXACT_8 = WeightFormat(torch.int8, scales=torch.float16, group=32)
 _EXACT_4 = WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=32)
 _ROUNDED = WeightFormat(torch.int8, scales=torch.float32, group=32, zeros=True)
 _FLOATS = WeightFormat(torch.float32)
-"""Floats of the dtype that the model computes in."""
+"""Floats in the model's dtype; float32 here is a placeholder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class BlockType:
     """A quantized type of ggml.
 
     Attributes:
-        weights: Weights of a block.
-        size: Bytes of a block.
-        format: What weights of the type become. Formats without zeros hold a file's numbers
-            exactly. Minima are no multiples of their steps: types that have them are rounded to 8
-            bits with a zero, 256 steps from the least weight of a group to its largest. Types for
-            which there is no format become floats.
+        weights: number of weights in a block.
+        size: bytes of a block.
+        format: the weight format into which blocks are converted. Formats without zeros are exact.
+            Types with a minimum per group cannot be, because the minimum is no multiple of the
+            step. They are rounded to 8 bits, from the group's smallest weight to its largest. Types
+            without a format of their own become floats.
     """
 
     weights: int
@@ -77,19 +77,19 @@ BLOCKS = {
 _EXPERT = re.compile(r"(\.mlp(?:\.experts)?\.(?:up|down))\.\d+(?=\.|$)")
 
 
-def of_all_experts(module: str) -> str:
-    """Returns a module's name with a star for the expert's number: a file has them in one
-    tensor."""
+def any_expert_name(module: str) -> str:
+    """Returns a module's name with a star in place of the expert's number, because a file stores
+    all experts in one tensor."""
     return _EXPERT.sub(r"\1.*", module)
 
 
 @dataclass(frozen=True, slots=True)
 class Gguf:
-    """The weights of a GGUF file.
+    """The quantized weights of a GGUF file.
 
     Attributes:
-        types: By module, `of_all_experts`, the names of the types of weights that are blocks.
-        dequantized: All become floats of the model's dtype.
+        types: ggml types of quantized weights, by `any_expert_name` of the module.
+        dequantized: whether all weights become floats in the model's dtype.
     """
 
     types: Mapping[str, str]
@@ -99,24 +99,26 @@ class Gguf:
     def of(cls, settings: Settings) -> Gguf:
         types = settings.get("types")
         if not isinstance(types, Mapping):
-            raise refused(f"types must be an object, got {types!r}")
+            raise unsupported(f"types must be an object, got {types!r}")
         for module, name in types.items():
             if name not in BLOCKS:
                 known = ", ".join(BLOCKS)
-                raise refused(f"{module} has the type {name}; known are: {known}, F16, BF16, F32")
+                raise unsupported(
+                    f"{module} has the type {name}; known are: {known}, F16, BF16, F32"
+                )
         return cls(types, bool(settings.get("dequantized")))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:
-        name = self.types.get(of_all_experts(module))
+        name = self.types.get(any_expert_name(module))
         if name is None:
             return None
         format = _FLOATS if self.dequantized else BLOCKS[name].format
-        return Scheme(format, (_Blocks("weight", "values", _BYTES, type=name),))
+        return Scheme(format, (_BlockTensor("weight", "values", _BYTES, type=name),))
 
 
 @dataclass(frozen=True, slots=True)
-class _Blocks(StoredTensor):
-    """Rows of blocks of a type, bytes [outputs, bytes of a row]. A rank reads whole rows."""
+class _BlockTensor(CheckpointTensor):
+    """Rows of blocks, uint8 [outputs, bytes of a row]. A rank reads whole rows."""
 
     type: str = ""
 
@@ -138,13 +140,13 @@ class _Blocks(StoredTensor):
         zeros: Tensor | None = None
         if weight.format.zeros:
             wide = dequantize_rows(part, self.type)
-            values, scales, zeros = _rounded(wide, weight.format.group)
+            values, scales, zeros = _round_to_8_bits(wide, weight.format.group)
         else:
             values, scales = _EXACT[self.type](part)
         expect(scales.float().isfinite().all(), "has scales that are not finite")
         values = values[:, low:high]
         if weight.format.bits == 4:
-            put(own, values, 0, 0)
+            store_integers(own, values, 0, 0)
         else:
             own.values.copy_(values)
         group = weight.format.group
@@ -161,22 +163,23 @@ def _halves(part: Tensor) -> Tensor:
 
 
 def _q8_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 32: a block is a scale and 32 integers."""
+    """Returns int8 values, and a scale for every 32: a block is a scale and 32 integers."""
     blocks = rows.view(len(rows), -1, 34)
     values = blocks[:, :, 2:].contiguous().view(torch.int8)
     return values.flatten(1), _halves(blocks[:, :, :2])
 
 
 def _q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns unsigned 4-bit values, and scales of 32: a block is a scale and 16 bytes, whose low
-    halves are the first 16 integers. Scales may be negative."""
+    """Returns unsigned 4-bit values, and a scale for every 32: a block is a scale and 16 bytes.
+    Their low halves are the first 16 integers, their high halves the others. Scales may be
+    negative."""
     blocks = rows.view(len(rows), -1, 18)
     return _nibbles(blocks[:, :, 2:]).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 16: a block is the low halves of 256 integers, the pairs
-    of bits above, 16 scales of 8 bits and one that multiplies all."""
+    """Returns int8 values, and a scale for every 16: a block is the low 4 bits of 256 integers,
+    their high 2 bits, 16 scales of 8 bits, and a factor for all scales."""
     blocks = rows.view(len(rows), -1, 210)
     low = blocks[:, :, :128].reshape(len(rows), -1, 2, 2, 32)
     high = blocks[:, :, 128:192].reshape(len(rows), -1, 2, 32)
@@ -189,8 +192,8 @@ def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q5_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 32: a block is a scale, 32 fifth bits, and 16 bytes of
-    halves like those of Q4_0."""
+    """Returns int8 values, and a scale for every 32: a block is a scale, the fifth bits of 32
+    integers, and their low 4 bits as in Q4_0."""
     blocks = rows.view(len(rows), -1, 22)
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     high = (blocks[:, :, 2:6].unsqueeze(3) >> places & 1).flatten(2)
@@ -199,27 +202,27 @@ def _q5_0(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _iq4_nl(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 32: a block is like one of Q4_0, and its numbers are
-    places in a table."""
+    """Returns int8 values, and a scale for every 32: a block is as in Q4_0, and its integers are
+    indices into a table."""
     blocks = rows.view(len(rows), -1, 18)
-    return _looked_up(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
+    return _lookup(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 32: a block is a scale, the pairs of bits above and the
-    low halves of 8 scales of 6 bits, and 8 times 16 bytes as in IQ4_NL."""
+    """Returns int8 values, and a scale for every 32: a block is a factor for all scales, the high 2
+    and the low 4 bits of 8 scales, and 8 times 16 bytes as in IQ4_NL."""
     blocks = rows.view(len(rows), -1, 136)
     above = blocks[:, :, 2:4].contiguous().view(torch.int16).int()
     high = above >> torch.arange(0, 16, 2, device=rows.device) & 3
     low = _pairs(blocks[:, :, 4:8])
     scales = ((low | high << 4) - 32).float() * _halves(blocks[:, :, :2]).float().unsqueeze(2)
     values = _nibbles(blocks[:, :, 8:].reshape(len(rows), -1, 8, 16))
-    return _looked_up(values).flatten(1), scales.flatten(1)
+    return _lookup(values).flatten(1), scales.flatten(1)
 
 
 def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and scales of 16: a block is the third bits of 256 integers, the pairs
-    of bits below, 16 scales of 6 bits and one that multiplies all."""
+    """Returns int8 values, and a scale for every 16: a block is the third bits of 256 integers,
+    their low 2 bits, 16 scales of 6 bits, and a factor for all scales."""
     blocks = rows.view(len(rows), -1, 110)
     eight = torch.arange(8, dtype=torch.uint8, device=rows.device).view(8, 1)
     high = blocks[:, :, None, :32] >> eight & 1
@@ -234,24 +237,25 @@ def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes of 4-bit floats, and powers of two of 32: a block is one and 16 bytes as in
-    Q4_0."""
+    """Returns codes of 4-bit floats, and a power of two as scale for every 32: a block is a scale
+    and 16 bytes as in Q4_0."""
     blocks = rows.view(len(rows), -1, 17)
     scales = blocks[:, :, 0].contiguous().view(torch.float8_e8m0fnu)
     return _nibbles(blocks[:, :, 1:]).flatten(1), scales
 
 
 def _nibbles(packed: Tensor) -> Tensor:
-    """Returns the halves of bytes [..., n] as [..., 2 n], first all low ones."""
+    """Returns the halves of bytes [..., n] as [..., 2 n]: all low halves, then all high halves."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
 def _pairs(packed: Tensor) -> Tensor:
-    """Returns the halves of bytes [..., n] as int32 [..., 2 n], the low one of each first."""
+    """Returns the halves of bytes [..., n] as int32 [..., 2 n]: each byte's low half, then its high
+    half."""
     return torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
 
 
-def _looked_up(places: Tensor) -> Tensor:
+def _lookup(places: Tensor) -> Tensor:
     table = torch.tensor(_NONLINEAR, dtype=torch.int8, device=places.device)
     return table[places.long()]
 
@@ -271,10 +275,10 @@ _EXACT = {
 
 
 def dequantize_rows(rows: Tensor, type: str) -> Tensor:
-    """Returns bytes [N, bytes of a row] as the float32 [N, K] that they stand for.
+    """Returns the weights in rows of blocks, uint8 [N, bytes of a row], as float32 [N, K].
 
     Raises:
-        ConfigError: the library that reads such files is not installed.
+        ConfigError: the `gguf` library is not installed.
     """
     gguf = library()
     found = gguf.dequantize(rows.cpu().numpy(), gguf.GGMLQuantizationType[type])
@@ -282,7 +286,10 @@ def dequantize_rows(rows: Tensor, type: str) -> Tensor:
 
 
 def library() -> Any:
-    """Returns the module `gguf`. Raises ConfigError where it is not installed."""
+    """Returns the module `gguf`. Raises ConfigError if it is not installed.
+
+    It is imported here because it is an optional dependency.
+    """
     try:
         import gguf
     except ImportError as error:
@@ -292,7 +299,7 @@ def library() -> Any:
     return gguf
 
 
-def _rounded(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+def _round_to_8_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weights [N, K] rounded to 8 bits: int8 values, float32 scales of groups, int8
     zeros."""
     groups = F.pad(weight, (0, -weight.shape[1] % group)).view(len(weight), -1, group)

@@ -11,7 +11,8 @@ import torch
 
 from quire.ops import WeightFormat
 from quire.quantization import fields
-from quire.quantization.fields import Settings, Tensors, refused
+from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor
+from quire.quantization.fields import Settings, Tensors, unsupported
 from quire.quantization.packed import (
     INT32,
     GroupIndex,
@@ -21,13 +22,18 @@ from quire.quantization.packed import (
     ZeroBias,
 )
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import FLOATS, StoredTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Gptq:
-    """`settings`: of the checkpoint. `rules`: patterns of module names, and the settings that they
-    change, or None for modules that are not quantized."""
+    """The settings of a GPTQ checkpoint.
+
+    Attributes:
+        settings: of the checkpoint.
+        rules: patterns of module names with changed settings, or with None if the modules are not
+            quantized. The first match applies.
+        head: whether the head is quantized.
+    """
 
     settings: Settings
     rules: tuple[tuple[re.Pattern[str], Settings | None], ...]
@@ -35,17 +41,17 @@ class Gptq:
 
     @classmethod
     def of(cls, settings: Settings) -> Gptq:
-        # Its name since transformers 5 is "format".
+        # transformers 5 renamed "checkpoint_format" to "format".
         format = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
         settings = {**settings, "checkpoint_format": format}
         fields.one_of(settings, "checkpoint_format", ("gptq", "gptq_v2"))
         fields.one_of(settings, "pack_dtype", ("int32",), "int32")
         for name in ("is_marlin_format", "modules_in_block_to_quantize", "adapter"):
             if settings.get(name):
-                raise refused(f"{name} {settings[name]!r}")
+                raise unsupported(f"{name} {settings[name]!r}")
         dynamic = settings.get("dynamic") or {}
         if not isinstance(dynamic, Mapping):
-            raise refused(f"dynamic must be an object, got {dynamic!r}")
+            raise unsupported(f"dynamic must be an object, got {dynamic!r}")
         made = cls(
             settings,
             tuple(_rule(pattern, changes) for pattern, changes in dynamic.items()),
@@ -81,7 +87,7 @@ class Gptq:
             zeros=not symmetric,
             ordered=ordered,
         )
-        stored: list[StoredTensor] = [
+        stored: list[CheckpointTensor] = [
             PackedValues("qweight", "values", INT32, bits=bits, inputs_first=True),
             GroupScales("scales", "scales", FLOATS, inputs_per=per, every_group=ordered),
             PackedZeros(
@@ -92,7 +98,7 @@ class Gptq:
                 every_group=ordered,
                 bits=bits,
                 expected=(middle - 1, middle) if symmetric else (),
-                added=0 if symmetric else _added(settings),
+                offset=0 if symmetric else _zero_offset(settings),
             ),
         ]
         if ordered or f"{module}.g_idx" in tensors:
@@ -106,18 +112,22 @@ def _rule(pattern: str, changes: Any) -> tuple[re.Pattern[str], Settings | None]
     try:
         compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
     except re.error as error:
-        raise refused(f"dynamic: {pattern!r} is no regular expression: {error}") from error
+        raise unsupported(f"dynamic: {pattern!r} is no regular expression: {error}") from error
     if pattern.startswith("-:"):
         return compiled, None
     if not isinstance(changes, Mapping):
-        raise refused(f"dynamic: the settings of {pattern!r} must be an object, got {changes!r}")
+        raise unsupported(
+            f"dynamic: the settings of {pattern!r} must be an object, got {changes!r}"
+        )
     return compiled, changes
 
 
-def _added(settings: Settings) -> int:
-    """Returns what the stored zeros lack: 1 in the first version of the format, nothing in the
-    second. Symmetric weights have one zero, which tells the versions apart; others do not, and
-    GPTQModel 5 writes the second version under the name of the first."""
+def _zero_offset(settings: Settings) -> int:
+    """Returns the number to add to stored zeros: 1 in version 1 of the format, 0 in version 2.
+
+    GPTQModel 5 writes version 2 under the name of version 1. Symmetric weights reveal the version
+    by their constant zero. Asymmetric weights do not, so those of GPTQModel 5 are refused.
+    """
     if settings["checkpoint_format"] == "gptq_v2":
         return 0
     meta = settings.get("meta")
@@ -125,7 +135,7 @@ def _added(settings: Settings) -> int:
     for writer in [writers] if isinstance(writers, str) else writers:
         found = re.fullmatch(r"gptqmodel:(\d+)\b.*", str(writer))
         if found and int(found[1]) >= 5:
-            raise refused(
+            raise unsupported(
                 f"sym is false and checkpoint_format is gptq, but {writer} may have stored zeros "
                 "as gptq_v2 does"
             )

@@ -1,5 +1,5 @@
-"""Checkpoints whose experts are 4-bit floats with a power of two for 32 inputs (OCP Microscaling
-formats), as gpt-oss stores them."""
+"""Checkpoints with experts in MXFP4, as gpt-oss stores them: 4-bit floats with a power of two as
+scale for 32 inputs (OCP Microscaling Formats)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from quire.ops import Weight, WeightFormat
 from quire.quantization import fields
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
 from quire.quantization.compressed_tensors import BYTES, Exponents
 from quire.quantization.fields import Settings, Tensors
 from quire.quantization.quantization import Scheme
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
 
 _GROUP = 32
 _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
@@ -22,7 +22,11 @@ _EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Mxfp4:
-    """exceptions: patterns like those of files, of modules that are not quantized."""
+    """The settings of an MXFP4 checkpoint.
+
+    Attributes:
+        exceptions: shell patterns of modules that are not quantized.
+    """
 
     exceptions: tuple[str, ...]
 
@@ -46,8 +50,9 @@ class Mxfp4:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertBlocks(StoredTensor):
-    """Values in blocks of 32, [outputs, blocks, 16], the even input's in the low half of a byte."""
+class ExpertBlocks(CheckpointTensor):
+    """Values in blocks of 32, uint8 [outputs, blocks, 16], with the even input in a byte's low
+    half."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return outputs, -(-inputs // _GROUP), _GROUP // 2

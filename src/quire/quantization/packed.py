@@ -1,5 +1,5 @@
-"""Checkpoint tensors that hold several unsigned integers in an int32, and what lies along with
-them with the inputs first."""
+"""Checkpoint tensors with several unsigned integers in an int32, as in AWQ and GPTQ, and their
+scales, zeros and group indices."""
 
 from __future__ import annotations
 
@@ -11,28 +11,32 @@ from torch import Tensor
 
 from quire.errors import ModelError
 from quire.ops import Weight
-from quire.quantization.stored_tensor import ProjectionShare, Range, StoredTensor, expect
+from quire.quantization.checkpoint_tensor import CheckpointTensor, ProjectionShare, Range, expect
 
 INT32 = frozenset({torch.int32})
 IN_ORDER = tuple(range(8))
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""The place in an int32, in units of 4 bits, of each of eight neighbouring outputs in AWQ."""
+"""Place of each of eight neighbouring outputs in an int32 of AWQ, in units of 4 bits."""
 
 
 def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tensor:
     """Returns the integers of int32 words [..., n] as uint8 [..., n * 32 / bits].
 
-    order: the place of each integer in its word, the lowest bits being 0.
+    Args:
+        words: int32 [..., n].
+        bits: of an integer.
+        order: place of each integer in its word; 0 stands for the lowest bits.
     """
     places = torch.tensor(order[: 32 // bits], dtype=torch.int32, device=words.device)
     integers = (words.unsqueeze(-1) >> (places * bits)).bitwise_and_(2**bits - 1)
     return integers.to(torch.uint8).flatten(-2)
 
 
-def put(weight: Weight, values: Tensor, row: int, column: int) -> None:
-    """Stores unsigned integers uint8 [outputs, inputs] in a weight, the first at [row, column].
+def store_integers(weight: Weight, values: Tensor, row: int, column: int) -> None:
+    """Stores unsigned integers, uint8 [outputs, inputs], in a weight from [row, column] on.
 
-    8 bits are stored less 128, as int8; of 4 bits the even input goes to the low half of a byte.
+    8-bit integers are stored minus 128, as int8. 4-bit integers are stored two in a byte, with the
+    even input in the low half.
     """
     own = weight.values[row : row + len(values)]
     if not weight.format.bits:
@@ -46,18 +50,31 @@ def put(weight: Weight, values: Tensor, row: int, column: int) -> None:
         target.bitwise_and_(keep).bitwise_or_(part << 4 if parity else part)
 
 
-def _cut(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
-    """Returns the part of values, which begin at place `first`, that lies within [0, size), and
-    where it begins."""
+def _clip(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]:
+    """Clips values along `dim` to the places [0, size).
+
+    Args:
+        values: their first entry has the place `first`, which may be negative.
+        first: see `values`.
+        size: number of places.
+        dim: the axis.
+
+    Returns:
+        The clipped values and the place of their first entry.
+    """
     low, high = max(first, 0), min(first + values.shape[dim], size)
     return values.narrow(dim, low - first, max(0, high - low)), low
 
 
 @dataclass(frozen=True, slots=True)
-class PackedValues(StoredTensor):
-    """Integers of `bits` bits packed along one axis.
+class PackedValues(CheckpointTensor):
+    """Integers that are packed into int32 along one axis.
 
-    axis: the one that is packed. inputs_first: the tensor is [inputs, outputs].
+    Attributes:
+        bits: of an integer.
+        axis: the one along which they are packed.
+        inputs_first: whether the tensor is [inputs, outputs].
+        order: see `unpack`.
     """
 
     bits: int = 4
@@ -66,7 +83,7 @@ class PackedValues(StoredTensor):
     order: tuple[int, ...] = IN_ORDER
 
     def _per(self) -> tuple[int, int]:
-        """Returns the outputs and the inputs that an entry stands for."""
+        """Returns how many outputs and how many inputs an int32 holds."""
         each = 32 // self.bits
         return (1, each) if self.axis == "inputs" else (each, 1)
 
@@ -95,14 +112,14 @@ class PackedValues(StoredTensor):
             values = unpack(words, self.bits, self.order)
         else:
             values = unpack(words.t(), self.bits, self.order).t()
-        values, row = _cut(values, begin[0], share.rows[1] - share.rows[0], 0)
-        values, column = _cut(values, begin[1], share.columns[1] - share.columns[0], 1)
-        put(weight, values, row, column)
+        values, row = _clip(values, begin[0], share.rows[1] - share.rows[0], 0)
+        values, column = _clip(values, begin[1], share.columns[1] - share.columns[0], 1)
+        store_integers(weight, values, row, column)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupScales(StoredTensor):
-    """Scales [groups, outputs]. `inputs_per` None: all inputs are one group."""
+class GroupScales(CheckpointTensor):
+    """Scales [groups, outputs]. If `inputs_per` is None, all inputs form one group."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (1 if self.inputs_per is None else -(-inputs // self.inputs_per)), outputs
@@ -120,20 +137,24 @@ class GroupScales(StoredTensor):
 
 @dataclass(frozen=True, slots=True)
 class PackedZeros(GroupScales):
-    """Zeros packed along the outputs, [groups, outputs / n] or, `outputs_first`, [outputs / n,
-    groups].
+    """Zeros that are packed into int32 along the outputs, n in each.
 
-    expected: symmetric weights have no zeros of their own: each that is stored must be one of these
-        numbers, all the same. added: to each that is stored, modulo 2 ** bits.
+    Attributes:
+        bits: of a zero.
+        order: see `unpack`.
+        outputs_first: whether the tensor is [outputs / n, groups] instead of [groups, outputs / n].
+        expected: for symmetric weights, which need no zeros. All stored zeros must then be the same
+            one of these numbers. Empty for asymmetric weights.
+        offset: added to each stored zero, modulo 2 ** bits.
     """
 
     bits: int = 4
     order: tuple[int, ...] = IN_ORDER
     outputs_first: bool = False
     expected: tuple[int, ...] = ()
-    added: int = 0
+    offset: int = 0
 
-    # Named in full: `super()` does not work in dataclasses with slots.
+    # `super()` does not work in dataclasses with slots, so the base class is named.
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         groups, _ = GroupScales.shape(self, outputs, inputs)
         shape = groups, -(-outputs * self.bits // 32)
@@ -150,7 +171,7 @@ class PackedZeros(GroupScales):
         words = part.t() if self.outputs_first else part
         zeros = unpack(words, self.bits, self.order).t()
         first = (share.rows[0] // each) * each - share.rows[0]
-        zeros, row = _cut(
+        zeros, row = _clip(
             zeros,
             first + (start * each if self.outputs_first else 0),
             share.rows[1] - share.rows[0],
@@ -166,7 +187,7 @@ class PackedZeros(GroupScales):
             return
         if weight.zeros is None:
             raise ModelError("has zeros that the format has no place for")
-        zeros = (zeros + self.added) & (2**self.bits - 1)
+        zeros = (zeros + self.offset) & (2**self.bits - 1)
         if self.bits == 8:
             zeros = zeros ^ 128
         group = 0 if self.outputs_first else start
@@ -175,9 +196,11 @@ class PackedZeros(GroupScales):
 
 
 @dataclass(frozen=True, slots=True)
-class GroupIndex(StoredTensor):
-    """The group of each input, [inputs]. Where the format is not ordered, they must be in order,
-    `inputs_per` each."""
+class GroupIndex(CheckpointTensor):
+    """The group of each input, [inputs].
+
+    If the weight's format keeps no group index, inputs must be in order, `inputs_per` to a group.
+    """
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (inputs,)
@@ -202,8 +225,8 @@ class GroupIndex(StoredTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class WeightShape(StoredTensor):
-    """The shape that a packed tensor unpacks to, [2]."""
+class WeightShape(CheckpointTensor):
+    """The shape (outputs, inputs) of a packed tensor, [2]. It is only checked."""
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
         return (2,)
@@ -218,8 +241,8 @@ class WeightShape(StoredTensor):
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroBias(StoredTensor):
-    """A bias of zeros that a checkpoint stores for a layer without one, [outputs]."""
+class ZeroBias(CheckpointTensor):
+    """A bias [outputs] in the checkpoint for a layer without bias. It must be zero."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
         expect((part == 0).all(), "is a bias that is not zero, of a layer that has none")

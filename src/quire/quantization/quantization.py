@@ -1,4 +1,4 @@
-"""The interface of a weight format, and weights that are not quantized."""
+"""The interface of a quantization, which gives each projection its weight format."""
 
 from __future__ import annotations
 
@@ -8,53 +8,54 @@ from typing import Protocol
 import torch
 
 from quire.ops import WeightFormat
-from quire.quantization.stored_tensor import FLOATS, StoredTensor
+from quire.quantization.checkpoint_tensor import FLOATS, CheckpointTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A weight's format and the checkpoint's tensors that it is made of.
+    """A weight's format, and the checkpoint's tensors from which the weight is made.
 
-    stacks: projections of one layer with equal schemes share a weight. They must not where inputs
-    are in an order that each projection has for itself.
+    Attributes:
+        format: of the weight.
+        stored: the checkpoint's tensors.
+        stacks: whether projections of one layer with equal schemes may share a weight. They may not
+            if each projection has its own order of inputs (act order).
     """
 
     format: WeightFormat
-    stored: tuple[StoredTensor, ...]
+    stored: tuple[CheckpointTensor, ...]
 
     @property
     def stacks(self) -> bool:
         return not self.format.ordered
 
 
-# The interface of a quantization. Linear layers are built, sharded, stacked and loaded from it.
-
-
 class Quantization(Protocol):
-    """Decides how linear layers store weights, and knows how a checkpoint does.
+    """Chooses the weight format of each projection. Linear layers are built and loaded from it.
 
-    own_head: whether the head has weights of its own where the model ties it to the embeddings.
+    Attributes:
+        own_head: whether the head has its own weights even if the model ties it to the embeddings.
     """
 
     own_head: bool
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
-        """Returns the scheme of a projection, such as `layers.0.mlp.up.gate` or `head`, of a model
-        that computes in `dtype`.
+        """Returns the scheme of a projection.
+
+        Args:
+            projection: its name, such as `layers.0.mlp.up.gate` or `head`.
+            dtype: in which the model computes.
 
         Raises:
-            ModelError: the checkpoint stores it in a way that is not known.
+            ModelError: the checkpoint's format of the projection is not supported.
         """
         ...
 
 
-# Weights in the dtype that the model computes in.
-
-
 class Unquantized:
-    """Stores weights as they are."""
+    """Stores weights as floats in the model's dtype."""
 
     own_head = False
 
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
-        return Scheme(WeightFormat(dtype), (StoredTensor("weight", "values", FLOATS),))
+        return Scheme(WeightFormat(dtype), (CheckpointTensor("weight", "values", FLOATS),))

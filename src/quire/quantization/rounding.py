@@ -1,4 +1,4 @@
-"""Weights rounded to 8 or 4 bits while an unquantized checkpoint is read."""
+"""Quantizes an unquantized checkpoint to 8 or 4 bits while it is loaded, by rounding."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from torch import Tensor
 from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
-from quire.quantization.packed import put
+from quire.quantization.checkpoint_tensor import (
+    FLOATS,
+    CheckpointTensor,
+    ProjectionShare,
+    Range,
+    expect,
+)
+from quire.quantization.packed import store_integers
 from quire.quantization.quantization import Quantization, Scheme, Unquantized
-from quire.quantization.stored_tensor import FLOATS, ProjectionShare, Range, StoredTensor, expect
 
 FORMATS = {
     "int8": WeightFormat(torch.int8, scales=torch.float32),
@@ -22,24 +28,24 @@ FORMATS = {
     "w8a8_fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, inputs="token"),
     "int4": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
 }
-"""The formats of layers by the names of `config.QUANTIZATIONS`."""
+"""Weight formats of layers, by the names in `config.QUANTIZATIONS`."""
 
 FLOAT = "float"
-"""Stores a GGUF file's weights as floats of the model's dtype."""
+"""Name of the quantization that dequantizes a GGUF file's weights to the model's dtype."""
 _HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
-"""The smallest scale of 4-bit groups: below it float16 loses precision."""
+"""Smallest scale of 4-bit groups, because float16 loses precision below."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
-"""Weights that a thread rounds at once, by type of device: it takes some 16 bytes for each
-meanwhile, and on a GPU a few launches for all."""
+"""Number of weights that a thread rounds at once, by type of device. Rounding needs about 16 bytes
+of memory for each weight. On a GPU larger pieces need fewer launches."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Rounded(StoredTensor):
-    """Floats that are rounded to the format of the weight.
+class _RoundedTensor(CheckpointTensor):
+    """Floats that are rounded to the weight's format.
 
-    A rank reads whole outputs, whatever its share of the inputs, so that every rank has the scales,
-    and with them the weights, of the whole layer.
+    A rank reads all inputs of its outputs, even if it keeps a part of the inputs. So scales, and
+    rounded weights, do not depend on the number of ranks.
     """
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
@@ -55,7 +61,7 @@ class _Rounded(StoredTensor):
 
 
 def _round(weight: Weight, part: Tensor, columns: Range) -> None:
-    """Stores floats [outputs, all inputs] in the format of the weight."""
+    """Rounds floats [outputs, all inputs] to the weight's format, and stores the columns."""
     if weight.format.bits == 4:
         _round_groups(weight, part, columns)
         return
@@ -67,8 +73,10 @@ def _round(weight: Weight, part: Tensor, columns: Range) -> None:
 
 
 def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
-    """Stores floats [outputs, all inputs] in 4 bits: the numbers from a group's smallest to its
-    largest, 0 among them, in 15 steps."""
+    """Rounds floats [outputs, all inputs] to 4 bits, and stores the columns.
+
+    The 16 levels reach from a group's smallest number to its largest, and include 0.
+    """
     group = weight.format.group
     inputs = part.shape[1]
     groups = F.pad(part.float(), (0, -inputs % group)).view(len(part), -1, group)
@@ -78,7 +86,7 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
     zeros = (-low / wide).round_().clamp_(0, 15)
     values = (groups / wide.unsqueeze(2)).round_().add_(zeros.unsqueeze(2)).clamp_(0, 15)
     values = values.view(len(part), -1)[:, columns[0] : columns[1]]
-    put(weight, values.to(torch.uint8), 0, 0)
+    store_integers(weight, values.to(torch.uint8), 0, 0)
     touched = slice(columns[0] // group, -(-columns[1] // group))
     if weight.scales is not None and weight.zeros is not None:
         weight.scales.copy_(scales[:, touched])
@@ -86,22 +94,26 @@ def _round_groups(weight: Weight, part: Tensor, columns: Range) -> None:
 
 
 def rounding_of(name: str) -> Quantization:
-    """Returns the rounding that `EngineArgs.quantization` names, of layers, of the head, or both.
+    """Returns the quantization of layers, of the head, or of both.
+
+    Args:
+        name: `EngineArgs.quantization`, such as "int8" or "fp8,head=int8".
 
     Raises:
-        ConfigError: it names none, or two of the same.
+        ConfigError: a format is unknown, or two are given for layers or for the head.
     """
     layers, head = split_name(name)
-    # Weights that no checkpoint has quantized are floats already.
+    # "float" dequantizes; weights of an unquantized checkpoint are floats already.
     own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
-    return own if head is None else RoundedHead(own, head)
+    return own if head is None else QuantizedHead(own, head)
 
 
 def split_name(name: str) -> tuple[str | None, str | None]:
-    """Returns the names of the formats of layers, and of the head; None: as the checkpoint does.
+    """Returns the names of the formats for layers and for the head. None stands for the
+    checkpoint's own.
 
     Raises:
-        ConfigError: as `rounding_of`.
+        ConfigError: as in `rounding_of`.
     """
     layers: str | None = None
     head: str | None = None
@@ -120,9 +132,9 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     return layers, head
 
 
-class RoundedHead:
-    """Stores the head in 8 bits, and layers as another quantization does. A head that is tied to
-    the embeddings is a copy of these."""
+class QuantizedHead:
+    """Stores the head in 8 bits, and layers as another quantization says. A tied head becomes a
+    quantized copy of the embeddings."""
 
     own_head = True
 
@@ -139,12 +151,12 @@ class RoundedHead:
                 f"quantization=head={self._name}: the checkpoint's head is quantized already",
                 "quantization",
             )
-        return Scheme(FORMATS[self._name], (_Rounded("weight", "values", FLOATS),))
+        return Scheme(FORMATS[self._name], (_RoundedTensor("weight", "values", FLOATS),))
 
 
 class Rounding(Unquantized):
-    """Stores the layers' weights in a format of few bits. The head stays as it is, and so do
-    projections from latents, which are computed with as floats."""
+    """Stores the layers' weights in a format of 8 or 4 bits. The head stays in floats, and so do
+    projections from latents, because latent attention multiplies by them as floats."""
 
     def __init__(self, format: WeightFormat) -> None:
         self.format = format
@@ -152,4 +164,4 @@ class Rounding(Unquantized):
     def scheme_for(self, projection: str, dtype: torch.dtype) -> Scheme:
         if projection == "head" or projection.endswith(".kv_b"):
             return super().scheme_for(projection, dtype)
-        return Scheme(self.format, (_Rounded("weight", "values", FLOATS),))
+        return Scheme(self.format, (_RoundedTensor("weight", "values", FLOATS),))

@@ -19,7 +19,7 @@ import torch
 
 from quire.executor import FULL_STEP
 from quire.ops.launches import compiling
-from quire.parallel.torch_group import sum_over_all
+from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.hooks.hook import Level
 from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
@@ -180,7 +180,7 @@ class Graphs:
         def seconds(tokens: int) -> float:
             # Summed over ranks, so that all of them replay the same bodies next.
             duration = torch.tensor(self.seconds(self._buckets.few(tokens)), device=self._device)
-            return float(sum_over_all(duration))
+            return float(sum_over_all_ranks(duration))
 
         return full_step(seconds, self._limits.tokens)
 

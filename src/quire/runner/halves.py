@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from quire.parallel.halves import HalvesGroup
-from quire.parallel.torch_group import sum_over_all
+from quire.layers.async_tp import HalvesGroup
+from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.program import BodyShape, StepProgram
 
 logger = logging.getLogger("quire.parallel")
@@ -71,7 +71,7 @@ def choose_halves(
         graphs.capture({key: functools.partial(_run, group, program, *key)})
         best = min(graphs.seconds(key) for _ in range(_REPLAYS))
         # Summed over ranks, so that all of them choose alike.
-        total = sum_over_all(torch.tensor(best, device=program.model.device))
+        total = sum_over_all_ranks(torch.tensor(best, device=program.model.device))
         mean = float(total) / torch.distributed.get_world_size()
         how = "in halves" if halves else "whole"
         logger.info("steps of %d tokens %s: %.2f ms", tokens, how, 1e3 * mean)

@@ -1,4 +1,4 @@
-"""A tokenizer's files, whatever their format, as those of Hugging Face's `tokenizers`."""
+"""Tokenizers, detokenization and chat templates."""
 
 from quire.text.tokenizer_files import tokenizer_files
 

@@ -30,21 +30,26 @@ MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
 MAX_WORK_BYTES = 1_000_000_000
-"""Memory of all texts and lists that one rendering makes, kept or not."""
+"""Most bytes of all texts and lists that one rendering creates, including temporary ones."""
 UNSAFE = "unsafe_template"
-"""Code of the error where the sandbox refuses a template."""
+"""Error code if the sandbox refuses a template."""
 _MAX_EXPONENT = 64
 _MAX_NUMBER = 1_000_000
-"""Largest number that a filter or a text's method takes: a width, an indent or a count."""
+"""Largest width, indent or count that a filter or a string method takes."""
 _MAX_INDENT = 64
-"""Largest indent of JSON, which stands before each of its lines, and longest separator."""
+"""Largest indent of JSON, and longest separator."""
 _WIDTH = re.compile(r"[0-9]{7}|\*")
-"""A width above `_MAX_NUMBER`, or one that is an argument."""
+"""Matches a width above `_MAX_NUMBER`, or a width that is an argument."""
 
 
 @dataclass(slots=True)
 class _Budget:
-    """Holds what one rendering may still use: time until `deadline`, and `work` bytes."""
+    """The time and memory that one rendering may still use.
+
+    Attributes:
+        deadline: when the rendering must end.
+        work: bytes of texts and lists that it may still create.
+    """
 
     deadline: float
     work: int = MAX_WORK_BYTES
@@ -58,7 +63,7 @@ class _Budget:
 
 
 _budget: ContextVar[_Budget | None] = ContextVar("budget", default=None)
-"""The budget of the rendering in this thread, out of a template's reach."""
+"""The budget of the rendering in this thread. Templates cannot access it."""
 
 
 _FAILURES = (
@@ -70,11 +75,11 @@ _FAILURES = (
     RecursionError,
     MemoryError,
 )
-"""Errors of templates, which index, add and call any value."""
+"""Errors that a template may cause, because it can index, add and call any value."""
 
 
 class _Generation(Extension):
-    """Renders the body of `{% generation %}`, which marks the assistant's words for training."""
+    """Renders the body of `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012  (the name and kind are Jinja's)
 
@@ -89,17 +94,16 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """A sandbox that also bounds a template's time and memory.
+    """A sandbox that also limits a template's time and memory.
 
-    The bounds are against loops in loops, and against operators that make large values of small
-    ones.
+    The limits stop nested loops, and operators that make large values from small ones.
     """
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parses a template; every round of a loop begins with a call, and so with a check of the
-        time."""
+        """Parses a template. Inserts a call at the begin of each loop's body, because calls check
+        the time."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -109,11 +113,11 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def tick() -> None:
-        """Does nothing; calling it checks the time."""
+        """Does nothing. The sandbox checks the time whenever a template calls it."""
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         _spend(0)
-        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox's own `format` wraps a text's
+        method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, (str, bytes)):
             _check_method(owner, method.__name__, args, kwargs)
@@ -136,7 +140,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Joins what a block, a macro or `~` puts out."""
+        """Joins the output of a block, a macro or `~`."""
         joined = list(parts)
         if sum(map(len, joined)) > MAX_OUTPUT_CHARS:
             raise jinja2.TemplateError("a text is too large")
@@ -151,7 +155,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _ConcatCalls(NodeTransformer):
-    """Makes the operator `~`, which a sandbox cannot intercept, a call."""
+    """Replaces the operator `~` by a call, because a sandbox cannot intercept the operator."""
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802  (the name is Jinja's)
         self.generic_visit(node)
@@ -185,7 +189,7 @@ def _check_width(format: str | bytes) -> None:
 def _check_method(
     owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuses a text's method that would make a large value of small ones."""
+    """Refuses a call of a string method that would make a large value from small ones."""
     given = [*args, *kwargs.values()]
     _check_numbers(given)
     if name in ("format", "format_map"):
@@ -200,7 +204,8 @@ def _check_method(
 
 
 def _check_replace(text: Any, given: Sequence[Any]) -> None:
-    """Refuses a replacement, in which each place of `text` may become the new part."""
+    """Refuses a replacement whose result may be too large: each character of `text` may become the
+    new part."""
     if len(given) > 1 and (_size(text) + 1) * max(1, _size(given[1])) > MAX_OUTPUT_CHARS:
         old, new = given[0], given[1]
         if not isinstance(text, str) or not isinstance(old, str) or not isinstance(new, str):
@@ -215,7 +220,7 @@ def _check_join(parts: Sequence[Any], between: int) -> None:
 
 
 def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a filter that refuses to make a large value of small ones."""
+    """Returns a filter that refuses to make a large value from small ones."""
     skipped = 1 if hasattr(filter, "jinja_pass_arg") else 0
 
     @functools.wraps(filter)
@@ -238,7 +243,7 @@ def _bounded(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _size(value: Any) -> int:
-    """Returns a text's characters, or 8 for each item of a list."""
+    """Returns the size of a value: characters of a text, or 8 for each item of a list."""
     if isinstance(value, (str, bytes)):
         return len(value)
     return 8 * len(value) if isinstance(value, (list, tuple)) else 0
@@ -258,7 +263,7 @@ def _tojson(
     for size in (indent, *(separators or ())):
         if (len(size) if isinstance(size, str) else size or 0) > _MAX_INDENT:
             raise jinja2.TemplateError(f"an indent or separator may be at most {_MAX_INDENT} long")
-    # Jinja's own filter escapes characters of HTML, which prompts must not have.
+    # Jinja's own filter is not used because it escapes HTML characters, which would alter prompts.
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -274,18 +279,19 @@ def _now(format: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """Says how a chat template takes tools and calls, see `template_traits.probe`.
+    """The way a chat template takes tools and tool calls, see `template_traits.probe`.
 
     Attributes:
-        shows_tools, shows_calls: tools and calls reach the prompt.
-        needs_description: a tool without a description cannot be shown.
-        arguments_as_text: calls' arguments are JSON text, not an object.
-        empty_content: content of a message with calls alone.
-        call: a message with the probed call alone, as the template writes it; None where it shows
-            no calls.
-        ids_name_tools: calls show their ids and not their tools' names, which the ids have to hold.
-        late_system: a system message behind others reaches the prompt.
-        error: why the sandbox refuses the template where it shows no tools, or no calls.
+        shows_tools: whether tools reach the prompt.
+        shows_calls: whether tool calls reach the prompt.
+        needs_description: whether every tool needs a description.
+        arguments_as_text: whether the template takes a call's arguments as JSON text, not as an
+            object.
+        empty_content: the content that a message with only calls must have.
+        call: the probed message with one call, as the template writes it, or None if it does not.
+        ids_name_tools: whether calls show only their ids, which then must contain the tool's name.
+        late_system: whether a system message after other messages reaches the prompt.
+        error: why the sandbox refuses the template, if it shows no tools or no calls.
     """
 
     shows_tools: bool
@@ -300,7 +306,15 @@ class TemplateTraits:
 
 
 class ChatTemplate:
-    """A compiled template. `render` raises RequestError for any error in the template."""
+    """A compiled chat template.
+
+    Args:
+        source: Jinja.
+        seconds: time limit of a rendering.
+
+    Raises:
+        RequestError: the template is too large or not valid.
+    """
 
     def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
@@ -323,8 +337,16 @@ class ChatTemplate:
             ) from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-        """Returns the rendered text. Absent `tools` and `documents` are None, as templates
-        expect."""
+        """Returns the rendered text.
+
+        Args:
+            messages: the conversation.
+            variables: of the template. `tools` and `documents` are None by default, as templates
+                expect.
+
+        Raises:
+            RequestError: the template refuses the messages, fails, or exceeds a limit.
+        """
         named = [_with_thinking(message) for message in messages]
         context = {"tools": None, "documents": None, **variables, "messages": named}
         budget = _Budget(time.monotonic() + self._seconds)
@@ -354,20 +376,17 @@ class ChatTemplate:
 
 
 def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the message with its reasoning under both names that templates use."""
+    """Returns the message with its reasoning under both keys that templates use."""
     if message.get("reasoning_content") is None:
         return message
     return {"thinking": message["reasoning_content"], **message}
 
 
-# A model folder's chat templates, as text.
-
-
 def load_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a folder's templates by name: "default", and if there is one "tool_use".
+    """Returns a folder's chat templates by name: "default", and perhaps "tool_use".
 
-    A file `chat_template.jinja` goes before those of tokenizer_config.json; more may be in
-    `additional_chat_templates/`.
+    The file `chat_template.jinja` takes precedence over tokenizer_config.json. The folder
+    `additional_chat_templates/` may hold further templates.
     """
     found: dict[str, str] = {}
     template = config.get("chat_template")

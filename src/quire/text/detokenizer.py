@@ -1,4 +1,4 @@
-"""Incremental detokenization, and stop strings in its text."""
+"""Incremental detokenization, and the search for stop strings."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from collections.abc import Sequence
 from quire.text.tokenizer import Tokenizer
 
 _CONTEXT = 6
-"""Prompt tokens that the decoder sees first, as some decoders treat the first token specially
-(dropping a leading space)."""
+"""Prompt tokens that are decoded before the completion's. Some decoders treat the first token
+specially and drop its leading space."""
 
 _LONGEST_CHARACTER = 4
-"""Bytes of a UTF-8 character, and so tokens that may be needed to complete one."""
+"""Most bytes of a UTF-8 character, and so most tokens that it may take."""
 
 _MOST_EMPTY = 64
-"""Tokens without text that are kept as context: a decoder may treat the first one with text
-specially."""
+"""Most tokens without text that are kept as context. A decoder may treat the first token with text
+specially, so they are needed until text comes."""
 
 _BROKEN = "\ufffd"
-"""Replacement of bytes that are no character."""
+"""Unicode's replacement character, which decoders write for invalid bytes."""
 
 
 class Detokenizer:
-    """Detokenizes one completion token by token, in O(1) each.
+    """Detokenizes one completion, token by token, in constant time for each.
 
-    Text of incomplete characters is held back until they are complete. A character is judged by
-    the tokens' bytes, not by U+FFFD in the text, which a model may also write. A decoder sees the
-    tokens of whole characters only: byte fallback replaces every byte of a run in which one is
-    broken.
+    Text is held back until its last character is complete. The tokens' bytes decide that, not a
+    U+FFFD in the text, which a model may write itself. Only tokens of whole characters are decoded,
+    because byte fallback replaces a whole run of bytes if one character in it is incomplete.
     """
 
     def __init__(
@@ -40,11 +39,11 @@ class Detokenizer:
     ) -> None:
         """Begins after the last tokens of `prompt`.
 
-        A character that the prompt's last tokens leave incomplete is the completion's, where its
-        first tokens complete it.
+        If the prompt ends in an incomplete character and the completion's first tokens complete it,
+        the character belongs to the completion.
 
         Args:
-        keep: special tokens whose text is not skipped.
+            keep: special tokens whose text is not skipped.
         """
         self._tokenizer = tokenizer
         self._hub = tokenizer.hub
@@ -53,10 +52,10 @@ class Detokenizer:
         self._context, self._pending = self._begin(prompt)
         self._before = self._decode(self._context)
         self._borrowed = len(self._pending)
-        """Pending tokens that are the prompt's."""
+        """Number of pending tokens that belong to the prompt."""
 
     def step(self, token: int) -> str:
-        """Returns the text that one more token completes."""
+        """Returns the text that becomes complete with one more token."""
         if token in self._skipped:
             return ""
         given_up = ""
@@ -71,11 +70,11 @@ class Detokenizer:
         return given_up + self._advance(text[len(self._before) :])
 
     def finish(self) -> str:
-        """Returns the remaining text: U+FFFD for an incomplete character."""
+        """Returns the remaining text, with U+FFFD for an incomplete character."""
         return self._give_up()
 
     def whole(self, tokens: Sequence[int]) -> str:
-        """Returns the text of a whole completion; none of its tokens were given to `step`."""
+        """Returns the text of a whole completion. `step` must not have been called."""
         if not self._pending:
             kept = [token for token in tokens if token not in self._skipped]
             text = self._decode([*self._context, *kept])
@@ -85,7 +84,8 @@ class Detokenizer:
         return "".join(map(self.step, tokens)) + self.finish()
 
     def _begin(self, prompt: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns (tokens of whole characters, tokens of an incomplete one) that end a prompt."""
+        """Returns two lists from the end of a prompt: tokens of whole characters, then tokens of an
+        incomplete character."""
         tail = [int(id) for id in prompt[-_CONTEXT - _LONGEST_CHARACTER + 1 :]]
         if _BROKEN not in self._decode(tail[-_CONTEXT:]):
             return tail[-_CONTEXT:], []
@@ -104,7 +104,8 @@ class Detokenizer:
         return [id for id, piece in zip(tail, pieces, strict=True) if _whole(piece)], []
 
     def _advance(self, text: str) -> str:
-        """Goes on after the pending tokens, whose text is `text`."""
+        """Moves the pending tokens, whose text is `text`, to the context, and returns their
+        text."""
         if not text:
             self._context = [*self._context, *self._pending][-_MOST_EMPTY:]
             self._before = self._decode(self._context)
@@ -115,7 +116,8 @@ class Detokenizer:
         return text
 
     def _give_up(self) -> str:
-        """Returns the pending tokens' text as it is, and goes on after the last whole character."""
+        """Returns the text of pending tokens although it is no character, and continues after the
+        last whole character."""
         text = self._decode(self._pending[self._borrowed :])
         self._pending, self._borrowed = [], 0
         return text
@@ -133,7 +135,7 @@ class Detokenizer:
 
 
 def _whole(data: bytes) -> bool:
-    """Returns whether bytes are UTF-8."""
+    """Returns whether bytes are valid UTF-8."""
     try:
         data.decode()
     except UnicodeDecodeError:
@@ -142,7 +144,7 @@ def _whole(data: bytes) -> bool:
 
 
 def _incomplete(data: bytes) -> int:
-    """Returns how many bytes at the end of `data` begin a character of more bytes."""
+    """Returns the number of bytes at the end of `data` that begin an incomplete character."""
     for size in range(1, min(_LONGEST_CHARACTER, len(data) + 1)):
         try:
             data[-size:].decode()
@@ -153,16 +155,20 @@ def _incomplete(data: bytes) -> int:
 
 
 def _may_follow(begun: bytes, data: bytes) -> bool:
-    """Returns whether `data` goes on with the character that ends `begun`."""
+    """Returns whether `data` may continue the incomplete character at the end of `begun`."""
     size = _incomplete(begun) + 1
     character = (begun + data[:1])[-size:]
     return not data or _whole(character) or _incomplete(character) == size
 
 
 class StopMatcher:
-    """Finds the first stop string in growing text.
+    """Finds the first stop string in text that arrives in pieces.
 
-    Only text that may still become a stop string is held back.
+    It holds back only text that may be the begin of a stop string.
+
+    Args:
+        stops: the stop strings.
+        include: whether the stop string itself is part of the text.
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
@@ -171,13 +177,19 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str, *, early: bool = False) -> tuple[str, str | None]:
-        """Returns (text to show now, the stop string found). No text follows a stop string.
-        early: a stop string that this text completes does not count."""
+        """Returns the text to show now, and the stop string if one was found.
+
+        No text follows a stop string.
+
+        Args:
+            text: the next piece.
+            early: ignore stop strings that this piece completes.
+        """
         text = self._held + text
         stops = () if early else self._stops
         found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
-            # The one that is complete first; of those, the one that began first.
+            # The stop string that ends first. If several end together, the longest.
             at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             self._held = ""
             return text[: at + len(stop) if self._include else at], stop
@@ -191,7 +203,7 @@ class StopMatcher:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Returns the length of the longest end of `text` that begins `stop` (not all of it)."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,4 +1,4 @@
-"""Tokens at both ends of texts that tokenizer_config.json asks for, and tokenizer.json may not."""
+"""Adds the BOS and EOS tokens that tokenizer_config.json asks for and tokenizer.json may lack."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 
 _CLASSES = "Llama", "CodeLlama", "Gemma", "Cohere"
-"""Beginnings of the names of the classes whose settings go before what tokenizer.json says, in all
-versions of transformers. DeepSeek's models and their distillations have no BOS there."""
+"""Prefixes of tokenizer classes whose settings take precedence over tokenizer.json in all versions
+of transformers. DeepSeek's models and their distillations have no BOS in tokenizer.json."""
 
 
 def set_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Makes texts begin and end as `add_bos_token`, by default true, and `add_eos_token` say."""
+    """Makes texts begin with BOS and end with EOS as `add_bos_token`, by default true, and
+    `add_eos_token` say."""
     if not str(config.get("tokenizer_class")).startswith(_CLASSES):
         return
     begins, ends = config.get("add_bos_token") is not False, config.get("add_eos_token") is True
@@ -27,6 +28,7 @@ def set_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
 
 
 def _known(tokenizer: Tokenizer, token: Any) -> list[str]:
-    """Returns the text of a token of the settings; none where the vocabulary does not have it."""
+    """Returns the text of a token in the settings, as a list that is empty if the vocabulary does
+    not have it."""
     text = str(token["content"] if isinstance(token, Mapping) else token or "")
     return [] if tokenizer.token_to_id(text) is None else [text]

@@ -1,4 +1,4 @@
-"""Patterns that split text before byte-level BPE, by the names that GGUF files give them."""
+"""Patterns that split text before byte-level BPE, by their names in GGUF files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CASED = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+",
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*",
 )
-"""Words that begin or continue in capitals."""
+"""Words that begin or continue with capitals."""
 _PATH_SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
 _ASCII_SIGNS = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"
 _DEEPSEEK_WORDS = (
@@ -45,12 +45,15 @@ _LATIN_GREEK_CYRILLIC = (
 
 @dataclass(frozen=True, slots=True)
 class Splitting:
-    """Attributes:
-    patterns: Text is cut at the matches of each, which are pieces as well, one after the other.
-    whole_first: A piece that is a token is not merged from its bytes.
-    begins: Texts begin with BOS where a file does not say it.
-    normalized: Text is brought to Unicode's form NFC.
-    characters: Tokens are of characters and not of bytes, and spaces are ▁.
+    """The way a tokenizer splits text.
+
+    Attributes:
+        patterns: applied one after the other. Text is split at their matches, and matches are
+            pieces too.
+        whole_first: whether a piece that is a token becomes that token without merges.
+        begins: whether texts begin with BOS if the file does not say.
+        normalized: whether text is normalized to NFC.
+        characters: whether tokens consist of characters instead of bytes, with ▁ for spaces.
     """
 
     patterns: tuple[str, ...]
@@ -165,5 +168,5 @@ _NAMES: dict[Splitting, str] = {
     Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
 }
 SPLITTINGS = {name: own for own, names in _NAMES.items() for name in names.split()}
-"""All names that llama.cpp knows. Its own form of a pattern is written for an engine without some
-classes; these are as published tokenizers have them."""
+"""All names that llama.cpp knows. The patterns are those of the published tokenizers. llama.cpp's
+own differ, because its regex engine does not support some classes."""

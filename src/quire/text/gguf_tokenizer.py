@@ -1,4 +1,4 @@
-"""A GGUF file's tokenizer as the files of Hugging Face's `tokenizers`."""
+"""Converts a GGUF file's tokenizer to the files of Hugging Face's `tokenizers`."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from quire.text.gguf_splitting import SPLITTINGS, Splitting
 from quire.text.sentencepiece import pair_tokenizer
 
 _CONTROL, _USER = 3, 4
-"""Types of tokens: those that text never becomes, and those that are whole wherever they stand."""
+"""Types of tokens: control tokens, which text is never encoded to, and user-defined tokens, which
+are never split."""
 _ENDS = frozenset([
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<turn|>", "<|end_of_text|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|observation|>",
     "[|endofturn|]", "<end_of_utterance>",
 ])  # fmt: skip
-"""Control tokens that end an answer. Files often name but one end of many, or that of a text."""
+"""Control tokens that end an answer. Files often name only one of several, or the end of a text."""
 
 
 def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the contents of the tokenizer's files by name; of none where a file has no tokenizer.
+    """Returns the contents of the tokenizer's files by name, or {} if the GGUF file has no
+    tokenizer.
 
     Raises:
-        ModelError: a kind of tokenizer that is not known, or settings that make none.
+        ModelError: the kind of tokenizer is not supported, or its settings are invalid.
     """
     kind = fields.get("tokenizer.ggml.model")
     if kind is None:
@@ -44,7 +46,7 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
         return _files(kind, fields)
     except ModelError:
         raise
-    # The library of tokenizers raises nothing more precise.
+    # The `tokenizers` library raises bare Exceptions.
     except Exception as error:
         raise ModelError(f"the file's tokenizer makes no sense: {error!r}") from error
 
@@ -77,7 +79,7 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         )
         if fields.get(key) is not None and fields[key] < len(tokens)
     }
-    # What llama.cpp does where a file does not say: those of Llama 3 from before 2025 do not.
+    # llama.cpp's default. Files of Llama 3 from before 2025 have no setting.
     usual = kind == "llama" or _splitting(fields).begins
     begin = fields.get("tokenizer.ggml.add_bos_token", usual) and named.get("bos_token")
     end = fields.get("tokenizer.ggml.add_eos_token", False) and named.get("eos_token")
@@ -118,8 +120,8 @@ def _vocabulary(tokens: list[str]) -> dict[str, int]:
 
 
 def _splitting(fields: Mapping[str, Any]) -> Splitting:
-    """Returns how a file splits text. Raises ModelError for a way that is not known."""
-    # Older files of Gemma 4 do not say it.
+    """Returns how a file's tokenizer splits text. Raises ModelError if it is not supported."""
+    # Older files of Gemma 4 do not have the setting.
     usual = "gemma4" if fields.get("tokenizer.ggml.model") == "gemma4" else "default"
     name = fields.get("tokenizer.ggml.pre", usual)
     if name not in SPLITTINGS:

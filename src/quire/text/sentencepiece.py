@@ -1,4 +1,5 @@
-"""SentencePiece models (Kudo & Richardson 2018) as tokenizers: byte pairs merged by scores."""
+"""Reads SentencePiece models (Kudo & Richardson 2018) of the kind BPE, which merge pairs by
+score."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ from quire.errors import ModelError
 from quire.system import MOST_TABLE, read_bounded
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
-"""Types of pieces: text; what stands for unknown text; those that text never becomes; those that
-are whole wherever they stand."""
+"""Types of pieces: ordinary text, the piece for unknown text, control pieces, which text is never
+encoded to, and user-defined pieces, which are never split."""
 _BPE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A model's pieces. types, scores: of each. special: ids of "bos", "eos", "unk" and "pad", of
-    those there are. prefix: text begins with a space that it does not have."""
+    """The pieces of a SentencePiece model.
+
+    Attributes:
+        types: of each piece.
+        scores: of each piece.
+        special: ids of "bos", "eos", "unk" and "pad", as far as the model has them.
+        prefix: whether a space is added before each text.
+    """
 
     texts: list[str]
     scores: list[float]
@@ -35,7 +42,7 @@ def read_pieces(file: Path) -> Pieces:
     """Reads a `tokenizer.model`.
 
     Raises:
-        ModelError: it is none, or one that does not merge pairs, or that changes text before.
+        ModelError: the file is no SentencePiece model, is not of the kind BPE, or normalizes text.
     """
     data = read_bounded(file, MOST_TABLE)
     texts: list[str] = []
@@ -76,14 +83,14 @@ def _refused(file: Path, what: str) -> ModelError:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yields the numbers and values of a Protocol Buffers message: integers, and bytes."""
+    """Yields field numbers and values, integers or bytes, of a Protocol Buffers message."""
     at = 0
     while at < len(data):
         key, at = _varint(data, at)
         kind = key & 7
         if kind == 0:
             value, at = _varint(data, at)
-            # Negative numbers are written as 64 bits.
+            # Negative integers are encoded as 64 bits.
             yield key >> 3, value - (1 << 64) if value >> 63 else value
             continue
         size = {1: 8, 5: 4}.get(kind)
@@ -96,7 +103,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
-    """Returns the integer at a place, and the place behind it."""
+    """Returns the integer at an offset, and the offset after it."""
     value = shift = 0
     while data[at] & 128:
         value |= (data[at] & 127) << shift
@@ -107,8 +114,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def pair_tokenizer(
     texts: Sequence[str], scores: Sequence[float], unknown: int | None, *, prefix: bool
 ) -> Tokenizer:
-    """Returns BPE over pieces, with bytes for what is unknown. Pieces are merged in the order of
-    their scores, as SentencePiece does."""
+    """Returns a BPE tokenizer with byte fallback. Like SentencePiece, it merges pieces in the order
+    of their scores."""
     vocabulary = {text: place for place, text in enumerate(texts)}
     found = []
     for piece, score in zip(texts, scores, strict=True):

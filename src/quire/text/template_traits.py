@@ -1,7 +1,7 @@
-"""Probing of how a chat template takes tools and calls.
+"""Finds out how a chat template takes tools and tool calls, by rendering small conversations.
 
-No standard says it: some templates take arguments as an object, some as text; some want no content
-beside calls, some an empty one; some cannot do without a description.
+Templates differ, and no standard helps. Some take arguments as an object, others as text. Some want
+no content next to calls, others an empty one. Some need a description of each tool.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _UNDESCRIBED = {
     },
 }
 PROBED_CALL = {"probed_key": "probed_value"}
-"""The arguments of the call to `PROBED_TOOL` in the conversations that are rendered."""
-_ID = "probe1234"  # of the only length that Mistral's templates take
+"""Arguments of the call to `PROBED_TOOL` in the probing conversations."""
+_ID = "probe1234"  # Mistral's templates accept only ids of this length
 _TEXT = '{"probed_key": "probed_value"}'
 
 
 def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> TemplateTraits:
-    """Renders a few small conversations and looks at the results."""
+    """Renders a few small conversations, and returns the traits that the results show."""
     errors: list[str] = []
 
     def rendered(
@@ -65,7 +65,7 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
         for as_text in (False, True):
             conversation = _conversation(_TEXT if as_text else PROBED_CALL, empty_content)
             text = rendered(conversation)
-            # Text that was encoded once more has its quotes escaped.
+            # Escaped quotes mean that the template encoded the text a second time.
             if "probed_value" in text and 'probed_key\\"' not in text:
                 before = rendered(hello, add_generation_prompt=True)
                 shown = rendered(conversation[:2])
@@ -87,7 +87,8 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
 
 
 def _shows_late_system(template: ChatTemplate, special_tokens: Mapping[str, str]) -> bool:
-    """Tells whether a system message behind others reaches the prompt, where a first one does."""
+    """Returns whether a system message after other messages reaches the prompt, as a first one
+    does."""
     user = {"role": "user", "content": "Hello."}
     system = {"role": "system", "content": "probed_system"}
 
@@ -101,9 +102,11 @@ def _shows_late_system(template: ChatTemplate, special_tokens: Mapping[str, str]
 
 
 def named_id(name: str, number: int) -> str:
-    """Returns a call's id that holds its tool's name, as Kimi K2 writes it.
+    """Returns a call's id with its tool's name, in the form of Kimi K2.
 
-    number: the call's in the conversation.
+    Args:
+        name: of the tool.
+        number: of the call in the conversation.
     """
     return f"functions.{name}:{number}"
 

@@ -7,7 +7,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer as HubTokenizer
@@ -16,27 +16,26 @@ from quire.arrays import Int32
 from quire.errors import ModelError, RequestError
 from quire.system import read_bounded
 from quire.text import tokenizer_files
-from quire.text.chat_template import ChatTemplate, load_templates
+from quire.text.chat_template import ChatTemplate, TemplateTraits, load_templates
 from quire.text.ends import set_ends
 from quire.text.template_traits import probe
 from quire.text.tokenizer_files import BYTE_OF
 
-if TYPE_CHECKING:
-    from quire.text.chat_template import ChatTemplate, TemplateTraits
-
 
 def refused(error: BaseException, what: str) -> RequestError:
-    """Returns the error of a request whose text or tokens the library refuses.
+    """Returns a RequestError for an error of the `tokenizers` library.
 
-    The library panics where a pattern of the tokenizer fails, and a panic is no Exception. What is
-    neither is raised as it is, an interrupt say.
+    The library panics if a tokenizer's pattern fails, and a panic is no `Exception`. Other
+    BaseExceptions, such as KeyboardInterrupt, are raised unchanged.
+
+    Args:
+        error: of the library.
+        what: begin of the message, such as "the text cannot be tokenized".
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
     return RequestError(f"{what}: {error}", "prompt")
 
-
-# Tokenization through the `tokenizers` library.
 
 _MAX_COMPILED = 8
 
@@ -57,7 +56,7 @@ class Tokenizer:
         config: Mapping[str, Any],
         templates: Mapping[str, str] | None = None,
     ) -> None:
-        # Settings of training, which would cut or pad prompts in silence.
+        # These settings are for training and would silently truncate or pad prompts.
         hub.no_truncation()
         hub.no_padding()
         self.hub = hub
@@ -80,7 +79,7 @@ class Tokenizer:
 
     @classmethod
     def from_path(cls, path: str | Path) -> Tokenizer:
-        """Loads a folder's tokenizer. Raises ModelError where there is none that can be read."""
+        """Loads a folder's tokenizer. Raises ModelError if it is missing or cannot be read."""
         folder = Path(path)
         try:
             text, config = tokenizer_files(folder)
@@ -88,7 +87,7 @@ class Tokenizer:
             if any(map(config.get, ("add_bos_token", "add_eos_token"))):
                 set_ends(hub, config)
             tokenizer = cls(hub, config, load_templates(folder, config))
-            # A regular expression may be compiled, and fail on any text.
+            # A trial run, because a regular expression may compile and still fail on every text.
             tokenizer.decode(tokenizer.encode(_SAMPLE))
             return tokenizer
         except ModelError:
@@ -108,15 +107,16 @@ class Tokenizer:
 
     @functools.cached_property
     def longest(self) -> int:
-        """Upper bound of a token's characters."""
+        """Upper bound for the characters of a token."""
         return max(map(len, self.hub.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = True, most: int | None = None) -> Int32:
         """Returns token ids, int32 [n].
 
         Args:
-            add_special_tokens: adds the tokenizer's own special tokens (a BOS, say).
-            most: refuses a text that has more tokens, where less than the whole of it tells.
+            text: to tokenize.
+            add_special_tokens: whether to add the tokenizer's special tokens, such as BOS.
+            most: refuse a text with more tokens, if a part of the text suffices to know.
 
         Raises:
             RequestError: the text is too long, or cannot be tokenized.
@@ -124,18 +124,18 @@ class Tokenizer:
         if most is not None and len(text) > most:
             check_length(text, most, self.longest, self.encode)
         try:
-            # `encode` would hold the interpreter's lock all the while.
+            # Unlike `encode`, `encode_batch_fast` releases the GIL.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:  # lone surrogates, and panics of the library
             raise refused(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
 
     def warm_up(self) -> None:
-        """Looks up what requests need, so that the first one does not pay for it."""
+        """Computes cached values before the first request needs them."""
         _ = self.longest
 
     def decode(self, ids: Sequence[int] | Int32, skip_special_tokens: bool = True) -> str:
-        # `decode` would hold the interpreter's lock, as `encode` would.
+        # Unlike `decode`, `decode_batch` releases the GIL.
         try:
             (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
         except BaseException as error:
@@ -143,12 +143,12 @@ class Tokenizer:
         return str(text)
 
     def piece(self, id: int) -> str | None:
-        """Returns a token as the vocabulary writes it, None if there is none."""
+        """Returns a token as the vocabulary writes it, or None for an unknown id."""
         piece = self.hub.id_to_token(id)
         return None if piece is None else str(piece)
 
     def token_text(self, id: int) -> str:
-        """Returns a token's own text; bytes that are no whole character become U+FFFD."""
+        """Returns the text of a single token, with U+FFFD for incomplete characters."""
         text = self._texts.get(id)
         if text is None:
             text = self._texts[id] = str(self.hub.decode([id], skip_special_tokens=False))
@@ -174,11 +174,14 @@ class Tokenizer:
         return str(piece).replace("\u2581", " ").encode()
 
     def template(self, with_tools: bool = False) -> ChatTemplate:
-        """Returns the chat template: for conversations with tools the one named "tool_use", if it
-        exists.
+        """Returns the chat template.
+
+        Args:
+            with_tools: whether the conversation has tools. The template "tool_use" is then
+                preferred.
 
         Raises:
-            RequestError: the model has none.
+            RequestError: the model has no chat template.
         """
         names = ("tool_use", "default") if with_tools else ("default",)
         source = next((self.chat_templates[n] for n in names if n in self.chat_templates), None)
@@ -189,7 +192,7 @@ class Tokenizer:
         return self._compile(source)
 
     def traits(self, template: ChatTemplate) -> TemplateTraits:
-        """Returns how one of the model's templates takes tools and calls."""
+        """Returns how one of the model's templates takes tools and tool calls."""
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
         return self._traits[template]
@@ -225,10 +228,10 @@ class Tokenizer:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Returns the `Tokenizer.eos_token_ids` of a folder; () if there are none.
+    """Returns the `Tokenizer.eos_token_ids` of a folder, () if there are none.
 
-    No tokenizer is built where the configuration tells, as with a large vocabulary that takes a
-    good part of a second.
+    If the configuration suffices, no tokenizer is built, because a large vocabulary takes a good
+    part of a second.
     """
     if not (folder / "tokenizer.json").exists():
         return ()
@@ -239,13 +242,12 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             if eos is not None and _content(token) == eos:
                 return (int(id),)
     except (OSError, ValueError, AttributeError, RecursionError):
-        pass  # reading it in earnest says what is wrong
+        pass  # loading the tokenizer later reports the error
     return Tokenizer.from_path(folder).eos_token_ids
 
 
 def _content(token: Any) -> str | None:
-    """Returns a special token's text; files have it as text, or as an object with the text as
-    content."""
+    """Returns a special token's text. Files have it as text, or as an object with `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
@@ -256,24 +258,26 @@ def _is_byte_level(hub: HubTokenizer) -> bool:
     return any(part.get("type") == "ByteLevel" for part in parts)
 
 
-# Refusal of texts that have more tokens than a context, by as little of them as will do.
+# Refuses texts with more tokens than a context, and tokenizes as little of them as possible.
 
 _CHARS = 6
-"""Characters for each token that is allowed, in the part of a long text that is tokenized first."""
+"""The first part of a long text has this many characters for each allowed token."""
 _MARGIN = 1.25
-"""Factor on the tokens that are allowed, as at a cut a text's tokens may be others."""
+"""A part is refused only beyond this multiple of the limit, because a cut may change tokens."""
 
 
 def check_length(text: str, most: int, longest: int, encode: Callable[[str], Sized]) -> None:
-    """Refuses a text that has more than `most` tokens, unless all of it is needed to tell.
+    """Refuses a text with more than `most` tokens, unless knowing it needs the whole text.
 
     Args:
-        longest: upper bound of a token's characters.
+        text: of the request.
+        most: limit for its tokens.
+        longest: upper bound for the characters of a token.
         encode: returns a text's tokens.
 
     Raises:
-        RequestError: the text is longer than so many of the longest tokens, or its beginning alone
-            has a quarter more tokens.
+        RequestError: the text has more characters than `most` of the longest tokens, or its first
+            part alone exceeds the limit by a quarter.
     """
     if len(text) > most * longest:
         raise _too_long(text, most)

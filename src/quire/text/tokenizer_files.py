@@ -1,4 +1,4 @@
-"""The characters that stand for bytes in byte-level BPE."""
+"""Reads a folder's tokenizer, and converts other formats to the one of `tokenizers`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ def _byte_of() -> dict[str, int]:
 BYTE_OF = _byte_of()
 
 
-# Tokenizers in other formats than tokenizer.json: tiktoken's ranks, Mistral's tekken, and
-# SentencePiece.
+# Other formats than tokenizer.json: tiktoken's ranks, Mistral's tekken, and SentencePiece.
 
 Config = Mapping[str, Any]
 Converted = tuple[Tokenizer, dict[str, Any]]
-"""A tokenizer, and settings of tokenizer_config.json that follow from its file."""
+"""A tokenizer, and the settings for tokenizer_config.json that its file implies."""
 
 KIMI = "|".join(
     [
@@ -52,26 +51,28 @@ KIMI = "|".join(
     ]
 )
 _PATTERNS = {"tokenization_kimi": (KIMI, 256), "tokenization_moonshot": (KIMI, 258)}
-"""The pattern that splits text and the number of special tokens behind the ranks, by the module
-that a checkpoint names: files of ranks have neither."""
+"""The pattern that splits text, and the number of special tokens after the ranks, by the module
+that tokenizer_config.json names. Files of ranks contain neither."""
 _TEKKEN_SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]",
     "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]",
     "[IMG_END]", "[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]",
     "[TOOL_CONTENT]",
 )  # fmt: skip
-"""Special tokens of the first tekken files, which do not list them."""
+"""Special tokens of early tekken files, which do not list them."""
 _MOST_SPECIAL = 1 << 16
 _CHARS = {byte: char for char, byte in BYTE_OF.items()}
 
 
 def converted(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
-    """Returns the text of the tokenizer.json that a folder's tokenizer would have, and settings.
+    """Converts a folder's tokenizer. Returns the text of a tokenizer.json, and the settings.
 
-    config: of tokenizer_config.json.
+    Args:
+        folder: of the model.
+        config: content of tokenizer_config.json.
 
     Raises:
-        ModelError: there is no tokenizer, or one of a kind that is not known.
+        ModelError: there is no tokenizer, or its format is not supported.
     """
     for name, read in _READERS.items():
         file = folder / name
@@ -89,7 +90,7 @@ def converted(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
 
 
 def _tekken(file: Path, config: Config) -> Converted:
-    """Reads Mistral's tekken.json: special tokens come first."""
+    """Reads Mistral's tekken.json, in which special tokens have the first ids."""
     content = json.loads(read_bounded(file, MOST_TABLE))
     settings = content["config"]
     count = settings["default_num_special_tokens"]
@@ -112,7 +113,7 @@ def _tekken(file: Path, config: Config) -> Converted:
 
 
 def _tiktoken(file: Path, config: Config) -> Converted:
-    """Reads ranks of the checkpoints that name one of `_PATTERNS`' modules."""
+    """Reads tiktoken's ranks. tokenizer_config.json must name one of the modules in `_PATTERNS`."""
     named = (config.get("auto_map") or {}).get("AutoTokenizer") or [""]
     module = str(named if isinstance(named, str) else named[0]).rpartition("--")[2].split(".")[0]
     if module not in _PATTERNS:
@@ -168,25 +169,27 @@ _READERS = {"tekken.json": _tekken, "tiktoken.model": _tiktoken, "tokenizer.mode
 def _byte_pairs(
     ranks: Sequence[bytes], pattern: str, before: Sequence[str] = (), behind: Sequence[str] = ()
 ) -> Tokenizer:
-    """Returns byte-level BPE that merges the neighbours whose bytes together have the lowest rank.
+    """Returns a byte-level BPE tokenizer, which merges the pair with the lowest rank first.
 
-    before, behind: special tokens with ids before and behind those of the ranks.
+    Args:
+        before: special tokens with ids before the ranks'.
+        behind: special tokens with ids after the ranks'.
 
     Raises:
-        ModelError: tokens are there twice.
+        ModelError: a token occurs twice.
     """
     known = {token: rank for rank, token in enumerate(ranks)}
     texts = ["".join(map(_CHARS.__getitem__, token)) for token in ranks]
     merges = []
     for token, text in zip(ranks, texts, strict=True):
-        # In the order of their ranks, though no two of them ever compete.
+        # Sorted by rank. The order among a token's own pairs does not matter.
         pairs = [at for at in range(1, len(token)) if token[:at] in known and token[at:] in known]
         pairs.sort(key=lambda at, token=token: (known[token[:at]], known[token[at:]]))  # type: ignore[misc]
         merges += [(text[:at], text[at:]) for at in pairs]
     vocabulary = {text: id for id, text in enumerate((*before, *texts, *behind))}
     if len(vocabulary) != len(before) + len(texts) + len(behind):
         raise ModelError("the tokenizer has tokens that are there twice")
-    # Whatever is a token as a whole is not merged.
+    # A piece that is a token as a whole is not merged.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -197,13 +200,13 @@ def _byte_pairs(
 
 
 def _add(tokenizer: Tokenizer, texts: Sequence[str], *, special: bool) -> None:
-    """Makes texts tokens wherever they stand."""
+    """Adds tokens that are never split."""
     tokens = [AddedToken(text, special=special, normalized=False) for text in texts]
     (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
 
 
 def _begin(tokenizer: Tokenizer, token: str, wanted: Any) -> None:
-    """Puts a token before every text, if that is wanted."""
+    """Makes every text begin with a token if `wanted`."""
     id = tokenizer.token_to_id(token)
     if wanted and id is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -217,15 +220,12 @@ def _text(token: Any) -> str:
     return str(token["content"] if isinstance(token, Mapping) else token)
 
 
-# Reading the files of a model's tokenizer.
-
-
 def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Returns the text of a folder's tokenizer.json and its tokenizer_config.json, or what another
-    format becomes.
+    """Returns the text of a folder's tokenizer.json and the content of its tokenizer_config.json.
+    Other formats are converted.
 
     Raises:
-        ModelError: there is no tokenizer, or one of a kind that is not known.
+        ModelError: there is no tokenizer, or its format is not supported.
     """
     file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     config = json.loads(read_bounded(settings)) if settings.exists() else {}

@@ -22,12 +22,12 @@ from quire.features.expert_balance.placement import (
     place,
     rooms_of,
 )
-from quire.layers.expert_weights import even_cut
+from quire.layers.expert_weights import even_shard
 from tests.tiny_engine import TINY_EXPERTS, model_folder, random_prompts
 
 
 def rooms_for(experts: int, redundant: int, ranks: int) -> list[int]:
-    cuts = [even_cut(experts, 1, rank, ranks) for rank in range(ranks)]
+    cuts = [even_shard(experts, 1, rank, ranks) for rank in range(ranks)]
     return rooms_of([end - first for first, end in cuts], redundant)
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from quire import LLM, LoRARequest, SamplingParams
@@ -20,7 +21,6 @@ from quire.features.lora.adapter_pool import AdapterPool
 from quire.features.lora.calls import LOAD, NAMES, UNLOAD, LoadAdapter
 from quire.features.speculation.draft_count import StepCosts
 from quire.features.speculation.feature import SpeculationFeature
-from quire.models import files
 from quire.request import Request
 from tests.features.lora.peft_adapters import change, make_adapter, needs_peft, save, tensors
 from tests.models.checkpoints import greedy, make
@@ -355,7 +355,7 @@ def test_an_adapter_of_the_hub(
         assert came.wait(60)
         return str(checkpoint / "3")
 
-    monkeypatch.setattr(files, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     llm = open_llm(checkpoint)
     core = llm._core
     message = LoadAdapter("x", "some/adapter", known=True)
@@ -387,7 +387,7 @@ def test_a_name_is_loaded_once_at_a_time(checkpoint: Path, monkeypatch: pytest.M
         assert came.wait(60)
         return str(checkpoint / "3")
 
-    monkeypatch.setattr(files, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     llm = open_llm(checkpoint)
     core = llm._core
 
@@ -427,7 +427,7 @@ def test_an_adapter_that_the_hub_does_not_have(
     def fetched(name: str, **_: Any) -> str:
         raise OSError("no network")
 
-    monkeypatch.setattr(files, "snapshot_download", fetched)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
     llm = open_llm(checkpoint)
     with pytest.raises(RequestError, match="some/adapter is not a local folder, and it could not"):
         llm.generate([PROMPT], GREEDY, False, lora_request=LoRARequest("x", "some/adapter"))

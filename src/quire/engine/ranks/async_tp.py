@@ -10,14 +10,13 @@ import torch
 
 from quire.config import EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.layers.async_tp import HalvesGroup, first_half
 from quire.layers.attention import AttentionSpec
 from quire.layers.experts import ExpertsSpec
 from quire.layers.latent_attention import LatentAttentionSpec
 from quire.layers.mlp import MlpSpec
 from quire.models import ModelSpec, load_config, spec_from_config
-from quire.models.halves import first_half
 from quire.models.spec import LayerSpec
-from quire.parallel.halves import HalvesGroup
 from quire.parallel.torch_group import TorchGroup
 from quire.runner.halves import described
 
@@ -90,9 +89,9 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     if device.type == "cpu":
         return HalvesGroup(group, least, device, measured=False)
     # A CPU has no kernels for it.
-    from quire.parallel.exchange import exchange_of
+    from quire.parallel.exchange import make_exchange
 
     tokens = config.scheduler.max_num_batched_tokens
     dtype: torch.dtype = getattr(torch, config.dtype)
-    exchange = exchange_of(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
+    exchange = make_exchange(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
     return HalvesGroup(group, least, device, exchange, measured=measured)

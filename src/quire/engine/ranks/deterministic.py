@@ -8,7 +8,7 @@ from quire.config import EngineArgs
 from quire.engine.ranks.ranks import model_of_rank
 from quire.errors import ConfigError
 from quire.layers.experts import Experts
-from quire.layers.fixed_sums import segments_of
+from quire.layers.fixed_sums import segment_count
 from quire.layers.linear import Linear
 from quire.models import ModelSpec
 from quire.quantization import Quantization
@@ -56,7 +56,7 @@ def obstacle(module: nn.Module, world: int) -> str | None:
         form, size, (low, high) = (
             module.down.scheme.format,
             module.spec.width,
-            module.down.cut.columns,
+            module.down.shard.columns,
         )
         if form.inputs == "token":
             return f"{module.name}: ranks round their hidden units by scales of their own"
@@ -65,7 +65,7 @@ def obstacle(module: nn.Module, world: int) -> str | None:
         low, high = module.columns
     else:
         return None
-    count = segments_of(size, form)
+    count = segment_count(size, form)
     if count % world == 0 and (low, high) == (size - size // world, size):
         return None
     groups = f", in whole groups of {form.group}" if form.group else ""

@@ -16,7 +16,7 @@ from quire.features.expert_balance.placement import (
     rooms_of,
 )
 from quire.features.expert_balance.stats import ExpertStats
-from quire.layers.expert_weights import even_cut
+from quire.layers.expert_weights import even_shard
 from quire.layers.experts import Experts
 from quire.ops.experts import ExpertCopies
 
@@ -42,7 +42,7 @@ class BalancedExperts:
         self.layer, self.group = layer, layer.group
         self.stats = ExpertStats()
         count, world = layer.spec.experts, layer.group.world
-        held = [even_cut(count, 1, rank, world) for rank in range(world)]
+        held = [even_shard(count, 1, rank, world) for rank in range(world)]
         self._rooms = rooms_of([_size(own) for own in held], redundant)
         self.placement: Placement = tuple(
             (*range(*own), *(-1,) * (room - _size(own)))

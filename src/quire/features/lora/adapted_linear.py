@@ -51,7 +51,7 @@ class AdaptedLinear:
         form = layer.weights[0].format
         if shared and form.inputs == "group" and layer.weight.inputs % form.group:
             # The groups of inputs that share a scale lie on several ranks.
-            out = _add_adapters(layer.part(x), x, self._weights, rows)
+            out = _add_adapters(layer.partial_sum(x), x, self._weights, rows)
             return layer.group.all_reduce(out, residual, layer.name)
         # What every rank holds whole may enter the sum over ranks only once.
         bias = None if shared and layer.group.rank else layer.bias

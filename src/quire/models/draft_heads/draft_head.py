@@ -18,14 +18,22 @@ from quire.parallel import SingleGroup
 
 
 class DraftHead(DecoderLayers):
-    """One layer over pairs: at position p, what the target computed there and the embedding of the
-    token behind, at p + 1. Of what it gives, logits say the token at p + 2; in place of what the
-    target computed, it is the next pair's.
+    """One layer that drafts tokens for a target model.
 
-    taps: numbers of the target's layers behind which the stream is read; empty: the final normed
-        states are.
-    target: the model whose tokens are drafted. It lends its embeddings, and its head, unless the
-        draft head has its own.
+    Its input at position p is a pair: the target's hidden state at p, and the embedding of the
+    token at p + 1. From its output come the logits of the token at p + 2. When it drafts further,
+    its own output replaces the target's hidden state in the next pair:
+
+        target's hidden state at p ------+
+                                         +-- head --> output --> logits of token p + 2
+        embedding of token p + 1 --------+              |
+                                                        +--> hidden state of the pair at p + 1
+
+    Attributes:
+        taps: numbers, from 1, of the target's layers after which the residual stream is read. If
+            empty, the target's final normed states are read.
+        embedding: the head's own embeddings, or None to use the target's.
+        head: the head's own projection to logits, or None to use the target's.
     """
 
     taps: tuple[int, ...] = ()
@@ -44,21 +52,21 @@ class DraftHead(DecoderLayers):
 
     @property
     def tapped(self) -> int:
-        """The width of what is read of the target."""
+        """Numbers that are read from the target for each token."""
         return self.target.spec.hidden_size * max(1, len(self.taps))
 
     def own_embedding(self, build: Build) -> None:
-        """Gives it embeddings of its own."""
+        """Adds uninitialized embeddings, so that the target's are not used."""
         spec = self.spec
         where = build.within("embedding")
         self.embedding = VocabEmbedding(spec.vocab_size, spec.hidden_size, where)
 
     def own_head(self, vocab: int, build: Build) -> None:
-        """Gives it a head of its own, for so many tokens."""
+        """Adds an uninitialized projection to `vocab` logits, so that the target's is not used."""
         self.head = LMHead(self.spec.hidden_size, vocab, build.within("head"))
 
     def combine(self, tapped: Tensor) -> Tensor:
-        """Returns what is a pair's, [T, width], from what was read of the target, [T, tapped]."""
+        """Returns the pairs' hidden states [T, width] from the target's streams [T, tapped]."""
         return tapped
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -69,24 +77,28 @@ class DraftHead(DecoderLayers):
     def forward(
         self, batch: ForwardBatch, kv: Sequence[Any], *, hidden: Tensor, shallow: bool = False
     ) -> Tensor:
-        """Computes pairs, and stores their KV at their positions.
+        """Computes pairs, stores their KV and returns their outputs [T, width].
 
-        batch: its ids are the tokens behind the positions. hidden: [T, width]. Returns [T, width].
+        Args:
+            batch: `input_ids` holds, for each position p, the token at p + 1.
+            kv: the layer's part of the cache.
+            hidden: [T, width], the hidden states of the pairs.
+            shallow: see `Decoder.forward`.
         """
         raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [N, vocab of the target] of what `forward` gave."""
+        """Returns logits [N, vocab of the target] of outputs [N, width] of `forward`."""
         return self.target.logits(hidden) if self.head is None else self.head.logits(hidden)
 
 
 def whole(build: Build) -> Build:
-    """Returns the value for parts that every rank holds whole."""
+    """Returns settings for modules that every rank holds whole."""
     return replace(build, group=SingleGroup())
 
 
 def share_equal(head: DraftHead) -> None:
-    """Drops embeddings, and a head, that are the target's over again."""
+    """Drops the head's embeddings and projection to logits if they equal the target's."""
     target = head.target
     if head.embedding is not None and _same(head.embedding.weight, target.embedding.weight):
         head.embedding = None

@@ -1,9 +1,10 @@
 """EAGLE-3 heads (Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language
 Models via Training-Time Test").
 
-One layer, whose attention sees a token's embedding beside a hidden state. At first that is made of
-the target's streams behind three layers, low, middle and high; then it is what the head itself
-gave. The head may know a part of the vocabulary only.
+The head is one layer. Its attention reads a token's embedding and a hidden state side by side. The
+first hidden state is computed from the target's residual streams after three layers: a low, a
+middle and a high one. Later it is the head's own output. The head's vocabulary may be a part of the
+target's.
 
 Heads are saved by the authors' code (`midlayer.*`) and by the speculators library (`layers.0.*`,
 settings of the layer in `transformer_layer_config`).
@@ -59,10 +60,14 @@ _PREFIXES = {
 class Eagle3Spec:
     """An EAGLE-3 head.
 
-    model: of one layer. vocab: tokens that it knows. taps: see `DraftHead`. target_hidden: the
-        width of the streams. norm_before_fc: whether they are normed side by side before `fc`.
-    norm_before_residual: whether the layer's residual is the normed hidden state.
-    norm_output: whether it is the normed state that takes the target's place.
+    Attributes:
+        model: a model of one layer.
+        vocab: tokens that the head can draft.
+        taps: see `DraftHead`.
+        target_hidden: numbers in the target's hidden states.
+        norm_before_fc: whether the concatenated streams are normed before `fc`.
+        norm_before_residual: whether the layer's residual is the normed hidden state.
+        norm_output: whether the head drafts further from its normed output.
     """
 
     model: ModelSpec
@@ -75,7 +80,7 @@ class Eagle3Spec:
 
 
 def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head."""
+    """Returns whether a config.json describes an EAGLE-3 head."""
     names = map(str, config.get("architectures") or [])
     kind = str(config.get("speculators_model_type"))
     return kind == "eagle3" or any(map(_ARCHITECTURE.search, names))
@@ -85,7 +90,7 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     """Returns the head that a config.json describes.
 
     Raises:
-        ModelError: it is none, or not of this model; the key is named.
+        ModelError: it describes no EAGLE-3 head, or one for another model. The error names the key.
     """
     if not is_eagle3(config):
         raise ModelError(
@@ -119,7 +124,7 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     bias = settings.flag(own, "attention_bias", False)
     base = llama.with_layers(base, {"qkv_bias": bias, "out_bias": bias})
     return Eagle3Spec(
-        # Heads are made for short texts, and serve in long ones: what they draft is verified.
+        # Heads are trained on short texts but draft in long ones too: every draft is verified.
         model=replace(
             base, tied_head=False, max_positions=max(base.max_positions, target.max_positions)
         ),
@@ -133,14 +138,14 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
 
 
 def _taps(flags: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
-    """Returns the layers whose streams are read, by their numbers from 1."""
+    """Returns the numbers, from 1, of the target's layers after which streams are read."""
     count = len(target.layers)
     found = flags.get("eagle_aux_hidden_state_layer_ids")
     if found is None:
         found = [2, count // 2, count - 3]
     elif isinstance(found, list) and found and found[0] == 1:
-        # Heads that begin with the first layer count from 0: they name layers whose outputs are
-        # read, others layers whose inputs are.
+        # A list that begins with layer 0 names layers whose outputs are read. Other lists name
+        # layers whose inputs are read.
         found = [index + 1 if type(index) is int else index for index in found]
     if (
         not isinstance(found, list)
@@ -155,7 +160,7 @@ def _taps(flags: Mapping[str, Any], target: ModelSpec) -> tuple[int, ...]:
 
 
 class _PairAttention(Attention):
-    """Attention that is twice as wide as what it adds to."""
+    """Attention over an embedding and a hidden state side by side, twice as wide as its output."""
 
     def __init__(
         self, spec: AttentionSpec, hidden: int, rotary: RotaryTable | None, build: Build
@@ -170,7 +175,8 @@ class _PairAttention(Attention):
 class _PairBlock(nn.Module):
     """The layer: h + attention(norm(embedding), norm(h)), then h + mlp(norm(h)).
 
-    embed: from token ids to embeddings.
+    Args:
+        embed: maps token ids to embeddings.
     """
 
     def __init__(
@@ -202,18 +208,22 @@ class _PairBlock(nn.Module):
         return self.mlp(added, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the memory that either part needs for intermediates."""
+        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(self.attention.workspace_bytes(tokens), mlp)
 
 
 class Eagle3Head(DraftHead):
-    """An EAGLE-3 head. ids: int64 [vocab], the target's number of each token that it knows; None:
-    they are the same."""
+    """An EAGLE-3 head.
+
+    Attributes:
+        ids: int64 [vocab], the target's id of each token in the head's vocabulary, or None if the
+            ids are the same.
+    """
 
     def __init__(self, spec: Eagle3Spec, target: Decoder, build: Build) -> None:
         super().__init__(spec.model, target, build)
-        # In place of a plain layer, which keeps the same of each token.
+        # Replaces the plain layer. The layout of KV stays the same.
         rotary = self.rotary[0] if len(self.rotary) else None
         where = build.within("layers.0")
         block = _PairBlock(spec, rotary, where, self.embed)  # type: ignore[arg-type]
@@ -242,7 +252,7 @@ class Eagle3Head(DraftHead):
         return normed if self._norm_output else given
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [N, vocab of the target]; tokens that the head does not know have -inf."""
+        """Returns logits [N, vocab of the target], -inf outside of the head's vocabulary."""
         found = super().logits(hidden if self._norm_output else self.norm(hidden))
         if self.ids is None:
             return found
@@ -261,7 +271,8 @@ def load_eagle3(
     """Returns the head in a folder, with its weights. See `load_mtp`.
 
     Raises:
-        ModelError: it is none, or does not fit the target; a key or a tensor is named.
+        ModelError: the folder holds no EAGLE-3 head, or one that does not fit the target. The
+            error names a key or a tensor.
     """
     spec = eagle3_spec(load_config(folder), target.spec)
     made = build(Unquantized())
@@ -308,15 +319,17 @@ _FAMILY = Family(
     spec=llama.FAMILY.spec,
     source=_source,
     prefixes=_PREFIXES,
-    # Which of the target's tokens it knows is told by d2t alone, which is no weight.
+    # d2t is no weight, and `_ids` reads it. t2d is not needed.
     ignored=re.compile(r"^(d2t|t2d|embed_tokens\.weight)$"),
     head="",
 )
 
 
 def _ids(folder: Path, spec: Eagle3Spec, there: bool, target: Decoder) -> Tensor | None:
-    """Returns the target's numbers of the tokens that a head knows. `d2t` has what is to be added
-    to the head's own."""
+    """Returns the target's ids of the head's tokens, int64 [vocab], or None if they are the same.
+
+    The tensor `d2t` holds the differences between the target's and the head's ids.
+    """
     if not there:
         if spec.vocab < target.spec.vocab_size:
             raise ModelError(

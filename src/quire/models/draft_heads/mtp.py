@@ -1,9 +1,9 @@
-"""Multi-token prediction: the layer behind a model's last that was trained along with it to predict
-one token more (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 2.2).
+"""Multi-token prediction: an extra layer, trained with the model, that predicts one more token
+(DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 2.2).
 
-x = fc [norm(embedding of the token behind), norm(the target's final normed state)]; the norm of
-what the layer makes of x goes to the target's head, and takes the place of the target's state where
-the layer drafts on from its own drafts.
+The layer's input is x = fc [norm(embedding of the next token), norm(the target's final normed
+state)]. The norm of its output goes to the target's head. When the layer drafts further, that norm
+also replaces the target's state.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ from quire.quantization import Quantization, quantization_of
 class MtpLayout:
     """Names of the layer's tensors in a family's checkpoints.
 
-    count: the key of config.json that says how many such layers there are. block: the beginning of
-    names of the layer itself, in which {n} stands for the model's layers. parts: beginnings of
-    other names, without `weight`, by part; `embedding` and `head` may be missing.
+    Attributes:
+        count: key of config.json with the number of such layers.
+        block: prefix of the layer's own tensors. {n} stands for the number of the model's layers.
+        parts: prefixes of the other tensors, without `weight`, by part. `embedding` and `head` are
+            optional.
     """
 
     count: str
@@ -79,12 +81,12 @@ _LAYOUTS = {
     "qwen3_5_moe": _QWEN,
     "qwen3_next": _QWEN,
 }
-"""By family."""
+"""The layouts by family."""
 _SHARED = "embedding", "head"
 
 
 class MtpHead(DraftHead):
-    """The layer, with norms of both parts of a pair and the projection that joins them."""
+    """The layer, the norms of both parts of a pair, and the projection `fc` that joins them."""
 
     def __init__(self, spec: ModelSpec, target: Decoder, build: Build) -> None:
         super().__init__(spec, target, build)
@@ -105,7 +107,7 @@ class MtpHead(DraftHead):
 
 
 def mtp_layers(config: Mapping[str, Any], target: ModelSpec) -> int:
-    """Returns how many such layers a config.json says that the model has, 0 if it does not say."""
+    """Returns the number of such layers according to config.json, by default 0."""
     layout = _LAYOUTS.get(target.family)
     return 0 if layout is None else settings.integer(_text(config), layout.count, 0, low=0)
 
@@ -114,7 +116,7 @@ def check_mtp(folder: Path, target: ModelSpec, load_format: str) -> None:
     """Checks that the checkpoint has the layer.
 
     Raises:
-        ModelError: it has none, several, or a tensor is missing.
+        ModelError: there is no such layer, there are several, or a tensor is missing.
     """
     layout = _LAYOUTS.get(target.family)
     if layout is None:
@@ -151,11 +153,15 @@ def load_mtp(
 ) -> MtpHead:
     """Returns the layer of the target's checkpoint, with its weights.
 
-    build: from a quantization to where and how the layer is built. wanted: the quantization asked
-        for. load_format, seed: see `load_weights`.
+    Args:
+        build: maps a quantization to the settings for building the layer.
+        wanted: `EngineArgs.quantization`.
+        load_format: see `load_weights`.
+        seed: see `load_weights`.
 
     Raises:
-        ModelError: the checkpoint has no such layer, or it does not fit; a tensor is named.
+        ModelError: the checkpoint has no such layer, or one that does not fit. The error names a
+            tensor.
     """
     own = target.spec
     check_mtp(folder, own, load_format)
@@ -167,7 +173,7 @@ def load_mtp(
         spec=family.spec,
         source=source,
         prefixes=family.prefixes,
-        ignored=re.compile(""),  # the model's own
+        ignored=re.compile(""),  # all other tensors are the target's
         head="",
     )
     config = load_config(folder)
@@ -188,8 +194,8 @@ def load_mtp(
 def _source(
     target: ModelSpec, layout: MtpLayout, family: Family
 ) -> Callable[[ModelSpec, str], Source]:
-    """Returns the `Family.source` of the layer: its block is one more of the model's layers, stored
-    under another name."""
+    """Returns the `Family.source` of the layer. Its block has the names of a layer of the model,
+    with another prefix."""
     count = len(target.layers)
     more = replace(target, layers=(*target.layers, _like(target)))
 
@@ -205,7 +211,7 @@ def _source(
 
 
 def _like(target: ModelSpec) -> LayerSpec:
-    """Returns the layer of the model that its own is like: the last, or the last with attention."""
+    """Returns the model's layer whose shape the MTP layer has: the last one with attention."""
     return next(
         layer for layer in reversed(target.layers) if not isinstance(layer.mixer, GatedDeltaSpec)
     )

@@ -1,1 +1,1 @@
-"""The names that each family of checkpoints uses; one module per family."""
+"""Families of checkpoints, one module each: their config.json and the names of their tensors."""

@@ -1,5 +1,5 @@
-"""Cohere 2 (Command R7B, Command A): both parts of a layer at once, LayerNorm without bias, rotary
-positions only where there is a window."""
+"""Cohere 2 (Command R7B, Command A): attention and MLP in parallel, LayerNorm without bias, rotary
+positions only in layers with a window."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from quire.ops.experts import Routing
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "moe_layer_freq": (1,),
-    # Published models that are normalized have other routers.
+    # Published models with normalized weights use another router, which is not supported.
     "norm_topk_prob": (False,),
     "scoring_func": ("softmax",),
     "topk_method": ("greedy",),

@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1, and the text of Kimi-K2 and K2.5: latent attention, experts chosen within
-groups, and one for every token (DeepSeek-AI 2024)."""
+"""DeepSeek-V3 and R1, and the text model of Kimi-K2 and K2.5: latent attention, experts chosen
+within groups, and a shared expert (DeepSeek-AI 2024)."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ _STEMS = {
 }
 _ATTENTION = re.compile(r"layers\.(\d+)\.attention\.(.+)\.([^.]+)")
 _KNOWN: dict[str, tuple[Any, ...]] = {
-    # Attention to some of the tokens, as in V3.2.
+    # The sparse attention of V3.2 is not supported.
     "index_topk": (),
     "moe_layer_freq": (1,),
     "scoring_func": ("sigmoid",),
     "topk_method": ("noaux_tc",),
 }
-"""Values that published code computes, by keys that are not in every config."""
+"""Supported values of keys that some configs have. Published code computes no others."""
 
 _experts_source = experts.source()
 
 
 def source(spec: ModelSpec, name: str) -> Source:
-    """Returns the checkpoint's place of a parameter slice."""
+    """Returns the place of a parameter slice in the checkpoint."""
     if found := _ATTENTION.fullmatch(name):
         index, stem, tensor = found.groups()
         return Source(f"model.layers.{index}.self_attn.{_STEMS[stem]}.{tensor}")
@@ -54,7 +54,7 @@ def source(spec: ModelSpec, name: str) -> Source:
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
     """Returns the architecture with latent attention and dense feed-forward layers."""
     rotary_dim = settings.integer(config, "qk_rope_head_dim", 64)
-    # What else it says of heads is of other code.
+    # The other keys about heads do not apply to latent attention.
     base = llama.base_spec({**config, "head_dim": rotary_dim, "num_key_value_heads": None}, family)
     plain = base.attention[0]
     if plain.rope is None:
@@ -73,7 +73,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
         key_dim=key_dim,
         value_dim=settings.integer(config, "v_head_dim", 128),
         scale=(key_dim + rotary_dim) ** -0.5 * _sharpness(config) ** 2,
-        # Published code has this epsilon here, whatever it is elsewhere.
+        # Published code uses this epsilon for latents, regardless of config.json.
         norm=NormSpec(kind="rms", eps=1e-6),
         rope=replace(plain.rope, interleaved=settings.flag(config, "rope_interleave", True)),
         bias=bias,
@@ -82,7 +82,7 @@ def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
 
 
 def _sharpness(config: Mapping[str, Any]) -> float:
-    """Returns what queries and keys are multiplied by each because positions are extended."""
+    """Returns YaRN's factor for queries, which is also the factor for keys."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default" or not scaling.get("mscale_all_dim"):
@@ -93,7 +93,7 @@ def _sharpness(config: Mapping[str, Any]) -> float:
 
 
 def experts_spec(config: Mapping[str, Any]) -> ExpertsSpec:
-    """Returns experts that are chosen by sigmoids and groups."""
+    """Returns experts that the router scores with sigmoids and chooses within groups."""
     count = experts.count(config)
     width = settings.integer(config, "moe_intermediate_size", high=settings.MOST_FEATURES)
     return ExpertsSpec(
@@ -117,7 +117,7 @@ FAMILY = Family(
     spec=_spec,
     source=source,
     prefixes=PREFIXES,
-    # The layer that drafts, behind the last, and what sees pictures.
+    # The MTP layer after the last layer, and the vision model.
     ignored=re.compile(
         rf"{llama.IGNORED.pattern}|^model\.layers\.61\.|^(model\.)?(vision_tower|mm_projector)\."
     ),

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind a layer's parts and on heads of q and k; where some layers have a window,
-only those have rotary positions (LG AI Research 2025)."""
+"""EXAONE 4: norms on the outputs of a layer's parts and on heads of q and k. If some layers have a
+window, only these have rotary positions (LG AI Research 2025)."""
 
 from __future__ import annotations
 

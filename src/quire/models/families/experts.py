@@ -1,4 +1,4 @@
-"""Parts that families with experts share: reading their sizes, and names of their tensors."""
+"""Helpers for families with experts: sizes in config.json and names of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.models.spec import ModelSpec
 
 MOST_EXPERTS = 4096
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""The names under which configs have had the number of experts."""
+"""Keys that have held the number of experts in different versions of config.json."""
 
 _EXPERT = re.compile(r"layers\.(\d+)\.mlp\.(up|down)\.(\d+)(?:\.(gate|up))?\.(.+)")
 _ROUTER = re.compile(r"layers\.(\d+)\.mlp\.router\.(.+)")
@@ -26,10 +26,10 @@ _SHARED_STEMS = {"up.gate": "gate_proj", "up.up": "up_proj", "down": "down_proj"
 
 
 def count(config: settings.Config) -> int:
-    """Returns the number of experts, of which a config may have several names if they agree.
+    """Returns the number of experts.
 
     Raises:
-        ModelError: it is missing, or makes no sense.
+        ModelError: the number is missing or invalid, or several keys hold different numbers.
     """
     given = {name: config[name] for name in COUNTS if config.get(name) is not None}
     if len(set(map(str, given.values()))) > 1:
@@ -39,16 +39,16 @@ def count(config: settings.Config) -> int:
 
 
 def top_k(config: settings.Config, experts: int, default: int | None = None) -> int:
-    """Returns how many experts a token takes.
+    """Returns the number of experts per token.
 
     Raises:
-        ModelError: more than there are.
+        ModelError: it is larger than the number of experts.
     """
     return settings.integer(config, "num_experts_per_tok", default, high=experts)
 
 
 def with_experts(spec: ModelSpec, experts: ExpertsSpec, sparse: Callable[[int], bool]) -> ModelSpec:
-    """Returns the spec with experts in the layers whose index is `sparse`."""
+    """Returns the spec with experts in the layers for whose index `sparse` returns True."""
     layers = [
         replace(layer, ffn=experts) if sparse(index) else layer
         for index, layer in enumerate(spec.layers)
@@ -62,12 +62,13 @@ def source(
     correction: str = "gate.e_score_correction_bias",
     shared: str = "shared_experts",
 ) -> Callable[[ModelSpec, str], Source]:
-    """Returns the `Family.source` of a Llama with experts, each of which has tensors of its own, or
-    which share some where their layout is "fused".
+    """Returns the `Family.source` of a Llama with experts, in the layout "each" or "fused".
 
-    block: the name of the layer's feed-forward part. names: of an expert's projections gate, up and
-    down. correction: the tensor that counts for the choice alone. shared: the expert that every
-    token takes.
+    Args:
+        block: name of the layer's feed-forward part.
+        names: of an expert's gate, up and down projections.
+        correction: tensor of `Router.correction`.
+        shared: name of the shared expert.
     """
     stems = names or {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
@@ -100,7 +101,7 @@ def _is_fused(spec: ModelSpec, index: int) -> bool:
 
 
 def indices(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """Returns a list of layers' indices, empty if it is not given."""
+    """Returns a list of layer indices from config.json, by default an empty one."""
     value = config.get(name) or []
     if not isinstance(value, list) or not all(type(index) is int for index in value):
         raise ModelError(f"config.json: {name} must be a list of layers, got {value!r}")

@@ -12,11 +12,14 @@ from quire.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Says where a parameter slice lies in a checkpoint.
+    """The place of a parameter slice in a checkpoint.
 
-    transposed: stored as [inputs, outputs]. span: the slice is entries [start, end) of the
-    outputs of a tensor that holds more; None: all of it. every: (offset, size, period), the slice
-    is outputs offset to offset + size of every `period`; None: all of them.
+    Attributes:
+        name: of the checkpoint's tensor.
+        transposed: the tensor is [inputs, outputs].
+        span: [start, end) of the tensor's outputs that belong to the slice, or None for all.
+        every: (offset, size, period): of every `period` outputs, `size` outputs from `offset` on
+            belong to the slice. None for all outputs.
     """
 
     name: str
@@ -27,12 +30,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """spec: builds a `ModelSpec` from config.json; raises ModelError.
-    source: the checkpoint's place of a parameter slice, by the slice's name.
-    prefixes: beginnings of checkpoint names, and what stands for them in `source`: names differ
-        with who saved them. The first that fits is replaced.
-    ignored: matches checkpoint tensors, by those names, that are not read.
-    implements: keys of `unsupported` that its spec reads.
+    """A kind of checkpoint: how to read its config.json and where to find its tensors.
+
+    Attributes:
+        name: of the module.
+        spec: builds a `ModelSpec` from config.json, or raises ModelError.
+        source: returns the place in the checkpoint for the name of a parameter slice.
+        prefixes: replacements for prefixes of the checkpoint's names, which differ with the program
+            that saved them. The first matching prefix is replaced; the result is a canonical name.
+        ignored: matches canonical names of tensors that are not read.
+        head: canonical name of the head's weight.
+        implements: keys of `unsupported` that `spec` supports.
     """
 
     name: str
@@ -44,6 +52,6 @@ class Family:
     implements: tuple[str, ...] = ()
 
     def canonical(self, name: str) -> str:
-        """Returns a checkpoint's name of a tensor as `source` has it."""
+        """Returns the canonical name, as `source` uses it, of a tensor in a checkpoint."""
         start = next((start for start in self.prefixes if name.startswith(start)), "")
         return self.prefixes.get(start, "") + name.removeprefix(start)

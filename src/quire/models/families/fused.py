@@ -1,4 +1,4 @@
-"""Checkpoints that keep several projections in one tensor."""
+"""Places in checkpoints that store several projections in one tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PARTS = {
 def source(
     spec: ModelSpec, name: str, fused: Collection[str], stems: Mapping[str, str] | None = None
 ) -> Source:
-    """Returns the place of a parameter slice among Llama's names, some of which are `fused`."""
+    """Returns the place of a parameter slice: Llama's, or a part of a `fused` tensor."""
     stem, _, tensor = name.rpartition(".")
     for whole in fused if stem.startswith("layers.") else ():
         _, index, part = stem.split(".", 2)

@@ -1,5 +1,5 @@
-"""Gemma 2: norms before and behind both parts of a layer, a window in every other one, soft-caps
-(Gemma Team 2024)."""
+"""Gemma 2: norms before and after both parts of a layer, a window in every other layer, soft-capped
+scores and logits (Gemma Team 2024)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STEMS = {
 }
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh_and_mul"}
 IMPLEMENTS = ("final_logit_softcapping", "layer_types", "query_pre_attn_scalar")
-"""Keys that later generations read too; the published code of those caps no attention logits."""
+"""Keys that later generations support too. Their published code does not soft-cap scores."""
 
 source = functools.partial(llama.source, stems=_STEMS)
 
 
 def base_spec(config: Mapping[str, Any], family: str, windows: tuple[int | None, ...]) -> ModelSpec:
-    """Returns what generations of Gemma have in common."""
-    # It runs `hidden_activation`, whatever the first releases say in `hidden_act`.
+    """Returns the spec that all generations of Gemma share."""
+    # Published code reads `hidden_activation`, and ignores `hidden_act` in the first releases.
     base = llama.base_spec({"tie_word_embeddings": True, **config, "hidden_act": None}, family)
     bias = settings.flag(config, "attention_bias", False)
     mixer = {

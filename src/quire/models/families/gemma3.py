@@ -1,4 +1,4 @@
-"""Gemma 3: Gemma 2 with norms of q and k instead of soft-caps, and with two bases of rotary
+"""Gemma 3: Gemma 2 with norms of q and k instead of soft-caps, and with two bases for rotary
 positions (Gemma Team 2025)."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DEFAULTS = {
     "rope_theta": 1000000.0,
     "bos_token_id": 2,
 }
-"""Values that published configs leave out."""
+"""Values of keys that published configs leave out."""
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -41,7 +41,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     local = rope.rope_spec({**config, **near}, head_dim, trained)
     ropes = [local if m.window is not None else m.rope for m in base.attention]
     base = llama.with_layers(base, {"qk_norm": base.norm})
-    # A scaling of positions is counted in already.
+    # `max_position_embeddings` already includes the scaling.
     return replace(layer_types.with_ropes(base, ropes), max_positions=trained)
 
 

@@ -1,4 +1,4 @@
-"""Gemma 4, the text model of those without embeddings for each layer (Gemma Team 2026)."""
+"""Gemma 4, text only, except the models with embeddings for each layer (Gemma Team 2026)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     windows = layer_types.windows(config, layers, 6, width)
     plain = {"rope_parameters": None, "rope_scaling": None}
     base = gemma2.base_spec({**config, **plain}, "gemma4", windows)
-    # Weights w, not 1 + w.
+    # These norms multiply by w, unlike the 1 + w of earlier generations.
     norm = NormSpec(kind="rms", eps=base.norm.eps, wide=True)
     ffn: FfnSpec = base.layers[0].ffn
     if settings.flag(config, "enable_moe_block", False):
@@ -93,7 +93,7 @@ def _check(config: Mapping[str, Any]) -> None:
     for name, meaning in _ABSENT.items():
         if given.get(name):
             raise ModelError(f"config.json: {name}={given[name]!r} is not supported: {meaning}")
-    # Text alone is causal where only what is seen is not.
+    # "vision" makes only images bidirectional, and text stays causal.
     if config.get("use_bidirectional_attention") not in (None, False, "vision"):
         raise ModelError(
             "config.json: use_bidirectional_attention="
@@ -104,7 +104,7 @@ def _check(config: Mapping[str, Any]) -> None:
 def _mixer(
     config: Mapping[str, Any], base: ModelSpec, norm: NormSpec, index: int, window: int | None
 ) -> ValueNormSpec:
-    """Returns a layer's attention. Layers that see everything have heads of their own."""
+    """Returns a layer's attention. Layers without a window have their own sizes of heads."""
     plain = base.attention[0]
     head_dim, kv_heads, keys_as_values = plain.head_dim, plain.kv_heads, False
     kind = "full_attention" if window is None else "sliding_attention"
@@ -113,7 +113,7 @@ def _mixer(
         head_dim = settings.integer(config, "global_head_dim", 512, high=settings.MOST_HEAD_DIM)
         if keys_as_values:
             kv_heads = settings.integer(config, "num_global_key_value_heads", kv_heads)
-    # As transformers 5 writes it.
+    # transformers 5 writes a layer's settings here.
     own = _object(_object(config, "per_layer_config"), str(index))
     head_dim = settings.integer(own, "head_dim", head_dim)
     kv_heads = settings.integer(own, "num_key_value_heads", kv_heads)
@@ -142,7 +142,7 @@ def _mixer(
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns an object, an empty one where there is none."""
+    """Returns the object under a key of config.json, by default an empty one."""
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: {name} must be an object, got {found!r}")
@@ -150,8 +150,11 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _rope(given: Mapping[str, Any], head_dim: int, trained: int) -> RopeSpec:
-    """Returns rotary positions. Of "proportional" ones, which have the frequencies of the whole
-    head, only the first dimensions of each half turn."""
+    """Returns a layer's rotary positions.
+
+    The type "proportional" uses the frequencies of the whole head, but rotates only the first
+    dimensions of each half.
+    """
     if given.get("rope_type") != "proportional":
         found: RopeSpec = rope.rope_spec({"rope_parameters": given}, head_dim, trained)
         return found
@@ -167,7 +170,7 @@ def _rope(given: Mapping[str, Any], head_dim: int, trained: int) -> RopeSpec:
 
 def _experts(config: Mapping[str, Any], dense: Any, norm: NormSpec) -> DenseAndExpertsSpec:
     if not isinstance(dense, MlpSpec):
-        raise ModelError("config.json: experts beside what is no dense layer")
+        raise ModelError("config.json: a layer with experts must have a dense part too")
     count = experts.count(config)
     own = ExpertsSpec(
         experts=count,

@@ -1,5 +1,5 @@
-"""GLM-4 dense: Llama that rotates half of each head, in neighbouring pairs; from the 0414 models on
-with norms on both sides of a layer's parts (Team GLM 2024)."""
+"""GLM-4 dense: Llama that rotates half of each head, in neighbouring pairs. Models since 0414 have
+norms before and after a layer's parts (Team GLM 2024)."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GLM-4.5 and later: experts behind a few dense layers, and one for every token; half of each head
-is rotated (GLM-4.5 Team 2025)."""
+"""GLM-4.5 and later: a few dense layers, then layers with experts and a shared expert. Half of each
+head is rotated (GLM-4.5 Team 2025)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _DEFAULTS = {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5}
 
 
 def routing(config: settings.Config, count: int) -> Routing:
-    """Returns the routing by sigmoids and groups.
+    """Returns a routing that scores experts with sigmoids and chooses them within groups.
 
     Raises:
-        ModelError: the groups make no sense.
+        ModelError: groups differ in size, or the chosen groups have too few experts.
     """
     groups = settings.integer(config, "n_group", 1)
     top_groups = settings.integer(config, "topk_group", 1, high=groups)
@@ -67,7 +67,7 @@ FAMILY = Family(
     name="glm4_moe",
     spec=_spec,
     source=experts.source(),
-    # The layer that drafts, behind the last of either size.
+    # The MTP layer after the last layer, in both sizes of the model.
     ignored=re.compile(rf"{llama.IGNORED.pattern}|^model\.layers\.(46|92)\."),
     implements=("partial_rotary_factor", "use_qk_norm", *experts.COUNTS),
 )

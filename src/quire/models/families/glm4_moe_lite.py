@@ -1,4 +1,4 @@
-"""GLM-4.7 Flash: the experts of GLM-4.5 behind latent attention (Z.ai 2026)."""
+"""GLM-4.7 Flash: the experts of GLM-4.5 with latent attention (Z.ai 2026)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 def _sparse(config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Tells which layers have experts."""
+    """Returns, for each layer, whether it has experts."""
     kinds = config.get("mlp_layer_types")
     if kinds is None:
         dense = settings.integer(config, "first_k_dense_replace", 1, low=0)
@@ -40,7 +40,7 @@ FAMILY = Family(
     name="glm4_moe_lite",
     spec=_spec,
     source=deepseek_v3.source,
-    # The layer that drafts, behind the last.
+    # The MTP layer after the last layer.
     ignored=re.compile(rf"{llama.IGNORED.pattern}|^model\.layers\.47\."),
     implements=deepseek_v3.IMPLEMENTS,
 )

@@ -36,7 +36,7 @@ def _source(spec: ModelSpec, name: str) -> Source:
     if stem in _OUTER:
         return Source(f"{_OUTER[stem]}.{tensor}")
     _, index, stem = stem.split(".", 2)
-    # Conv1D keeps its matrices as [inputs, outputs]; vectors have no orientation.
+    # Conv1D stores its matrices as [inputs, outputs].
     transposed = tensor == "weight" and "norm" not in stem
     if stem in _QKV:
         start = _QKV.index(stem) * spec.hidden_size
@@ -91,6 +91,6 @@ FAMILY = Family(
     spec=_spec,
     source=_source,
     prefixes={"transformer.": ""},
-    # Causal masks, which the first release saved along with the weights.
+    # Causal masks, which the first release saved too.
     ignored=re.compile(r"^h\.\d+\.attn\.(bias|masked_bias)$"),
 )

@@ -55,7 +55,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         ),
         bias=True,
         router_bias=True,
-        # Folders that Quire makes of GGUF files have experts apart.
+        # The folders that Quire makes for GGUF files set `experts_layout`.
         layout=settings.choice(config, "experts_layout", _LAYOUTS, "interleaved"),
     )
     norm = replace(base.norm, eps=settings.number(config, "rms_norm_eps", 1e-5), wide=True)

@@ -1,4 +1,4 @@
-"""Granite 3 and 4 dense: Llama with multipliers of embeddings, scores, layers and logits."""
+"""Granite 3 and 4 dense: Llama with multipliers for embeddings, scores, layers and logits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys of config.json that a family computes for some values only."""
+"""Checks keys of config.json of which a family supports only some values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quire.errors import ModelError
 
 
 def check(config: Mapping[str, Any], known: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ModelError where a key that is there has a value that is not `known`."""
+    """Raises ModelError if a key in config.json has a value that is not among the `known` ones."""
     for name, values in known.items():
         if config.get(name) is not None and config[name] not in values:
             raise ModelError(f"config.json: {name}={config[name]!r} is not supported")

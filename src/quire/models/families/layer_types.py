@@ -1,4 +1,4 @@
-"""Windows and rotary positions that differ between layers, as config.json describes them."""
+"""Reads windows and rotary positions that differ between layers from config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from quire.models.spec import ModelSpec
 def windows(
     config: settings.Config, layers: int, every: int, width: int | None
 ) -> tuple[int | None, ...]:
-    """Returns each layer's window, by `layer_types`; without it every so many layers one sees
-    everything, and those before it have a window of this width."""
+    """Returns each layer's window.
+
+    `layer_types` says which layers have one. Without that key, every layer has the
+    window `width` except each `every`-th one.
+    """
     if config.get("layer_types") is None and width is not None:
         every = settings.integer(config, "sliding_window_pattern", every)
         return tuple(width if index % every else None for index in range(1, layers + 1))
@@ -36,10 +39,10 @@ def with_ropes(spec: ModelSpec, ropes: Sequence[RopeSpec | None]) -> ModelSpec:
 def rope_settings(
     config: settings.Config, local_theta: str | None, default: float
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the rope settings of layers that see everything, and of those with a window.
+    """Returns the rope settings of layers without a window, and of layers with one.
 
-    transformers 5 keeps them apart in `rope_parameters`; before, windowed layers had no scaling,
-    and a base of their own under the key `local_theta`, or else the same.
+    transformers 5 stores both in `rope_parameters`. In older configs layers with a window have no
+    scaling, and their base is under the key `local_theta`, or is the same.
     """
     given = config.get("rope_parameters")
     if isinstance(given, Mapping) and "full_attention" in given:

@@ -1,4 +1,4 @@
-"""Llama 1 to 3.x and what is built like it: TinyLlama, SmolLM and others (Touvron et al. 2023)."""
+"""Llama 1 to 3.x and models with its architecture: TinyLlama, SmolLM (Touvron et al. 2023)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,13 @@ _OUTER = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_h
 
 
 def source(spec: ModelSpec, name: str, stems: Mapping[str, str] = _STEMS) -> Source:
-    """stems: names of a layer's parts, those that differ from Llama's or all."""
+    """Returns the place of a parameter slice in the checkpoint.
+
+    Args:
+        spec: the model.
+        name: of the slice.
+        stems: names of a layer's submodules in the checkpoint, by this project's names.
+    """
     stem, _, tensor = name.rpartition(".")
     if stem in _OUTER:
         return Source(f"{_OUTER[stem]}.{tensor}")
@@ -40,7 +46,7 @@ def source(spec: ModelSpec, name: str, stems: Mapping[str, str] = _STEMS) -> Sou
 
 
 def base_spec(config: Mapping[str, Any], family: str) -> ModelSpec:
-    """Returns a Llama without biases or windows; related families change what differs."""
+    """Returns a Llama without biases or windows, which related families modify."""
     hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
     layers = settings.integer(config, "num_hidden_layers", high=settings.MOST_LAYERS)
     heads, kv_heads, head_dim = settings.heads(config, hidden)
@@ -85,8 +91,8 @@ def with_layers(
     windows: Sequence[int | None] | None = None,
     **shape: Any,
 ) -> ModelSpec:
-    """Returns the spec with fields of all its mixers and feed-forward layers changed, with each
-    layer's window, and with fields of all its `LayerSpec`s."""
+    """Returns the spec with changed fields of its mixers, feed-forward layers and `LayerSpec`s, and
+    with each layer's window."""
     windows = windows or [own.window for own in spec.attention]
     changed = []
     for layer, window in zip(spec.layers, windows, strict=True):
@@ -104,7 +110,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
 
 
 IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""A buffer that early checkpoints kept; it follows from the config."""
+"""A buffer in early checkpoints. It is ignored because it follows from the config."""
 
 FAMILY = Family(
     name="llama",

@@ -1,4 +1,4 @@
-"""MiniMax-M2: experts chosen by sigmoids, norms over all heads of q and of k (MiniMax 2025)."""
+"""MiniMax-M2: a router with sigmoids, norms over all heads of q and of k (MiniMax 2025)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (True,),
     "use_routing_bias": (True,),
 }
-"""Values that published code computes, by keys that are not in every config."""
+"""Supported values of keys that some configs have. Published code computes no others."""
 _NORMS = {
     "attention.q_projection_norm": "self_attn.q_norm",
     "attention.k_projection_norm": "self_attn.k_norm",

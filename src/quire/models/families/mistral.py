@@ -12,8 +12,8 @@ from quire.models.spec import ModelSpec
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     base = llama.base_spec(config, "mistral")
-    # The first release wrote `sliding_window_size`, and a config without either means 4096; only
-    # an explicit null, as in later releases, switches the window off.
+    # The first release wrote `sliding_window_size`. A config without either key means 4096. Only an
+    # explicit null, as in later releases, switches the window off.
     name = "sliding_window" if "sliding_window" in config else "sliding_window_size"
     off = name in config and config[name] is None
     width = None if off else settings.integer(config, name, 4096)

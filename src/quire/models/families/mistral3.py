@@ -19,7 +19,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
         return replace(mistral.FAMILY.spec(config), family="mistral3")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     base = llama.base_spec({"head_dim": 128, "rms_norm_eps": 1e-5, **config}, "mistral3")
-    # Extending positions is counted in already.
+    # `max_position_embeddings` already includes the scaling.
     base = replace(
         base,
         max_positions=settings.integer(

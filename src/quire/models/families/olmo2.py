@@ -1,4 +1,5 @@
-"""OLMo 2 and 3: norms behind a layer's parts, and over all heads of q and of k (OLMo 2025)."""
+"""OLMo 2 and 3: norms on the outputs of a layer's parts, and over all heads of q and of k (OLMo
+2025)."""
 
 from __future__ import annotations
 

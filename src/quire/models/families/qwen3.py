@@ -11,8 +11,8 @@ from quire.models.spec import ModelSpec
 
 
 def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
-    """Returns each layer's window, as in Qwen2: those from `max_window_layers` on have one, if
-    windows are used at all."""
+    """Returns each layer's window, as in Qwen2. With `use_sliding_window`, layers from
+    `max_window_layers` on have one."""
     if not settings.flag(config, "use_sliding_window", False):
         return settings.windows(config, layers, None, first=layers)
     explicit_null = "sliding_window" in config and config["sliding_window"] is None
@@ -22,8 +22,8 @@ def windows(config: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
 
 
 def spec(config: Mapping[str, Any], family: str = "qwen3") -> ModelSpec:
-    """Returns a dense Qwen3; related families change what differs."""
-    # Unlike Llama's, the head size does not follow from the hidden size where it is not given.
+    """Returns a dense Qwen3, which related families modify."""
+    # Without `head_dim` the head size is 128, unlike Llama's, which follows from the hidden size.
     base = llama.base_spec({**config, "head_dim": config.get("head_dim") or 128}, family)
     bias = settings.flag(config, "attention_bias", False)
     mixer = {"qkv_bias": bias, "out_bias": bias, "qk_norm": base.norm}

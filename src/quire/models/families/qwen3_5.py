@@ -9,7 +9,7 @@ from quire.models.families import qwen3_next
 from quire.models.families.family import Family
 from quire.models.spec import ModelSpec
 
-# Positions of text are the same in all three parts of a rotation.
+# A text token has the same position in all three sections of the rotation.
 IMPLEMENTS = (*qwen3_next.IMPLEMENTS, "mrope_section")
 
 

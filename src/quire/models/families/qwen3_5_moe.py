@@ -1,5 +1,4 @@
-"""Qwen3.5 with experts, the text model: Qwen3-Next whose tensors are stacked otherwise (Qwen Team
-2026)."""
+"""Qwen3.5 with experts, the text model: Qwen3-Next with other stacked tensors (Qwen Team 2026)."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from quire.models.spec import ModelSpec
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
-    # No layer is dense, and configs say nothing of a width.
+    # No layer is dense, so configs have no `intermediate_size`.
     base = qwen3_next.base_spec({"intermediate_size": 1, **config}, "qwen3_5_moe")
     given = {"num_experts": 256, "num_experts_per_tok": 8, **config}
     return qwen3_next.with_experts(base, given, "each")

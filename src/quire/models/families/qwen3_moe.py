@@ -16,12 +16,12 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
     "shared_expert_intermediate_size": (0,),
     "use_qk_norm": (True,),
 }
-"""Values that published code computes, by keys that configs of Qwen3-Coder have."""
+"""Supported values of keys in configs of Qwen3-Coder. Published code computes no others."""
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:
     known_values.check(config, _KNOWN)
-    # Unlike in dense Qwen3, the head size follows from the hidden size where it is not given.
+    # Without `head_dim` the head size follows from the hidden size, unlike in dense Qwen3.
     hidden = settings.integer(config, "hidden_size", high=settings.MOST_FEATURES)
     base = qwen3.spec({**config, "head_dim": settings.heads(config, hidden)[2]}, "qwen3_moe")
     count = experts.count(config)

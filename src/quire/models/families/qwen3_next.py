@@ -24,8 +24,7 @@ KINDS = "linear_attention", "full_attention"
 
 PREFIXES = {"model.language_model.": "model.", "language_model.model.": "model."}
 IGNORED = re.compile(r"^(model\.)?(visual|vision_tower)\.|^mtp\.")
-"""Weights that are skipped: of the vision model, as only text is computed, and of the layers that
-predict further tokens, which only speculation uses."""
+"""Weights that are skipped: the vision model, and the MTP layers, which only speculation reads."""
 
 _rest = experts.source(shared="shared_expert")
 _DELTA = {
@@ -101,12 +100,12 @@ def delta_spec_of(spec: ModelSpec, name: str) -> GatedDeltaSpec | None:
 
 
 def common_source(spec: ModelSpec, name: str) -> Source | None:
-    """Returns the place of a slice that generations of these models store alike, or None."""
+    """Returns the place of a slice if all generations store it alike, else None."""
     delta = delta_spec_of(spec, name)
     _, index, _, stem = [*name.split(".", 3), "", ""][:4]
     if delta is None:
         if stem.startswith(("qkv.q.", "qkv.gate.")) and name.startswith("layers."):
-            # Each head's queries, then its gates.
+            # The tensor has each head's queries, then its gates.
             dim = spec.attention[0].head_dim
             tensor = name.rpartition(".")[2]
             offset = dim if stem.startswith("qkv.gate.") else 0
@@ -122,14 +121,14 @@ def common_source(spec: ModelSpec, name: str) -> Source | None:
 
 
 def _stacked(delta: GatedDeltaSpec) -> dict[str, tuple[int, int]]:
-    """Returns where q, k and v lie where they are stacked as wholes."""
+    """Returns [start, end) of q, k and v in a tensor that has all of q, then k, then v."""
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     return {"q": (0, keys), "k": (keys, 2 * keys), "v": (2 * keys, 2 * keys + values)}
 
 
 def stacked_source(spec: ModelSpec, name: str) -> Source:
-    """Returns a slice's place where q, k and v are stacked, and z, b and a have tensors of their
-    own."""
+    """Returns a slice's place in checkpoints with one tensor for q, k and v, and one each for z, b
+    and a."""
     found = common_source(spec, name)
     delta = delta_spec_of(spec, name)
     if found is not None or delta is None:
@@ -148,7 +147,7 @@ def _source(spec: ModelSpec, name: str) -> Source:
         return found or _rest(spec, name)
     _, index, _, _, part, tensor = name.split(".")
     linear = f"model.layers.{index}.linear_attn"
-    # What belongs to one key head lies together.
+    # The tensors are ordered by key head.
     serves = delta.value_heads // delta.key_heads
     key, value = delta.key_dim, serves * delta.value_dim
     sizes = {"q": key, "k": key, "v": value, "z": value}
@@ -162,7 +161,7 @@ def _source(spec: ModelSpec, name: str) -> Source:
 
 
 def with_experts(spec: ModelSpec, config: Mapping[str, Any], layout: Layout) -> ModelSpec:
-    """Returns the spec with experts where layers have them, and one that every token takes."""
+    """Returns the spec with experts and a shared expert in its sparse layers."""
     if not config.get("num_experts"):
         return spec
     count = experts.count(config)

@@ -1,4 +1,4 @@
-"""Reading how a config.json extends the positions of rotary embeddings."""
+"""Reads rotary positions and their scalings from config.json."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def read_scaling(
     max_positions: int,
     rotary_dim: int,
 ) -> Scaling:
-    """Returns the scaling of a kind that `scaling`, an object of `config`, describes.
+    """Returns the scaling that an object in config.json describes.
 
     Raises:
-        ModelError: the kind is unknown, or a value makes no sense.
+        ModelError: the kind is not supported, or a value is invalid.
     """
     if kind == "linear":
         return LinearScaling(_factor(scaling))
@@ -53,7 +53,7 @@ def read_scaling(
 
 
 def _factor(scaling: Mapping[str, Any], default: float | None = None) -> float:
-    """Returns what positions are extended by."""
+    """Returns the factor by which the context is extended."""
     factor = settings.number(scaling, "factor", default)
     if factor > _MOST_FACTOR:
         raise ModelError(f"config.json: factor must be at most {_MOST_FACTOR}, got {factor:g}")
@@ -61,7 +61,7 @@ def _factor(scaling: Mapping[str, Any], default: float | None = None) -> float:
 
 
 def _original(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int) -> int:
-    """Returns the positions that the model was trained with before they were extended."""
+    """Returns the model's context before its extension, in tokens."""
     name = "original_max_position_embeddings"
     return settings.integer({name: scaling.get(name) or config.get(name)}, name, max_positions)
 
@@ -69,13 +69,16 @@ def _original(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positio
 def _longrope(
     scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: int, pairs: int
 ) -> FactorScaling:
-    """Keys of one sequence must be rotated alike, however long it becomes, and prefixes are shared:
-    so a model for longer sequences than the original has the factors of long ones throughout."""
+    """Returns LongRoPE's factors, those for long sequences if the context was extended.
+
+    All sequences use the same factors. Keys stay in the cache while a sequence grows, and
+    sequences share prefixes, so factors cannot change with the length.
+    """
     for name in ("short_mscale", "long_mscale"):
         if scaling.get(name) is not None:
             raise ModelError(f"config.json: {name} is not supported")
     original = _original(scaling, config, max_positions)
-    # Phi's configs have it outside, which then counts.
+    # In Phi's configs the key is outside of the object and takes precedence.
     original = settings.integer(config, "original_max_position_embeddings", original)
     name = "long_factor" if max_positions > original else "short_factor"
     factors = scaling.get(name)
@@ -106,8 +109,12 @@ def _yarn(scaling: Mapping[str, Any], config: Mapping[str, Any], max_positions: 
 
 
 def temperature(factor: float, mscale: float) -> float:
-    """Returns what YaRN multiplies queries and keys by in a model whose positions are extended by
-    `factor`."""
+    """Returns the number by which YaRN multiplies queries and keys.
+
+    Args:
+        factor: extension of the context.
+        mscale: a key of config.json.
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -119,11 +126,18 @@ def _yarn_attention(scaling: Mapping[str, Any], factor: float) -> float:
     return temperature(factor, mscale) / temperature(factor, mscale_all)
 
 
-# Rotary positions as config.json describes them.
-
-
 def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> RopeSpec:
-    """Reads `rope_parameters` (transformers 5), or `rope_theta` and `rope_scaling` before it."""
+    """Returns the rotation that config.json describes: in `rope_parameters` (transformers 5), or in
+    `rope_theta` and `rope_scaling`.
+
+    Args:
+        config: of the model.
+        head_dim: dimensions of a head.
+        max_positions: tokens of the longest sequence.
+
+    Raises:
+        ModelError: a value is invalid or not supported.
+    """
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, Mapping):
         raise ModelError(f"config.json: rope settings must be an object, got {scaling!r}")
@@ -143,7 +157,7 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
 
 
 def max_positions(spec: RopeSpec | None, trained: int) -> int:
-    """Returns the longest sequence: `trained`, extended where a scaling says by how much."""
+    """Returns the tokens of the longest sequence: `trained`, or more if a scaling extends it."""
     scaling = None if spec is None else spec.scaling
     if isinstance(scaling, LinearScaling):
         return int(trained * scaling.factor)

@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json, in the forms that it has had over the years."""
+"""Reads typed values from a Hugging Face config.json, in all versions of the format."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def integer(
     low: int = 1,
     high: int = 2**31 - 1,
 ) -> int:
-    """Returns a whole number from `low` to `high`; null counts as absent. Raises ModelError."""
+    """Returns an integer from `low` to `high`; null counts as absent. Raises ModelError."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
@@ -45,7 +45,7 @@ def integer(
 
 
 def number(config: Config, name: str, default: float | None = None) -> float:
-    """A finite positive number; null counts as absent."""
+    """Returns a finite positive number; null counts as absent. Raises ModelError."""
     value = config.get(name)
     value = default if value is None else value
     if value is None:
@@ -73,19 +73,19 @@ def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) 
 
 
 def dtype(config: Config) -> torch.dtype:
-    """Returns the dtype that the checkpoint is stored in; float32 where it does not say."""
+    """Returns the checkpoint's dtype, by default float32."""
     name = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return choice({"dtype": name.removeprefix("torch.")}, "dtype", _DTYPES, "float32")  # type: ignore[no-any-return]
 
 
 def several(config: Config, name: str) -> list[Any]:
-    """Returns the items of a list, a value that stands by itself as the only one, or none."""
+    """Returns a key's value as a list: a single value becomes a list of one, null an empty one."""
     value = config.get(name)
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def token_ids(config: Config, name: str) -> tuple[int, ...]:
-    """One id, several or none."""
+    """Returns the token ids under a key, which may hold one id, a list or nothing."""
     ids = several(config, name)
     if any(isinstance(i, bool) or not isinstance(i, int) or i >= 2**31 for i in ids):
         raise ModelError(f"config.json: {name} must be token ids, got {ids!r}")
@@ -97,7 +97,7 @@ def bos_token_id(config: Config) -> int | None:
 
 
 def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
-    """Query heads, KV heads, head size."""
+    """Returns the number of query heads, the number of KV heads, and the head size."""
     query = integer(config, "num_attention_heads", high=MOST_HEADS)
     kv = integer(config, "num_key_value_heads", query)
     if query % kv:
@@ -113,7 +113,8 @@ def heads(config: Config, hidden_size: int) -> tuple[int, int, int]:
 
 
 def windows(config: Config, layers: int, width: int | None, first: int) -> tuple[int | None, ...]:
-    """Each layer's window, by `layer_types` or, without it, `width` from layer `first` on."""
+    """Returns each layer's window, by `layer_types`. Without that key, layers from `first` on have
+    the window `width`."""
     kinds = config.get("layer_types")
     if kinds is None:
         return tuple(width if index >= first else None for index in range(layers))
@@ -128,5 +129,5 @@ def windows(config: Config, layers: int, width: int | None, first: int) -> tuple
 
 
 def architecture(config: Config) -> str:
-    """The first of `architectures`, or an empty string."""
+    """Returns the first of `architectures`, or an empty string."""
     return str((several(config, "architectures") or [""])[0])

@@ -16,7 +16,7 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     base = llama.base_spec({**defaults, **config}, "smollm3")
     bias = settings.flag(config, "attention_bias", False)
     ffn = {"bias": settings.flag(config, "mlp_bias", False)}
-    turned = _turned(config, len(base.layers))
+    turned = _rotated_layers(config, len(base.layers))
     windows: tuple[int | None, ...] = (None,) * len(base.layers)
     if settings.flag(config, "use_sliding_window", False) and config.get("sliding_window"):
         width = settings.integer(config, "sliding_window")
@@ -28,8 +28,8 @@ def _spec(config: Mapping[str, Any]) -> ModelSpec:
     return layer_types.with_ropes(spec, ropes)
 
 
-def _turned(config: Mapping[str, Any], layers: int) -> list[bool]:
-    """Tells which layers have rotary positions."""
+def _rotated_layers(config: Mapping[str, Any], layers: int) -> list[bool]:
+    """Returns, for each layer, whether it has rotary positions."""
     listed = config.get("no_rope_layers")
     if listed is None:
         every = settings.integer(config, "no_rope_layer_interval", 4)

@@ -1,4 +1,4 @@
-"""The text model of a config.json that describes several models."""
+"""Extracts the text model from a config.json that describes several models."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any
 from quire.errors import ModelError
 
 _WHOLE = ("architectures", "tie_word_embeddings")
-"""Keys that count where the whole config has them, as in `transformers`."""
+"""Keys whose value in the outer config takes precedence, as in `transformers`."""
 _EITHER = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype")
-"""Keys that count there where the text model does not have them."""
+"""Keys that are read from the outer config if the text config lacks them."""
 
 PREFIXES = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-"""Beginnings of the text model's names, in checkpoints of transformers 4 and 5."""
+"""Replacements for prefixes of the text model's names, in checkpoints of transformers 4 and 5."""
 VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector)\.")
-"""Tensors of such a checkpoint that see pictures; they are skipped."""
+"""Tensors of the vision model, which are skipped."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `config["text_config"]`, with what the whole config says of all of its models.
+    """Returns `config["text_config"]`, completed with the outer config's keys for all models.
 
     Raises:
-        ModelError: it is no object.
+        ModelError: `text_config` is not an object.
     """
     text = config["text_config"]
     if not isinstance(text, Mapping):

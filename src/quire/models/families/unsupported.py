@@ -1,4 +1,4 @@
-"""Keys of config.json that change the mathematics of a model and are not implemented."""
+"""Refuses keys of config.json that change a model's computation and are not implemented."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 }
 """Maps keys to the values with which they change nothing.
 
-`partial_rotary_factor` is here as the published code of Llama, Mistral and Qwen rotates whole heads
-whatever it says: a checkpoint of theirs that has it was made for other code.
+`partial_rotary_factor` is here because the published code of Llama, Mistral and Qwen ignores it and
+rotates whole heads. A checkpoint that sets it was made for other code.
 """
 
 _EACH_LAYER: dict[str, Any] = {"layer_types": "full_attention", "no_rope_layers": 1}
-"""Maps keys with a value for each layer to the one that changes nothing."""
+"""Maps keys with a list of values, one for each layer, to the value that changes nothing."""
 
 
 def check(config: Mapping[str, Any], implemented: Collection[str]) -> None:
-    """Raises ModelError where config.json asks for what is not implemented.
+    """Raises ModelError for a key that changes the computation and is not implemented.
 
     Args:
         implemented: keys that the model's family reads.

@@ -1,5 +1,8 @@
-"""Arrays in the header of a GGUF file, read at once: a vocabulary has hundreds of thousands of
-entries, and the library looks at each by itself."""
+"""Fast reading of arrays in a GGUF header.
+
+A vocabulary has hundreds of thousands of entries. The `gguf` library reads them one by one; here a
+whole array is read at once.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ _STRING, _ARRAY = 8, 9
 
 
 class QuickArrays:
-    """Goes before the library's reader among the bases of a class.
+    """Mixin that replaces how the library's reader reads arrays. It must be the first base class.
 
     Attributes:
-        reads: Values that were read from the header.
+        reads: number of values read from the header so far.
     """
 
     data: Any
@@ -45,7 +48,7 @@ class QuickArrays:
         return end - orig_offs, [item, count, *texts], list(range(2, 2 + length)), types
 
     def _strings(self, start: int, count: int) -> tuple[list[memoryview], int]:
-        """Returns strings, and the place behind the last."""
+        """Returns `count` strings that begin at byte `start`, and the byte after the last one."""
         buffer = memoryview(self.data)
         texts = []
         self.count(2 * count)
@@ -62,5 +65,5 @@ class QuickArrays:
         return texts, start
 
     def count(self, values: int) -> None:
-        """Counts values of an array. Raises ValueError for more than a header may have."""
+        """Adds an array's values to `reads`. Raises ValueError beyond the limit for a header."""
         raise NotImplementedError

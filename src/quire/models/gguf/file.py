@@ -1,4 +1,4 @@
-"""A GGUF file's tensors, under the names of this project's parameters."""
+"""Reads the tensors of a GGUF file under the names of this project's parameters."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from quire.models.families.family import Family, Source
 from quire.models.gguf.arrays import QuickArrays
 from quire.models.gguf.layouts import IGNORED, NAMES, OUTER, Config, Layout, Rows
 from quire.models.gguf.report import describe
-from quire.quantization.gguf import BLOCKS, dequantize_rows, library, of_all_experts
+from quire.quantization.gguf import BLOCKS, any_expert_name, dequantize_rows, library
 from quire.system import open_regular
 
 logger = logging.getLogger(__name__)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
-"""An expert's tensor in early files of Mixtral."""
+"""Name of an expert's tensor in early files of Mixtral."""
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _PLAIN = {
     "F32": ("F32", torch.float32),
@@ -32,27 +32,28 @@ _PLAIN = {
     "BF16": ("BF16", torch.bfloat16),
 }
 _NO_MATRIX = re.compile(r"(^|\.)(embedding|positions|\w*norm|router|sinks|shared\.gate|conv\.\w)$")
-"""Parameters that are no weights of linear layers: blocks of them are dequantized."""
+"""Parameters that are not weights of linear layers. If the file quantizes them, they are
+dequantized."""
 _ROWS = 4096
-"""Rows of a table that are dequantized at once."""
+"""Number of rows to dequantize at once."""
 _MOST_READS = 3 << 20
-"""Values of a header. Vocabularies of 200,000 tokens, with merges, have 1.5 million."""
+"""Most values in a header. A vocabulary of 200,000 tokens with its merges has 1.5 million."""
 
 
 class GgufFile:
-    """A model's file, or all files of one that is split: opening any opens all.
+    """A model's GGUF file. If the model is split into several files, opening one opens all.
 
-    Reads like a file of safetensors (`keys`, `get_slice`, `get_tensor`) once `lay_out` has told
-    what its tensors are. Nothing is read before it is asked for. Weights of blocks are bytes; other
-    blocks are dequantized.
+    After `lay_out` it has the interface of a safetensors file: `keys`, `get_slice`, `get_tensor`.
+    Tensors are read on demand. Quantized weights of linear layers are given as bytes; other
+    quantized tensors are dequantized.
 
     Attributes:
-        fields: The settings, of the first file where there are several.
-        tensors: The files' own tensors by name.
+        fields: the settings, from the first of several files.
+        tensors: the tensors of all files, by the files' names.
 
     Raises:
-        ModelError: It is no such file, or another of the model's files is missing.
-        ConfigError: The library that reads such files is not installed.
+        ModelError: the file is invalid, or another of the model's files is missing.
+        ConfigError: the `gguf` library is not installed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,24 +82,28 @@ class GgufFile:
         self._views: dict[str, GgufTensor | ComputedTensor] = {}
 
     def family_for(self, model: DecoderLayers, family: Family) -> Family:
-        """Returns the family that says where a model's parameters lie in the file. Logs what the
-        file's weights become."""
+        """Returns the family with this file's names, and logs the weight formats on the device."""
         types = [tensor.tensor_type.name for tensor in self.tensors.values()]
         logger.info("%s", describe(types, model))
         return stored_family(family)
 
     def floats(self, name: str) -> list[float]:
-        """Returns a small tensor by its own name. Raises ModelError where it is not of floats."""
+        """Returns a small tensor by the file's name. Raises ModelError unless it is F32."""
         tensor = self.tensors[name]
         if tensor.tensor_type.name != "F32":
             raise ModelError(f"{name} has the type {tensor.tensor_type.name}, expected F32")
         return [float(value) for value in np.array(tensor.data).reshape(-1)]
 
     def lay_out(self, layout: Layout, config: Config, layers: int) -> GgufFile:
-        """Names the tensors as the model's parameters, those of so many layers. Returns the file.
+        """Gives the tensors the names of the model's parameters, and returns the file.
+
+        Args:
+            layout: of the architecture.
+            config: the model's config.json.
+            layers: number of layers; tensors of further layers are ignored.
 
         Raises:
-            ModelError: A tensor does not fit the configuration.
+            ModelError: a tensor does not fit the configuration.
         """
         self._views = {}
         names = {**NAMES, **layout.names}
@@ -137,9 +142,9 @@ class GgufFile:
 
     @property
     def types(self) -> dict[str, str]:
-        """Returns the types of weights that are blocks, by module, `of_all_experts`."""
+        """Returns the ggml types of quantized weights, by `any_expert_name` of the module."""
         return {
-            of_all_experts(name.removesuffix(".weight")): view.type
+            any_expert_name(name.removesuffix(".weight")): view.type
             for name, view in self._views.items()
             if isinstance(view, GgufTensor) and view.blocks
         }
@@ -156,7 +161,7 @@ class GgufFile:
 
 
 def stored_family(family: Family) -> Family:
-    """Returns a family whose tensors have the names of the model's parameters, as a file's do."""
+    """Returns a copy of a family for GGUF files, whose tensors have the parameters' names."""
     return Family(
         family.name, family.spec, lambda spec, name: Source(name), head="head.weight",
         implements=family.implements,
@@ -164,10 +169,10 @@ def stored_family(family: Family) -> Family:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Returns all files of a model of which one is given, in order.
+    """Returns all files of a model, in order, given the path of one.
 
     Raises:
-        ModelError: One is missing.
+        ModelError: a file is missing.
     """
     path = path.resolve()
     found = _SPLIT.fullmatch(path.name)
@@ -189,8 +194,11 @@ def parts_of(path: Path) -> list[Path]:
 def _places(
     stored: str, tensor: Any, names: Any, config: Config
 ) -> Iterator[tuple[str, Rows | None, int | None]]:
-    """Yields the parameters that a tensor holds: their names, their rows, and the expert whose they
-    are, None for all of the tensor. A tensor that is not known keeps its name."""
+    """Yields the parameters that a tensor holds: name, rows, and the expert's index.
+
+    Rows or expert are None if the parameter is not a part of the tensor. An unknown tensor keeps
+    its name.
+    """
     found = _BLOCK.fullmatch(stored)
     if found is None:
         stem, _, kind = stored.rpartition(".")
@@ -223,8 +231,11 @@ def _places(
 
 
 def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
-    """Returns the library's reader of a file. The library believes each count in the file; here a
-    field that the file does not hold, or a header of too many values, is a ValueError."""
+    """Returns the library's reader of a file, with checks.
+
+    The library trusts every count in a file. This reader raises ValueError for a field beyond the
+    end of the file, and for a header with too many values.
+    """
 
     class Reader(QuickArrays, gguf.GGUFReader):  # type: ignore[misc]
         reads = 0
@@ -241,21 +252,21 @@ def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
                 raise ValueError("it ends in the middle of a field")
             return found
 
-    # Pages of the file that may be written to, though nobody does: PyTorch takes no others.
+    # Mode "c" maps the file copy-on-write, because PyTorch requires writable memory.
     return Reader(file, "c")
 
 
 class GgufTensor:
-    """A parameter that is a tensor, or some of its rows.
+    """A parameter that is a tensor of the file, or some of its rows.
 
     Args:
-        name: The parameter's name, for errors.
-        tensor: The file's.
-        order: Its rows, None for all.
-        expert: Its place along the first axis, where there is one for experts.
-        offset: Added to what is stored.
-        shape: The first axes of the parameter in place of the first, where they are others.
-        blocks: Blocks are given as bytes.
+        name: the parameter's name, for errors.
+        tensor: of the file.
+        order: the parameter's rows of the tensor, or None for all.
+        expert: index along the first axis of a tensor for all experts, or None.
+        offset: added to the stored values.
+        shape: replaces the first axis by these, or None.
+        blocks: whether quantized blocks are given as bytes instead of floats.
     """
 
     def __init__(
@@ -270,11 +281,11 @@ class GgufTensor:
             )
         self.blocks = blocks and self.type in BLOCKS
         self._data = tensor.data if expert is None else tensor.data[expert]
-        # The file has sizes from the innermost on.
+        # GGUF lists sizes from the innermost axis to the outermost.
         sizes = [int(size) for size in reversed(tensor.shape)][0 if expert is None else 1 :]
         if shape is not None and len(shape) + len(sizes) - 1 <= 3 and shape[-1] == 1:
             if shape == (1,):
-                # One row without an axis for it.
+                # The file stores a single row as a vector.
                 self._data = self._data.reshape(1, -1)
                 sizes = [1, *sizes[-1:]]
             elif len(sizes) == 2:
@@ -314,7 +325,7 @@ class GgufTensor:
 
 
 class ComputedTensor:
-    """A parameter that is computed from tensors, in float32."""
+    """A parameter that is computed, in float32, from tensors of the file."""
 
     def __init__(self, compute: Any, config: Config, sources: list[Any]) -> None:
         self._compute, self._config, self._sources = compute, config, sources

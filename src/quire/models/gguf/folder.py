@@ -1,4 +1,4 @@
-"""A model's folder, made of a GGUF file's settings: configuration, tokenizer, and a link to it."""
+"""Makes a model's folder for a GGUF file: config.json, tokenizer, and a link to the file."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from quire.models.gguf.settings import Settings
 from quire.text.gguf_tokenizer import tokenizer_files
 
 _LINK = "model.gguf"
-"""The name in the folder of a link to the file."""
+"""Name of the link to the file in the folder."""
 _VERSION = 3
-"""Changes when folders made of the same file do."""
+"""Increase it when the content of folders changes, so that cached folders are made again."""
 
 
 def folder_of(path: Path) -> Path:
-    """Returns a folder with the model of a GGUF file, in the user's cache. Weights stay in the
-    file.
+    """Returns a folder, in the user's cache, for a GGUF file's model. Weights stay in the file.
 
     Raises:
-        ModelError: it is no such file, or its architecture or tokenizer is not known.
-        ConfigError: the library that reads such files is not installed.
+        ModelError: the file is invalid, or its architecture or tokenizer is not supported.
+        ConfigError: the `gguf` library is not installed.
     """
     if path.suffix != ".gguf":
         raise ModelError(f"{path} is a file; a model is a folder with a config.json, or a .gguf")
@@ -61,7 +60,7 @@ def folder_of(path: Path) -> Path:
         if not folder.exists():
             made.rename(folder)
     except OSError:
-        # Another process was first.
+        # Another process may have made the folder in the meantime.
         if not (folder / "config.json").is_file():
             raise
     finally:
@@ -70,11 +69,13 @@ def folder_of(path: Path) -> Path:
 
 
 def open_model(path: Path) -> GgufFile:
-    """Returns the file whose link in a folder of `folder_of` this is, its tensors named as the
-    model's parameters.
+    """Returns the GGUF file, with tensors named as the model's parameters.
+
+    Args:
+        path: the link to the file in a folder made by `folder_of`.
 
     Raises:
-        ModelError: as `folder_of`.
+        ModelError: as in `folder_of`.
     """
     file = GgufFile(path)
     _config(file)
@@ -87,12 +88,12 @@ def _settings(file: GgufFile) -> Settings:
 
 
 def _config(file: GgufFile) -> dict[str, Any]:
-    """Returns the config.json of a file, and names the file's tensors by it."""
+    """Returns the config.json for a file, and gives the file's tensors their parameters' names."""
     settings = _settings(file)
     layout = layout_of(settings)
     if "token_embd.weight" not in file.tensors:
         raise ModelError("the file has no token_embd.weight: it holds no whole model")
-    # Merged files have 0.
+    # In merged files the count is 0.
     count = file.fields.get("split.count")
     if count not in (None, 0, 1) and "split.tensors.count" not in file.fields:
         raise ModelError(
@@ -112,7 +113,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
 
 
 def _common(file: GgufFile, settings: Settings, layout: Layout) -> dict[str, Any]:
-    """Returns what all architectures have in config.json."""
+    """Returns the keys of config.json that all architectures have."""
     heads, hidden = settings.integer("attention.head_count"), settings.integer("embedding_length")
     head_dim = settings.integer("attention.key_length", hidden // heads)
     config: dict[str, Any] = {

@@ -1,8 +1,7 @@
-"""Tables of what files of each architecture hold: from their settings and tensors to those of this
-project's families.
+"""Tables that map settings and tensors of GGUF architectures to config.json and parameters.
 
-Values are those of llama.cpp's converters, which change some tensors; each change is undone by the
-rows that a table gives, or by a function of `Layout.computed`.
+The tables follow llama.cpp's converters, which reorder or change some tensors. A `RowPart` undoes a
+reordering of rows, and a `Computed` undoes other changes.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from quire.models.gguf.settings import Settings
 
 Config = Mapping[str, Any]
 Rows = np.ndarray[Any, np.dtype[np.int64]]
-"""Rows of a file's tensor in the order of a parameter."""
+"""Indices of a file's rows, in the order of the parameter's rows."""
 Setting = Callable[[Settings], Any]
 Order = Callable[[Config, int], Rows]
-"""Returns the rows of a parameter, given config.json and the rows of the file's tensor."""
+"""Returns a parameter's rows, given config.json and the number of rows of the file's tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowPart:
-    """A parameter that is some rows of a file's tensor.
+    """A parameter that consists of some rows of a file's tensor.
 
     Attributes:
-        name: The parameter's name in its layer; {} stands for the expert.
-        order: Its rows.
+        name: the parameter's name in its layer; {} stands for the expert.
+        order: returns its rows.
     """
 
     name: str
@@ -42,11 +41,11 @@ class RowPart:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """A parameter that is computed from several tensors, or changed by more than an order of rows.
+    """A parameter that is computed from one or several tensors.
 
     Attributes:
-        sources: The tensors' names in their layer.
-        compute: Returns the parameter in float32, given config.json and the tensors.
+        sources: the tensors' names in their layer.
+        compute: returns the parameter in float32, given config.json and the tensors.
     """
 
     sources: tuple[str, ...]
@@ -58,15 +57,17 @@ class Layout:
     """An architecture of GGUF.
 
     Attributes:
-        kind: Its name in files.
-        architecture: The class in config.json whose family reads it.
-        config: The settings of config.json, beside those that all have.
-        names: Parameters by the tensors that hold them, those that differ from `NAMES`.
-        computed: Parameters that are computed.
-        shapes: Shapes of parameters that files have without axes of length 1.
-        norm_offset: Added to the weights of norms, but for those of `raw_norms`.
-        partial: Heads may be rotated in part.
-        when: Tells whether this layout is a file's, where an architecture has several.
+        kind: the architecture's name in files.
+        architecture: the class in config.json whose family builds the model.
+        config: keys of config.json that not all architectures have.
+        names: parameters by the tensors that hold them, where they differ from `NAMES`.
+        computed: parameters that are computed, by name.
+        shapes: first axes of parameters that files store without axes of length 1.
+        norm_offset: added to the weights of norms.
+        raw_norms: norms to which `norm_offset` is not added.
+        partial: whether a part of each head may be rotated.
+        model_type: the key of config.json, or None to leave it out.
+        when: whether this layout fits a file, if the architecture has several.
     """
 
     kind: str
@@ -88,7 +89,7 @@ OUTER = {
     "output_norm": "norm",
     "output": "head",
 }
-"""Parameters outside of layers, by the names that all files give them."""
+"""Parameters outside of layers, by their names in files."""
 NAMES: dict[str, str | tuple[RowPart, ...]] = {
     "attn_norm": "attention_norm",
     "attn_q": "attention.qkv.q",
@@ -111,9 +112,9 @@ NAMES: dict[str, str | tuple[RowPart, ...]] = {
     "ffn_down_shexp": "mlp.shared.down",
     "ffn_gate_inp_shexp": "mlp.shared.gate",
 }
-"""Parameters of a layer by the tensors that most files hold them in."""
+"""Parameters of a layer, by their tensors' names in most files."""
 IGNORED = ("rope_freqs", "rope_factors_long", "rope_factors_short", "attn_rot_embd", "nextn")
-"""Tensors that settings have, that follow from them, or that only draft."""
+"""Tensors that are not loaded: those for rotary positions and those of MTP layers."""
 
 
 def _integer(name: str, default: int | None = None) -> Setting:
@@ -125,7 +126,7 @@ def _number(name: str, default: float | None = None) -> Setting:
 
 
 def _optional(name: str) -> Setting:
-    """Returns the setting of a number that a file need not have."""
+    """Returns a setting that is None if the file does not have the number."""
     return lambda settings: None if settings.get(name) is None else settings.number(name)
 
 
@@ -142,13 +143,13 @@ def _always(value: Any) -> Setting:
 
 
 def _window(settings: Settings) -> int | None:
-    """Returns the window that some layers have; 0 stands for none."""
+    """Returns the window of layers with one, or None. In files 0 stands for no window."""
     name = "attention.sliding_window"
     return None if not settings.get(name) else settings.integer(name)
 
 
 def _layer_types(settings: Settings) -> list[str] | None:
-    """Returns the kind of each layer, where a file lists them."""
+    """Returns each layer's kind if the file lists them, else None."""
     listed = settings.get("attention.sliding_window_pattern")
     if not isinstance(listed, list):
         return None
@@ -157,12 +158,12 @@ def _layer_types(settings: Settings) -> list[str] | None:
 
 
 def _dense_layers(settings: Settings) -> list[int]:
-    """Returns the layers without experts."""
+    """Returns the indices of layers without experts."""
     return [i for i in range(layers(settings)) if not settings.has("ffn_gate_inp.weight", i)]
 
 
 def layers(settings: Settings) -> int:
-    """Returns the number of layers without those that only draft."""
+    """Returns the number of layers, without MTP layers."""
     drafting = settings.get("nextn_predict_layers") or 0
     return settings.integer("block_count") - (drafting if type(drafting) is int else 0)
 
@@ -182,9 +183,12 @@ _GROUPED_EXPERTS: dict[str, Setting] = {
 }
 
 
-def _turned(heads: str) -> Order:
-    """Returns the order of rows of queries or keys, in which files interleave the halves of each
-    head. heads: the key of config.json that counts them."""
+def _deinterleaved(heads: str) -> Order:
+    """Returns the order of rows of q or k. In files the two halves of each head are interleaved.
+
+    Args:
+        heads: key of config.json with the number of heads.
+    """
 
     def order(config: Config, rows: int) -> Rows:
         count = config[heads]
@@ -194,20 +198,20 @@ def _turned(heads: str) -> Order:
 
 
 def _checked(rows: int, unit: int) -> Rows:
-    """Returns all rows in order. Raises ModelError where the unit does not divide them."""
+    """Returns the indices of all rows. Raises ModelError if `unit` does not divide their number."""
     if rows % unit:
         raise ModelError(f"a tensor has {rows} rows, which {unit} does not divide")
     return np.arange(rows)
 
 
-_TURNED: dict[str, str | tuple[RowPart, ...]] = {
-    "attn_q": (RowPart("attention.qkv.q", _turned("num_attention_heads")),),
-    "attn_k": (RowPart("attention.qkv.k", _turned("num_key_value_heads")),),
+_DEINTERLEAVED: dict[str, str | tuple[RowPart, ...]] = {
+    "attn_q": (RowPart("attention.qkv.q", _deinterleaved("num_attention_heads")),),
+    "attn_k": (RowPart("attention.qkv.k", _deinterleaved("num_key_value_heads")),),
 }
 
 
 def _half(which: int) -> Order:
-    """Returns the order of one of two parts of equal size."""
+    """Returns the order of the first or second half of a tensor's rows."""
     return lambda config, rows: _checked(rows, 2).reshape(2, -1)[which]
 
 
@@ -215,7 +219,7 @@ _GATE_UP = RowPart("mlp.up.gate", _half(0)), RowPart("mlp.up.up", _half(1))
 
 
 def _stacked(which: int) -> Order:
-    """Returns the order of queries, keys or values that are one tensor."""
+    """Returns the order of q, k or v in a tensor with all three."""
 
     def order(config: Config, rows: int) -> Rows:
         kv = config["num_key_value_heads"] * config["head_dim"]
@@ -226,7 +230,7 @@ def _stacked(which: int) -> Order:
 
 
 def _split(rows: int, sizes: tuple[int, ...]) -> list[Rows]:
-    """Returns the rows of parts that follow each other. Raises ModelError where they are others."""
+    """Returns the rows of consecutive parts. Raises ModelError unless all sizes sum to `rows`."""
     if rows != sum(sizes):
         raise ModelError(f"a tensor has {rows} rows, expected {sum(sizes)}")
     return np.split(np.arange(rows), np.cumsum(sizes)[:-1])
@@ -237,14 +241,17 @@ _BEHIND: dict[str, str | tuple[RowPart, ...]] = {
     "post_attention_norm": "attention_out_norm",
     "post_ffw_norm": "mlp_out_norm",
 }
-"""Norms behind a layer's parts."""
+"""Norms on the outputs of a layer's parts."""
 _BETWEEN: dict[str, str | tuple[RowPart, ...]] = {"post_attention_norm": "mlp_norm"}
-"""The norm before the feed-forward part, where files name it after what it follows."""
+"""The norm before the feed-forward part, in files that name it after the attention before it."""
 
 
 def _gemma_scale(largest: int) -> Setting:
-    """Returns the setting of what scores are divided by the root of. Files do not have it:
-    llama.cpp knows the model with this many layers, whose heads do not give it."""
+    """Returns the setting of `query_pre_attn_scalar`, which files do not have.
+
+    It is the head size, except in the largest model. Like llama.cpp, this recognizes that model by
+    its number of layers, `largest`.
+    """
 
     def scale(settings: Settings) -> int:
         hidden = settings.integer("embedding_length")
@@ -257,15 +264,17 @@ def _gemma_scale(largest: int) -> Setting:
 
 
 def _latent(name: str) -> Callable[[Settings], int]:
-    """Returns the size of a head's keys or values, of files before and after llama.cpp kept
-    latents."""
+    """Returns a function for the size of a head's keys or values.
+
+    Files of llama.cpp since its support for latents have it under a name with `_mla`.
+    """
     return lambda settings: settings.integer(
         f"attention.{name}_mla" if settings.get(f"attention.{name}_mla") else f"attention.{name}"
     )
 
 
 def _groups(name: str, known: int) -> Setting:
-    """Returns the setting of groups of experts. Early files of DeepSeek-V3 lack them."""
+    """Returns the setting for groups of experts, which early files of DeepSeek-V3 do not have."""
     return lambda settings: settings.integer(
         name, known if settings.integer("expert_count") == 256 else 1
     )
@@ -294,7 +303,7 @@ _LATENT_NAMES: dict[str, str | tuple[RowPart, ...]] = {
 
 
 def _keys_and_values(config: Config, keys: Tensor, values: Tensor) -> Tensor:
-    """Returns the projection of latents, whose part for keys files have transposed."""
+    """Returns the projection from latents. In files its part for keys is transposed."""
     return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
 
@@ -326,12 +335,17 @@ _SHARED_EXPERT: dict[str, Setting] = {
 
 @dataclass(frozen=True, slots=True)
 class _DeltaOrder:
-    """Orders of rows of gated delta nets. tiled: value heads of one key head are not neighbours."""
+    """Orders of rows in the tensors of gated delta nets.
+
+    Attributes:
+        tiled: whether value heads of the same key head are apart in files: head i belongs to key
+            head i % key_heads.
+    """
 
     tiled: bool
 
     def values(self, config: Config, size: int) -> Rows:
-        """Returns the order of value heads, of `size` rows each."""
+        """Returns the order of value heads that have `size` rows each."""
         keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
         places = np.arange(heads * size)
         if self.tiled:
@@ -339,7 +353,7 @@ class _DeltaOrder:
         return places
 
     def stacked(self, which: int) -> Order:
-        """Returns the order of queries, keys or values that are one tensor."""
+        """Returns the order of q, k or v in a tensor with all three."""
 
         def order(config: Config, rows: int) -> Rows:
             keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -350,17 +364,17 @@ class _DeltaOrder:
         return order
 
     def all_values(self, config: Config, rows: int) -> Rows:
-        """Returns the order of rows that value heads share."""
+        """Returns the order of a tensor with `linear_value_head_dim` rows for each value head."""
         found = self.values(config, config["linear_value_head_dim"])
         return _split(rows, (len(found),))[0][found]
 
     def each_head(self, config: Config, rows: int) -> Rows:
-        """Returns the order of rows of which value heads have one each."""
+        """Returns the order of a tensor with one row for each value head."""
         found = self.values(config, 1)
         return _split(rows, (len(found),))[0][found]
 
     def names(self) -> dict[str, str | tuple[RowPart, ...]]:
-        """Returns the table of names that they have in common."""
+        """Returns `Layout.names` of architectures with gated delta nets."""
         return {
             **_BETWEEN,
             "attn_q": (
@@ -388,7 +402,7 @@ class _DeltaOrder:
         }
 
     def computed(self) -> dict[str, Computed]:
-        """Returns the table of parameters that are computed."""
+        """Returns `Layout.computed` of architectures with gated delta nets."""
 
         def decay(config: Config, stored: Tensor) -> Tensor:
             return torch.log(-stored)[torch.from_numpy(self.values(config, 1))]
@@ -404,7 +418,7 @@ class _DeltaOrder:
 
 
 def _gated(which: int) -> Order:
-    """Returns the order of queries, or of the gates that follow those of each head."""
+    """Returns the order of q (0) or the gate (1) in a tensor with each head's q, then its gate."""
 
     def order(config: Config, rows: int) -> Rows:
         count = config["num_attention_heads"]
@@ -414,7 +428,7 @@ def _gated(which: int) -> Order:
 
 
 def _pair(which: int) -> Order:
-    """Returns the order of b or a, which lie together for each key head."""
+    """Returns the order of b (0) or a (1) in a tensor with each key head's b, then its a."""
 
     def order(config: Config, rows: int) -> Rows:
         count = config["linear_num_key_heads"]
@@ -424,7 +438,7 @@ def _pair(which: int) -> Order:
 
 
 def _in_heads(which: int) -> Order:
-    """Returns the order of q, k, v or z, which lie together for each key head."""
+    """Returns the order of q, k, v or z (0 to 3) in a tensor with each key head's four parts."""
 
     def order(config: Config, rows: int) -> Rows:
         count, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
@@ -459,8 +473,12 @@ def _is_sigmoid(settings: Settings) -> bool:
 
 
 def _scaling(settings: Settings, multiplier: float) -> dict[str, Any] | None:
-    """Returns how positions are extended where scores are sharpened with them. multiplier: of the
-    model's own number in the file's."""
+    """Returns the `rope_scaling` of models with YaRN's `mscale`.
+
+    Args:
+        settings: of the file.
+        multiplier: the file stores `mscale` times this.
+    """
     found = rope_scaling(settings)
     sharpness = settings.get("rope.scaling.yarn_log_multiplier")
     if found is not None and sharpness:
@@ -483,18 +501,18 @@ LAYOUTS = (
             "num_local_experts": _integer("expert_count"),
             "num_experts_per_tok": _integer("expert_used_count"),
         },
-        _TURNED,
+        _DEINTERLEAVED,
         when=lambda settings: bool(settings.get("expert_count")),
     ),
-    Layout("llama", "LlamaForCausalLM", _LLAMA_BIASES, _TURNED),
+    Layout("llama", "LlamaForCausalLM", _LLAMA_BIASES, _DEINTERLEAVED),
     Layout(
         "mistral3",
         "Ministral3ForCausalLM",
         {"rope_scaling": _ministral_scaling, "sliding_window": _window},
-        _TURNED,
+        _DEINTERLEAVED,
         model_type="ministral3",
     ),
-    Layout("smollm3", "SmolLM3ForCausalLM", _LLAMA_BIASES, _TURNED),
+    Layout("smollm3", "SmolLM3ForCausalLM", _LLAMA_BIASES, _DEINTERLEAVED),
     Layout(
         "granite",
         "GraniteForCausalLM",
@@ -505,7 +523,7 @@ LAYOUTS = (
             "attention_multiplier": _number("attention.scale", 1.0),
             "logits_scaling": _number("logit_scale", 1.0),
         },
-        _TURNED,
+        _DEINTERLEAVED,
     ),
     Layout("qwen2", "Qwen2ForCausalLM"),
     Layout("qwen3", "Qwen3ForCausalLM", {"attention_bias": _has("attn_q.bias")}),
@@ -712,7 +730,7 @@ def layout_of(settings: Settings) -> Layout:
     """Returns the layout of a file.
 
     Raises:
-        ModelError: its architecture is not known.
+        ModelError: the architecture is not supported.
     """
     found = next((own for own in LAYOUTS if own.kind == settings.kind and own.when(settings)), None)
     if found is None:

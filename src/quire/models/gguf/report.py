@@ -1,4 +1,4 @@
-"""A sentence on what a GGUF file's weights become on the device."""
+"""Describes the weight formats to which a GGUF file was converted, for the log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.ops import Weight
 
 
 def describe(types: Iterable[str], model: nn.Module) -> str:
-    """Returns a sentence: the types of a file's tensors, and the bytes on the device by format."""
+    """Returns a sentence with the types in the file and the bytes on the device by format."""
     stored = ", ".join(f"{count} {name}" for name, count in Counter(types).most_common())
     sizes: Counter[str] = Counter()
     for weight in _weights(model):
@@ -26,7 +26,7 @@ def describe(types: Iterable[str], model: nn.Module) -> str:
 
 
 def _weights(model: nn.Module) -> Iterator[Weight]:
-    """Yields the weights of linear layers; those of a tied head are the table of embeddings."""
+    """Yields the weights of linear layers, except tied heads, whose weight is the embeddings."""
     for module in model.modules():
         if isinstance(module, Linear) and not module.tied:
             yield from module.weights

@@ -1,4 +1,4 @@
-"""Reading of a GGUF file's rotary embeddings, and of the scalings that extend their positions."""
+"""Reads the scaling of rotary positions from a GGUF file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.models.gguf.settings import Settings
 
 _FACTORS = "rope_freqs.weight"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
-"""Divisors of rotary frequencies: those of Llama 3, and those of LongRoPE for long and for short
+"""Tensors with divisors of rotary frequencies: Llama 3's, and LongRoPE's for long and short
 sequences."""
 
 
@@ -18,7 +18,7 @@ def rope_scaling(settings: Settings) -> dict[str, Any] | None:
     """Returns the `rope_scaling` of config.json.
 
     Raises:
-        ModelError: a kind that is not supported, or settings that make no sense.
+        ModelError: the kind is not supported, or a setting is invalid.
     """
     original = "rope.scaling.original_context_length"
     if _LONG in settings.tensors and _SHORT in settings.tensors:
@@ -32,14 +32,14 @@ def rope_scaling(settings: Settings) -> dict[str, Any] | None:
             scaling["attention_factor"] = settings.number("rope.scaling.attn_factor")
         return scaling
     if _FACTORS in settings.tensors:
-        # Divisors are those of no other length: they serve as both.
+        # There is one list of divisors, for sequences of any length.
         factors = settings.floats(_FACTORS)
         both = dict.fromkeys(("long_factor", "short_factor"), factors)
         return {"rope_type": "longrope", **both, "attention_factor": 1.0}
     factor = "rope.scaling.factor"
     if settings.get(factor) is None and settings.get("rope.scale_linear") is not None:
         factor = "rope.scale_linear"  # its first name
-    # llama.cpp takes a factor without a type for one of linear scaling.
+    # In llama.cpp a factor without a type means linear scaling.
     usual = "none" if settings.get(factor) is None else "linear"
     name = settings.get("rope.scaling.type") or usual
     if name == "none":
@@ -56,7 +56,7 @@ def rope_scaling(settings: Settings) -> dict[str, Any] | None:
             scaling[own] = settings.number(f"rope.scaling.{stored}")
     attention = settings.get("rope.scaling.attn_factor")
     if attention is not None and attention != 1.0:
-        # llama.cpp multiplies what follows from the factor by it.
+        # llama.cpp multiplies this default, which follows from the factor, by the setting.
         usual_factor = 0.1 * math.log(scaling["factor"]) + 1.0
         scaling["attention_factor"] = settings.number("rope.scaling.attn_factor") * usual_factor
     return scaling

@@ -1,4 +1,4 @@
-"""A GGUF file's settings, checked as they are read."""
+"""Reads typed settings from a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from quire.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Attributes:
-    fields: The settings of a file by name.
-    kind: The architecture, with which the names of its settings begin.
-    tensors: The names of the file's tensors.
-    floats: Reads a small tensor by its name.
+    """The settings of a GGUF file.
+
+    Attributes:
+        fields: all settings, by name.
+        kind: the architecture. It is the prefix of the architecture's settings.
+        tensors: names of the file's tensors.
+        floats: returns the values of a small tensor by its name.
     """
 
     fields: Mapping[str, Any]
@@ -25,14 +27,14 @@ class Settings:
     floats: Callable[[str], list[float]]
 
     def get(self, name: str) -> Any:
-        """Returns a setting of the architecture, None where there is none."""
+        """Returns a setting of the architecture, or None if the file does not have it."""
         return self.fields.get(f"{self.kind}.{name}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns an integer above 0. Of a list for each layer all must be the same.
+        """Returns an integer above 0. A list with a value for each layer must hold equal values.
 
         Raises:
-            ModelError: another value, or none and no default.
+            ModelError: the value is invalid, or missing without a default.
         """
         value = self.get(name)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
@@ -42,12 +44,12 @@ class Settings:
             raise ModelError(
                 f"the file's {self.kind}.{name} must be an integer above 0, got {str(value)[:40]}"
             )
-        return int(self._there(name, value))
+        return int(self._required(name, value))
 
     def number(self, name: str, default: float | None = None) -> float:
         """Returns a number above 0. Raises ModelError as `integer` does."""
         value = self.get(name)
-        value = self._there(name, default if value is None else value)
+        value = self._required(name, default if value is None else value)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ModelError(
                 f"the file's {self.kind}.{name} must be a number above 0, got {str(value)[:40]}"
@@ -61,11 +63,11 @@ class Settings:
             raise ModelError(f"the file's {self.kind}.{name} must be true or false, got {value!r}")
         return value
 
-    def _there(self, name: str, value: Any) -> Any:
+    def _required(self, name: str, value: Any) -> Any:
         if value is None:
             raise ModelError(f"the file has no {self.kind}.{name}")
         return value
 
     def has(self, tensor: str, layer: int = 0) -> bool:
-        """Tells whether a layer has a tensor, such as "attn_q.bias"."""
+        """Returns whether a layer has a tensor, such as "attn_q.bias"."""
         return f"blk.{layer}.{tensor}" in self.tensors

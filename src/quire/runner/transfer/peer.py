@@ -156,7 +156,7 @@ def _head_range(layout: MixerLayout, model: DecoderLayers, group: ProcessGroup) 
     layers = zip(model.layers, model.spec.layers, strict=True)
     mixer = next(spec.mixer for block, spec in layers if block.attention.layout == layout)
     if isinstance(layout, StateLayout) and isinstance(mixer, GatedDeltaSpec):
-        cuts = tuple(HeadCut(axis, sections) for axis, sections in layout.head_cuts)
+        cuts = tuple(HeadCut(axis, sections) for axis, sections in layout.head_sections)
         return head_range(mixer.key_heads, group.rank, group.world, cuts)
     if isinstance(mixer, AttentionSpec):
         return head_range(mixer.kv_heads, group.rank, group.world)

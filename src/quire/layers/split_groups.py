@@ -1,5 +1,7 @@
-"""Layers whose inputs ranks share, and round by a scale for each group, where a rank's share cuts
-groups: a group has the scale of its largest number on any rank."""
+"""Rounds a rank's inputs by groups where the border between two ranks splits a group.
+
+A group's scale comes from its largest input on any rank.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,14 @@ from quire.ops.weight import Weight
 from quire.parallel import ProcessGroup
 
 
-def rounded(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
-    """Returns x [T, a rank's inputs] rounded as one rank alone would round it, and a weight that
-    asks for no more of it."""
+def round_split_groups(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
+    """Returns inputs rounded as one rank alone would round them, and a weight for rounded inputs.
+
+    Args:
+        x: [T, this rank's inputs].
+        weight: its format rounds inputs by group.
+        group: the ranks that share the layer's inputs.
+    """
     form, share = weight.format, x.shape[1]
     behind = -(weight.first + share) % form.group
     parts = F.pad(x, (weight.first, behind)).view(len(x), -1, form.group)

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from quire.errors import QuireError
+from quire.layers.async_tp import HalvesGroup, first_half, split_batch
 from quire.layers.batch import ForwardBatch, GroupBatch
 from quire.models import build_model, load_config, load_weights, spec_from_config
-from quire.models.halves import first_half, split_batch
 from quire.ops import Policy, use_policy
 from quire.parallel import ProcessGroup
-from quire.parallel.halves import HalvesGroup
 from quire.parallel.torch_group import TorchGroup
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make

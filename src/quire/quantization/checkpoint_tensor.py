@@ -1,4 +1,4 @@
-"""A checkpoint's tensor of a linear layer, and how it becomes part of a weight."""
+"""The tensors that checkpoints store for a projection, and how they become parts of a weight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from quire.ops import Weight
 Range = tuple[int, int]
 
 FLOATS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""The dtypes in which a checkpoint may store what is rounded to the model's dtype."""
+"""Dtypes of float tensors in checkpoints. They are converted to the model's dtype."""
 FP8 = frozenset({torch.float8_e4m3fn})
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectionShare:
-    """A rank's part of a projection: the outputs `rows` and the inputs `columns`, of so many."""
+    """The part of a projection that a rank holds.
+
+    Attributes:
+        rows: [first, end) of the outputs.
+        columns: [first, end) of the inputs.
+        outputs: of the whole projection.
+        inputs: of the whole projection.
+    """
 
     rows: Range
     columns: Range
@@ -29,14 +36,17 @@ class ProjectionShare:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a checkpoint for each projection, stored with the outputs first.
+class CheckpointTensor:
+    """One tensor that a checkpoint stores for each projection, with the outputs first.
 
-    name: behind the projection's, such as "weight". part: what it becomes of a `Weight`.
-    dtypes: those that the checkpoint may store it in.
-    outputs_per, inputs_per: outputs and inputs that one entry along that axis stands for; None: the
-        tensor has no such axis, or one of length 1.
-    every_group: a rank reads the groups of all inputs.
+    Attributes:
+        name: after the projection's name, such as "weight".
+        part: the field of `Weight` that is filled from the tensor.
+        dtypes: the tensor must have one of them.
+        outputs_per: outputs for each entry along the axis of outputs. None if there is no such
+            axis, or one of length 1.
+        inputs_per: the same for inputs.
+        every_group: whether a rank reads the groups of all inputs.
     """
 
     name: str
@@ -52,19 +62,22 @@ class StoredTensor:
         return tuple(-(-size // per) for size, per in sizes if per is not None)
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
-        """Returns what of the tensor a rank reads."""
+        """Returns [first, end) of a rank's part of the tensor, for each dimension."""
         columns = (0, share.inputs) if self.every_group else share.columns
         axes = ((share.rows, self.outputs_per), (columns, self.inputs_per))
         return tuple((low // per, -(-high // per)) for (low, high), per in axes if per is not None)
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        """Stores rows of the tensor, from row `start` of the rank's part on.
+        """Stores rows of the tensor in a weight. An entry for several outputs is repeated for each.
 
-        weight: of the rank's share of the projection. An entry that stands for several outputs is
-        repeated for each.
+        Args:
+            weight: the rank's share of the projection.
+            part: rows of the rank's part of the tensor.
+            start: index of the first of them in the rank's part.
+            share: the rank's share.
 
         Raises:
-            ModelError: what is stored makes no sense.
+            ModelError: the content is invalid.
         """
         self.check(part)
         target: Tensor = getattr(weight, self.part)
@@ -80,7 +93,7 @@ class StoredTensor:
         target[low:high].copy_(part[low - first : high - first], non_blocking=True)
 
     def check(self, part: Tensor) -> None:
-        """Raises ModelError where scales are no positive numbers, or 8-bit floats no numbers."""
+        """Raises ModelError if scales are not positive and finite, or FP8 values are NaN."""
         if part.dtype == torch.float8_e8m0fnu:
             expect((part.view(torch.uint8) != 255).all(), "has scales that are no numbers")
         elif self.part in ("scales", "input_scale"):
@@ -94,6 +107,6 @@ class StoredTensor:
 
 
 def expect(true: Tensor, message: str) -> None:
-    """Raises ModelError with the message unless the scalar is true."""
+    """Raises ModelError with the message unless the scalar is true or on the meta device."""
     if true.device.type != "meta" and not bool(true):
         raise ModelError(message)

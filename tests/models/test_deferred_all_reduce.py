@@ -1,4 +1,4 @@
-"""Sums over ranks that wait for the norm behind them give what the two give apart."""
+"""An all-reduce fused with the next norm gives what all-reduce and norm give one by one."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ CASES = ["qwen3-tied-bias", "qwen3-moe", "gpt2", "gemma2", "mistral-window", "ll
 
 
 class NormingGroup(SingleGroup):
-    """One rank that sums and norms at once, but for steps of one token. names: of such sums."""
+    """One rank that fuses all-reduce and norm, except in steps of one token.
 
-    sum_normed: Any  # type: ignore[assignment]
+    Attributes:
+        names: layers whose all-reduce was fused, in order.
+    """
+
+    all_reduce_norm: Any  # type: ignore[assignment]
 
     def __init__(self) -> None:
         self.names: list[str] = []
-        self.sum_normed = self._sum_normed
+        self.all_reduce_norm = self._all_reduce_norm
 
-    def _sum_normed(
+    def _all_reduce_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, name: str
     ) -> tuple[Tensor, Tensor] | None:
         if len(x) == 1:
@@ -50,7 +54,7 @@ def logits_of(folder: Path, group: ProcessGroup) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("case", some(CASES))
-def test_sums_wait_for_the_norm_behind(tmp_path: Path, case: str) -> None:
+def test_all_reduce_is_fused_with_the_next_norm(tmp_path: Path, case: str) -> None:
     make(tmp_path, case)
     group = NormingGroup()
     found = logits_of(tmp_path, group)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.layers.cut_groups import rounded
+from quire.layers.split_groups import round_split_groups
 from quire.ops.reference.quantized import round_inputs
 from quire.ops.weight import Weight, WeightFormat
 from quire.parallel import ProcessGroup, SingleGroup
@@ -44,11 +44,11 @@ def test_inputs_are_rounded_as_by_one_rank(inputs: int, world: int) -> None:
     for rank, part in enumerate(parts):
         weights.append(Weight.empty(_FORM, 1, share, cpu, before=rank * share, whole=inputs))
         group = _Told(rank, world)
-        rounded(part, weights[rank], group)
+        round_split_groups(part, weights[rank], group)
         assert group.told is not None
         told.append(group.told)
     for rank, part in enumerate(parts):
-        own, weight = rounded(part, weights[rank], _Told(rank, world, told))
+        own, weight = round_split_groups(part, weights[rank], _Told(rank, world, told))
         assert torch.equal(own, expected[:, rank * share : (rank + 1) * share])
         assert weight.format == replace(_FORM, inputs="none")
 
