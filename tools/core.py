@@ -41,6 +41,8 @@ CORE = (
     "engine/loop/terminal.py",
     "engine/loop/trace.py",
     "features/loop_feature.py",
+    "features/call.py",
+    "features/spec.py",
     "text/tokenizer.py",
     "text/tokenizer_files.py",
     "text/sentencepiece.py",
@@ -104,7 +106,6 @@ CORE = (
     "models/families/unsupported.py",
     "models/decoder.py",
     "models/general_block.py",
-    "models/halves.py",
     "models/files.py",
     "models/weights.py",
     "models/dummy.py",
@@ -116,7 +117,7 @@ CORE = (
     "layers/attention.py",
     "layers/batch.py",
     "layers/build.py",
-    "layers/cut_groups.py",
+    "layers/split_groups.py",
     "layers/embedding.py",
     "layers/expert_weights.py",
     "layers/fixed_sums.py",
@@ -129,7 +130,7 @@ CORE = (
     "layers/rotary.py",
     "quantization/",
     "parallel/group.py",
-    "parallel/halves.py",
+    "layers/async_tp.py",
     "parallel/sharding.py",
     "parallel/torch_group.py",
     "ops/arguments.py",
@@ -162,14 +163,13 @@ holds any of them is part of the core."""
 PLUGIN_POINTS = {
     "__init__.py:__getattr__": "public names: `import quire` loads neither torch nor the engine",
     "engine/builder.py": "settings: it puts an engine together from the parts that they ask for",
-    "engine/loop/features.py:made": "features",
     "engine/loop/core.py:stats": "features: each has its part of the statistics",
     "llm.py:_adapter_names": "features: the adapters that a call names",
     "models/config.py:family_named": "families",
-    "models/config.py:resolve_model_path": "weight formats: GGUF",
-    "models/files.py:open_file": "weight formats: GGUF",
     "ops/choose.py:implementation": "the device's ops",
     "ops/launches.py:compiling": "the device's ops: kernels are compiled before graphs",
+    "models/config.py": "weight formats: GGUF",
+    "models/files.py": "weight formats: GGUF",
     "models/quantization.py": "weight formats: GGUF",
     "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
     "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
@@ -178,15 +178,9 @@ PLUGIN_POINTS = {
 """By function (or a whole file), what comes in there."""
 
 LATE = {
-    "models/config.py:spec_from_config": "not at the top yet",
-    "models/decoder.py:make_block": "not at the top yet",
-    "models/decoder.py:run": "not at the top yet",
-    "models/weights.py:_is_kv_scale": "not at the top yet",
-    "models/weights.py:load_weights": "not at the top yet",
     "ops/reference/attention.py:stored_values": "not at the top yet",
     "ops/reference/cache.py:_put": "not at the top yet",
     "ops/reference/dense.py:linear": "not at the top yet",
-    "quantization/__init__.py:quantization_of": "not at the top yet",
 }
 """Imports of the core inside functions of the core, and why they are not at the top."""
 
