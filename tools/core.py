@@ -164,6 +164,7 @@ PLUGIN_POINTS = {
     "__init__.py:__getattr__": "public names: `import quire` loads neither torch nor the engine",
     "engine/builder.py": "settings: it puts an engine together from the parts that they ask for",
     "engine/loop/core.py:stats": "features: each has its part of the statistics",
+    "features/spec.py:resolve": "features: a part is a module:name string",
     "llm.py:_adapter_names": "features: the adapters that a call names",
     "models/config.py:family_named": "families",
     "ops/choose.py:implementation": "the device's ops",

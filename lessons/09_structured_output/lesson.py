@@ -19,7 +19,7 @@ import numpy as np
 
 from lessons.common import check, load, parser, table
 from quire import LLM, SamplingParams
-from quire.features.structured_output import build_compiler
+from quire.features.structured_output.compiler import build_compiler
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.sampling_params import StructuredOutputsParams as Wanted
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.features.loop_feature import LoopFeature
-from quire.runner import Hook
+from quire.runner.hooks.hook import GateHook, Hook, HostHook, ProgramHook
 from quire.scheduler.feature import Feature
 from quire.server.http.bodies import MAX_MEMBERS, MAX_STRINGS, MAX_VALUES
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_interfaces_of_features(page: str) -> None:
     methods = [
         name
-        for interface in (Feature, LoopFeature, Hook)
+        for interface in (Feature, LoopFeature, Hook, ProgramHook, HostHook, GateHook)
         for name, value in vars(interface).items()
         if not name.startswith("_") and (callable(value) or isinstance(value, property))
     ]

@@ -18,6 +18,7 @@ from tests.server.server_process import Server
 NOT_RUN = {
     "ModelSpec": "a module to write; tests/models/test_adding_a_model.py does",
     "starcoder2": "the same page's test",
+    "top_n_sigma": "a parameter to add; tests/features/samplers/test_adding_a_parameter.py does",
     "reasoning_content": "a model that thinks; tests/server/test_tools_and_thinking.py",
 }
 """Parts of blocks that are not run, and why."""
@@ -66,4 +67,4 @@ def test_data_is_read(page: Path) -> None:
         elif language == "python":
             ast.parse(text)
         else:
-            assert language in ("sh", ""), language
+            assert language in ("sh", "diff", ""), language

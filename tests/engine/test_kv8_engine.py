@@ -282,8 +282,8 @@ def test_no_scales_are_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     ("value", "layers", "error"),
     [
         (torch.ones(3), None, "expected one float, or 2"),
-        (torch.tensor(0.0), None, "no scale"),
-        (torch.tensor(float("nan")), None, "no scale"),
+        (torch.tensor(0.0), None, "positive finite scales"),
+        (torch.tensor(float("nan")), None, "positive finite scales"),
         (torch.tensor(1, dtype=torch.int8), None, "expected one float"),
         (torch.tensor(1.0), 1, "k_scale of layer 1 is missing"),
         (torch.tensor(1.0), 9, "config.json does not have"),
