@@ -178,11 +178,7 @@ PLUGIN_POINTS = {
 }
 """By function (or a whole file), what comes in there."""
 
-LATE = {
-    "ops/reference/attention.py:stored_values": "not at the top yet",
-    "ops/reference/cache.py:_put": "not at the top yet",
-    "ops/reference/dense.py:linear": "not at the top yet",
-}
+LATE: dict[str, str] = {}
 """Imports of the core inside functions of the core, and why they are not at the top."""
 
 NO_CODE = frozenset(

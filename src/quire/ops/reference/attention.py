@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.reference import kv8
 from quire.ops.reference.cache import head_rows, host_reads
 
 
@@ -283,8 +284,6 @@ def stored_values(
     """Returns rows of `head_rows(cache)` as `shape`, [P, Hkv, context, D], in `dtype`."""
     if scale is None:
         return _gather(name, cache, rows, workspace).view(shape).to(dtype)
-    # Most caches hold keys and values in the model's dtype.
-    from quire.ops.reference import kv8
 
     def gather(part: str, stored: Tensor) -> Tensor:
         return _gather(part, stored, rows, workspace)

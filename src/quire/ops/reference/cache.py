@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quire.ops.arguments import Scratch
 from quire.ops.kv import KVFormat, KVLayer
+from quire.ops.reference import kv8
 from quire.ops.reference.dense import rms_norm
 
 
@@ -62,9 +63,6 @@ def _put(
     if scale is None:
         plan.store(values, cache)
         return
-    # Most caches hold keys and values in the model's dtype.
-    from quire.ops.reference import kv8
-
     kv8.store(plan, values, cache, scale, kv_format)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from quire.ops.arguments import Activation, RmsScale
 from quire.ops.choose import current_policy
+from quire.ops.reference import quantized
 from quire.ops.weight import Weight
 
 
@@ -116,9 +117,6 @@ def linear(
     if weight.format.scales is None and weight.prepacked is None:
         out = product(x, weight.values, bias)
     else:
-        # Most weights are stored without scales.
-        from quire.ops.reference import quantized
-
         out = quantized.product(x, weight, product)
         out = out if bias is None else out.add_(bias)
     if act is not None:
