@@ -77,6 +77,19 @@ def test_a_model_may_have_several_names() -> None:
         ServerArgs(served_model_name=("",))
 
 
+def test_a_model_in_a_file_is_named_without_its_path(tmp_path: Path) -> None:
+    file = tmp_path / "SmolLM2.Q4_1.gguf"
+    file.touch()
+
+    async def go() -> httpx.Response:
+        client = FakeClient()
+        client.config.model_name, client.config.model_path = str(file), "/somewhere"
+        async with connect(client, ServerArgs()) as http:
+            return await http.get("/v1/models")
+
+    assert [card["id"] for card in run(go()).json()["data"]] == ["SmolLM2.Q4_1"]
+
+
 @pytest.mark.parametrize("path", [".", "./", "../{}", "{}/", "{}/../{}"])
 def test_a_model_of_the_current_folder_is_named_as_that(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,8 @@ class ServerState:
     @property
     def _own_name(self) -> str:
         config = self.client.config
+        if Path(config.model_name).is_file():
+            return Path(config.model_name).stem
         if Path(config.model_name).is_dir():
             # A path such as `.` has to be resolved before its last part is a name.
             return os.path.basename(os.path.abspath(config.model_path)) or config.model_name
