@@ -1,4 +1,4 @@
-"""What clients send: a default for all requests, or a token for one."""
+"""The calls and the request fields: a default for all requests, and a token for one."""
 
 from __future__ import annotations
 
