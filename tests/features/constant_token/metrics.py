@@ -1,0 +1,22 @@
+"""The statistics, and the metric that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+from prometheus_client.core import Metric
+
+from quire.features.metric_families import counters
+
+
+class ConstantTokenStats(msgspec.Struct):
+    """Counted since the start. completions: that ended, and had a token to repeat."""
+
+    completions: int = 0
+
+
+def collect(stats: ConstantTokenStats) -> Iterator[Metric]:
+    """Yields the families of the statistics."""
+    names = {"completions": ("constant_token_completions", "Completions of one token.")}
+    yield from counters(stats, names)
