@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.ranks.ranks import config_of_rank, ranks_of_node
 from quire.engine.ranks.remote_worker import (
-    Here,
     RemoteWorker,
     Setup,
+    WorkerConnected,
     decode_from_worker,
     encode,
     start_process,
@@ -167,7 +167,7 @@ def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
                 connected.settimeout(None)
                 _keep_alive(connected)
                 pipe = Connection(os.dup(connected.fileno()))
-                pipe.send_bytes(encode(Here(node_rank, index)))
+                pipe.send_bytes(encode(WorkerConnected(node_rank, index)))
                 return pipe
         except OSError:
             # Nobody listens yet, or who did has ended since.
@@ -197,13 +197,13 @@ def _listen(args: EngineArgs) -> socket.socket:
         ) from error
 
 
-def _introduced(pipe: Connection) -> Here | None:
+def _introduced(pipe: Connection) -> WorkerConnected | None:
     """Returns what the other end says of itself, None if that is nothing, or nonsense."""
     try:
         message = decode_from_worker(pipe.recv_bytes(1024)) if pipe.poll(_HELLO) else None
     except (OSError, EOFError, ValueError):
         return None
-    return message if isinstance(message, Here) else None
+    return message if isinstance(message, WorkerConnected) else None
 
 
 def _limit_reads(connected: socket.socket, seconds: int) -> None:

@@ -113,8 +113,8 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
     world = args.tensor_parallel_size
     _check_settings(args)
     if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
-        lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
-        raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
+        need = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
+        raise ConfigError(f"enable_expert_parallel needs {need}", "enable_expert_parallel")
     _check_copies(args, spec)
     if args.async_tp == "on":
         check_async_tp(args, spec)

@@ -22,13 +22,13 @@ from quire.engine.ranks.remote_worker import (
     Allocate,
     Capture,
     Collect,
-    Leave,
     LocalWorker,
     Measure,
     RemoteWorker,
     Run,
     Setup,
     ToWorker,
+    WorkerShutdown,
     encode,
 )
 from quire.engine.ranks.shared_memory import FlightRecorder, share
@@ -231,7 +231,7 @@ class WorkerExecutor:
             self._watch = None
         if not broken:
             with contextlib.suppress(EngineDeadError):
-                self._call(Leave())
+                self._call(WorkerShutdown())
         if "local" in self.__dict__:
             self.local.shutdown()
         # NCCL may wait there for ranks that are gone.

@@ -16,7 +16,7 @@ Entries = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class BatchInFlight:
     """A batch on its way out of `blocks`, int32 [n].
 
     turn: how often its request had been preempted; None: the blocks are held.
@@ -83,7 +83,7 @@ class Export:
     told: float = 0.0
     promised: bool = False
     again: list[Entries] = field(default_factory=list)
-    moving: dict[int, Leaving] = field(default_factory=dict)
-    sent: dict[int, Leaving] = field(default_factory=dict)
+    moving: dict[int, BatchInFlight] = field(default_factory=dict)
+    sent: dict[int, BatchInFlight] = field(default_factory=dict)
     closed: bool = False
     ended: bool = False

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire.config import EngineConfig
-from quire.features.disaggregation.messages import Accepted, BlockBatch, Message
+from quire.features.disaggregation.messages import BlockBatch, GrantAccepted, Message
 from quire.features.disaggregation.settings import read_settings
 from quire.models.decoder import Decoder
 from quire.ops import op
@@ -57,7 +57,7 @@ class LayerBatches(Generic[Link]):
         with self._lock:
             if self.link is None:
                 self.link = link
-                link.send(Accepted(None))
+                link.send(GrantAccepted(None))
                 for batch in self._named:
                     link.send(batch)
 

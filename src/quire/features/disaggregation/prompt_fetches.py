@@ -99,7 +99,7 @@ class Puller(Protocol):
 
 
 @dataclass(slots=True)
-class Brought:
+class BlocksArrived:
     """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
     which `source` describes, once `step` has filled them; see `Transfer`."""
 
@@ -112,7 +112,7 @@ class Brought:
 
 
 @dataclass(slots=True)
-class Ended:
+class PullEnded:
     """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
     prompt that came, beyond those in which it was computed. asked: until the peer had agreed."""
 
@@ -135,8 +135,8 @@ class Fetch:
     loading: LoadingPrefix
     pull: Pull
     filled: list[set[int]]
-    moving: dict[int, Brought] = field(default_factory=dict)
-    waiting: list[Brought] = field(default_factory=list)
+    moving: dict[int, BlocksArrived] = field(default_factory=dict)
+    waiting: list[BlocksArrived] = field(default_factory=list)
     outcome: str = ""
     dropped: bool = False
 
@@ -146,14 +146,14 @@ class Fetch:
         wanted = zip(self.loading.places, self.loading.blocks, self.filled, strict=True)
         return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
 
-    def wants(self, brought: Brought) -> bool:
+    def wants(self, arrived: BlocksArrived) -> bool:
         """Whether blocks are among those that were asked for. Some come again, where the peer has
         lost them while they were read."""
-        if not 0 <= brought.group < len(self.filled):
+        if not 0 <= arrived.group < len(self.filled):
             return False
-        place = self.loading.places[brought.group]
-        end = place + len(self.loading.blocks[brought.group])
-        return place <= brought.first and brought.first + len(brought.slots) <= end
+        place = self.loading.places[arrived.group]
+        end = place + len(self.loading.blocks[arrived.group])
+        return place <= arrived.first and arrived.first + len(arrived.slots) <= end
 
 
 class Fetches:
@@ -242,26 +242,26 @@ class Fetches:
         self._end(fetch)
 
     def _give_waiting(self, fetch: Fetch) -> None:
-        for brought in fetch.waiting:
-            self._slots.give(brought.group, brought.slots)
+        for arrived in fetch.waiting:
+            self._slots.give(arrived.group, arrived.slots)
         fetch.waiting = []
 
     # -- news ----------------------------------------------------------------------------------
 
-    def handle(self, event: Brought | Ended) -> None:
+    def handle(self, event: BlocksArrived | PullEnded) -> None:
         """Takes in a thread's news."""
         fetch = self._by_pull[event.pull]
         match event:
-            case Brought() if fetch.dropped:
+            case BlocksArrived() if fetch.dropped:
                 self._slots.give(event.group, event.slots)
-            case Brought() if fetch.wants(event):
+            case BlocksArrived() if fetch.wants(event):
                 fetch.filled[event.group].update(range(event.first, event.first + len(event.slots)))
                 fetch.waiting.append(event)
-            case Brought():
+            case BlocksArrived():
                 _log.error("%s: a peer sent blocks that were not asked for", fetch.request_id)
                 self._slots.give(event.group, event.slots)
                 self._drop(fetch)
-            case Ended():
+            case PullEnded():
                 fetch.outcome = event.outcome
                 if event.outcome == "done":
                     missing = len(fetch.loading.tokens) - fetch.loading.start
@@ -292,14 +292,14 @@ class Fetches:
     def plan(self, builder: PlanBuilder) -> None:
         """Copies what has come to the booked blocks."""
         for fetch in self._by_pull.values():
-            for brought in fetch.waiting:
-                at = brought.first - fetch.loading.places[brought.group]
-                blocks = fetch.loading.blocks[brought.group][at : at + len(brought.slots)]
+            for arrived in fetch.waiting:
+                at = arrived.first - fetch.loading.places[arrived.group]
+                blocks = fetch.loading.blocks[arrived.group][at : at + len(arrived.slots)]
                 id = next(self._ids)
-                fetch.moving[id] = brought
-                move = Transfer(id, "in", "peer", brought.group, int32(blocks))
-                move.slots = int32(brought.slots)
-                move.source, move.step = brought.source, brought.step
+                fetch.moving[id] = arrived
+                move = Transfer(id, "in", "peer", arrived.group, int32(blocks))
+                move.slots = int32(arrived.slots)
+                move.source, move.step = arrived.source, arrived.step
                 builder.transfer(move)
             fetch.waiting = []
 
@@ -307,11 +307,11 @@ class Fetches:
         """Takes note of copies that have ended."""
         for fetch in list(self._by_pull.values()):
             for id in [id for id in (*finished, *failed) if id in fetch.moving]:
-                brought = fetch.moving.pop(id)
-                self._slots.give(brought.group, brought.slots)
-                self._stats.blocks_received += len(brought.slots)
-                size = self._sizes[brought.group]
-                self._stats.bytes_received += len(brought.slots) * size
+                arrived = fetch.moving.pop(id)
+                self._slots.give(arrived.group, arrived.slots)
+                self._stats.blocks_received += len(arrived.slots)
+                size = self._sizes[arrived.group]
+                self._stats.bytes_received += len(arrived.slots) * size
                 if id in failed:
                     fetch.dropped = True
                 fetch.pull.moved(id not in failed)

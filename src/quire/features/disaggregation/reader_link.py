@@ -71,13 +71,15 @@ class ReaderLink(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the connection once what was sent before has left, or cannot. `Stopped` is told when
-        no thread of it touches memory any more. Idempotent."""
+        """Ends the connection once every earlier message has left, or cannot leave.
+
+        A `LinkClosed` event follows when none of its threads touches memory any more. Idempotent.
+        """
         ...
 
 
 @dataclass(slots=True)
-class Heard:
+class ReaderMessage:
     """A reader's message."""
 
     link: ReaderLink
@@ -85,7 +87,7 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Stopped:
+class LinkClosed:
     """The end of a connection: nothing reads memory for it any more. broken: by what was no valid
     message."""
 
