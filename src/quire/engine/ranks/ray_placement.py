@@ -137,9 +137,14 @@ def _machines(kind: str) -> list[Machine]:
 def missing_resources(
     machines: Sequence[Machine], own: str, kind: str, each: int, count: int
 ) -> str | None:
-    """Returns what machines lack for an engine, in words, None where they suffice.
+    """Describes why machines do not suffice for an engine; None: they suffice.
 
-    own: the id of the engine's machine. each: devices of a kind wanted on each of `count` machines.
+    Args:
+        machines: The machines of Ray's cluster.
+        own: Id of the engine's machine.
+        kind: Kind of device, as Ray names it.
+        each: Number of these devices that each machine must have.
+        count: Number of machines that the engine needs.
     """
     here = next((machine for machine in machines if machine.id == own), None)
     fit = sum(machine.devices >= each for machine in machines)

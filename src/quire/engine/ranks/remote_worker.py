@@ -23,9 +23,13 @@ from quire.system import python_command
 class Setup(msgspec.Struct, tag=True):
     """Makes a worker.
 
-    config: with the rank's own device. rendezvous: the URL where ranks find each other.
-    folder: of the memory that the ranks of the engine's machine share; None for those of others.
-    timeout: seconds that a step may take.
+    Attributes:
+        config: The engine's configuration, with the rank's own device.
+        rank: The worker's rank.
+        world: Number of ranks.
+        rendezvous: URL where the ranks find each other.
+        folder: Folder of the shared memory on the engine's machine; None: on other machines.
+        timeout: Most seconds of a step.
     """
 
     config: EngineConfig
@@ -65,7 +69,11 @@ class WorkerShutdown(msgspec.Struct, tag=True):
 
 
 class WorkerReply(msgspec.Struct, tag=True):
-    """Answers a call. measurement: of `Measure`."""
+    """Answers a call.
+
+    Attributes:
+        measurement: The answer to `Measure`; None for other calls.
+    """
 
     measurement: Measurement | None = None
 
@@ -77,7 +85,12 @@ class WorkerFailed(msgspec.Struct, tag=True):
 
 
 class WorkerConnected(msgspec.Struct, tag=True):
-    """Says which machine's worker has connected, and which of that machine's."""
+    """Introduces a worker that has connected from another machine.
+
+    Attributes:
+        node_rank: Number of its machine.
+        index: Number of the worker on that machine.
+    """
 
     node_rank: int
     index: int
