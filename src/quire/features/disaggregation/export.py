@@ -58,7 +58,7 @@ class Export:
         sent_to: by group, the table entry of the next block to send.
         again: those that were lost on their way.
         moving: batches on their way to the memory between engines, by transfer.
-        sent: batches that the reader has not taken, by number.
+        sent: batches without the reader's acknowledgement, by number.
 
     The end:
         closed: nothing more is sent.

@@ -12,15 +12,15 @@ A block of the cache is given up when its copies have ended, a slot of the memor
 when its reader says that it took it, or the connection's threads have ended. A reader that gives no
 sign for the length of a lease, while it is waited for, is dead.
 
-Where readers read the cache itself, "out" copies nothing: its end says that the blocks have been
-written, which those of a prompt that has ended are. They are given up when the reader took the last
-batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
-it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
-again.
+Where readers read the cache itself, an "out" transfer copies nothing. Its end says that the blocks
+have been written; those of an ended prompt always are. The engine gives the blocks up when the
+reader has acknowledged the last batch, or when the grant is closed. A reader that still reads then
+gets no `End`, and discards its copy. If a running prompt loses a batch before the reader
+acknowledges it, the reader discards that batch and the engine sends it again.
 
 Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
-planned, with the step: a clock tells the reader which layers of it have been written. What drafts
-is no part of that: its KV goes when the prompt ends.
+planned, with the step: a clock tells the reader which layers of it have been written. The KV of a
+draft model or draft head is not sent layer by layer but when the prompt ends.
 """
 
 from __future__ import annotations
@@ -76,11 +76,17 @@ Status = tuple[int, str]
 class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
-    sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. layers: have readers that can read them behind each layer of the step. memory:
-    between engines, for readers that can map it; None: slots are blocks of the cache, which readers
-    read there. model_groups: KV groups of the model; those behind them are of what drafts, which is
-    computed behind the results of a step. None: all. clock: seconds.
+    Args:
+        slots: The free slots of the memory between engines.
+        sizes: Bytes of a block, by KV group.
+        lease: Seconds after which a silent reader counts as dead.
+        port: The port where readers connect.
+        chunks: Whether blocks are sent as steps fill them.
+        layers: Whether readers on this host may read a block after each layer of the step.
+        memory: Memory between engines that readers can map; None: they read the cache itself.
+        model_groups: Number of the model's own KV groups; None: all. A drafter's groups follow
+            them. Their KV is computed after the results of a step.
+        clock: Returns the time in seconds.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class LayerBatches(Generic[Link]):
                     link.send(batch)
 
 
-# Tells the engines that read this one's cache which layers have stored the KV of which step.
+# The clock shows readers of this engine's cache how many layers of a step have stored their KV.
 
 _set_clock = op(twins.set_clock)
 

@@ -77,10 +77,14 @@ class PeerChannel:
 class PromptRequest(msgspec.Struct, frozen=True):
     """Asks for the KV of a prompt; the body of `POST /kv/prefill`.
 
-    tokens: whole blocks of them. cache_salt: see `Request`. first: blocks that the reader has.
-    reader: names the engine that asks, for its life. epoch: of the engine that answers, as its
-    handshake told. layers: whether the reader can read that engine's clock, and so blocks whose
-    layers are yet to be written.
+    Attributes:
+        tokens: The prompt's tokens, in whole blocks.
+        first: Number of leading blocks that the reader has.
+        reader: Names the asking engine, for its life.
+        epoch: Names the answering engine, as in its handshake.
+        cache_salt: See `Request`.
+        layers: Whether the reader can read the answering engine's clock. If so, it also gets
+            blocks before all of their layers are written.
     """
 
     tokens: list[int]
@@ -188,7 +192,7 @@ class BlockBatch(msgspec.Struct, tag=True):
 
 
 class BatchAck(msgspec.Struct, tag=True):
-    """Tells that a batch was read: its memory may be used again."""
+    """Acknowledges a batch: the reader has read it, so its memory may be used again."""
 
     number: int
 

@@ -63,9 +63,15 @@ _FIRST_ID = 1 << 41
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
-    here. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
-    trace, "" for none."""
+    """A prompt whose KV a thread fetches from a peer.
+
+    Attributes:
+        name: The request's name in the log.
+        tokens: int32 [whole blocks].
+        first: Number of leading blocks that this engine has.
+        peer: The only peer to ask; None: any.
+        traceparent: Header of the request's trace; "": it has no trace.
+    """
 
     name: str
     tokens: Int32
@@ -100,8 +106,16 @@ class Puller(Protocol):
 
 @dataclass(slots=True)
 class BlocksArrived:
-    """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
-    which `source` describes, once `step` has filled them; see `Transfer`."""
+    """Blocks of a group's table that a peer has sent; see `Transfer`.
+
+    Attributes:
+        pull: The thread that received them.
+        group: Their KV group.
+        first: Table entry of the first block.
+        slots: Their slots in the memory between engines, or in the memory of `source`.
+        source: Describes the peer's memory; empty: the blocks are in the memory between engines.
+        step: The peer's step that fills the blocks; -1: they are filled.
+    """
 
     pull: Pull
     group: int
@@ -113,8 +127,14 @@ class BlocksArrived:
 
 @dataclass(slots=True)
 class PullEnded:
-    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
-    prompt that came, beyond those in which it was computed. asked: until the peer had agreed."""
+    """The end of a thread: it touches no slot any more.
+
+    Attributes:
+        outcome: See `OUTCOMES`.
+        reason: Why the fetch failed, for the log.
+        seconds: Time of a fetched prompt, without the time to compute it.
+        asked: Seconds until the peer had agreed.
+    """
 
     pull: Pull
     outcome: str

@@ -66,8 +66,11 @@ class ReaderLink(Protocol):
         ...
 
     def end_after(self, numbers: Collection[int], end: End) -> None:
-        """Sends `end` once the reader took the batches of these numbers, unless `close` was called
-        before. So it need not wait for the loop, which may be in the midst of a step."""
+        """Sends `end` once the reader has acknowledged the batches of these numbers.
+
+        The connection does this by itself because the loop may be in the midst of a step. After
+        `close` it sends nothing.
+        """
         ...
 
     def close(self) -> None:
@@ -88,8 +91,11 @@ class ReaderMessage:
 
 @dataclass(slots=True)
 class LinkClosed:
-    """The end of a connection: nothing reads memory for it any more. broken: by what was no valid
-    message."""
+    """The end of a connection: nothing reads memory for it any more.
+
+    Attributes:
+        broken: Whether an invalid message ended it.
+    """
 
     link: ReaderLink
     broken: bool = False

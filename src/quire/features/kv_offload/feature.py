@@ -51,9 +51,12 @@ class FetchState(msgspec.Struct):
 
 @dataclass(slots=True)
 class _ReachablePrefix:
-    """A prefix that a request can get to with what the lower tiers hold.
+    """A prefix of a request that the device and the lower tiers hold together.
 
-    end: in tokens. kept: what the device has of them. wanted: by tier, the hashes of the rest.
+    Attributes:
+        end: Its length in tokens.
+        kept: The part that the device has.
+        wanted: Hashes of the other blocks, by tier.
     """
 
     end: int
@@ -275,7 +278,14 @@ class OffloadFeature(Feature):
     def _reached(
         self, end: int, kept: Match, blocks: list[bytes], state: bytes | None = None
     ) -> _ReachablePrefix:
-        """Returns what it takes to get to an end. state: the hash of what stands there."""
+        """Returns the prefix up to `end`, with the blocks to bring back for it.
+
+        Args:
+            end: Tokens.
+            kept: The part that the device has.
+            blocks: Hashes of the KV blocks to bring back.
+            state: Hash of the recurrent states to bring back; None: no states.
+        """
         wanted = [(tier, blocks) for tier in self._kv if blocks]
         if state is not None:
             wanted += [(tier, [state]) for tier in self._states]
@@ -427,8 +437,10 @@ def _all_have(tiers: Sequence[GroupTier], block_hash: bytes, sources: _Sources) 
 
 
 def _missing(reach: _ReachablePrefix) -> tuple[list[Job], list[tuple[GroupTier, list[bytes]]]]:
-    """Returns the jobs by which some blocks are arriving already, and by tier the hashes of those
-    that are in files only. All others count as used now."""
+    """Returns the jobs that already bring some of the blocks, and the hashes to load from files.
+
+    The hashes are listed by tier. Blocks that the host holds count as used.
+    """
     jobs: dict[int, Job] = {}
     loads: list[tuple[GroupTier, list[bytes]]] = []
     for tier, hashes in reach.wanted:

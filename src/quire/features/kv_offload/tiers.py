@@ -22,9 +22,12 @@ class Kind(Enum):
 class Job:
     """Blocks of one KV group in transfer.
 
-    hashes: the blocks that move. waiters: ids of requests to wake at the end.
-    prefix_load: of an IN job, what it is a part of.
-    stale: whether all prefixes were forgotten meanwhile. began: time.monotonic().
+    Attributes:
+        hashes: Hashes of the blocks that move.
+        waiters: Ids of requests to wake at the end.
+        prefix_load: The load that an IN job belongs to.
+        stale: Whether the prefix cache was cleared meanwhile.
+        began: Start, as `time.monotonic()`.
     """
 
     kind: Kind
@@ -37,10 +40,15 @@ class Job:
 
 @dataclass(slots=True)
 class PrefixLoad:
-    """A prefix on its way to the device, by one IN job for each KV group that lacks some of it.
+    """A prefix on its way to the device, by one IN job for each KV group with missing blocks.
 
-    left: jobs that have not ended. good: all that ended went well. waiters: of those that ended.
-    tokens: that it spares. loaded: how many of them were read from files for it.
+    Attributes:
+        loading: The device's blocks that the jobs fill.
+        left: Number of jobs still under way.
+        tokens: Prompt tokens that need no prefill thanks to it.
+        loaded: Number of these tokens read from files for it.
+        good: Whether every ended job succeeded.
+        waiters: Ids of the requests that waited for ended jobs.
     """
 
     loading: LoadingPrefix
