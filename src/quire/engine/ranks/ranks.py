@@ -26,7 +26,7 @@ _SIZES = (2, 3, 4, 5, 6, 8, 16)
 _PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 
 
-class _Ranked(SingleGroup):
+class _ShapeGroup(SingleGroup):
     """Stands for one of several ranks where only shapes are asked for."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -250,7 +250,7 @@ def model_of_rank(
     Raises:
         ConfigError: the model cannot be shared out over so many ranks.
     """
-    group = _Ranked(rank, world)
+    group = _ShapeGroup(rank, world)
     return build_model(
         spec, device="meta", dtype=dtype, group=group, quantization=quantization,
         expert_parallel=expert_parallel,
