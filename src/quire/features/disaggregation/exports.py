@@ -396,7 +396,7 @@ class Exports:
         return batch.count
 
     def _batch(self, export: Export, g: int, first: int, end: int) -> BatchInFlight | None:
-        """Finds places for the first of some blocks; None where there is none."""
+        """Finds slots for the leading blocks; None: no slot is free."""
         blocks = self._blocks_of(export, g, first, end)
         slots = self._slots.put(g, blocks)
         if not slots:

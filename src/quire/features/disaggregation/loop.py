@@ -129,7 +129,7 @@ class DisaggLoop(LoopFeature):
         """Listens for readers, and makes ready to ask peers.
 
         Raises:
-            ConfigError: the address cannot be had, or a peer's URL is none.
+            ConfigError: The address is not available, or a peer's URL is invalid.
         """
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})

@@ -162,7 +162,7 @@ class PeerList:
     """All peers. From any thread.
 
     Raises:
-        ConfigError: an address is none.
+        ConfigError: An address is invalid.
     """
 
     def __init__(self, urls: Sequence[str], key: str | None, facts: KVFacts) -> None:

@@ -111,7 +111,7 @@ def _swap(held: list[set[int]], shares: Sequence[float], work: list[float]) -> b
 
 
 def imbalance(loads: Sequence[float], placement: Placement) -> float:
-    """Returns the largest work of a rank, divided by the mean; 1 where there is none."""
+    """Returns the largest work of a rank, divided by the mean; 1 without any work."""
     copies = [0] * len(loads)
     for own in placement:
         for expert in own:
