@@ -47,16 +47,16 @@ def test_settings_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cluster_that_is_too_small() -> None:
     pytest.importorskip("ray")
-    from quire.engine.ranks.ray_placement import Machine, lack
+    from quire.engine.ranks.ray_placement import Machine, missing_resources
 
     machines = [Machine("a", "10.0.0.1", 8), Machine("b", "10.0.0.2", 4)]
-    assert lack(machines, "a", "GPU", 4, 2) is None
-    assert lack(machines, "a", "GPU", 8, 2) == (
+    assert missing_resources(machines, "a", "GPU", 4, 2) is None
+    assert missing_resources(machines, "a", "GPU", 8, 2) == (
         "2 machines with 8 GPUs each are asked for, and this must be one of them; Ray's cluster "
         "has 10.0.0.1 (this one) with 8, 10.0.0.2 with 4"
     )
-    assert lack(machines, "b", "GPU", 8, 1) is not None
-    assert "has no machine" in str(lack([], "a", "GPU", 1, 1))
+    assert missing_resources(machines, "b", "GPU", 8, 1) is not None
+    assert "has no machine" in str(missing_resources([], "a", "GPU", 1, 1))
 
 
 def test_gpus_that_ray_has_given(monkeypatch: pytest.MonkeyPatch) -> None:

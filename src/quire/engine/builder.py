@@ -119,10 +119,11 @@ def build_core(
 ) -> EngineCore:
     """Builds an engine in this process and loads its weights.
 
-    complete: every feature that requests may ask for is ready from the start; else the first such
-        request turns it on, where the device allows that.
-    server: clients share the engine: requests may name tenants, who share it fairly, and routers
-        ask for its load.
+    Args:
+        complete: Whether all optional features are ready from the start. Otherwise the first
+            request for a feature turns it on, if the device allows that.
+        server: Whether clients share the engine. Then requests may name tenants, which share it
+            fairly, and routers ask for its load.
     """
     features = features_at_start(config, complete=complete, server=server)
     hooks, ranks = hooks_of(features, config), config.args.ranks

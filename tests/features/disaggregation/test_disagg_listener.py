@@ -16,11 +16,11 @@ import pytest
 
 from quire.features.disaggregation import listener as listener_module
 from quire.features.disaggregation.listener import Listener
-from quire.features.disaggregation.messages import End, Grant, PeerChannel, Redeem
-from quire.features.disaggregation.reader_link import Heard, Stopped
+from quire.features.disaggregation.messages import End, Grant, OpenGrant, PeerChannel
+from quire.features.disaggregation.reader_link import LinkClosed, ReaderMessage
 
 GRANT = Grant("name", "epoch", 1, "reader", 1.0, 0)
-News = queue.SimpleQueue[Heard | Stopped]
+News = queue.SimpleQueue[ReaderMessage | LinkClosed]
 
 
 @contextmanager
@@ -41,14 +41,14 @@ def assert_answered(to: Listener, news: News) -> None:
     """A reader connects, shows its grant and is told of the end."""
     with connect(to) as connected:
         channel = PeerChannel(connected)
-        channel.send(Redeem(GRANT))
-        while not isinstance(heard := news.get(timeout=5), Heard):
+        channel.send(OpenGrant(GRANT))
+        while not isinstance(heard := news.get(timeout=5), ReaderMessage):
             pass  # the end of another
-        assert heard.message == Redeem(GRANT)
+        assert heard.message == OpenGrant(GRANT)
         heard.link.send(End(1.0))
         heard.link.close()
         assert channel.receive() == End(1.0)
-        while news.get(timeout=5) != Stopped(heard.link):
+        while news.get(timeout=5) != LinkClosed(heard.link):
             pass
 
 
@@ -101,7 +101,7 @@ def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
         connect(listener) as silent,
         connect(listener) as slow,
     ):
-        PeerChannel(reader).send(Redeem(GRANT))
+        PeerChannel(reader).send(OpenGrant(GRANT))
         slow.setblocking(False)
         for _ in range(100):
             try:
@@ -117,7 +117,7 @@ def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> N
         assert ended
         assert silent.recv(1) == b""
         heard = news.get(timeout=5)
-        assert isinstance(heard, Heard)
+        assert isinstance(heard, ReaderMessage)
         heard.link.send(End(1.0))
         assert PeerChannel(reader).receive() == End(1.0)
 
@@ -130,8 +130,8 @@ def test_silent_connections_leave_room(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_answered(listener, news)
         readers = [connect(listener) for _ in range(3)]
         for reader in readers:
-            PeerChannel(reader).send(Redeem(GRANT))
-            while not isinstance(news.get(timeout=5), Heard):
+            PeerChannel(reader).send(OpenGrant(GRANT))
+            while not isinstance(news.get(timeout=5), ReaderMessage):
                 pass
         with connect(listener) as late:
             assert late.recv(1) == b""  # all have shown grants

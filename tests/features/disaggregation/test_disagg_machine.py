@@ -23,18 +23,23 @@ from quire.features.disaggregation.exports import Exports
 from quire.features.disaggregation.free_slots import BlocksInPlace, FreeSlots
 from quire.features.disaggregation.loop import DisaggFeature
 from quire.features.disaggregation.messages import (
-    Accepted,
+    BatchAck,
     BlockBatch,
     End,
     Grant,
+    GrantAccepted,
+    GrantRefused,
     MemoryHandle,
     Message,
-    Redeem,
-    Refused,
-    Taken,
+    OpenGrant,
 )
-from quire.features.disaggregation.prompt_fetches import Brought, Ended, Fetches, PullOrder
-from quire.features.disaggregation.reader_link import Heard, Stopped
+from quire.features.disaggregation.prompt_fetches import (
+    BlocksArrived,
+    Fetches,
+    PullEnded,
+    PullOrder,
+)
+from quire.features.disaggregation.reader_link import LinkClosed, ReaderMessage
 from quire.features.disaggregation.stats import DisaggStats
 from quire.plan import KVGroup, StepResult, Transfer
 from quire.request import FinishReason, Request
@@ -88,18 +93,18 @@ class Wire:
 
     def hear(self, message: Message) -> None:
         """The reader's message arrives; the loop takes note of it at its next turn."""
-        if isinstance(message, Redeem) and self.engine.exports is not None:
+        if isinstance(message, OpenGrant) and self.engine.exports is not None:
             self.engine.exports.meet(self, message.grant)
-        if isinstance(message, Taken):
+        if isinstance(message, BatchAck):
             self.taken.add(message.number)
             self.end_if_taken()
-        self.engine.news.append(Heard(self, message))
+        self.engine.news.append(ReaderMessage(self, message))
 
     def stop(self) -> None:
         """The connection has ended for the writer."""
         if not self.stopped:
             self.stopped = True
-            self.engine.news.append(Stopped(self))
+            self.engine.news.append(LinkClosed(self))
 
 
 @dataclass(eq=False)
@@ -195,7 +200,7 @@ class Engine:
         self.puller = FakePuller()
         self.exports: Exports | None = None
         self.fetches: Fetches | None = None
-        self.news: list[Heard | Stopped] = []
+        self.news: list[ReaderMessage | LinkClosed] = []
         sizes = [1] * len(groups)
         if writes:
             self.exports = Exports(
@@ -366,7 +371,7 @@ class DisaggMachine(RuleBasedStateMachine):
             self.request_grant(pull)
         elif pull.wire is None:
             pull.wire = Wire(self.writer)
-            pull.wire.hear(Redeem(pull.grant))
+            pull.wire.hear(OpenGrant(pull.grant))
         elif pull.reads is not None:
             self.end_read(pull, pull.wire, pull.reads)
         elif pull.wire.out:
@@ -378,7 +383,7 @@ class DisaggMachine(RuleBasedStateMachine):
             return
         pull.reads = None
         if pull.ends.popleft():
-            wire.hear(Taken(batch.number))
+            wire.hear(BatchAck(batch.number))
         else:
             self.finish(pull, "dead")
 
@@ -403,7 +408,7 @@ class DisaggMachine(RuleBasedStateMachine):
                 assert message.slots is not None
                 name, pull.reads = wire.engine.name, message
                 brought = message.group, message.first, message.slots, name, message.step
-                self.tell(Brought(pull, *brought))
+                self.tell(BlocksArrived(pull, *brought))
             case BlockBatch():
                 assert isinstance(self.reader.slots, FreeSlots)
                 slots = self.reader.slots.await_many(message.group, message.count, 0.0)
@@ -415,25 +420,25 @@ class DisaggMachine(RuleBasedStateMachine):
                 for source, target in zip(sources, slots, strict=True):
                     data = wire.engine.executor.host["peer", message.group, source]
                     self.reader.executor.host["peer", message.group, target] = data.copy()
-                self.tell(Brought(pull, message.group, message.first, slots))
-                wire.hear(Taken(message.number))
+                self.tell(BlocksArrived(pull, message.group, message.first, slots))
+                wire.hear(BatchAck(message.number))
             case End():
                 self.fetched += 1
                 self.finish(pull, "done")
-            case Refused():
+            case GrantRefused():
                 self.finish(pull, "refused")
             case None:
                 self.finish(pull, "dead")
             case _:
                 pass
 
-    def tell(self, event: Brought | Ended) -> None:
+    def tell(self, event: BlocksArrived | PullEnded) -> None:
         assert self.reader.fetches is not None
         self.reader.fetches.handle(event)
 
     def finish(self, pull: FakePull, outcome: str) -> None:
         self.reader.puller.pulls.remove(pull)
-        self.tell(Ended(pull, outcome))
+        self.tell(PullEnded(pull, outcome))
         if pull.wire is not None:
             pull.wire.stop()
 
@@ -637,7 +642,7 @@ def test_layers_can_be_read_while_the_step_that_computes_them_runs() -> None:
     for event in writer.news:
         writer.exports.handle(event)  # type: ignore[union-attr]
     writer.news = []
-    assert sum(isinstance(message, Accepted) for message in pull.wire.out) == 1
+    assert sum(isinstance(message, GrantAccepted) for message in pull.wire.out) == 1
     for _ in range(2):
         writer.scheduler.update(writer.executor.collect())
     assert pull.wire.promise is not None
@@ -658,15 +663,15 @@ def test_a_grant_names_blocks_to_the_first_who_shows_it() -> None:
     assert plan is not None
     writer.executor.submit(plan)
     guess, second = Wire(writer), Wire(writer)
-    guess.hear(Redeem(msgspec.structs.replace(grant, reader="other")))
+    guess.hear(OpenGrant(msgspec.structs.replace(grant, reader="other")))
     assert not guess.out
     machine.advance(pull)
-    second.hear(Redeem(grant))
+    second.hear(OpenGrant(grant))
     assert not second.out
     machine.run_writer(1)
     for wire in (guess, second):
         (refused, end) = wire.out
-        assert isinstance(refused, Refused)
+        assert isinstance(refused, GrantRefused)
         assert (refused.status, end) == (403, None)
         wire.stop()
     machine.teardown()

@@ -16,17 +16,17 @@ from quire.features.disaggregation import peer_list, pulls
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.free_slots import FreeSlots
 from quire.features.disaggregation.messages import (
-    Accepted,
+    BatchAck,
     BlockBatch,
     End,
     Grant,
+    GrantAccepted,
     Message,
+    OpenGrant,
     PeerChannel,
-    Redeem,
-    Taken,
 )
 from quire.features.disaggregation.peer_list import Peer, PeerError, PeerList
-from quire.features.disaggregation.prompt_fetches import Brought, Ended, PullOrder
+from quire.features.disaggregation.prompt_fetches import BlocksArrived, PullEnded, PullOrder
 from quire.features.disaggregation.pulls import PullThreads
 
 FACTS = KVFacts(1, "1", "tcp", "model", "float32", "auto", 16, ())
@@ -59,7 +59,9 @@ def test_threads_do_not_wait_for_a_silent_peer_in_turn(monkeypatch: pytest.Monke
         assert time.monotonic() - begun >= 0.5
 
 
-def pull(monkeypatch: pytest.MonkeyPatch, peer: Peer, slots: FreeSlots, answer: object) -> Ended:
+def pull(
+    monkeypatch: pytest.MonkeyPatch, peer: Peer, slots: FreeSlots, answer: object
+) -> PullEnded:
     """Has a peer asked for a prompt, which answers with a grant for a port, or an error."""
 
     def ask(*_: Any) -> Grant:
@@ -74,10 +76,10 @@ def pull(monkeypatch: pytest.MonkeyPatch, peer: Peer, slots: FreeSlots, answer: 
     block = memoryview(bytearray(4))
     threads = PullThreads(peers, slots, lambda group, slot: block, told.put, 0.2)
     threads.start(ORDER)
-    while isinstance(event := told.get(timeout=10.0), Brought):
+    while isinstance(event := told.get(timeout=10.0), BlocksArrived):
         slots.give(event.group, event.slots)
     threads.close()
-    assert isinstance(event, Ended)
+    assert isinstance(event, PullEnded)
     return event
 
 
@@ -85,7 +87,7 @@ def answer_with(server: socket.socket, messages: list[Message]) -> threading.Thr
     def run() -> None:
         connected, _ = server.accept()
         channel = PeerChannel(connected)
-        assert isinstance(channel.receive(), Redeem)
+        assert isinstance(channel.receive(), OpenGrant)
         for message in messages:
             channel.send(message)
         with contextlib.suppress(OSError):  # until the reader is gone
@@ -108,7 +110,7 @@ def test_a_peer_is_not_blamed_for_what_is_full_here(
     held = slots.put(0, int32(range(4)))
     with socket.create_server(("127.0.0.1", 0)) as server:
         batch = BlockBatch(1, group, 0, 1)
-        thread = answer_with(server, [Accepted(None), batch])
+        thread = answer_with(server, [GrantAccepted(None), batch])
         ended = pull(monkeypatch, peer, slots, server.getsockname()[1])
         thread.join()
     assert (ended.outcome, peer.up) == (outcome, True)
@@ -124,10 +126,10 @@ def test_a_batch_of_more_blocks_than_there_are_slots(monkeypatch: pytest.MonkeyP
         connected, _ = server.accept()
         channel = PeerChannel(connected)
         channel.receive()
-        channel.send(Accepted(None))
+        channel.send(GrantAccepted(None))
         channel.send(BlockBatch(1, 0, 0, 9))
         channel.send_block(memoryview(bytes(9 * 4)))
-        assert isinstance(channel.receive(), Taken)
+        assert isinstance(channel.receive(), BatchAck)
         channel.send(End(0.0))
         channel.close()
 

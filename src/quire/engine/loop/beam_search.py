@@ -28,12 +28,12 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters of a beam search.
 
     Attributes:
-        beam_width: beams that are followed, and sequences that are kept, 1 to 64.
-        max_tokens: most tokens of a sequence; None: as many as the context holds.
-        length_penalty: a sequence's score is the sum of its log-probabilities over its length to
-            the power of this: above 0 long ones are preferred.
-        ignore_eos: no token ends a sequence but those of `stop_token_ids`.
-        stop_token_ids: tokens that end a sequence, besides the model's end-of-sequence ids.
+        beam_width: Number of beams, and of sequences kept, 1 to 64.
+        max_tokens: Most tokens of a sequence; None: as many as the context holds.
+        length_penalty: A score is the sum of the log-probabilities over the length to this power.
+            Values above 0 prefer long sequences.
+        ignore_eos: Only `stop_token_ids` end a sequence.
+        stop_token_ids: Further tokens that end a sequence, next to the model's own.
     """
 
     beam_width: int
@@ -66,13 +66,13 @@ class BeamSearchSequence:
     """One of the best sequences.
 
     Attributes:
-        token_ids: without the prompt, a token that ended it included.
-        text: without a token that ended it.
-        cum_logprob: sum of the tokens' log-probabilities.
-        score: that over the length to the power of `length_penalty`.
-        logprobs: by place, those of the token and of its likeliest alternatives.
-        finish_reason: stop or length.
-        stop_reason: the token of `stop_token_ids` that ended it.
+        token_ids: Generated tokens, with the end token.
+        text: Text without the end token.
+        cum_logprob: Sum of the tokens' log-probabilities.
+        score: `cum_logprob` over the length to the power of `length_penalty`.
+        logprobs: By place, log-probabilities of the token and of its likeliest alternatives.
+        finish_reason: "stop" or "length".
+        stop_reason: The token of `stop_token_ids` at its end.
     """
 
     token_ids: list[int]
@@ -117,7 +117,7 @@ class BeamSearch:
         self._beams = [_Beam([], 0.0, [])]
         self._found: list[tuple[float, _Beam]] = []
         self.over = False
-        # What a beam can add to the best ones: as many as go on, and those that end it.
+        # A beam can contribute at most as many continuations as beams go on, and each end token.
         self.alternatives = min(params.beam_width + len(ends), config.vocab_size)
         if self.alternatives > MAX_LOGPROBS:
             raise RequestError(

@@ -85,14 +85,13 @@ class AbortRequest(msgspec.Struct, tag=True):
 
 
 class Call(msgspec.Struct, tag=True):
-    """Asks for an `CallAnswer`; `CallFailed` comes where the engine cannot give one.
+    """Asks for a `CallAnswer`; `CallFailed` comes where the engine cannot give one.
 
     Attributes:
-        call: the client's number for it.
-        name: of a `CallType`.
-        body: what is sent, of that type.
-        end: the number of a second call, answered when what this one began is over; None: the
-            client need not know.
+        call: The client's number for it.
+        name: Name of a `CallType`.
+        body: The request, of that call's type.
+        end: Call number of the second answer, sent when the work is over. None: no second answer.
     """
 
     call: int

@@ -13,8 +13,14 @@ from quire.features.spec import resolve
 
 
 class RankStats(msgspec.Struct):
-    """One of several ranks. steps: that it has read. device_seconds: the device's time that these
-    took, waits for other ranks included. weight_bytes, kv_bytes: what it holds."""
+    """The statistics of one of several ranks.
+
+    Attributes:
+        steps: Steps that it has read.
+        device_seconds: The device's time for these steps, with waits for other ranks.
+        weight_bytes: Size of its weights.
+        kv_bytes: Size of its KV cache.
+    """
 
     steps: int = 0
     device_seconds: float = 0.0
@@ -25,12 +31,16 @@ class RankStats(msgspec.Struct):
 class CoreStats(msgspec.Struct):
     """Block counts are per KV group; counters count since the start.
 
-    set_back: waiting requests that ran before.
-    prompt_tokens: of requests taken. generation_tokens: read from the device.
-    broken_logits: completions that ended as their logits were not numbers.
-    evicted_blocks: evicted from the device's cache. copied_blocks: shared only in part.
-    swapped: preemptions after which blocks were to be brought back rather than computed again.
-    ranks: empty where there is one. histograms: see `Telemetry`.
+    Attributes:
+        set_back: Waiting requests that ran before.
+        evicted_blocks: Blocks evicted from the device's cache.
+        copied_blocks: Blocks copied because they are shared only in part.
+        swapped: Preemptions with blocks to bring back instead of computing them again.
+        prompt_tokens: Prompt tokens of accepted requests.
+        generation_tokens: Generated tokens read from the device.
+        broken_logits: Completions that ended because their logits were not numbers.
+        ranks: Statistics of each rank; empty for a single rank.
+        histograms: See `Telemetry`.
     """
 
     running: int = 0

@@ -68,16 +68,22 @@ def open_trace(config: EngineConfig, scheduler: Scheduler) -> Trace | None:
 
 
 class Telemetry:
-    """The engine tells it of each step twice; all times are of `time.monotonic`.
+    """Counts and times steps. The engine calls it at each step's launch and at its end.
 
-    histograms:
-        step_seconds: a step's own time, from its launch, or the end of the one before, to its end.
-        step_device_seconds: what the device took of it.
-        step_requests, step_tokens: what was launched.
-        prefill_seconds: a request's first step to its first token.
-    broken_logits: completions that ended as their logits were not numbers.
-    firsts: the last requests to get a first token: their number, and the seconds it took.
-    trace: is told as well, where one is written.
+    All times are of `time.monotonic`. The histograms are:
+
+    - `step_seconds`: A step's time, from its launch or the previous step's end, to its end.
+    - `step_device_seconds`: The device's part of that time.
+    - `step_requests`: Requests of a launched step.
+    - `step_tokens`: Tokens of a launched step.
+    - `prefill_seconds`: Time from a request's first step to its first token.
+
+    Args:
+        trace: Receives the same calls; None: no trace is written.
+
+    Attributes:
+        broken_logits: Completions that ended because their logits were not numbers.
+        firsts: The last requests with a first token: their number, and the seconds it took.
     """
 
     def __init__(self, trace: Trace | None = None) -> None:

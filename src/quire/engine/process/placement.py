@@ -1,10 +1,15 @@
 """The choice of a replica for each request: by the prefix that it is likely to hold, and by load.
 
-What a replica holds is estimated from what was sent to it: the keys of its prompts' pieces, least
-recently used first out, as many as its KV cache has room for. Nothing is asked of the replicas. The
-cost of a choice is in tokens to be computed: the prompt without what is held, half of the prompts
-that the replica has not answered yet (more, and requests leave their prefixes at every burst), and
-so many for each request that it runs.
+The router estimates each replica's cache from the prompts that it sent there, and asks the replicas
+nothing. It keeps the keys of the prompts' pieces, as many as the KV cache has room for, and drops
+the least recently used first.
+
+The cost of a choice is a number of tokens to compute, a sum of three parts:
+
+- The prompt without the part that the replica probably holds.
+- Half of the prompts that the replica has not answered yet. With a larger share, requests would
+  leave their prefixes at every burst.
+- `RUNNING_TOKENS` for each request that it runs.
 """
 
 from __future__ import annotations

@@ -70,9 +70,11 @@ def _of_layer(layer: LayerSpec) -> str | None:
 
 
 def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
-    """Returns the group of ranks that share layers, as one whose sums run beside other work where
-    `async_tp` asks for it, the model allows it and, if it is to be measured, a GPU captures
-    graphs."""
+    """Returns the tensor-parallel group, with sums that overlap other work where possible.
+
+    It returns `group` itself if the model does not allow the overlap. "auto" is measured, and
+    therefore also needs a GPU that captures graphs.
+    """
     args, device, least = config.args, torch.device(config.device), sys.maxsize
     reason = obstacle(args, spec_from_config(load_config(Path(config.model_path))))
     measured = args.async_tp == "auto"

@@ -2,7 +2,7 @@
 
 Machine 0 has the last stages, and among them the engine's process; others have whole stages before
 them. Plans travel over TCP as they travel through pipes, and hidden states through the ranks' own
-group. Whoever reaches the port may become a worker, so it belongs in a network of its own.
+group. The port accepts any worker that connects, so it must be in a private network.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from multiprocessing.connection import Connection
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.ranks.ranks import config_of_rank, ranks_of_node
 from quire.engine.ranks.remote_worker import (
-    Here,
     RemoteWorker,
     Setup,
+    WorkerConnected,
     decode_from_worker,
     encode,
     start_process,
@@ -156,8 +156,14 @@ def _start(args: EngineArgs, index: int) -> subprocess.Popen[bytes]:
 
 
 def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
-    """Returns a connection to the engine, for which it waits, of a worker: of which machine, and
-    which of its."""
+    """Connects a worker to the engine, and waits until the engine listens.
+
+    Args:
+        address: The engine's host.
+        port: The engine's port.
+        node_rank: Number of the worker's machine.
+        index: Number of the worker on its machine.
+    """
     while True:
         connected = None
         try:
@@ -167,7 +173,7 @@ def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
                 connected.settimeout(None)
                 _keep_alive(connected)
                 pipe = Connection(os.dup(connected.fileno()))
-                pipe.send_bytes(encode(Here(node_rank, index)))
+                pipe.send_bytes(encode(WorkerConnected(node_rank, index)))
                 return pipe
         except OSError:
             # Nobody listens yet, or who did has ended since.
@@ -197,13 +203,13 @@ def _listen(args: EngineArgs) -> socket.socket:
         ) from error
 
 
-def _introduced(pipe: Connection) -> Here | None:
-    """Returns what the other end says of itself, None if that is nothing, or nonsense."""
+def _introduced(pipe: Connection) -> WorkerConnected | None:
+    """Returns the worker's first message; None if it is missing or invalid."""
     try:
         message = decode_from_worker(pipe.recv_bytes(1024)) if pipe.poll(_HELLO) else None
     except (OSError, EOFError, ValueError):
         return None
-    return message if isinstance(message, Here) else None
+    return message if isinstance(message, WorkerConnected) else None
 
 
 def _limit_reads(connected: socket.socket, seconds: int) -> None:

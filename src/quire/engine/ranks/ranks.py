@@ -26,7 +26,7 @@ _SIZES = (2, 3, 4, 5, 6, 8, 16)
 _PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 
 
-class _Ranked(SingleGroup):
+class _ShapeGroup(SingleGroup):
     """Stands for one of several ranks where only shapes are asked for."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -113,8 +113,8 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
     world = args.tensor_parallel_size
     _check_settings(args)
     if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
-        lack = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
-        raise ConfigError(f"enable_expert_parallel needs {lack}", "enable_expert_parallel")
+        need = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
+        raise ConfigError(f"enable_expert_parallel needs {need}", "enable_expert_parallel")
     _check_copies(args, spec)
     if args.async_tp == "on":
         check_async_tp(args, spec)
@@ -250,7 +250,7 @@ def model_of_rank(
     Raises:
         ConfigError: the model cannot be shared out over so many ranks.
     """
-    group = _Ranked(rank, world)
+    group = _ShapeGroup(rank, world)
     return build_model(
         spec, device="meta", dtype=dtype, group=group, quantization=quantization,
         expert_parallel=expert_parallel,

@@ -26,7 +26,7 @@ class RankActor:
         os.environ.update(thread_variables(os.environ))
         if visible is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        # What follows imports torch, which reads these variables.
+        # Imported here because they import torch, which reads these variables.
         from quire.engine.ranks.nodes import connect
         from quire.engine.ranks.worker_process import main
 

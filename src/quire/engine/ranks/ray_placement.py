@@ -134,10 +134,17 @@ def _machines(kind: str) -> list[Machine]:
     ]
 
 
-def lack(machines: Sequence[Machine], own: str, kind: str, each: int, count: int) -> str | None:
-    """Returns what machines lack for an engine, in words, None where they suffice.
+def missing_resources(
+    machines: Sequence[Machine], own: str, kind: str, each: int, count: int
+) -> str | None:
+    """Describes why machines do not suffice for an engine; None: they suffice.
 
-    own: the id of the engine's machine. each: devices of a kind wanted on each of `count` machines.
+    Args:
+        machines: The machines of Ray's cluster.
+        own: Id of the engine's machine.
+        kind: Kind of device, as Ray names it.
+        each: Number of these devices that each machine must have.
+        count: Number of machines that the engine needs.
     """
     here = next((machine for machine in machines if machine.id == own), None)
     fit = sum(machine.devices >= each for machine in machines)
@@ -158,7 +165,7 @@ def _wait_for_machines(kind: str, each: int, count: int, own: str) -> Machine:
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         machines = _machines(kind)
-        missing = lack(machines, own, kind, each, count)
+        missing = missing_resources(machines, own, kind, each, count)
         if missing is None:
             return next(machine for machine in machines if machine.id == own)
         if time.monotonic() > deadline:

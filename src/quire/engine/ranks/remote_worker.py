@@ -23,9 +23,13 @@ from quire.system import python_command
 class Setup(msgspec.Struct, tag=True):
     """Makes a worker.
 
-    config: with the rank's own device. rendezvous: the URL where ranks find each other.
-    folder: of the memory that the ranks of the engine's machine share; None for those of others.
-    timeout: seconds that a step may take.
+    Attributes:
+        config: The engine's configuration, with the rank's own device.
+        rank: The worker's rank.
+        world: Number of ranks.
+        rendezvous: URL where the ranks find each other.
+        folder: Folder of the shared memory on the engine's machine; None: on other machines.
+        timeout: Most seconds of a step.
     """
 
     config: EngineConfig
@@ -41,13 +45,13 @@ class Measure(msgspec.Struct, tag=True):
 
 
 class Allocate(msgspec.Struct, tag=True):
-    """Makes the KV cache; answered by `Done`."""
+    """Makes the KV cache; answered by `WorkerReply`."""
 
     num_blocks: tuple[int, ...]
 
 
 class Capture(msgspec.Struct, tag=True):
-    """Gets the worker ready; answered by `Done`."""
+    """Gets the worker ready; answered by `WorkerReply`."""
 
 
 class Run(msgspec.Struct, tag=True):
@@ -60,31 +64,40 @@ class Collect(msgspec.Struct, tag=True):
     """Waits for the oldest step; not answered, as all ranks have the same result."""
 
 
-class Leave(msgspec.Struct, tag=True):
+class WorkerShutdown(msgspec.Struct, tag=True):
     """Releases the device and leaves the ranks, which all do at once; not answered."""
 
 
-class Done(msgspec.Struct, tag=True):
-    """Answers a call. measurement: of `Measure`."""
+class WorkerReply(msgspec.Struct, tag=True):
+    """Answers a call.
+
+    Attributes:
+        measurement: The answer to `Measure`; None for other calls.
+    """
 
     measurement: Measurement | None = None
 
 
-class Broken(msgspec.Struct, tag=True):
+class WorkerFailed(msgspec.Struct, tag=True):
     """Says why a worker has ended."""
 
     failure: Failure
 
 
-class Here(msgspec.Struct, tag=True):
-    """Says which machine's worker has connected, and which of that machine's."""
+class WorkerConnected(msgspec.Struct, tag=True):
+    """Introduces a worker that has connected from another machine.
+
+    Attributes:
+        node_rank: Number of its machine.
+        index: Number of the worker on that machine.
+    """
 
     node_rank: int
     index: int
 
 
-ToWorker = Setup | Measure | Allocate | Capture | Run | Collect | Leave
-FromWorker = Done | Broken | Here
+ToWorker = Setup | Measure | Allocate | Capture | Run | Collect | WorkerShutdown
+FromWorker = WorkerReply | WorkerFailed | WorkerConnected
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=encode_array)
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker, dec_hook=decode_array)
 _FROM_WORKER = msgspec.msgpack.Decoder(FromWorker, dec_hook=decode_array)
@@ -146,7 +159,7 @@ class RemoteWorker:
         except OSError as error:
             raise self.ended() from error
 
-    def answer(self) -> Done:
+    def answer(self) -> WorkerReply:
         """Waits for the answer to the oldest call.
 
         Raises:
@@ -156,9 +169,9 @@ class RemoteWorker:
             message = decode_from_worker(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise self.ended() from error
-        if isinstance(message, Broken):
+        if isinstance(message, WorkerFailed):
             raise message.failure.error()
-        if not isinstance(message, Done):
+        if not isinstance(message, WorkerReply):
             raise EngineDeadError(f"the worker of rank {self.rank} does not answer")
         return message
 

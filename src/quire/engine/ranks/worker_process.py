@@ -21,14 +21,14 @@ from quire.engine.loop.messages import Failure
 from quire.engine.ranks.ranks import draws_tokens, open_worker, ranks_of_node
 from quire.engine.ranks.remote_worker import (
     Allocate,
-    Broken,
     Capture,
     Collect,
-    Done,
-    Leave,
     Measure,
     Run,
     Setup,
+    WorkerFailed,
+    WorkerReply,
+    WorkerShutdown,
     decode_to_worker,
     encode,
 )
@@ -66,10 +66,10 @@ def serve(pipe: Connection) -> None:
                 recorder.read(rank, step_id, result.gpu_us)
                 group.check(step_id)
             case Measure():
-                pipe.send_bytes(encode(Done(worker.measure())))
+                pipe.send_bytes(encode(WorkerReply(worker.measure())))
             case Allocate(num_blocks):
                 worker.allocate(num_blocks)
-                pipe.send_bytes(encode(Done()))
+                pipe.send_bytes(encode(WorkerReply()))
             case Capture():
                 worker.capture()
                 recorder.holds(rank, worker)
@@ -78,8 +78,8 @@ def serve(pipe: Connection) -> None:
                 # What stands now stands for good: the collector need not walk it again and again.
                 gc.collect()
                 gc.freeze()
-                pipe.send_bytes(encode(Done()))
-            case Leave():
+                pipe.send_bytes(encode(WorkerReply()))
+            case WorkerShutdown():
                 worker.shutdown()
                 leave_group()
                 return
@@ -118,7 +118,7 @@ def main(descriptor: int, owner: int = 0) -> None:
             sys.stderr.write(f"a further rank: {error}\n")
         else:
             traceback.print_exc()
-        pipe.send_bytes(encode(Broken(Failure.of(error))))
+        pipe.send_bytes(encode(WorkerFailed(Failure.of(error))))
     finally:
         sys.stderr.flush()
         os._exit(status)  # peers that have ended would be waited for

@@ -22,13 +22,13 @@ from quire.engine.ranks.remote_worker import (
     Allocate,
     Capture,
     Collect,
-    Leave,
     LocalWorker,
     Measure,
     RemoteWorker,
     Run,
     Setup,
     ToWorker,
+    WorkerShutdown,
     encode,
 )
 from quire.engine.ranks.shared_memory import FlightRecorder, share
@@ -82,10 +82,16 @@ _LEAVE_SECONDS = 5.0
 class WorkerExecutor:
     """Fans plans out to the workers of all ranks.
 
-    world: ranks. Those of a pipeline's last stage sample, or all; the first's results are the
-        engine's.
-    timeout: seconds that a step may take; None: chosen here.
-    local: the first rank's worker. workers: those of the others, in order.
+    All ranks sample; in a pipeline only those of the last stage. The engine uses the results of
+    the first rank.
+
+    Args:
+        world: Number of ranks.
+        timeout: Most seconds of a step; None: a default.
+
+    Attributes:
+        local: Worker of the first rank.
+        workers: Workers of the other ranks, in order.
     """
 
     def __init__(
@@ -163,7 +169,7 @@ class WorkerExecutor:
                 measurement = worker.answer().measurement
                 if measurement is not None:
                     found.append(measurement)
-            # Groups of what drafts are in the last stage alone, behind the others.
+            # The drafter's KV groups come after the others, and only in the last stage.
             rooms = itertools.zip_longest(*(m.num_blocks for m in found))
             blocks = tuple(min(n for n in counts if n is not None) for counts in rooms)
             self._call(Allocate(blocks))
@@ -231,7 +237,7 @@ class WorkerExecutor:
             self._watch = None
         if not broken:
             with contextlib.suppress(EngineDeadError):
-                self._call(Leave())
+                self._call(WorkerShutdown())
         if "local" in self.__dict__:
             self.local.shutdown()
         # NCCL may wait there for ranks that are gone.

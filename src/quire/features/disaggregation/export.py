@@ -16,7 +16,7 @@ Entries = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class BatchInFlight:
     """A batch on its way out of `blocks`, int32 [n].
 
     turn: how often its request had been preempted; None: the blocks are held.
@@ -58,7 +58,7 @@ class Export:
         sent_to: by group, the table entry of the next block to send.
         again: those that were lost on their way.
         moving: batches on their way to the memory between engines, by transfer.
-        sent: batches that the reader has not taken, by number.
+        sent: batches without the reader's acknowledgement, by number.
 
     The end:
         closed: nothing more is sent.
@@ -83,7 +83,7 @@ class Export:
     told: float = 0.0
     promised: bool = False
     again: list[Entries] = field(default_factory=list)
-    moving: dict[int, Leaving] = field(default_factory=dict)
-    sent: dict[int, Leaving] = field(default_factory=dict)
+    moving: dict[int, BatchInFlight] = field(default_factory=dict)
+    sent: dict[int, BatchInFlight] = field(default_factory=dict)
     closed: bool = False
     ended: bool = False

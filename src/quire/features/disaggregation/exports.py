@@ -12,15 +12,15 @@ A block of the cache is given up when its copies have ended, a slot of the memor
 when its reader says that it took it, or the connection's threads have ended. A reader that gives no
 sign for the length of a lease, while it is waited for, is dead.
 
-Where readers read the cache itself, "out" copies nothing: its end says that the blocks have been
-written, which those of a prompt that has ended are. They are given up when the reader took the last
-batch, or the grant was closed. A reader that still reads then gets no `End`, and throws away what
-it read. So does one of a batch that a running prompt has lost before it was taken: it is sent
-again.
+Where readers read the cache itself, an "out" transfer copies nothing. Its end says that the blocks
+have been written; those of an ended prompt always are. The engine gives the blocks up when the
+reader has acknowledged the last batch, or when the grant is closed. A reader that still reads then
+gets no `End`, and discards its copy. If a running prompt loses a batch before the reader
+acknowledges it, the reader discards that batch and the engine sends it again.
 
 Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
-planned, with the step: a clock tells the reader which layers of it have been written. What drafts
-is no part of that: its KV goes when the prompt ends.
+planned, with the step: a clock tells the reader which layers of it have been written. The KV of a
+draft model or draft head is not sent layer by layer but when the prompt ends.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.cache.loading import LoadingPrefix, PrefixLoader
 from quire.errors import QuireError
-from quire.features.disaggregation.export import Entries, Export, Leaving
+from quire.features.disaggregation.export import BatchInFlight, Entries, Export
 from quire.features.disaggregation.free_slots import PeerSlots
 from quire.features.disaggregation.layer_clock import LayerBatches
 from quire.features.disaggregation.log_limit import LogLimit
 from quire.features.disaggregation.messages import (
-    Accepted,
+    BatchAck,
     BlockBatch,
     ClosedGrant,
     End,
     Grant,
+    GrantAccepted,
+    GrantRefused,
+    KeepAlive,
     MemoryHandle,
-    Redeem,
-    Refused,
-    Taken,
-    Working,
+    OpenGrant,
 )
-from quire.features.disaggregation.reader_link import Heard, ReaderLink, Stopped
+from quire.features.disaggregation.reader_link import LinkClosed, ReaderLink, ReaderMessage
 from quire.features.disaggregation.stats import DisaggStats
 from quire.features.loop_feature import Failure
 from quire.plan import Transfer
@@ -76,11 +76,17 @@ Status = tuple[int, str]
 class Exports:
     """All grants of an engine. Belongs to the engine's loop.
 
-    sizes: bytes of a block, by group. port: where readers connect. chunks: send blocks as steps
-    fill them. layers: have readers that can read them behind each layer of the step. memory:
-    between engines, for readers that can map it; None: slots are blocks of the cache, which readers
-    read there. model_groups: KV groups of the model; those behind them are of what drafts, which is
-    computed behind the results of a step. None: all. clock: seconds.
+    Args:
+        slots: The free slots of the memory between engines.
+        sizes: Bytes of a block, by KV group.
+        lease: Seconds after which a silent reader counts as dead.
+        port: The port where readers connect.
+        chunks: Whether blocks are sent as steps fill them.
+        layers: Whether readers on this host may read a block after each layer of the step.
+        memory: Memory between engines that readers can map; None: they read the cache itself.
+        model_groups: Number of the model's own KV groups; None: all. A drafter's groups follow
+            them. Their KV is computed after the results of a step.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -198,17 +204,17 @@ class Exports:
 
     # -- news ----------------------------------------------------------------------------------
 
-    def handle(self, event: Heard | Stopped) -> None:
+    def handle(self, event: ReaderMessage | LinkClosed) -> None:
         """Takes in a thread's news."""
         export = self._by_link.get(event.link)
         match event:
-            case Heard(link, Redeem(grant)) if export is None:
+            case ReaderMessage(link, OpenGrant(grant)) if export is None:
                 self._redeem(link, grant)
-            case Heard(_, Taken(number)) if export is not None and number in export.sent:
-                self._taken(export, export.sent.pop(number))
-            case Heard(link, _):
+            case ReaderMessage(_, BatchAck(number)) if export is not None and number in export.sent:
+                self._handle_ack(export, export.sent.pop(number))
+            case ReaderMessage(link, _):
                 link.close()  # not a message that comes now
-            case Stopped(link, broken):
+            case LinkClosed(link, broken):
                 self._by_link.pop(link, None)
                 if export is not None:
                     self._stopped(export, broken)
@@ -237,7 +243,7 @@ class Exports:
             status, reason = refusal or (410, "the grant has expired")
             _log.warning("a reader was refused (%d): %s", status, reason)
             self._stats.readers_refused += 1
-            link.send(Refused(status, reason))
+            link.send(GrantRefused(status, reason))
             link.close()
             return
         export.link = link
@@ -246,25 +252,25 @@ class Exports:
         if export.layers is not None:
             export.layers.meet(link)
         else:
-            link.send(Accepted(self._memory))
+            link.send(GrantAccepted(self._memory))
         self._offer(export)
         self._end_if_sent(export)
 
-    def _taken(self, export: Export, leaving: Leaving) -> None:
-        batch = leaving.batch
-        self._give_back(leaving)
-        if self._may_be_lost(leaving) and not self._kept(export, leaving):
+    def _handle_ack(self, export: Export, in_flight: BatchInFlight) -> None:
+        batch = in_flight.batch
+        self._give_back(in_flight)
+        if self._may_be_lost(in_flight) and not self._kept(export, in_flight):
             # They were read where they are, or what came there in their place was.
-            export.again.append(leaving.entries)
+            export.again.append(in_flight.entries)
             self._offer(export)
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
         self._heard(export)
         self._end_if_sent(export)
 
-    def _give_back(self, leaving: Leaving) -> None:
+    def _give_back(self, in_flight: BatchInFlight) -> None:
         """Frees the slots of a batch in the memory between engines."""
-        self._slots.give(leaving.batch.group, leaving.batch.slots or [])
+        self._slots.give(in_flight.batch.group, in_flight.batch.slots or [])
 
     def _heard(self, export: Export) -> None:
         export.deadline = self._clock() + self._lease
@@ -272,8 +278,8 @@ class Exports:
     def _stopped(self, export: Export, broken: bool) -> None:
         """Frees what a connection's threads held."""
         export.link = None
-        for leaving in export.sent.values():
-            self._give_back(leaving)
+        for in_flight in export.sent.values():
+            self._give_back(in_flight)
         export.sent.clear()
         if not export.closed:
             outcome = "broken" if broken else "dead"
@@ -291,7 +297,7 @@ class Exports:
                 self._refuse(export, (504, "the reader gave no sign in time"), "timeout")
             elif export.link is not None and not waits and now - export.told > self._lease / 4:
                 export.told = now
-                export.link.send(Working())
+                export.link.send(KeepAlive())
         failures, self._failures = self._failures, []
         return failures
 
@@ -380,26 +386,26 @@ class Exports:
 
     def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, end: int) -> int:
         """Moves up to a batch of blocks out; returns how many."""
-        leaving = self._batch(export, g, first, end)
-        if leaving is None:
+        in_flight = self._batch(export, g, first, end)
+        if in_flight is None:
             return 0
-        batch = leaving.batch
-        export.moving[batch.number] = leaving
+        batch = in_flight.batch
+        export.moving[batch.number] = in_flight
         slots = int32(batch.slots or [])
-        builder.transfer(Transfer(batch.number, "out", "peer", g, leaving.blocks, slots=slots))
+        builder.transfer(Transfer(batch.number, "out", "peer", g, in_flight.blocks, slots=slots))
         return batch.count
 
-    def _batch(self, export: Export, g: int, first: int, end: int) -> Leaving | None:
-        """Finds places for the first of some blocks; None where there is none."""
+    def _batch(self, export: Export, g: int, first: int, end: int) -> BatchInFlight | None:
+        """Finds slots for the leading blocks; None: no slot is free."""
         blocks = self._blocks_of(export, g, first, end)
         slots = self._slots.put(g, blocks)
         if not slots:
             return None
         batch = BlockBatch(next(self._ids), g, first, len(slots), slots)
         if export.held is not None:
-            return Leaving(batch, blocks[: len(slots)], None)
+            return BatchInFlight(batch, blocks[: len(slots)], None)
         batch.step = export.step if export.layers is not None else -1
-        return Leaving(batch, blocks[: len(slots)], export.done[0])
+        return BatchInFlight(batch, blocks[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
         """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
@@ -415,26 +421,26 @@ class Exports:
             export.again = [each for each in export.again if not self._readable[each[0]]]
         for g, first, end in unsent:
             export.sent_to[g] = max(export.sent_to[g], end)
-            while first < end and (leaving := self._batch(export, g, first, end)):
-                first += leaving.batch.count
-                export.sent[leaving.batch.number] = leaving
-                link.send(leaving.batch)
+            while first < end and (in_flight := self._batch(export, g, first, end)):
+                first += in_flight.batch.count
+                export.sent[in_flight.batch.number] = in_flight
+                link.send(in_flight.batch)
                 self._heard(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
         """Takes note of copies that have ended."""
         for export in list(self._by_name.values()):
             for id in [id for id in (*finished, *failed) if id in export.moving]:
-                leaving = export.moving.pop(id)
+                in_flight = export.moving.pop(id)
                 if export.closed or export.link is None or id in failed:
-                    self._give_back(leaving)
-                elif not self._kept(export, leaving):
-                    self._give_back(leaving)
-                    export.again.append(leaving.entries)
+                    self._give_back(in_flight)
+                elif not self._kept(export, in_flight):
+                    self._give_back(in_flight)
+                    export.again.append(in_flight.entries)
                 else:
-                    export.sent[leaving.batch.number] = leaving
+                    export.sent[in_flight.batch.number] = in_flight
                     self._heard(export)
-                    export.link.send(leaving.batch)
+                    export.link.send(in_flight.batch)
             self._forget_ended(export)
 
     def _blocks_of(self, export: Export, g: int, first: int, end: int) -> Int32:
@@ -447,22 +453,22 @@ class Exports:
         # A copy: the table may change before the plan is launched.
         return self._blocks.groups[g].entries(export.request.lane, first, end).copy()
 
-    def _kept(self, export: Export, leaving: Leaving) -> bool:
+    def _kept(self, export: Export, in_flight: BatchInFlight) -> bool:
         """Tells whether blocks have been the prompt's all the time that they were read. A request
         loses them when it is preempted, and those that the tree has from another when it ends."""
         request = export.request
-        if leaving.turn is None or request is None:
+        if in_flight.turn is None or request is None:
             return True
-        if request.num_preemptions != leaving.turn:
+        if request.num_preemptions != in_flight.turn:
             return False
-        return np.array_equal(self._blocks_of(export, *leaving.entries), leaving.blocks)
+        return np.array_equal(self._blocks_of(export, *in_flight.entries), in_flight.blocks)
 
     def _keep_sent(self, export: Export) -> None:
         """Notes which of the batches that the reader has not taken are held, so that they cannot be
         lost any more."""
-        for number, leaving in export.sent.items():
-            if self._kept(export, leaving):
-                export.sent[number] = replace(leaving, turn=None)
+        for number, in_flight in export.sent.items():
+            if self._kept(export, in_flight):
+                export.sent[number] = replace(in_flight, turn=None)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -480,13 +486,13 @@ class Exports:
         if not export.sent:
             self._close(export, "done")
 
-    def _may_be_lost(self, leaving: Leaving) -> bool:
+    def _may_be_lost(self, in_flight: BatchInFlight) -> bool:
         """Tells whether it is to be seen, when a batch was taken, if it was still the prompt's."""
-        return self._memory is None and leaving.turn is not None
+        return self._memory is None and in_flight.turn is not None
 
     def _refuse(self, export: Export, status: Status, outcome: str) -> None:
         if export.link is not None:
-            export.link.send(Refused(*status))
+            export.link.send(GrantRefused(*status))
         self._close(export, outcome, f"{status[0]}: {status[1]}")
 
     def _close(self, export: Export, outcome: str, reason: str = "") -> None:

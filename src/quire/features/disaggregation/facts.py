@@ -46,8 +46,12 @@ def facts_of(
     transport: str,
     own: int | None = None,
 ) -> KVFacts:
-    """Returns an engine's facts. sizes: bytes of each group's block over all ranks. own: groups of
-    the model, which come before those of what drafts; None: all."""
+    """Returns an engine's facts.
+
+    Args:
+        sizes: Bytes of each group's block over all ranks.
+        own: Number of the model's own groups; a drafter's groups follow. None: all.
+    """
     return KVFacts(
         protocol=PROTOCOL,
         version=__version__,
@@ -96,7 +100,7 @@ def _source(config: EngineConfig) -> tuple[str, int | None]:
 
 
 def draft_digest(config: EngineConfig) -> str:
-    """Returns words for what drafts, likewise; an MTP layer is in the model's own files."""
+    """Returns a text that names the drafter. An MTP layer is in the model's own files."""
     args = config.args
     given = dict(args.speculative or {})
     name = args.speculative_model or given.get("model")

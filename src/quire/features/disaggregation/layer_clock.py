@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quire.config import EngineConfig
-from quire.features.disaggregation.messages import Accepted, BlockBatch, Message
+from quire.features.disaggregation.messages import BlockBatch, GrantAccepted, Message
 from quire.features.disaggregation.settings import read_settings
 from quire.models.decoder import Decoder
 from quire.ops import op
@@ -57,12 +57,12 @@ class LayerBatches(Generic[Link]):
         with self._lock:
             if self.link is None:
                 self.link = link
-                link.send(Accepted(None))
+                link.send(GrantAccepted(None))
                 for batch in self._named:
                     link.send(batch)
 
 
-# Tells the engines that read this one's cache which layers have stored the KV of which step.
+# The clock shows readers of this engine's cache how many layers of a step have stored their KV.
 
 _set_clock = op(twins.set_clock)
 

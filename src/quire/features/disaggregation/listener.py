@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection
 from quire.errors import ConfigError
 from quire.features.disaggregation.log_limit import LogLimit
 from quire.features.disaggregation.messages import (
+    BatchAck,
     BlockBatch,
     BrokenMessageError,
     End,
     Grant,
-    Mapped,
+    MapReply,
     Message,
+    OpenGrant,
     PeerChannel,
-    Redeem,
-    Taken,
 )
-from quire.features.disaggregation.reader_link import Heard, ReaderLink, Stopped
+from quire.features.disaggregation.reader_link import LinkClosed, ReaderLink, ReaderMessage
 
 _log = logging.getLogger(__name__)
 _log.addFilter(LogLimit())
@@ -37,7 +37,7 @@ _ENDED = frozenset({errno.EBADF, errno.EINVAL})
 
 View = Callable[[int, int], memoryview]
 """Returns the bytes of a group's slot. There is none where blocks are read where they are."""
-Tell = Callable[[Heard | Stopped], None]
+Tell = Callable[[ReaderMessage | LinkClosed], None]
 Meet = Callable[[ReaderLink, Grant], None]
 """Greets a reader that shows a grant; see `Exports.meet`."""
 
@@ -68,7 +68,7 @@ class ReaderConnection:
         self._tell = tell
         self._meet = meet
         self._shared = False
-        self._taken: set[int] = set()
+        self._acked: set[int] = set()
         self._awaited: frozenset[int] = frozenset()
         self._end: End | None = None
         """Sent once the awaited batches have been taken."""
@@ -95,7 +95,7 @@ class ReaderConnection:
             self._end_if_taken()
 
     def _end_if_taken(self) -> None:
-        if self._end is not None and self._awaited <= self._taken:
+        if self._end is not None and self._awaited <= self._acked:
             self._out.put(self._end)
             self._end = None
 
@@ -112,17 +112,17 @@ class ReaderConnection:
         try:
             while True:
                 message = self._channel.receive()
-                if isinstance(message, Mapped):
+                if isinstance(message, MapReply):
                     self._shared = message.shared
                     continue
-                if isinstance(message, Redeem):
+                if isinstance(message, OpenGrant):
                     self.silent = False
                     self._meet(self, message.grant)
-                if isinstance(message, Taken):
+                if isinstance(message, BatchAck):
                     with self._lock:
-                        self._taken.add(message.number)
+                        self._acked.add(message.number)
                         self._end_if_taken()
-                self._tell(Heard(self, message))
+                self._tell(ReaderMessage(self, message))
         except (OSError, BrokenMessageError) as error:
             self._broken = isinstance(error, BrokenMessageError)
             if self._broken:
@@ -140,7 +140,7 @@ class ReaderConnection:
         if self._reader.is_alive():  # it may not have been started
             self._reader.join()
         self._channel.close()
-        self._tell(Stopped(self, self._broken))
+        self._tell(LinkClosed(self, self._broken))
 
     def _send(self, message: Message) -> None:
         if not isinstance(message, BlockBatch) or self._shared or self._view is None:
@@ -253,8 +253,8 @@ class Listener:
         self._links.discard(link)
         link.cut()
 
-    def _tell(self, event: Heard | Stopped) -> None:
-        if isinstance(event, Stopped) and isinstance(event.link, ReaderConnection):
+    def _tell(self, event: ReaderMessage | LinkClosed) -> None:
+        if isinstance(event, LinkClosed) and isinstance(event.link, ReaderConnection):
             with self._lock:
                 self._links.discard(event.link)
         self._told(event)

@@ -40,9 +40,9 @@ from quire.features.disaggregation.messages import (
     Welcome,
 )
 from quire.features.disaggregation.peer_list import PeerList
-from quire.features.disaggregation.prompt_fetches import Brought, Ended, Fetches
+from quire.features.disaggregation.prompt_fetches import BlocksArrived, Fetches, PullEnded
 from quire.features.disaggregation.pulls import PullThreads
-from quire.features.disaggregation.reader_link import Heard, Inbox, ReaderLink, Stopped
+from quire.features.disaggregation.reader_link import Inbox, LinkClosed, ReaderLink, ReaderMessage
 from quire.features.disaggregation.settings import (
     DisaggSettings,
     check_engine,
@@ -115,7 +115,7 @@ class DisaggLoop(LoopFeature):
         self._config = config
         self._settings = read_settings(config.args.kv_peers)
         check_engine(config)
-        self._inbox: Inbox[Heard | Stopped | Brought | Ended] = Inbox()
+        self._inbox: Inbox[ReaderMessage | LinkClosed | BlocksArrived | PullEnded] = Inbox()
         self._stats = DisaggStats()
         self._exports: Exports | None = None
         self._fetches: Fetches | None = None
@@ -129,7 +129,7 @@ class DisaggLoop(LoopFeature):
         """Listens for readers, and makes ready to ask peers.
 
         Raises:
-            ConfigError: the address cannot be had, or a peer's URL is none.
+            ConfigError: The address is not available, or a peer's URL is invalid.
         """
         settings = self._settings
         pool = executor.control({"op": "staging_pool"})
@@ -219,7 +219,7 @@ class DisaggLoop(LoopFeature):
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         for event in self._inbox.drain():
-            if isinstance(event, Heard | Stopped):
+            if isinstance(event, ReaderMessage | LinkClosed):
                 if self._exports is not None:
                     self._exports.handle(event)
             elif self._fetches is not None:

@@ -77,10 +77,14 @@ class PeerChannel:
 class PromptRequest(msgspec.Struct, frozen=True):
     """Asks for the KV of a prompt; the body of `POST /kv/prefill`.
 
-    tokens: whole blocks of them. cache_salt: see `Request`. first: blocks that the reader has.
-    reader: names the engine that asks, for its life. epoch: of the engine that answers, as its
-    handshake told. layers: whether the reader can read that engine's clock, and so blocks whose
-    layers are yet to be written.
+    Attributes:
+        tokens: The prompt's tokens, in whole blocks.
+        first: Number of leading blocks that the reader has.
+        reader: Names the asking engine, for its life.
+        epoch: Names the answering engine, as in its handshake.
+        cache_salt: See `Request`.
+        layers: Whether the reader can read the answering engine's clock. If so, it also gets
+            blocks before all of their layers are written.
     """
 
     tokens: list[int]
@@ -138,33 +142,36 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     sizes: list[int]
 
 
-class Redeem(msgspec.Struct, tag=True):
+class OpenGrant(msgspec.Struct, tag=True):
     """The reader's first message: shows its grant."""
 
     grant: Grant
 
 
-class Accepted(msgspec.Struct, tag=True):
-    """Answers `Redeem`: blocks will come. memory: between engines; None where blocks are read where
-    they are."""
+class GrantAccepted(msgspec.Struct, tag=True):
+    """Answers `OpenGrant`: blocks will come.
+
+    Attributes:
+        memory: Memory between engines; None: the reader reads blocks in the writer's cache.
+    """
 
     memory: MemoryHandle | None
 
 
-class Mapped(msgspec.Struct, tag=True):
-    """Answers `Accepted`: whether the reader can map the memory."""
+class MapReply(msgspec.Struct, tag=True):
+    """Answers `GrantAccepted`: whether the reader can map the memory."""
 
     shared: bool
 
 
-class Refused(msgspec.Struct, tag=True):
+class GrantRefused(msgspec.Struct, tag=True):
     """Ends a connection without the blocks. status: as HTTP has it."""
 
     status: int
     reason: str
 
 
-class Working(msgspec.Struct, tag=True):
+class KeepAlive(msgspec.Struct, tag=True):
     """Tells the reader that its prompt is still being computed."""
 
 
@@ -184,8 +191,8 @@ class BlockBatch(msgspec.Struct, tag=True):
     step: int = -1
 
 
-class Taken(msgspec.Struct, tag=True):
-    """Tells that a batch was read: its memory may be used again."""
+class BatchAck(msgspec.Struct, tag=True):
+    """Acknowledges a batch: the reader has read it, so its memory may be used again."""
 
     number: int
 
@@ -197,7 +204,9 @@ class End(msgspec.Struct, tag=True):
     computed: float
 
 
-Message = Redeem | Accepted | Mapped | Refused | Working | BlockBatch | Taken | End
+Message = (
+    OpenGrant | GrantAccepted | MapReply | GrantRefused | KeepAlive | BlockBatch | BatchAck | End
+)
 
 encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

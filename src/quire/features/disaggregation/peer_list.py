@@ -162,7 +162,7 @@ class PeerList:
     """All peers. From any thread.
 
     Raises:
-        ConfigError: an address is none.
+        ConfigError: An address is invalid.
     """
 
     def __init__(self, urls: Sequence[str], key: str | None, facts: KVFacts) -> None:
@@ -177,8 +177,11 @@ class PeerList:
         return [peer.url for peer in self._peers]
 
     def replace(self, urls: Sequence[str]) -> None:
-        """Takes these in place of those that there are; what is under way goes on. Raises
-        ConfigError."""
+        """Replaces the peers by these; requests under way go on.
+
+        Raises:
+            ConfigError: An address is invalid.
+        """
         known = {peer.url: peer for peer in self._peers}
         fresh = [Peer(url, self._key, self._facts) for url in urls]
         self._peers = [known.get(peer.url, peer) for peer in fresh]

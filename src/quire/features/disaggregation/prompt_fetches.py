@@ -63,9 +63,15 @@ _FIRST_ID = 1 << 41
 
 @dataclass(frozen=True, slots=True)
 class PullOrder:
-    """A prompt that a thread is to bring: tokens, int32 [whole blocks], of which `first` blocks are
-    here. name: for the log. peer: the one to ask, and no other; None: any. traceparent: of its
-    trace, "" for none."""
+    """A prompt whose KV a thread fetches from a peer.
+
+    Attributes:
+        name: The request's name in the log.
+        tokens: int32 [whole blocks].
+        first: Number of leading blocks that this engine has.
+        peer: The only peer to ask; None: any.
+        traceparent: Header of the request's trace; "": it has no trace.
+    """
 
     name: str
     tokens: Int32
@@ -99,9 +105,17 @@ class Puller(Protocol):
 
 
 @dataclass(slots=True)
-class Brought:
-    """Blocks from `first` on of a group's table, in slots of the memory between engines, or of that
-    which `source` describes, once `step` has filled them; see `Transfer`."""
+class BlocksArrived:
+    """Blocks of a group's table that a peer has sent; see `Transfer`.
+
+    Attributes:
+        pull: The thread that received them.
+        group: Their KV group.
+        first: Table entry of the first block.
+        slots: Their slots in the memory between engines, or in the memory of `source`.
+        source: Describes the peer's memory; empty: the blocks are in the memory between engines.
+        step: The peer's step that fills the blocks; -1: they are filled.
+    """
 
     pull: Pull
     group: int
@@ -112,9 +126,15 @@ class Brought:
 
 
 @dataclass(slots=True)
-class Ended:
-    """The end of a thread: it touches no slot any more. outcome: see `OUTCOMES`. seconds: of a
-    prompt that came, beyond those in which it was computed. asked: until the peer had agreed."""
+class PullEnded:
+    """The end of a thread: it touches no slot any more.
+
+    Attributes:
+        outcome: See `OUTCOMES`.
+        reason: Why the fetch failed, for the log.
+        seconds: Time of a fetched prompt, without the time to compute it.
+        asked: Seconds until the peer had agreed.
+    """
 
     pull: Pull
     outcome: str
@@ -135,8 +155,8 @@ class Fetch:
     loading: LoadingPrefix
     pull: Pull
     filled: list[set[int]]
-    moving: dict[int, Brought] = field(default_factory=dict)
-    waiting: list[Brought] = field(default_factory=list)
+    moving: dict[int, BlocksArrived] = field(default_factory=dict)
+    waiting: list[BlocksArrived] = field(default_factory=list)
     outcome: str = ""
     dropped: bool = False
 
@@ -146,14 +166,14 @@ class Fetch:
         wanted = zip(self.loading.places, self.loading.blocks, self.filled, strict=True)
         return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
 
-    def wants(self, brought: Brought) -> bool:
+    def wants(self, arrived: BlocksArrived) -> bool:
         """Whether blocks are among those that were asked for. Some come again, where the peer has
         lost them while they were read."""
-        if not 0 <= brought.group < len(self.filled):
+        if not 0 <= arrived.group < len(self.filled):
             return False
-        place = self.loading.places[brought.group]
-        end = place + len(self.loading.blocks[brought.group])
-        return place <= brought.first and brought.first + len(brought.slots) <= end
+        place = self.loading.places[arrived.group]
+        end = place + len(self.loading.blocks[arrived.group])
+        return place <= arrived.first and arrived.first + len(arrived.slots) <= end
 
 
 class Fetches:
@@ -242,26 +262,26 @@ class Fetches:
         self._end(fetch)
 
     def _give_waiting(self, fetch: Fetch) -> None:
-        for brought in fetch.waiting:
-            self._slots.give(brought.group, brought.slots)
+        for arrived in fetch.waiting:
+            self._slots.give(arrived.group, arrived.slots)
         fetch.waiting = []
 
     # -- news ----------------------------------------------------------------------------------
 
-    def handle(self, event: Brought | Ended) -> None:
+    def handle(self, event: BlocksArrived | PullEnded) -> None:
         """Takes in a thread's news."""
         fetch = self._by_pull[event.pull]
         match event:
-            case Brought() if fetch.dropped:
+            case BlocksArrived() if fetch.dropped:
                 self._slots.give(event.group, event.slots)
-            case Brought() if fetch.wants(event):
+            case BlocksArrived() if fetch.wants(event):
                 fetch.filled[event.group].update(range(event.first, event.first + len(event.slots)))
                 fetch.waiting.append(event)
-            case Brought():
+            case BlocksArrived():
                 _log.error("%s: a peer sent blocks that were not asked for", fetch.request_id)
                 self._slots.give(event.group, event.slots)
                 self._drop(fetch)
-            case Ended():
+            case PullEnded():
                 fetch.outcome = event.outcome
                 if event.outcome == "done":
                     missing = len(fetch.loading.tokens) - fetch.loading.start
@@ -292,14 +312,14 @@ class Fetches:
     def plan(self, builder: PlanBuilder) -> None:
         """Copies what has come to the booked blocks."""
         for fetch in self._by_pull.values():
-            for brought in fetch.waiting:
-                at = brought.first - fetch.loading.places[brought.group]
-                blocks = fetch.loading.blocks[brought.group][at : at + len(brought.slots)]
+            for arrived in fetch.waiting:
+                at = arrived.first - fetch.loading.places[arrived.group]
+                blocks = fetch.loading.blocks[arrived.group][at : at + len(arrived.slots)]
                 id = next(self._ids)
-                fetch.moving[id] = brought
-                move = Transfer(id, "in", "peer", brought.group, int32(blocks))
-                move.slots = int32(brought.slots)
-                move.source, move.step = brought.source, brought.step
+                fetch.moving[id] = arrived
+                move = Transfer(id, "in", "peer", arrived.group, int32(blocks))
+                move.slots = int32(arrived.slots)
+                move.source, move.step = arrived.source, arrived.step
                 builder.transfer(move)
             fetch.waiting = []
 
@@ -307,11 +327,11 @@ class Fetches:
         """Takes note of copies that have ended."""
         for fetch in list(self._by_pull.values()):
             for id in [id for id in (*finished, *failed) if id in fetch.moving]:
-                brought = fetch.moving.pop(id)
-                self._slots.give(brought.group, brought.slots)
-                self._stats.blocks_received += len(brought.slots)
-                size = self._sizes[brought.group]
-                self._stats.bytes_received += len(brought.slots) * size
+                arrived = fetch.moving.pop(id)
+                self._slots.give(arrived.group, arrived.slots)
+                self._stats.blocks_received += len(arrived.slots)
+                size = self._sizes[arrived.group]
+                self._stats.bytes_received += len(arrived.slots) * size
                 if id in failed:
                     fetch.dropped = True
                 fetch.pull.moved(id not in failed)

@@ -17,27 +17,27 @@ import numpy as np
 from quire.features.disaggregation.free_slots import FreeSlots
 from quire.features.disaggregation.listener import View
 from quire.features.disaggregation.messages import (
-    Accepted,
+    BatchAck,
     BlockBatch,
     BrokenMessageError,
     End,
     Grant,
-    Mapped,
+    GrantAccepted,
+    GrantRefused,
+    KeepAlive,
+    MapReply,
     MemoryHandle,
+    OpenGrant,
     PeerChannel,
-    Redeem,
-    Refused,
-    Taken,
-    Working,
 )
 from quire.features.disaggregation.peer_list import Peer, PeerError, PeerList
-from quire.features.disaggregation.prompt_fetches import Brought, Ended, PullOrder
+from quire.features.disaggregation.prompt_fetches import BlocksArrived, PullEnded, PullOrder
 from quire.runner.transfer.shared_memory import read_shared
 from quire.runner.transfer.threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 
-Tell = Callable[[Brought | Ended], None]
+Tell = Callable[[BlocksArrived | PullEnded], None]
 
 _THREADS = 16
 _CONNECT_SECONDS = 2.0
@@ -119,7 +119,7 @@ class PeerPull:
                 self._channel.end()
         self._moved.put(False)
         if self.job.cancel():  # all threads are busy, for how long is open
-            self._threads.tell(Ended(self, "aborted"))
+            self._threads.tell(PullEnded(self, "aborted"))
 
     def moved(self, good: bool) -> None:
         self._moved.put(good)
@@ -138,7 +138,7 @@ class PeerPull:
         if self._cancelled.is_set():
             outcome = "aborted"
         seconds = time.monotonic() - begun - self._computed
-        self._threads.tell(Ended(self, outcome, reason, seconds, self._asked))
+        self._threads.tell(PullEnded(self, outcome, reason, seconds, self._asked))
 
     def _pull(self, begun: float) -> tuple[str, str]:
         outcome, reason = "dead", "no peer can be asked"
@@ -174,15 +174,15 @@ class PeerPull:
         memory: PeerMemory | None = None
         try:
             # Also if nobody waits any more: the peer learns it by the connection's end.
-            channel.send(Redeem(grant))
+            channel.send(OpenGrant(grant))
             with self._lock:
                 self._channel = channel
             while not self._cancelled.is_set():
                 match channel.receive():
-                    case Accepted(MemoryHandle() as handle):
+                    case GrantAccepted(MemoryHandle() as handle):
                         memory = map_memory(handle)
-                        channel.send(Mapped(memory is not None))
-                    case Accepted() | Working():
+                        channel.send(MapReply(memory is not None))
+                    case GrantAccepted() | KeepAlive():
                         pass
                     case BlockBatch() as batch:
                         trouble = self._take(channel, peer, memory, batch)
@@ -191,7 +191,7 @@ class PeerPull:
                     case End(computed):
                         self._computed = computed
                         return "done", ""
-                    case Refused(status, why):
+                    case GrantRefused(status, why):
                         return _STATUS_OUTCOMES.get(status, "refused"), f"{status}: {why}"
                     case other:
                         return "broken", f"unexpected {type(other).__name__}"
@@ -241,8 +241,8 @@ class PeerPull:
             except BaseException:
                 threads.slots.give(batch.group, slots)
                 raise
-            threads.tell(Brought(self, batch.group, batch.first + begin, slots))
-        channel.send(Taken(batch.number))
+            threads.tell(BlocksArrived(self, batch.group, batch.first + begin, slots))
+        channel.send(BatchAck(batch.number))
         return ""
 
     def _read(self, channel: PeerChannel, peer: Peer, batch: BlockBatch) -> str:
@@ -252,15 +252,15 @@ class PeerPull:
             0 <= min(blocks) <= max(blocks) <= _MOST_ID
         ):
             return "a batch that cannot be"
-        brought = Brought(self, batch.group, batch.first, blocks, peer.memory, batch.step)
-        self._threads.tell(brought)
+        arrived = BlocksArrived(self, batch.group, batch.first, blocks, peer.memory, batch.step)
+        self._threads.tell(arrived)
         try:
             good = self._moved.get(timeout=self._threads.lease)
         except queue.Empty:
             raise TimeoutError from None
         if not good:
             raise ConnectionError("blocks could not be read")
-        channel.send(Taken(batch.number))
+        channel.send(BatchAck(batch.number))
         return ""
 
 

@@ -66,18 +66,23 @@ class ReaderLink(Protocol):
         ...
 
     def end_after(self, numbers: Collection[int], end: End) -> None:
-        """Sends `end` once the reader took the batches of these numbers, unless `close` was called
-        before. So it need not wait for the loop, which may be in the midst of a step."""
+        """Sends `end` once the reader has acknowledged the batches of these numbers.
+
+        The connection does this by itself because the loop may be in the midst of a step. After
+        `close` it sends nothing.
+        """
         ...
 
     def close(self) -> None:
-        """Ends the connection once what was sent before has left, or cannot. `Stopped` is told when
-        no thread of it touches memory any more. Idempotent."""
+        """Ends the connection once every earlier message has left, or cannot leave.
+
+        A `LinkClosed` event follows when none of its threads touches memory any more. Idempotent.
+        """
         ...
 
 
 @dataclass(slots=True)
-class Heard:
+class ReaderMessage:
     """A reader's message."""
 
     link: ReaderLink
@@ -85,9 +90,12 @@ class Heard:
 
 
 @dataclass(slots=True)
-class Stopped:
-    """The end of a connection: nothing reads memory for it any more. broken: by what was no valid
-    message."""
+class LinkClosed:
+    """The end of a connection: nothing reads memory for it any more.
+
+    Attributes:
+        broken: Whether an invalid message ended it.
+    """
 
     link: ReaderLink
     broken: bool = False

@@ -18,18 +18,21 @@ _MOST_SECONDS = 1_000_000
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of prefill and decode apart.
+    """Settings of disaggregated prefill and decode.
 
-    role: prefill computes prompts for others, decode asks others, both does both.
-    peers: URLs of servers to ask. peer_key: the API key that they want.
-    kv_transfer: sync sends a prompt's blocks once all are computed, async as steps, or layers,
-        compute them.
-    transport: tcp by connections and shared memory; nixl and ipc by reading the peer's cache, ipc
-        that of a GPU of the same host.
-    lease_timeout: seconds without a sign of the peer after which it counts as dead.
-    remote_prefill_tokens: the fewest tokens, not in the cache, to ask a peer for; None: as many as
-        fill a step.
-    host, port: where blocks are fetched from; port 0 is any.
+    Attributes:
+        role: "prefill" computes prompts for others, "decode" asks others, "both" does both.
+        peers: URLs of servers to ask.
+        peer_key: API key for the peers.
+        kv_transfer: "sync" sends a prompt's blocks after its last step. "async" sends them as
+            steps or layers compute them.
+        transport: "tcp" uses connections and shared memory. "nixl" and "ipc" read the peer's
+            cache; "ipc" needs a GPU of the same host.
+        lease_timeout: Seconds of silence after which a peer counts as dead.
+        remote_prefill_tokens: Fewest uncached tokens to ask a peer for; None: as many as fill
+            a step.
+        host: Address to fetch blocks from.
+        port: Port to fetch blocks from; 0: any.
     """
 
     role: Literal["prefill", "decode", "both"]
@@ -93,6 +96,6 @@ def check_engine(config: EngineConfig) -> None:
 
 
 def model_groups(config: EngineConfig, groups: Sequence[KVGroup]) -> int:
-    """Counts the KV groups of the model's own layers, which come before those of what drafts."""
+    """Counts the KV groups of the model's own layers. A drafter's groups come after them."""
     layers = len(spec_from_config(load_config(Path(config.model_path))).layers)
     return sum(max(group.layers) < layers for group in groups)

@@ -7,24 +7,35 @@ import msgspec
 OUTCOMES = ("done", "refused", "overloaded", "timeout", "dead", "aborted", "broken")
 """The ends of grants and fetches.
 
-done: all blocks arrived. refused: the peer said no, for a reason that stays. overloaded: it said no
-for now, or there was no room here for what it sent. timeout: it gave no sign for the length of a
-lease. dead: it cannot be reached, or its connection ended. aborted: the request ended meanwhile.
-broken: what came was no valid message.
+- done: All blocks arrived.
+- refused: The peer refused, for a reason that stays.
+- overloaded: The peer refused for the moment, or this engine had no room for its blocks.
+- timeout: The peer was silent for the length of a lease.
+- dead: The peer cannot be reached, or its connection ended.
+- aborted: The request ended meanwhile.
+- broken: The peer sent an invalid message.
 """
 
 
 class DisaggStats(msgspec.Struct):
     """Counts since the start.
 
-    grants_open, fetches_open: as they are now. slots_used: blocks in the memory between engines, of
-    all groups, on their way out or in. grants, fetches: ended ones by outcome.
-    blocks_sent, blocks_received: of all groups. bytes_sent, bytes_received: of these.
-    handover_seconds: of prompts that came from peers, beyond those in which they were computed.
-    ask_seconds: until the peers of these had agreed.
-    remote_tokens: prompt tokens whose KV came from peers. local: requests whose prompt a peer was
-    to compute and that computed it themselves. readers_refused: that did not match, or showed no
-    grant of theirs. peers_up: peers that can be asked now.
+    Attributes:
+        grants_open: Grants open at present.
+        fetches_open: Fetches open at present.
+        slots_used: Blocks in the memory between engines, on their way out or in.
+        grants: Ended grants, by outcome.
+        fetches: Ended fetches, by outcome.
+        blocks_sent: Blocks of all groups.
+        blocks_received: Blocks of all groups.
+        bytes_sent: Bytes of the blocks sent.
+        bytes_received: Bytes of the blocks received.
+        handover_seconds: Time of prompts from peers, without the time to compute them.
+        ask_seconds: Time until the peers had agreed to compute these prompts.
+        remote_tokens: Prompt tokens with KV from peers.
+        local: Requests meant for a peer that computed their prompt here.
+        readers_refused: Readers with other facts, or without a grant of their own.
+        peers_up: Peers that can be asked at present.
     """
 
     grants_open: int = 0

@@ -73,8 +73,11 @@ def _make_room(
     shares: Sequence[float],
     work: list[float],
 ) -> int:
-    """Returns a full rank without the expert, one of whose others has gone to a rank with room, all
-    of which have the expert: such a rank has no fewer experts than they, so one that they lack."""
+    """Makes room for an expert on a full rank without it, and returns the rank.
+
+    It moves another expert from there to a rank with room. Such an expert exists: the ranks with
+    room all have `expert`. The full rank has no fewer experts than they, but not this one.
+    """
     target = next(r for r in range(len(rooms)) if len(held[r]) < rooms[r])
     rank = min((r for r in range(len(rooms)) if expert not in held[r]), key=lambda r: work[r])
     moved = min(held[rank] - held[target], key=lambda e: (shares[e], e))
@@ -108,7 +111,7 @@ def _swap(held: list[set[int]], shares: Sequence[float], work: list[float]) -> b
 
 
 def imbalance(loads: Sequence[float], placement: Placement) -> float:
-    """Returns the largest work of a rank, divided by the mean; 1 where there is none."""
+    """Returns the largest work of a rank, divided by the mean; 1 without any work."""
     copies = [0] * len(loads)
     for own in placement:
         for expert in own:

@@ -9,12 +9,16 @@ EVENT_HASH_BYTES = 8
 
 
 class EngineLoad(msgspec.Struct):
-    """An engine's queue.
+    """An engine's load.
 
-    running, waiting: requests. prompt_tokens: of prompts, not computed yet. prefill_rate: prompt
-    tokens per second of the steps that compute prompts, 0 until there was one. kv_tokens: tokens
-    that the cache has room for. handover_seconds, handover_token_seconds: what a prompt that a peer
-    computes costs beyond its computing, once and for each token that comes; 0 until there was one.
+    Attributes:
+        running: Running requests.
+        waiting: Waiting requests.
+        prompt_tokens: Prompt tokens still to be computed.
+        prefill_rate: Prompt tokens per second in steps with prompts; 0 before the first such step.
+        kv_tokens: Capacity of the KV cache in tokens.
+        handover_seconds: Overhead of a prompt from a peer; 0 before the first one.
+        handover_token_seconds: Further overhead for each of its tokens.
     """
 
     running: int = 0
@@ -29,9 +33,13 @@ class EngineLoad(msgspec.Struct):
 class KVEvents(msgspec.Struct):
     """Changes of an engine's prefix cache since event `last` of an earlier answer.
 
-    epoch: names the engine for its life. last: the number of the newest event. reset: `stored` is
-    all that there is; else what was added. stored, removed: concatenated block hashes of
-    `EVENT_HASH_BYTES`; no hash is in both. block_size: tokens of a block.
+    Attributes:
+        epoch: Names the engine for its life.
+        last: Number of the newest event.
+        reset: Whether `stored` lists the whole cache. Otherwise it lists the additions.
+        block_size: Tokens of a block.
+        stored: Concatenated block hashes of `EVENT_HASH_BYTES` each.
+        removed: Concatenated block hashes; none of them is in `stored`.
     """
 
     epoch: str
@@ -49,8 +57,13 @@ class KVEvents(msgspec.Struct):
 
 
 class KVEventLine(msgspec.Struct):
-    """A line of `GET /kv/events`. grants: prompts are computed for others. asks: others can be
-    asked for prompts. engines: all engines of the server."""
+    """A line of `GET /kv/events`.
+
+    Attributes:
+        grants: Whether this server computes prompts for others.
+        asks: Whether it can ask others for prompts.
+        engines: All engines of the server.
+    """
 
     grants: bool
     asks: bool

@@ -50,8 +50,15 @@ class CostModel:
         return self._state_bytes / self.rates.into < saves * self._compute
 
     def fetch_pays(self, tokens: int, size: int, of_files: int = 0) -> bool:
-        """Bringing back `size` bytes that spare so many tokens, `of_files` of them from files
-        first: bytes / rate + latency, against tokens / prefill rate."""
+        """Returns whether bringing blocks back is faster than computing their tokens.
+
+        It compares bytes / rate + latency with tokens / prefill rate.
+
+        Args:
+            tokens: Tokens that need no prefill then.
+            size: Bytes to copy to the device.
+            of_files: Number of these bytes to read from files first.
+        """
         cost = size / self.rates.into + self.rates.latency
         if of_files:
             cost += of_files / self._load_rate

@@ -31,7 +31,7 @@ from quire.cache.loading import PrefixLoader
 from quire.cache.state_slots import Checkpoints
 from quire.features.kv_offload.costs import CostModel
 from quire.features.kv_offload.stats import TierStats
-from quire.features.kv_offload.tiers import Bringing, GroupTier, Job, Kind
+from quire.features.kv_offload.tiers import GroupTier, Job, Kind, PrefixLoad
 from quire.plan import Transfer
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
@@ -50,10 +50,13 @@ class FetchState(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Reach:
-    """A prefix that a request can get to with what the lower tiers hold.
+class _ReachablePrefix:
+    """A prefix of a request that the device and the lower tiers hold together.
 
-    end: in tokens. kept: what the device has of them. wanted: by tier, the hashes of the rest.
+    Attributes:
+        end: Its length in tokens.
+        kept: The part that the device has.
+        wanted: Hashes of the other blocks, by tier.
     """
 
     end: int
@@ -218,7 +221,7 @@ class OffloadFeature(Feature):
 
     def _reach(
         self, request: Request, match: Match, tokens: Int32, sources: _Sources
-    ) -> _Reach | None:
+    ) -> _ReachablePrefix | None:
         """Finds the longest prefix of `tokens`, int32 [n], that a request can go on behind once the
         lower tiers have brought what it lacks; None if a match is as long. The device and these
         tiers have its KV, and where there are states, these tiers have its state."""
@@ -242,7 +245,7 @@ class OffloadFeature(Feature):
 
     def _behind_tail(
         self, kept: Match, run: list[bytes], last: bytes, tokens: Int32, sources: _Sources
-    ) -> _Reach | None:
+    ) -> _ReachablePrefix | None:
         """Finds a state within the block behind a run. last: the hash of the run's end."""
         size = self._blocks.block_size
         begin = kept.length + len(run) * size
@@ -259,7 +262,7 @@ class OffloadFeature(Feature):
 
     def _at_boundary(
         self, request: Request, first: int, kept: Match, run: list[bytes], sources: _Sources
-    ) -> _Reach | None:
+    ) -> _ReachablePrefix | None:
         """Finds the last state at the end of a block behind the first `first`."""
         hashes = self._loader.block_hashes(request.namespace, kept, first) + run
         for count in range(len(hashes), 0, -1):
@@ -274,15 +277,27 @@ class OffloadFeature(Feature):
 
     def _reached(
         self, end: int, kept: Match, blocks: list[bytes], state: bytes | None = None
-    ) -> _Reach:
-        """Returns what it takes to get to an end. state: the hash of what stands there."""
+    ) -> _ReachablePrefix:
+        """Returns the prefix up to `end`, with the blocks to bring back for it.
+
+        Args:
+            end: Tokens.
+            kept: The part that the device has.
+            blocks: Hashes of the KV blocks to bring back.
+            state: Hash of the recurrent states to bring back; None: no states.
+        """
         wanted = [(tier, blocks) for tier in self._kv if blocks]
         if state is not None:
             wanted += [(tier, [state]) for tier in self._states]
-        return _Reach(end, kept, wanted)
+        return _ReachablePrefix(end, kept, wanted)
 
     def _bring(
-        self, wanted: FetchState, request: Request, tokens: Int32, match: Match, reach: _Reach
+        self,
+        wanted: FetchState,
+        request: Request,
+        tokens: Int32,
+        match: Match,
+        reach: _ReachablePrefix,
     ) -> list[Job]:
         """Books blocks for what the host holds, and has them filled."""
         # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
@@ -297,11 +312,11 @@ class OffloadFeature(Feature):
                     tier.host.unpin(block_hash)
             return []
         spared = reach.end - match.length
-        bringing = Bringing(loading, len(reach.wanted), spared, min(wanted.loaded, spared))
+        prefix_load = PrefixLoad(loading, len(reach.wanted), spared, min(wanted.loaded, spared))
         wanted.loaded = 0
         jobs = []
         for (tier, hashes), places in zip(reach.wanted, slots, strict=True):
-            jobs.append(Job(Kind.IN, hashes, bringing=bringing))
+            jobs.append(Job(Kind.IN, hashes, prefix_load=prefix_load))
             self._send(tier, jobs[-1], "in", "host", places, loading.blocks[tier.group])
         return jobs
 
@@ -370,19 +385,19 @@ class OffloadFeature(Feature):
         if good:
             self.counts.swapped_in += len(job.hashes)
             self.counts.swapped_in_bytes += len(job.hashes) * tier.block_bytes
-        bringing = job.bringing
-        if bringing is None:
+        prefix_load = job.prefix_load
+        if prefix_load is None:
             return
-        bringing.good &= good and not job.stale
-        bringing.left -= 1
-        bringing.waiters += job.waiters
-        job.waiters = [] if bringing.left else bringing.waiters
-        if bringing.left:
+        prefix_load.good &= good and not job.stale
+        prefix_load.left -= 1
+        prefix_load.waiters += job.waiters
+        job.waiters = [] if prefix_load.left else prefix_load.waiters
+        if prefix_load.left:
             return
-        self._loader.end(bringing.loading, bringing.good)
-        if bringing.good:
-            self.counts.disk_hit_tokens += bringing.loaded
-            self.counts.host_hit_tokens += bringing.tokens - bringing.loaded
+        self._loader.end(prefix_load.loading, prefix_load.good)
+        if prefix_load.good:
+            self.counts.disk_hit_tokens += prefix_load.loaded
+            self.counts.host_hit_tokens += prefix_load.tokens - prefix_load.loaded
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -421,9 +436,11 @@ def _all_have(tiers: Sequence[GroupTier], block_hash: bytes, sources: _Sources) 
     )
 
 
-def _missing(reach: _Reach) -> tuple[list[Job], list[tuple[GroupTier, list[bytes]]]]:
-    """Returns the jobs by which some blocks are arriving already, and by tier the hashes of those
-    that are in files only. All others count as used now."""
+def _missing(reach: _ReachablePrefix) -> tuple[list[Job], list[tuple[GroupTier, list[bytes]]]]:
+    """Returns the jobs that already bring some of the blocks, and the hashes to load from files.
+
+    The hashes are listed by tier. Blocks that the host holds count as used.
+    """
     jobs: dict[int, Job] = {}
     loads: list[tuple[GroupTier, list[bytes]]] = []
     for tier, hashes in reach.wanted:

@@ -6,14 +6,29 @@ import msgspec
 
 
 class TierStats(msgspec.Struct):
-    """Counted since the start, in blocks unless said otherwise.
+    """Counts since the start, in blocks unless said otherwise.
 
-    host_blocks_total, host_blocks_used, disk_blocks: of KV, as they are now; host_states_total,
-    host_states_used, disk_states: recurrent states. The rest counts both. host_hit_tokens,
-    disk_hit_tokens: tokens of requests that came from there. host_evictions: what the host's pool
-    gave up. disk_writes: what of it went to files. swapped_out, swapped_in: copied to the host, and
-    back. transfer_failures: transfers, of any kind. prefill_rate, out_rate, in_rate: tokens and
-    bytes per second, as measured at the start (`Rates`).
+    From `host_evictions` on, a recurrent state counts as a block.
+
+    Attributes:
+        host_blocks_total: KV blocks that the host has room for.
+        host_blocks_used: KV blocks on the host at present.
+        disk_blocks: KV blocks in files at present.
+        host_states_total: Recurrent states that the host has room for.
+        host_states_used: Recurrent states on the host at present.
+        disk_states: Recurrent states in files at present.
+        host_hit_tokens: Tokens of requests whose KV came from the host.
+        disk_hit_tokens: Tokens of requests whose KV came from files.
+        host_evictions: Blocks that the host's pool gave up.
+        disk_writes: Blocks written to files.
+        swapped_out: Blocks copied to the host.
+        swapped_in: Blocks copied back to the device.
+        swapped_out_bytes: Bytes copied to the host.
+        swapped_in_bytes: Bytes copied back to the device.
+        transfer_failures: Failed transfers of any kind.
+        prefill_rate: Tokens per second, measured at the start (`Rates`).
+        out_rate: Bytes per second to the host, measured at the start.
+        in_rate: Bytes per second to the device, measured at the start.
     """
 
     host_blocks_total: int = 0

@@ -22,25 +22,33 @@ class Kind(Enum):
 class Job:
     """Blocks of one KV group in transfer.
 
-    hashes: the blocks that move. waiters: ids of requests to wake at the end.
-    bringing: of an IN job, what it is a part of.
-    stale: whether all prefixes were forgotten meanwhile. began: time.monotonic().
+    Attributes:
+        hashes: Hashes of the blocks that move.
+        waiters: Ids of requests to wake at the end.
+        prefix_load: The load that an IN job belongs to.
+        stale: Whether the prefix cache was cleared meanwhile.
+        began: Start, as `time.monotonic()`.
     """
 
     kind: Kind
     hashes: list[bytes] = field(default_factory=list)
     waiters: list[str] = field(default_factory=list)
-    bringing: Bringing | None = None
+    prefix_load: PrefixLoad | None = None
     stale: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
-class Bringing:
-    """A prefix on its way to the device, by one IN job for each KV group that lacks some of it.
+class PrefixLoad:
+    """A prefix on its way to the device, by one IN job for each KV group with missing blocks.
 
-    left: jobs that have not ended. good: all that ended went well. waiters: of those that ended.
-    tokens: that it spares. loaded: how many of them were read from files for it.
+    Attributes:
+        loading: The device's blocks that the jobs fill.
+        left: Number of jobs still under way.
+        tokens: Prompt tokens that need no prefill thanks to it.
+        loaded: Number of these tokens read from files for it.
+        good: Whether every ended job succeeded.
+        waiters: Ids of the requests that waited for ended jobs.
     """
 
     loading: LoadingPrefix
@@ -68,7 +76,7 @@ class GroupTier:
 
     Attributes:
         arriving: by block hash, the job that its contents arrive by, on the host or on the device.
-        leaving, places: what the next plan moves out: a job, and (block, slot) pairs.
+        outgoing, places: what the next plan moves out: a job, and (block, slot) pairs.
         spilling: blocks on their way to files.
     """
 
@@ -90,7 +98,7 @@ class GroupTier:
         self.arriving: dict[bytes, Job] = {}
         self.spilling = 0
         self._reserve = max(1, min(4096, slots // 8))
-        self.leaving, self.places = Job(Kind.OUT), list[tuple[int, int]]()
+        self.outgoing, self.places = Job(Kind.OUT), list[tuple[int, int]]()
 
     def has(self, block_hash: bytes, *, files: bool, arriving: bool) -> bool:
         """Whether a block is on the host, or in files or on its way where these count."""
@@ -107,14 +115,14 @@ class GroupTier:
             return
         slot = self.host.expect(block_hash)
         if slot is not None:
-            self.leaving.hashes.append(block_hash)
+            self.outgoing.hashes.append(block_hash)
             self.places.append((block, slot))
-            self.arriving[block_hash] = self.leaving
+            self.arriving[block_hash] = self.outgoing
 
     def take_leaving(self) -> tuple[Job, list[tuple[int, int]]]:
         """Returns what the plan that is being made moves out."""
-        left = self.leaving, self.places
-        self.leaving, self.places = Job(Kind.OUT), []
+        left = self.outgoing, self.places
+        self.outgoing, self.places = Job(Kind.OUT), []
         return left
 
     def expect(self, hashes: Sequence[bytes]) -> Iterator[tuple[list[bytes], list[int]]]:
@@ -163,6 +171,6 @@ class GroupTier:
     def forget(self) -> None:
         """Drops all that is not being copied."""
         self.host.clear()
-        self.leaving.stale = True
+        self.outgoing.stale = True
         if self.files is not None:
             self.files.clear()

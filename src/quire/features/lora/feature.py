@@ -33,8 +33,16 @@ from quire.scheduler import Feature, PlanBuilder
 
 
 @dataclass(slots=True)
-class _Load:
-    """A slot that is being filled. sent: a plan has told the ranks."""
+class _SlotLoad:
+    """The load of an adapter into a slot.
+
+    Attributes:
+        number: Number of the load.
+        slot: The slot to fill.
+        version: The adapter's version.
+        began: Start, as `time.monotonic()`.
+        sent: Whether a plan has carried it to the ranks.
+    """
 
     number: int
     slot: int
@@ -44,9 +52,14 @@ class _Load:
 
 
 @dataclass(slots=True)
-class _Reading:
-    """An adapter that is being read, for a name that is to be set, or for requests. answer: of the
-    caller who waits for it."""
+class _AdapterRead:
+    """The read of an adapter's files, to set a name or to serve requests.
+
+    Attributes:
+        version: The adapter's version.
+        digest: Gets the digest of the adapter.
+        answer: Answers the caller who sets the name; None: requests wait for the adapter.
+    """
 
     version: Version
     digest: Future[str]
@@ -54,8 +67,14 @@ class _Reading:
 
 
 @dataclass(slots=True)
-class _Fetching:
-    """An adapter of the hub on its way to a folder. answer: of the caller who waits for it."""
+class _HubDownload:
+    """The download of an adapter from the hub.
+
+    Attributes:
+        version: The adapter's version.
+        folder: Gets the path of the adapter's folder.
+        answer: Answers the caller who sets the name.
+    """
 
     version: Version
     folder: Future[str]
@@ -64,8 +83,13 @@ class _Fetching:
 
 @dataclass(slots=True)
 class _Counts:
-    """loads: slots filled. seconds: that this took in all, from the last adapter's end. failures:
-    adapters that could not be read or copied."""
+    """Counts since the start.
+
+    Attributes:
+        loads: Filled slots.
+        seconds: Time to fill them, from `_SlotLoad.began` to the end, in all.
+        failures: Adapters that could not be read or copied.
+    """
 
     loads: int = 0
     seconds: float = 0.0
@@ -73,7 +97,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _ParkedRequests:
     """Requests parked for one version's slot, in order of arrival."""
 
     version: Version
@@ -90,11 +114,11 @@ class AdapterFeature(Feature, LoopFeature):
         self._lane_slots = np.full(config.scheduler.max_num_seqs, -1, dtype=np.int32)
         self._bound: dict[str, Version] = {}
         """By the ids of requests that have not ended."""
-        self._waiting: OrderedDict[int, _Waiting] = OrderedDict()
+        self._waiting: OrderedDict[int, _ParkedRequests] = OrderedDict()
         """By the version's id, in order of arrival."""
-        self._readings: list[_Reading] = []
-        self._fetching: list[_Fetching] = []
-        self._load: _Load | None = None
+        self._readings: list[_AdapterRead] = []
+        self._fetching: list[_HubDownload] = []
+        self._load: _SlotLoad | None = None
         self._news = False
         """Whether the last poll woke or ended requests, which the loop has yet to act on."""
         self._numbers = 0
@@ -140,7 +164,7 @@ class AdapterFeature(Feature, LoopFeature):
         if version.digest and self._slots.enter(version.digest, request.request_id):
             request.lora_id = version.key
             return True
-        waiting = self._waiting.setdefault(id(version), _Waiting(version))
+        waiting = self._waiting.setdefault(id(version), _ParkedRequests(version))
         waiting.requests[request.request_id] = request
         return False
 
@@ -208,7 +232,7 @@ class AdapterFeature(Feature, LoopFeature):
                 continue
             version.path = fetching.folder.result()
             digest = self._pool.read(version.path)
-            self._readings.append(_Reading(version, digest, fetching.answer))
+            self._readings.append(_AdapterRead(version, digest, fetching.answer))
 
     def _take_read(self) -> list[Failure]:
         """Takes in adapters that were read. Returns the requests whose adapter could not be."""
@@ -257,7 +281,7 @@ class AdapterFeature(Feature, LoopFeature):
             if version.digest and self._slots.place(version.digest) < 0:
                 lacking.append(version)
             elif not version.digest and id(version) not in reading:
-                self._readings.append(_Reading(version, self._pool.read(version.path)))
+                self._readings.append(_AdapterRead(version, self._pool.read(version.path)))
         if not lacking:
             self._slots.reopen()
         for waiting in list(self._waiting.values()):
@@ -266,9 +290,9 @@ class AdapterFeature(Feature, LoopFeature):
             slot = self._slots.take()
             if slot >= 0:
                 self._numbers += 1
-                self._load = _Load(self._numbers, slot, lacking[0], time.monotonic())
+                self._load = _SlotLoad(self._numbers, slot, lacking[0], time.monotonic())
 
-    def _wake(self, waiting: _Waiting) -> list[str]:
+    def _wake(self, waiting: _ParkedRequests) -> list[str]:
         """Gives a version's slot to the requests that wait for it, if it has one that is open.
         Returns those requests, which are then asked for again."""
         digest = waiting.version.digest
@@ -313,16 +337,16 @@ class AdapterFeature(Feature, LoopFeature):
             )
         elif on_the_hub(path):
             version = Version(name, "", hub_id=path)
-            self._fetching.append(_Fetching(version, fetch(path), answer))
+            self._fetching.append(_HubDownload(version, fetch(path), answer))
         else:
             version = Version(name, path)
-            self._readings.append(_Reading(version, self._pool.read(path), answer))
+            self._readings.append(_AdapterRead(version, self._pool.read(path), answer))
         return answer
 
     def _pending(self, name: str) -> list[tuple[Version, Future[None]]]:
         """Returns the versions that a name is to stand for once they were read, with the answers
         that their callers wait for."""
-        loads: list[_Fetching | _Reading] = [*self._fetching, *self._readings]
+        loads: list[_HubDownload | _AdapterRead] = [*self._fetching, *self._readings]
         asked = [(load.version, load.answer) for load in loads]
         return [(v, answer) for v, answer in asked if answer is not None and v.name == name]
 

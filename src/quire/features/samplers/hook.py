@@ -47,9 +47,15 @@ def dry_penalty(
     the longest such, costs multiplier * base ** (n - allowed), if `n` is `allowed` or more. No
     sequence goes over a breaker, and no breaker costs anything.
 
-    tokens: int32 [K, max_len], of which each row has `lengths` int32 [K]. multiplier, base,
-    allowed, last: float32 [K]; last: the last tokens to look at, -1: all. breakers: int32 [K, B],
-    -1 where there is none.
+    Args:
+        tokens: int32 [K, max_len].
+        lengths: Number of tokens in each row, int32 [K].
+        vocab_size: Tokens of the vocabulary.
+        multiplier: float32 [K].
+        base: float32 [K].
+        allowed: float32 [K].
+        last: Number of last tokens to look at, float32 [K]; -1: all.
+        breakers: int32 [K, B], filled up with -1.
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     end = lengths.long().unsqueeze(1)

@@ -155,7 +155,11 @@ class _Table:
 class AcceptanceRates:
     """The probability that a draft is accepted if those before it are, by kind of draft and lane.
 
-    What a lane has shown counts most, then what its kind has shown lately. kinds: of drafts.
+    A lane's own results count most, then the recent results of the kind.
+
+    Args:
+        kinds: Number of kinds of drafts.
+        lanes: Number of lanes.
     """
 
     def __init__(self, kinds: int, lanes: int) -> None:
@@ -222,12 +226,15 @@ def may_pay(costs: StepCosts, rows: int, best: float, room: int) -> bool:
 def choose(costs: StepCosts, chance: Floats, modelled: Flags, room: Int32) -> Choice:
     """Returns how many drafts each of a step's rows verifies.
 
-    chance: float64 [n], that a draft of the row is accepted, 0 where there is none. modelled: bool
-    [n], rows whose drafts a model would make. room: int32 [n], the most drafts of each.
+    It sorts all drafts by their expected gain, and takes the number of them with the best rate of
+    the step. Drafts of a model also cost its passes, one for each place in the longest row, so
+    each bound of the places is tried.
 
-    All drafts are put in order of what each is expected to give; what is taken are the first so
-    many of them that the step's rate is best. Drafts of a model also cost its passes, one for each
-    place in the longest row, so each bound of the places is tried.
+    Args:
+        costs: Seconds of a step and of its drafts.
+        chance: Probability that a draft of the row is accepted, float64 [n]; 0: no drafts.
+        modelled: Rows with drafts from a model, bool [n].
+        room: Most drafts of each row, int32 [n].
     """
     rows, most = len(chance), int(room.max(initial=0))
     none = Choice(np.zeros(rows, dtype=np.int32))

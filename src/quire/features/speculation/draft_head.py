@@ -1,9 +1,10 @@
 """A draft head: layers that draft from the target's hidden states.
 
-Behind each step's head it computes the pairs of the step's rows, of which now both parts are known:
-what the target computed at a position, and the token behind. So it stands where the target stands,
-and has what the next step's first draft is drawn from. Further drafts are pairs of what the draft
-head itself gave; when they are accepted, pairs of what the target computed take their places.
+A pair is the target's hidden state at a position and the token that follows. Both are known after
+each step's head, and the draft head then computes the pairs of the step's rows. So it is as far as
+the target, and the next step's first draft can be drawn from its output. Pairs of further drafts
+use the draft head's own hidden states. When these drafts are accepted, pairs with the target's
+hidden states replace them.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class HeadDrafter(Drafter):
         """Computes the pairs of the rows of the step just run."""
         state, used = self._state, self._pairs_used
         rows = self._step_rows.first(shape.rows)
-        # Of what a row computed, only what the text goes on with has a token behind.
+        # Only positions that stay in the text have a next token: rejected drafts make no pair.
         q_len = rows.query_start[1:] - rows.query_start[:-1]
         prompt = (rows.flags & PROMPT) != 0
         behind = torch.where(prompt, q_len, state.results[: shape.rows, 0]).sub_(1).clamp_(min=0)

@@ -1,8 +1,8 @@
 """A second model that drafts.
 
 It runs over the same lanes as the target, with KV groups, layers and a position of its own. Its
-first pass computes what it lacks up to the last known token. Behind the step's head it computes
-chunks: prompts, and texts that it has fallen behind of.
+first pass computes the missing positions up to the last known token. After the step's head it
+computes chunks: of prompts, and of texts where it lags the target.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The brain's side: which rows verify how many drafts of which source, and the claims.
 
-Steps in flight are no obstacle. A claim begins at the first token that the host does not know and
-follows its source for several rows' worth of drafts; the device takes of it what lies behind its
-own position, if it agrees with what was drawn meanwhile.
+Speculation works with steps in flight. A claim begins at the first token that the host does not
+know, and follows its source for several rows' worth of drafts. The device compares the claim with
+the tokens drawn meanwhile. If they agree, it takes the part after its own position.
 
-In a pipeline the source on the device drafts ahead: behind a step it makes the drafts of its rows'
-next step, before that is planned. What is made is free for that step to verify, or not.
+In a pipeline the source on the device drafts ahead. After a step it makes the drafts of its rows'
+next step, before that step is planned. That step may verify these drafts or ignore them.
 """
 
 from __future__ import annotations
@@ -71,9 +71,11 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
 class SpeculationFeature(Feature, LoopFeature):
     """Belongs to the engine's thread, like the scheduler that calls it.
 
-    Per lane: `wanted`, whether its request is to have drafts; `own_kind`, the kind of those that
-    the source on the device makes for it; `made`, how many of these were made ahead; `found`, the
-    chance of what was looked up for its last row.
+    It keeps one value per lane of:
+        `_wanted`: Whether the request is to have drafts.
+        `_own_kind`: The kind of its drafts from the source on the device.
+        `_made`: The number of these drafts made ahead.
+        `_found`: The acceptance probability of the draft looked up for its last row.
     """
 
     def __init__(self, config: EngineConfig, settings: SpeculationSettings) -> None:

@@ -19,9 +19,14 @@ from quire.models.draft_heads.eagle3 import eagle3_spec, is_eagle3
 from quire.models.draft_heads.mtp import check_mtp, mtp_layers
 
 NONE, DEVICE, MASKED, TREE, LOOKUP = range(5)
-"""NONE: no drafts. DEVICE: the source's on the device. MASKED: the same for rows under a grammar,
-which the source knows nothing of. TREE: of a text in the prefix tree that begins with all of the
-row's. LOOKUP: of a text that has a match with the row's end, a kind for each class of lengths."""
+"""Kinds of drafts.
+
+- NONE: No drafts.
+- DEVICE: From the source on the device.
+- MASKED: The same, for rows under a grammar. The source does not know the grammar.
+- TREE: From a text in the prefix tree that begins with the row's whole text.
+- LOOKUP: From a text that matches the row's end. Each class of match lengths is a kind.
+"""
 
 _CLASSES = int32([2, 3, 4, 6, 8, 12, 16, 24])
 """The least length of each class but the first."""
@@ -64,14 +69,18 @@ _EMBEDDED: dict[str, tuple[Source, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationSettings:
-    """Settings that are checked.
+    """Checked settings of speculation.
 
-    source: what makes drafts on the device, None: nothing. model: the folder of the draft model, or
-        of the EAGLE-3 head. lookup: whether texts are searched.
-    most: drafts of a row. lookup_min, lookup_max: tokens that must agree before a text is taken for
-        a continuation, and those that are compared. quantization: of the draft model.
-    simulated: the probability with which drafts are accepted, whatever the model says; None: as it
-        says. For benchmarks of random weights.
+    Attributes:
+        source: Drafter on the device; None: no drafter.
+        model: Folder of the draft model or the EAGLE-3 head.
+        lookup: Whether texts are searched for drafts.
+        most: Most drafts of a row.
+        lookup_min: Fewest matching tokens for a draft from a text.
+        lookup_max: Most tokens to compare.
+        quantization: Quantization of the draft model.
+        simulated: Probability of accepting a draft, for benchmarks of random weights. None: the
+            model decides.
     """
 
     source: Source | None

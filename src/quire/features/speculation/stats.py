@@ -8,8 +8,11 @@ import msgspec
 class SourceStats(msgspec.Struct):
     """Counts of one source since the start.
 
-    rows: rows that verified its drafts. drafted: draft tokens verified. accepted: of them, those
-    that were drawn. accepted_at: the same by place in the row, the first draft first.
+    Attributes:
+        rows: Rows that verified its drafts.
+        drafted: Verified draft tokens.
+        accepted: Accepted draft tokens.
+        accepted_at: Accepted draft tokens by place in the row, the first draft first.
     """
 
     rows: int = 0
@@ -19,9 +22,14 @@ class SourceStats(msgspec.Struct):
 
 
 class SpeculationStats(msgspec.Struct):
-    """steps: launched with drafts. drafts_per_row: of the last step, over all generating rows.
-    gain: of the last step, the expected speed over that of a step without drafts. sources: by
-    name."""
+    """Counts of all sources since the start.
+
+    Attributes:
+        steps: Launched steps with drafts.
+        drafts_per_row: Mean over the generating rows of the last step.
+        gain: Expected speed of the last step, relative to a step without drafts.
+        sources: Counts of each source, by name.
+    """
 
     steps: int = 0
     drafts_per_row: float = 0.0

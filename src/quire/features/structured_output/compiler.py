@@ -269,7 +269,7 @@ class Compiler:
             return job.future
 
     def forget(self, params: StructuredOutputsParams) -> None:
-        """Notes that one of those who asked for a grammar waits no more."""
+        """Notes that one request has stopped waiting for a grammar."""
         key = _key(params)
         with self._lock:
             job = self._jobs.get(key)

@@ -30,17 +30,18 @@ _FIRST = 16
 class GrammarState:
     """A request's progress in its grammar.
 
-    position: how many of the request's tokens, its prompt's included, the matcher has consumed, or
-        has in `pending`.
-    pending: tokens that the matcher has yet to consume.
-    matcher: None until it is compiled, or without a grammar.
-    forbidden: tokens that may not come before so many tokens are there, unless nothing else may:
-        ends that the user wants ignored, for a while (`min_tokens`) or for good.
-    rules: of tokens that may come; None: none.
-    last: the last generated tokens, as many as the rules look at.
-    error: the grammar failed; the request must end.
-    grammar: what the matcher is a copy of, shared with other requests. start: where it begins.
-    strings: follows the document's strings; None where that gives nothing.
+    Attributes:
+        position: Number of tokens, with the prompt's, that the matcher consumed or has pending.
+        matcher: None before the grammar is compiled, or without a grammar.
+        forbidden: Pairs of end tokens and the length up to which they are forbidden. They are
+            allowed if no other token is. The request ignores them until `min_tokens`, or for good.
+        rules: Rules of the allowed tokens; None: no rules.
+        last: Last generated tokens, as many as the rules look at.
+        error: Why the grammar failed. The request must end.
+        grammar: The matcher's original, shared with other requests.
+        start: Position of the matcher's first token.
+        pending: Tokens still to be consumed by the matcher.
+        strings: Follows the document's strings; None: no use for it.
     """
 
     position: int
@@ -71,7 +72,7 @@ class GrammarState:
         """Takes the request's new tokens. The matcher has them before its next mask."""
         self.position += len(tokens)
         if self.rules is not None:
-            # Behind a draft that leaves nothing to follow, the mask allows all.
+            # The mask allows all tokens after a draft that no token may follow.
             if not self.rules.hold(tokens, self.last):
                 self.error = self.error or _no_token()
             if self.rules.reach:
@@ -117,9 +118,15 @@ class MaskBuilder:
     ) -> None:
         """Fills masks, int32 [lines of all rows, ceil(vocab / 32)].
 
-        Masks without a state, of states that fail (whose `error` is then set), and after a draft
-        that the grammar refuses or that ends it allow everything. entered: called when other
-        threads may have the interpreter for a while.
+        A mask allows everything in three cases: the row has no state, its state fails, or the mask
+        follows a draft that the grammar refuses or that ends it. A failure sets the state's
+        `error`.
+
+        Args:
+            rows: The rows of the step.
+            masks: The array to fill.
+            tokenizer_vocab: Tokens that the tokenizer knows.
+            entered: Called when other threads may have the interpreter for a while.
         """
         self.consume(rows)
         wide = -(-tokenizer_vocab // 32)

@@ -31,9 +31,14 @@ _PLAIN = bytes(byte for byte in range(0x20, 0x7F) if byte not in b'"\\')
 
 
 class _Ending(NamedTuple):
-    """Tokens that end a string in a way that is no token of its own. after: the way that is one,
-    and that this one begins with. shortest: the token with the fewest characters before the end,
-    and how many. tokens: all of them, a mask."""
+    """Tokens that end a string with the same bytes, which are not a token by themselves.
+
+    Attributes:
+        after: Index of an ending that is a token and that these bytes begin with.
+        shortest: The token with the fewest characters before the end.
+        before: Number of these characters.
+        tokens: Mask of all the tokens.
+    """
 
     after: int
     shortest: int
@@ -44,10 +49,10 @@ class _Ending(NamedTuple):
 class StringTables:
     """Tables of a vocabulary for strings that are bounded by their length alone.
 
-    Within such a string, at a whole character, a token may come if its characters, those before the
-    string's end if it holds that, are no more than are left, and if what follows the end may. What
-    may follow is the same at every place in the string, so masks are put together from tables:
-    3 MB of them for 152,000 tokens.
+    At a whole character in such a string, a token is allowed on two conditions. First, it has at
+    most as many characters as are left; if it ends the string, those before the end count. Second,
+    the grammar allows the bytes after the string's end. These bytes are the same at every place in
+    the string, so masks are put together from tables: 3 MB of them for 152,000 tokens.
 
     usable: whether the tokenizer can write a string at all.
     words: of a mask.
@@ -127,11 +132,15 @@ class StringTables:
         return copy if not left or copy.consume_tokens(self._fillers[left]) else None
 
     def base(self, end: Int32, matcher: LLMatcher, left: int) -> Int32 | None:
-        """Returns what may come in the string whatever is left of it, int32 [words]; None where the
-        mask at its end allows what ends no string.
+        """Returns the tokens allowed in the string for any number of characters left.
 
-        end: int32 [at least words], the mask of `at_end`. matcher: at a place in the string with
-        `left` characters left, which never become more.
+        Args:
+            end: The mask of `at_end`, int32 [at least words].
+            matcher: Stands in the string, with `left` characters left.
+            left: Characters left. Later calls of `mask` never have more.
+
+        Returns:
+            A mask, int32 [words]. None: `end` allows tokens that end no string.
         """
         if (end[: self.words] & ~self._ends).any():
             return None
@@ -152,8 +161,13 @@ class StringTables:
 
 
 def _read(text: bytes) -> tuple[int | None, bool, bytes]:
-    """Reads what a token has of a string: its whole characters, or None if it cannot begin at one;
-    whether another character has begun, which must end in the next token; and the rest."""
+    """Splits a token's bytes into a string's content and the rest.
+
+    Returns:
+        The number of whole characters, or None if the token cannot begin at a character. Whether
+        it begins another character, which the next token must end. The bytes after the string's
+        content.
+    """
     if not text.translate(None, _PLAIN):
         return len(text), False, b""
     content = _CONTENT.match(text)

@@ -215,9 +215,10 @@ class StringWalk:
     one may come next. Elsewhere it reads tokens when there is time (`settle`). Where a token leads
     into such a string from elsewhere, that is seen a token late. Belongs to one thread.
 
-    left: characters that the string in which the text ends may have from there on, its length being
-        the only rule for it; -1 elsewhere, within a character, and before its least length.
-    base: what may come in that string (`StringTables.base`), once it is known.
+    Attributes:
+        left: Characters left in the string at the text's end, if only its length bounds it.
+            -1: elsewhere, within a character, or before the string's least length.
+        base: Tokens allowed in that string (`StringTables.base`), once known.
     """
 
     def __init__(self, places: StringPlaces, tables: StringTables) -> None:

@@ -75,6 +75,6 @@ class IdleTurn:
             before = self._counts.launched
             result = work()
             self._settle()
-            # What ran beside a step took longer than it does.
+            # A step that ran meanwhile slows the work down, so it is timed again.
             if self._counts.launched == before:
                 return result

@@ -41,7 +41,7 @@ def _packed(shape: Shape) -> dict[str, Any]:
     data: dict[str, Any] = shape._asdict() | {"dtype": _name(shape.dtype)}
     form = shape.format
     if form is not None:
-        # What is done to the layer's inputs beforehand is not the product's.
+        # Operations on the inputs are left out because they are not part of the product.
         data["format"] = {
             "values": _name(form.values), "bits": form.bits, "group": form.group,
             "scales": None if form.scales is None else _name(form.scales), "zeros": form.zeros,
