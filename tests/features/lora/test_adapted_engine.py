@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
@@ -122,6 +123,8 @@ def replace_adapter(core: EngineCore, name: str, path: Path) -> None:
     answer = core.call(LOAD, LoadAdapter(name, str(path), in_place=True))
     while not answer.done():
         core.step()
+        # A thread reads the adapter: without a pause the requests could end before it has.
+        time.sleep(0.03)
     answer.result()
 
 
