@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import time
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
