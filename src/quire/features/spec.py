@@ -28,15 +28,15 @@ class FeatureSpec:
     Attributes:
         name: unique.
         loop: makes the part of the engine's loop and of the scheduler, from an `EngineConfig`.
-        hook: makes the runner's part from an `EngineConfig`, on every rank; "": there is no such part.
+        hook: makes the runner's part from an `EngineConfig`, on every rank; "": there is none.
         order: the place among all features: the scheduler and the loop call lower ones first.
         enabled: whether settings ask for the feature.
         check: refuses settings that the model cannot have, from `EngineArgs` and a `ModelSpec`;
             called where settings ask for the feature.
         requested: whether a request asks for it; None: no request can.
         serving: returns the `EngineConfig` of an engine that serves clients, from that of any.
-        serves: whether every engine that serves clients has it. Not for a feature with a hook, which
-            must say `enabled`: other ranks do not know whether their engine serves.
+        serves: whether every engine that serves clients has it. A feature with a hook says `enabled`
+            instead: other ranks do not know whether their engine serves.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
         calls: a tuple of the `CallType`s that it takes.
         fields: a tuple of the `RequestField`s that it takes.
