@@ -35,7 +35,7 @@ class FeatureSpec:
             called where settings ask for the feature.
         requested: whether a request asks for it; None: no request can.
         serving: returns the `EngineConfig` of an engine that serves clients, from that of any.
-        serves: whether every engine that serves clients has it. A feature with a hook says `enabled`
+        serves: whether every engine that serves clients has it. One with a hook says `enabled`
             instead: other ranks do not know whether their engine serves.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
         calls: a tuple of the `CallType`s that it takes.
