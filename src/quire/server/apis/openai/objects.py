@@ -69,6 +69,19 @@ class MessageToolCall(msgspec.Struct):
     type: str = "function"
 
 
+class ChatCustomCall(msgspec.Struct):
+    name: str
+    input: str
+
+
+class MessageCustomCall(msgspec.Struct):
+    """A call of a custom tool."""
+
+    id: str
+    custom: ChatCustomCall
+    type: str = "custom"
+
+
 class ChatMessage(msgspec.Struct):
     """An answer's message.
 
@@ -82,7 +95,7 @@ class ChatMessage(msgspec.Struct):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[MessageToolCall] | UnsetType = UNSET
+    tool_calls: list[MessageToolCall | MessageCustomCall] | UnsetType = UNSET
     function_call: ChatFunctionCall | UnsetType = UNSET
 
 
@@ -91,12 +104,18 @@ class FunctionDelta(msgspec.Struct):
     arguments: str = ""
 
 
+class CustomDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class ToolCallChunk(msgspec.Struct):
-    """A part of a tool call. `id`, `type` and the function's name come with a call's first chunk
-    only."""
+    """A part of a tool call. `id`, `type` and the tool's name come with a call's first chunk
+    only. `custom` takes the place of `function` in a call of a custom tool."""
 
     index: int
-    function: FunctionDelta
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
 
