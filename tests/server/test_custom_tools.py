@@ -308,7 +308,8 @@ def test_compaction(scripted: Scripted) -> None:
     answer = respond(scripted, input=[user, summary, more])
     assert answer.status_code == 200, answer.text
     assert "summarized:\n\nWe edited." in speaker(scripted).heard[-1]
-    summary["encrypted_content"] = summary["encrypted_content"][:-8]
+    sealed = summary["encrypted_content"]
+    summary["encrypted_content"] = f"{sealed[:12]}{'AB'[sealed[12] == 'A']}{sealed[13:]}"
     refused = respond(scripted, input=[user, summary, more])
     assert refused.json()["error"]["param"] == "input[1].encrypted_content"
 

@@ -244,11 +244,10 @@ class CompactionItem(_Item):
     type: Literal["compaction"]
     encrypted_content: str
 
-    @field_validator("encrypted_content")
-    @classmethod
-    def _sealed_here(cls, content: str) -> str:
-        unseal("compaction", content)
-        return content
+    @model_validator(mode="after")
+    def _sealed_here(self) -> CompactionItem:
+        unseal("compaction", self.encrypted_content)
+        return self
 
     @property
     def text(self) -> str:
