@@ -43,7 +43,6 @@ from quire.server.apis.openai.objects import (
     CompletionObject,
     CustomDelta,
     FunctionDelta,
-    MessageCustomCall,
     MessageToolCall,
     ToolCallChunk,
 )
@@ -59,6 +58,7 @@ from quire.server.chat.dialogue import (
     Finished,
     ReasoningDelta,
     TextDelta,
+    ToolCall,
     ToolCallBegin,
     ToolCallDelta,
     ToolChoice,
@@ -104,8 +104,7 @@ def choice_of(body: ChatRequest) -> ToolChoice:
 def as_function_call(message: ChatMessage) -> None:
     """Turns the message's call, which is one at most, into a `function_call`."""
     for call in [] if message.tool_calls is UNSET else message.tool_calls:
-        assert isinstance(call, MessageToolCall)  # `functions` exclude `tools`
-        message.function_call = ChatFunctionCall(call.function.name, call.function.arguments)
+        message.function_call = call.function
     message.tool_calls = UNSET
 
 
@@ -389,13 +388,15 @@ def _message(answer: ChatAnswer, echoed: str) -> ChatMessage:
     if answer.reasoning:
         message.reasoning = message.reasoning_content = answer.reasoning
     if answer.tool_calls:
-        message.tool_calls = [
-            MessageCustomCall(call.id, ChatCustomCall(call.name, call.arguments))
-            if call.is_custom
-            else MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
-            for call in answer.tool_calls
-        ]
+        message.tool_calls = [_tool_call(call) for call in answer.tool_calls]
     return message
+
+
+def _tool_call(call: ToolCall) -> MessageToolCall:
+    if call.is_custom:
+        custom = ChatCustomCall(call.name, call.arguments)
+        return MessageToolCall(call.id, custom=custom, type="custom")
+    return MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
 
 
 def _delta(event: Delta) -> ChatDelta:

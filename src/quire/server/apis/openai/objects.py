@@ -63,23 +63,18 @@ class ChatFunctionCall(msgspec.Struct):
     arguments: str
 
 
-class MessageToolCall(msgspec.Struct):
-    id: str
-    function: ChatFunctionCall
-    type: str = "function"
-
-
 class ChatCustomCall(msgspec.Struct):
     name: str
     input: str
 
 
-class MessageCustomCall(msgspec.Struct):
-    """A call of a custom tool."""
+class MessageToolCall(msgspec.Struct):
+    """A call of a function, or of a custom tool."""
 
     id: str
-    custom: ChatCustomCall
-    type: str = "custom"
+    function: ChatFunctionCall | UnsetType = UNSET
+    custom: ChatCustomCall | UnsetType = UNSET
+    type: str = "function"
 
 
 class ChatMessage(msgspec.Struct):
@@ -95,7 +90,7 @@ class ChatMessage(msgspec.Struct):
     refusal: None = None
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
-    tool_calls: list[MessageToolCall | MessageCustomCall] | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
     function_call: ChatFunctionCall | UnsetType = UNSET
 
 

@@ -21,7 +21,6 @@ from quire.server.apis.responses.items import (
     ItemReference,
     ItemText,
     MessageItem,
-    OutputCompaction,
     ReasoningItem,
     Response,
     ToolSearchOutputItem,
@@ -35,7 +34,6 @@ from quire.server.apis.responses.protocol import (
     PromptFields,
     TextConfig,
 )
-from quire.server.apis.responses.sealed import seal
 from quire.server.apis.responses.store import ResponseStore
 from quire.server.apis.responses.tools import (
     TOOL_SEARCH,
@@ -49,6 +47,7 @@ from quire.server.apis.responses.tools import (
 from quire.server.apis.sampling import copied_fields, parameters_of
 from quire.server.chat.custom_tools import input_arguments
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
+from quire.server.chat.sealed import seal
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.errors import ApiError, unsupported_error
@@ -149,12 +148,12 @@ def compacting(items: Sequence[Item]) -> tuple[Item, ...]:
     return (*items, MessageItem(type="message", role="user", content=[part]))
 
 
-def compacted(items: Sequence[Item], summary: str) -> list[dict[str, Any] | OutputCompaction]:
+def compacted(items: Sequence[Item], summary: str) -> list[dict[str, Any]]:
     """Returns the items that replace a conversation: its user messages, and the summary."""
-    kept: list[dict[str, Any] | OutputCompaction] = [
-        shown(item) for item in items if isinstance(item, MessageItem) and item.role == "user"
-    ]
-    return [*kept, OutputCompaction(new_id("cmp", "_"), seal("compaction", summary))]
+    kept = [shown(item) for item in items if isinstance(item, MessageItem) and item.role == "user"]
+    sealed = seal("compaction", summary)
+    last = {"id": new_id("cmp", "_"), "type": "compaction", "encrypted_content": sealed}
+    return [*kept, last]
 
 
 def _called(item: CallItem) -> tuple[str, str]:

@@ -26,8 +26,8 @@ from quire.server.apis.responses.items import (
     Response,
     ResponseUsage,
 )
-from quire.server.apis.responses.sealed import seal
 from quire.server.apis.responses.tools import TOOL_SEARCH
+from quire.server.chat.sealed import seal
 from quire.server.errors import ApiError
 from quire.server.http.sse import pad_event
 from quire.server.state import new_id

@@ -13,7 +13,6 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
-from quire.server.apis.responses.sealed import is_sealed, unseal
 from quire.server.apis.responses.tools import (
     MAX_TOOLS,
     ToolParam,
@@ -21,6 +20,7 @@ from quire.server.apis.responses.tools import (
     shown_tool,
     tool_shape,
 )
+from quire.server.chat.sealed import is_sealed, unseal
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import Name, StrictModel, drop_unused
 
@@ -410,11 +410,6 @@ class OutputReasoning(msgspec.Struct, tag="reasoning"):
     encrypted_content: str | UnsetType = UNSET
 
 
-class OutputCompaction(msgspec.Struct, tag="compaction"):
-    id: str
-    encrypted_content: str
-
-
 OutputCall = OutputFunctionCall | OutputCustomToolCall | OutputToolSearchCall
 OutputItem = OutputMessage | OutputCall | OutputReasoning
 
@@ -484,7 +479,7 @@ class CompactedResponse(msgspec.Struct):
 
     id: str
     created_at: int
-    output: list[dict[str, Any] | OutputCompaction]
+    output: list[dict[str, Any]]
     usage: ResponseUsage
     object: str = "response.compaction"
 

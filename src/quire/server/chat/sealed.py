@@ -1,4 +1,4 @@
-"""Text that clients keep for the server, as `encrypted_content` of items.
+"""Text that clients keep for the server, in `encrypted_content` or in a thinking's `signature`.
 
 The text is compressed and has a digest, which detects damage. It is not encrypted: the client was
 sent the same text in plain. It is not signed either: a client may send any reasoning as `content`,
@@ -34,8 +34,11 @@ def is_sealed(content: str) -> bool:
     return content.startswith(_PREFIX)
 
 
-def unseal(kind: Kind, content: str) -> str:
+def unseal(kind: Kind, content: str, param: str = "encrypted_content") -> str:
     """Returns the text of sealed content.
+
+    Args:
+        param: the field with the content, for the error.
 
     Raises:
         RequestError: the content was changed, or belongs to an item of another kind.
@@ -48,8 +51,8 @@ def unseal(kind: Kind, content: str) -> str:
     except (binascii.Error, zlib.error, UnicodeDecodeError):
         pass
     raise RequestError(
-        f"'encrypted_content' was changed, or is not that of a {kind}: send it back as it came.",
-        "encrypted_content",
+        f"'{param}' was changed, or is not that of a {kind}: send it back as it came.",
+        param,
         code="invalid_encrypted_content",
     )
 
