@@ -215,12 +215,12 @@ class GrammarDefinition(StrictModel):
         return self
 
 
-class CustomFormat(StrictModel):
+class ChatCustomFormat(StrictModel):
     type: Literal["text", "grammar"]
     grammar: GrammarDefinition | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> CustomFormat:
+    def _complete(self) -> ChatCustomFormat:
         if (self.type == "grammar") != (self.grammar is not None):
             raise RequestError("a format of type 'grammar', and no other, has a 'grammar'.")
         return self
@@ -229,7 +229,7 @@ class CustomFormat(StrictModel):
 class CustomDefinition(StrictModel):
     name: ToolName
     description: str | None = None
-    format: CustomFormat | None = None
+    format: ChatCustomFormat | None = None
 
     @property
     def shape(self) -> dict[str, Any]:
