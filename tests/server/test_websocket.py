@@ -268,6 +268,16 @@ def test_a_client_that_is_gone(server: Scripted) -> None:
     engine.aborted.clear()
 
 
+def test_the_server_stops() -> None:
+    with serve(Speaker(), http=BoundedHttpProtocol) as server:
+        client = SocketClient(server.url)
+        speaker(server).say("Yes.")
+        client.turn(model=MODEL, input="a")
+    opcode, payload = client.frame()
+    assert (opcode, struct.unpack(">H", payload[:2])) == (CLOSE, (1012,))
+    assert client.rest() == b""
+
+
 # -- tokens ------------------------------------------------------------------------------------
 
 

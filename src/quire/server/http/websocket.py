@@ -29,6 +29,8 @@ PING_SECONDS = 30.0
 """Seconds between pings. A peer that answers none of two is gone."""
 _CLOSE_SECONDS = 5.0
 """Seconds that the peer has for its part of the closing handshake."""
+_STOP_SECONDS = 0.5
+"""The same where the server stops: an idle client may never answer."""
 
 NORMAL, GOING_AWAY, PROTOCOL_ERROR, BAD_TYPE, BAD_TEXT = 1000, 1001, 1002, 1003, 1007
 TOO_LARGE, INTERNAL_ERROR, RESTART = 1009, 1011, 1012
@@ -245,7 +247,8 @@ class WebSocketProtocol(asyncio.Protocol):
         self._disconnect(code)
         text = reason.encode()[: _MOST_CONTROL - 2].decode("utf-8", "ignore")
         self._transport.write(frame(_CLOSE, struct.pack(">H", code) + text.encode()))
-        self._loop.call_later(_CLOSE_SECONDS, self._transport.abort)
+        seconds = _STOP_SECONDS if code == RESTART else _CLOSE_SECONDS
+        self._loop.call_later(seconds, self._transport.abort)
 
     def _ping(self) -> None:
         if self._unanswered >= 2:

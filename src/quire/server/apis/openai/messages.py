@@ -80,7 +80,9 @@ def _check_type(data: Any, what: str) -> None:
         raise RequestError(
             f"Missing required parameter: '{kind}'.", kind, code="missing_required_parameter"
         )
-    other = next((name for name in _TOOL_TYPES if name != kind and name in data), None)
+    other = next(
+        (name for name in _TOOL_TYPES if name != kind and data.get(name) is not None), None
+    )
     if other is not None:
         raise RequestError(f"one of type {kind!r} has no '{other}'.", other)
 
