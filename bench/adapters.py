@@ -24,17 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire import ops
 from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.executor import Capacity
 from quire.features.lora.hook import COLUMN, AdapterHook
 from quire.features.lora.projections import Adapter, Image, LowRank
-from quire.ops.adapters import SlotWeights
-from quire.ops.reference import adapters as twins
-from quire.ops.rows import StepRows
-from quire.ops.triton.linear import linear
-from quire.ops.triton.lora import adapters as kernels
 from quire.runner import ModelRunner
 from quire.runner.graphs import Graphs
 from quire.runner.program import BodyShape
@@ -252,47 +246,6 @@ def read_bandwidth() -> float:
     return data.nbytes / (median_us(lambda: torch.sum(data), 5) * 1e-6)
 
 
-def check_kernels() -> None:
-    """Raises where a kernel's result is not its twin's, or a row without an adapter changes."""
-    draw = torch.Generator(device="cuda").manual_seed(0)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, device="cuda", generator=draw)
-
-    for tokens in (1, 16, 64, 200, 500):
-        sizes, inputs, rank = (512, 128, 128), 1024, 16
-        memory = random(8, (inputs * 3 + sum(sizes)) * rank + 64) * 0.1
-        table = torch.zeros(8, 14, dtype=torch.int32)
-        for slot in range(8):
-            own = [(slot * 3 + place) % (rank + 1) for place in range(3)]
-            at, first = -(-sum(own) * inputs // 16) * 16, 0
-            table[slot, :2] = torch.tensor([0, sum(own)])
-            for place, r in enumerate(own):
-                bits = int(torch.tensor(0.5).view(torch.int32))
-                table[slot, 2 + 4 * place :][:4] = torch.tensor([at, r, first, bits])
-                at += -(-sizes[place] * (-(-r // 8) * 8) // 16) * 16
-                first += r
-        weights = SlotWeights(memory.bfloat16(), table.cuda(), sizes, inputs, rank)
-        column = torch.randint(-1, 8, (tokens,), device="cuda", generator=draw).int()
-        lanes = torch.arange(tokens, device="cuda", dtype=torch.int32)
-        starts = torch.arange(tokens + 1, device="cuda", dtype=torch.int32)
-        rows = StepRows(lanes, starts, starts, torch.zeros_like(lanes))
-        x, out = random(tokens, inputs).bfloat16(), random(tokens, sum(sizes)).bfloat16()
-        norm = ops.RmsScale((1 + 0.1 * random(inputs)).bfloat16(), 1e-6)
-        own_rows = kernels.adapter_rows(rows, column, num_tokens=tokens, num_slots=8)
-        twin_rows = twins.adapter_rows(rows, column, num_tokens=tokens, num_slots=8)
-        for scale in (None, norm):
-            got = kernels.add_adapters(out.clone(), x, weights, own_rows, scale)
-            want = twins.add_adapters(out.clone(), x, weights, twin_rows, scale)
-            torch.testing.assert_close(got.float(), want.float(), atol=0.1, rtol=0.03)
-            assert torch.equal(got[column < 0], out[column < 0])
-        for act in ("silu_and_mul", "gelu"):
-            weight = ops.Weight.plain((random(512, inputs) * 0.03).bfloat16())
-            fused = linear(x, weight, None, None, norm, act)  # type: ignore[arg-type]
-            apart = kernels.preactivation(x, weight, None, norm, act)  # type: ignore[arg-type]
-            assert torch.equal(ops.activate(apart, act, x.dtype), fused), (tokens, act)  # type: ignore[arg-type]
-
-
 def check_steps(bench: Bench) -> None:
     """Raises where base rows beside adapters differ from a step without, or others do not."""
     rows = bench.rows
@@ -363,8 +316,6 @@ def main() -> int:
         bench.fill(images[slot % 2], slot)
     check_steps(bench)
     print(f"base rows keep their bits ({time.monotonic() - began:.0f} s)", flush=True)
-    check_kernels()
-    print(f"kernels agree with their twins ({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 
 

@@ -17,41 +17,20 @@ import asyncio
 import json
 import os
 import random
-import re
+import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from quire.tools.bench.online.drive import launched
 from quire.tools.bench.record import make_record
 from tables import print_and_append
 
 VOCAB = 6000
-READY = re.compile(r"Serving \S+ at http://([^:]+):(\d+)\.")
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, int]]:
-    """A server's host and port."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
-    try:
-        for line in process.stdout or ():
-            if (found := READY.search(line)) is not None:
-                yield found[1], int(found[2])
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def first_token(address: tuple[str, int], key: str, prompt: list[int], output: int) -> float:
@@ -187,8 +166,9 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
         keys.write('[flood]\nkey = "sk-flood"\n[second]\nkey = "sk-second"\n')
         keys.flush()
-        with serving("--api-key-file", keys.name, *args.flags) as address:
-            metrics = measure(args, address)
+        with launched(shlex.join(["--api-key-file", keys.name, *args.flags])) as (url, _):
+            place = urlsplit(url)
+            metrics = measure(args, (place.hostname or "", place.port or 0))
     named = ("flood", "prompt", "output", "single_output", "rounds")
     settings = {name: getattr(args, name) for name in named}
     settings |= {"flags": " ".join(args.flags), "load_before": load, "cores": os.cpu_count()}
