@@ -198,7 +198,7 @@ class Traffic:
         return tokens / (time.monotonic() - began)
 
     def _plan(self, before: torch.cuda.Event | None) -> None:
-        """Ends and begins requests and loads. before: the end of the last step launched."""
+        """Ends and begins requests and loads. The last launched step ends at `before`."""
         for loaded, (slot, event) in list(self._loading.items()):
             if event.query():
                 self._resident[loaded] = slot

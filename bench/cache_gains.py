@@ -5,17 +5,25 @@
 
 A folder that holds only a config.json gets random weights.
 
-ttft        time to the first token of 64 tokens after a prefix of 2083 tokens, which is new (cold),
-            cached (warm), or left out (lone)
-chats       users with one system prompt and conversations of several turns: the reused tokens as
-            a share of all reusable tokens
-cost        requests without a common prefix, with the cache on and off
-pool        throughput by the number of KV blocks, as a share of the load's peak need
-tier        questions about documents that are three times as large as the device's pool, in random
-            order: requests per second with a host tier over those without
-tier-chats  the same with conversations, each of which grows by a question and an answer
-crowd       twice as many requests in flight as the pool holds: output tokens per second over those
-            of as many requests as it holds, without a host tier and with one
+Parts:
+
+ttft        Time to the first token of 64 tokens after a prefix of 2083 tokens. The prefix is new
+            (cold), cached (warm) or left out (lone).
+
+chats       Users with one system prompt hold conversations of several turns. Reused tokens as a
+            share of all reusable tokens.
+
+cost        Requests without a common prefix, with the cache on and off.
+
+pool        Throughput by the number of KV blocks, as a share of the load's peak need.
+
+tier        Questions in random order about documents, three times as large as the device's pool.
+            Requests per second with a host tier over those without.
+
+tier-chats  The same with conversations. A question and an answer are added in each turn.
+
+crowd       Output tokens per second with twice as many requests in flight as the pool holds, over
+            those of a load that fits. Without a host tier and with one.
 """
 
 from __future__ import annotations

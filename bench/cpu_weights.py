@@ -96,7 +96,7 @@ def answer(llm: LLM, prompts: int, prompt_tokens: int, tokens: int) -> None:
 
 
 def works(llm: LLM, steps: int, clock: int) -> dict[str, Callable[[], float]]:
-    """Returns what is measured, each as seconds of a clock by its place in `CLOCKS`."""
+    """Returns the measurements by name. Each returns seconds of the clock `CLOCKS[clock]`."""
 
     def step(rows: int) -> float:
         short, long = (

@@ -28,7 +28,7 @@ MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b", "llama-2-7b")
 OTHERS = ("nano", "b64", "b1", "ttft")
 PROFILE = "breakdown"
 LIMIT = 590
-"""Seconds a part may take."""
+"""Seconds that a part may take."""
 _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 
@@ -81,7 +81,7 @@ def _each(flag: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def run(part: Part, results: Path, card: str) -> bool:
-    """Whether it went well. Its records are kept as they come, so a late failure loses little."""
+    """Returns whether the part succeeded. Records are stored as they come, so few are lost."""
     file = results / f"{slug(card)}_{part.file}.jsonl"
     print(f"== {part.name}", flush=True)
     if part.config is not None:

@@ -81,7 +81,7 @@ class Blocks:
         self.transfer.start([move], direction)
 
     def check(self) -> bool:
-        """Tells whether blocks come back to other places as they went out, also while others go."""
+        """Returns whether blocks return unchanged to other places, also during other moves."""
         before = self.tensor.clone()
         self.go("out", self.first, self.first)
         sync()

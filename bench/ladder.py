@@ -63,11 +63,13 @@ Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
 @dataclass(frozen=True)
 class Rung:
-    """A way to serve the requests: a baseline, or the engine with settings added to those of the
-    rungs before.
+    """A way to serve the requests: a baseline, or the engine.
 
-    on: optimizations that are no longer disabled. gpu: the rung says nothing without one. exact:
-    whether the tokens must stay the same.
+    Attributes:
+        settings: added to the settings of the earlier rungs.
+        on: optimizations that this rung and later ones enable.
+        gpu: the rung needs a GPU to mean anything.
+        exact: the tokens must stay the same.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Rung:
 
 
 def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
-    """slots: rows of a batch. budget: tokens of a step where prompts are cut."""
+    """Returns the rungs, for batches of `slots` rows and steps of `budget` tokens."""
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
         Rung(NAIVE, naive),
@@ -168,7 +170,7 @@ def _drive(core: Any, jobs: Sequence[Job], clock: Clock) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=job.length, ignore_eos=True)
             core.add(str(number), int32(job.prompt), params, max_total=job.total)
             running[f"{number}/0"] = job
-        # What a step brought is read by then; the next one may be under way.
+        # The step has copied its results by then, although the next one may be running.
         for item in clock.run(core.step, settle=False) or ():
             job = running[item.request.request_id]
             job.output += item.new_tokens.tolist()
@@ -379,7 +381,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 
 def recorded(record: BenchRecord, device: str) -> BenchRecord:
-    """Returns what is worth keeping of a record: of a CPU only ratios, as speeds say nothing
+    """Returns the metrics to keep. A CPU keeps ratios only, because its speeds mean nothing
     elsewhere."""
     if device != "cpu":
         return record

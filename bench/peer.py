@@ -47,8 +47,13 @@ class PeerEngine(Protocol):
 class Peer:
     """Another engine.
 
-    name: as people write it. package: as it is installed and imported. keywords: whose keywords
-    `--engine-args` are. script: runs it. settings: of its engine, by options. build: makes it.
+    Attributes:
+        name: as people write it.
+        package: name of the package, to install and to import.
+        keywords: the class that takes `--engine-args`.
+        script: the script that runs the engine.
+        settings: returns the engine's settings for options of the command line.
+        build: makes the engine.
     """
 
     name: str

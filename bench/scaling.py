@@ -46,7 +46,7 @@ _LIMIT = 240
 
 @dataclass(frozen=True)
 class Run:
-    """One engine and what is measured of it.
+    """One engine and its measured cases.
 
     Attributes:
         model: a folder of bench/configs, or "" for the embedded model.
@@ -105,7 +105,7 @@ class Run:
 
 
 def runs(gpus: int) -> Iterator[Run]:
-    """Yields what to run on so many GPUs, what matters most first."""
+    """Yields the runs for a number of GPUs, the most important first."""
     sizes = [size for size in (8, 4, 2, 1) if size <= gpus]
     for size in sizes:
         # Pipelines are compared with one GPU.
@@ -168,7 +168,7 @@ class Gpus:
 def measure(
     run: Run, kept: Path, more: list[str], limit: float, gpus: list[int]
 ) -> list[dict[str, Any]]:
-    """Returns the records of a run on these GPUs, and keeps them; none if it fails."""
+    """Stores and returns the records of a run on these GPUs. A failed run has none."""
     with tempfile.TemporaryDirectory() as scratch:
         records = Path(scratch) / "records.jsonl"
         began = time.monotonic()

@@ -93,7 +93,7 @@ def router(urls: list[str], policy: str):
 
 @contextlib.contextmanager
 def bound(cores: set[int]):
-    """Has processes that start meanwhile run on these cores only; none: on all."""
+    """Binds processes that start in the block to these cores. An empty set means all cores."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or own)
     try:

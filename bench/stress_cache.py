@@ -42,7 +42,7 @@ TINY = {
 
 @dataclass
 class Job:
-    """One request. leaves: output tokens after which it is aborted, or None."""
+    """One request, aborted after `leaves` output tokens unless that is None."""
 
     prompt: list[int]
     params: SamplingParams

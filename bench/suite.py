@@ -75,9 +75,13 @@ _QUICK = 2.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says what is measured.
+    """Sizes of the measured points.
 
-    steps: that only decode. users_prompt, users_output: tokens of a user's prompts and answers.
+    Attributes:
+        rows, prompts: batches and prompt lengths of the grid.
+        steps: steps in which all rows decode.
+        users: numbers of users at once.
+        users_prompt, users_output: tokens of a user's prompts and answers.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -108,7 +112,7 @@ def step_limits(config: EngineConfig) -> Ceilings | None:
 
 
 class Grid:
-    """One engine and its points. sizes: as far as the model's context goes."""
+    """One engine and its points, as far as the model's context reaches."""
 
     def __init__(self, folder: str | None, device: str, sizes: Sizes) -> None:
         self.sizes = sizes

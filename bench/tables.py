@@ -13,7 +13,7 @@ from quire.tools.bench.record import BenchRecord, append_jsonl, format_table
 RESULTS = Path(__file__).resolve().parent / "results"
 CONFIGS = RESULTS.parent / "configs"
 DTYPE = "bfloat16"
-"""dtype of all rows: a record of another one fills none."""
+"""dtype of all rows. Records of another dtype are ignored."""
 
 
 PLAIN = {

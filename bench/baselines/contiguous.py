@@ -59,8 +59,12 @@ class Contiguous:
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
 
     def step(self, ids: Tensor, start: int) -> Tensor:
-        """ids: int64 [batch, new], which stand at positions from `start` on. Returns the likeliest
-        next tokens, int64 [batch, 1]."""
+        """Returns the likeliest next tokens, int64 [batch, 1].
+
+        Args:
+            ids: int64 [batch, new].
+            start: position of the first of the new tokens.
+        """
         batch, new = ids.shape
         end = start + new
         x = self.tokens[ids] + self.positions[start:end]

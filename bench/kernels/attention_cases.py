@@ -48,7 +48,12 @@ class Batch:
         dtype: torch.dtype = torch.bfloat16,
         kv_format: KVFormat | None = None,
     ) -> Batch:
-        """rows: (query length, context length). kv_format: of stored KV, by default dtype's."""
+        """Returns a random batch.
+
+        Args:
+            rows: (query length, context length) of each request.
+            kv_format: format of stored KV. None is the format of `dtype`.
+        """
         widths = [-(-total // BLOCK_SIZE) for _, total in rows]
         blocks = sum(widths) + 1
         order = torch.randperm(blocks - 1) + 1

@@ -104,7 +104,7 @@ Trial = tuple[str, Callable[[int], object]]
 def timed(
     kernel: str, model: str, tokens: int, bytes_: float, copies: int, variants: list[Trial]
 ) -> Row:
-    """variants: (label, call that takes the index of its buffers)."""
+    """Times variants of a kernel, each a label and a call that takes the index of its buffers."""
     trials = tuple(
         (label, graph_us([functools.partial(call, i) for i in range(copies)]))
         for label, call in variants

@@ -6,9 +6,11 @@ Each plan is compared with float64 and timed in a graph of all layers' weights. 
 each product are then tried in a step of all layers. That step has rotary embedding, attention at a
 context of 256 and the head in bf16. The fastest plans are printed as entries of the card's table.
 
---head int8        the head in 8 bits; its plans are tried, too
---kernel integer   only plans of that kernel, and those of the table
---store            write the fastest plans to the user's table
+--head int8        has the head in 8 bits and tries its plans
+
+--kernel integer   tries only this kernel's plans and the table's
+
+--store            writes the fastest plans to the user's table
 """
 
 from __future__ import annotations

@@ -23,12 +23,16 @@ CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 BANDWIDTH = 4.8e12
 """Bytes a second of an H200."""
 LAYERS = 6
-"""Layers' states that a timing goes through, to find none in the L2 cache."""
+"""Layers whose states a timing rotates through, so that L2 holds none of them."""
 
 
 def rows_of(lengths: Sequence[tuple[int, int]], saves: Sequence[int] = ()) -> StateRows:
-    """lengths: (start, tokens) of each row, whose lane and slot are its number. saves: positions at
-    which the first leaves copies."""
+    """Returns the rows of a step. The lane and slot of a row are its number.
+
+    Args:
+        lengths: (start, tokens) of each row.
+        saves: positions at which the first row stores copies of its state.
+    """
     count = len(lengths)
     table = torch.zeros(count, 1 + 2 * STATE_SAVES, dtype=torch.int32)
     table[:, 0] = torch.arange(count)

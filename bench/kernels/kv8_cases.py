@@ -101,7 +101,7 @@ class Store:
 
 
 def store_error(kv_format: KVFormat) -> float:
-    """In units of half a step between stored numbers, and bf16's error of what is turned."""
+    """Returns the error in units of half a step between stored numbers plus bf16's error."""
     case = Store(QWEN25_1_5B, 300, kv_format)
     case.run()
     found = case.stored()

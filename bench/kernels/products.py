@@ -4,21 +4,8 @@
     PYTHONPATH=src python bench/kernels/products.py fp8-blocks w8a8 w8a8_fp8 --rows 64 512 2048
     PYTHONPATH=src python bench/kernels/products.py bf16 --model Qwen3-0.6B --rows 1 64 2048
 
-A table for each format has the µs of each product and of all four together, weights read from
-memory. The columns are kernels and what runs before them:
-
-cuBLAS           bf16, without norm, activation and residual
-wgmma            `hopper_gemm`; inputs are ordered before
-any card         kernels that need no Hopper card
-blocks           `hopper_blocks`, of one row `block_gemv` with its norm and rounding
-8 bits           `eight_bit_gemm`
-_scaled_mm       cuBLAS in 8-bit floats
-order, round     the kernel that orders or rounds inputs, without a norm and with one
-linear           the layer as the engine runs it, norm and residual included
-without narrow   the same without `hopper_narrow`
-deterministic    the same with `--deterministic`
-
-`tests/gpu` compares the kernels with float64.
+A table for each format has the µs of each product and of all four together. Weights are read from
+memory. `ROADS` explains the columns. `tests/gpu` compares the kernels with float64.
 """
 
 from __future__ import annotations
@@ -52,6 +39,22 @@ ROWS = (1, 16, 32, 64, 128, 256, 512, 2048)
 FIXED = Policy(deterministic=True)
 linear_module = importlib.import_module("quire.ops.triton.linear")
 Road = Callable[[LinearArgs], object]
+ROADS = {
+    "cuBLAS": "bf16, without norm, activation and residual",
+    "wgmma": "hopper_gemm; inputs are ordered before",
+    "any card": "kernels that need no Hopper card",
+    "blocks": "hopper_blocks; for one row block_gemv, with norm and rounding",
+    "8 bits": "eight_bit_gemm",
+    "_scaled_mm": "cuBLAS in 8-bit floats",
+    "order": "the kernel that orders inputs",
+    "norm, order": "the same with a norm",
+    "round": "the kernel that rounds inputs",
+    "norm, round": "the same with a norm",
+    "linear": "the layer as the engine runs it, with norm and residual",
+    "without narrow": "the same without hopper_narrow",
+    "deterministic": "the same with --deterministic",
+}
+"""Columns of the tables."""
 
 
 def counters() -> Tensor:
@@ -251,6 +254,7 @@ def table(model: Shape, name: str, all_rows: Sequence[int], end: float) -> None:
         lines.append((rows, "all four", sums))
         if name == "bf16" and time.monotonic() < end:
             lines.append((rows, "in a row", in_a_row(model, rows)))
+        print("\n" + "\n".join(f"{column}: {ROADS[column]}" for column in columns))
     print(f"\n{model.name}, {name}, µs\n| rows | product | floor | {' | '.join(columns)} |")
     print("| ---: | --- " + "| ---: " * (len(columns) + 1) + "|")
     for rows, part, found in lines:

@@ -39,7 +39,7 @@ class Session:
         return time.monotonic() - self._began
 
     def each(self, parts: Iterable[tuple[str, Callable[[], T]]], until: float) -> Iterator[T]:
-        """Yields the results of parts that do not fail. Begins none after `until` seconds."""
+        """Yields the results of parts that succeed. Begins no part after `until` seconds."""
         for name, part in parts:
             if self.seconds > until:
                 self.skipped.append(name)
