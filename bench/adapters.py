@@ -1,13 +1,13 @@
-"""LoRA adapters on a GPU: times of decode steps with none, one and many of them, and checks.
+"""Times decode steps with no, one and many LoRA adapters on a GPU, and checks their results.
 
     python bench/adapters.py [--layers 36] [--rank 16] [--rows 64]
 
-The model has Qwen3-8B's shape and random weights; all its linear layers are adapted. Steps are the
-engine's own captured bodies of `--rows` rows of one token, launched without an engine around them.
-Times are of one body, with the adapters' bytes and what reading them costs at the card's measured
-bandwidth. Then requests with adapters drawn by Zipf's law come and go, of as many adapters as the
-device holds and of `--loaded`, which go to its slots when they are asked for. Those in host memory
-are copies of a few, as contents do not matter.
+The model has Qwen3-8B's shape, random weights and adapters on all linear layers. The script
+launches the engine's captured bodies of `--rows` rows of one token, without the engine. It prints
+the time of a body, the adapters' bytes and their read time at the card's measured bandwidth. A
+second table has requests with adapters drawn by Zipf's law: first as many adapters as the device
+holds, then `--loaded` adapters that move to its slots on demand. Adapters in host memory are copies
+of a few.
 """
 
 from __future__ import annotations
@@ -148,8 +148,11 @@ def median_us(run: Any, repeats: int) -> float:
 class Traffic:
     """Requests of 64 to 192 tokens whose adapters are drawn by Zipf's law, exponent 1.
 
-    loaded: the adapters that are drawn from. One that is asked for takes the slot that was used
-    least recently. A request waits in line until its adapter is there, and those behind it do not.
+    A requested adapter takes the slot that was used least recently. A request waits in line until
+    its adapter is loaded. Requests after it may overtake it.
+
+    Args:
+        loaded: number of adapters to draw from.
     """
 
     WAITING = 16
@@ -172,8 +175,10 @@ class Traffic:
         self.active = 0.0
 
     def tokens_per_second(self, steps: int = 400, warmup: int = 100) -> float:
-        """Runs steps, two of them ahead of the device. Leaves the loads, and how many adapters a
-        step had on average."""
+        """Runs steps, two of them ahead of the device, and returns the tokens per second.
+
+        Sets `loads`, and in `active` the mean number of adapters in a step.
+        """
         bench, tokens, active, began = self._bench, 0, 0, 0.0
         slots = torch.empty(3, bench.rows, dtype=torch.int32, pin_memory=True)
         events = [torch.cuda.Event() for _ in range(3)]
@@ -247,7 +252,7 @@ def read_bandwidth() -> float:
 
 
 def check_steps(bench: Bench) -> None:
-    """Raises where base rows beside adapters differ from a step without, or others do not."""
+    """Raises if base rows of a mixed step change, or if rows with adapters do not."""
     rows = bench.rows
     base = bench.hidden(False)
     slots = [row % bench.slots if row % 2 else -1 for row in range(rows)]

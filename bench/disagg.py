@@ -220,7 +220,7 @@ class Servers:
         return f"http://127.0.0.1:{port}"
 
     def await_ready(self, seconds: float) -> None:
-        """Raises RuntimeError, with the last that a server said, where one does not start."""
+        """Waits for all servers. Raises RuntimeError with the last lines of one that fails."""
         deadline = time.monotonic() + seconds
         for process, said in zip(self.processes, self.said, strict=True):
             ready = threading.Event()
@@ -439,7 +439,7 @@ def between(answers: Sequence[Answer], begin: float, end: float, name: str) -> d
 
 
 def handover(servers: Servers, sizes: Sizes) -> dict[str, float]:
-    """Times prompts that come one at a time, at the server and at the one that computes them."""
+    """Times single prompts at the decoding server and at the prefill server."""
     count, tokens = sizes.handovers, sizes.handover_prompt
     ask(servers.url, prompts(3, tokens, 2, 2), 1, 30.0)  # the first ones connect
     before = counters(servers.url)

@@ -119,7 +119,7 @@ def line_at_rest(steps: Sequence[Step], rests: Sequence[Window], streams: int) -
 def causes(
     folder: Path, rests: Sequence[Window], flood: Window, streams: int
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns metrics of the steps under the flood, and a table of what made them longer."""
+    """Returns metrics of the steps under the flood, and a table of their causes."""
     steps = read_steps(folder)
     inside = [each for each in steps if flood[0] <= each.end <= flood[1]]
     line = line_at_rest(steps, rests, streams)

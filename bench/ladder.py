@@ -1,16 +1,15 @@
-"""The ladder from a loop that recomputes everything to the whole engine, one rung at a time.
+"""Climbs from a loop that recomputes everything to the whole engine, one rung at a time.
 
     python bench/ladder.py                                       # quire-tiny, on this machine's CPU
     python bench/ladder.py --device cuda --out bench/results/h200_ladder.jsonl    # a GPU
     python bench/ladder.py bench/configs/gpt2 --device cuda --tables              # GPT-2's tables
     python bench/ladder.py --device cuda --only qwen3-0.6b --seconds 180      # one of the three
 
-Every rung serves the same requests: prompts with a common beginning, of different lengths, which
-arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
-more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
-them. Rungs that need a GPU, that fail or that take too long are named and left out. On a CPU only
-ratios are recorded. Random weights soon repeat themselves, so drafts that are looked up gain more
-from them than from text.
+Every rung serves the same requests. Prompts share a beginning, have different lengths and arrive
+one after the other. The first rungs are `bench/baselines`. The others are the engine with more and
+more switches on. A rung's tokens are compared with the first rung's; some rungs may change them.
+Rungs that need a GPU, fail or take too long are named and left out. On a CPU only ratios are
+recorded. Random weights soon repeat themselves, so lookup drafts gain more than on real text.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Runs Quire's benchmark cases on another engine, into records of the same form.
 
-`vs_vllm.py` and `vs_sglang.py` say how such an engine is built and asked. Of Quire this needs the
-modules of cases and records, not the engine: `PYTHONPATH=src` in the other one's environment is
-enough. See vs_vllm.md.
+`vs_vllm.py` and `vs_sglang.py` build and call such an engine. The script needs Quire's modules of
+cases and records, not its engine. So `PYTHONPATH=src` in the other engine's environment is enough.
+See vs_vllm.md.
 """
 
 from __future__ import annotations

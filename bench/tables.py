@@ -20,7 +20,7 @@ PLAIN = {
     "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
     "dtype", "ceilings", "sweep", "rows", "input_len",
 }  # fmt: skip
-"""Settings of a record that stands for the engine as it comes."""
+"""Settings that a record of the engine's defaults may have."""
 
 
 def dtype_of(model: str, settings: Mapping[str, Any]) -> str | None:
@@ -53,7 +53,7 @@ def replace(page: str, name: str, text: str) -> str:
 
 
 def content(page: str, name: str) -> str:
-    """Returns what stands in the place of that name."""
+    """Returns the text between the marks of that name."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     return page.partition(begin)[2].partition(end)[0]
 

@@ -243,7 +243,7 @@ def halves_of(group: SymmetricGroup, width: int, device: torch.device, copies: b
 def sums_in_turns(
     group: HalvesGroup, inputs: list[torch.Tensor], stream: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Returns the sums of the inputs, half by half, each with one under way behind it."""
+    """Returns the sums of the inputs, half by half, with two sums in flight."""
     with group.halves():
         found = []
         for index, x in enumerate(inputs):

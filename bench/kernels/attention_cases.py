@@ -1,4 +1,4 @@
-"""Paged attention: checks on mixed batches, and times at the shapes of real models."""
+"""Checks paged attention on mixed batches, and times it at the shapes of real models."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Batch:
         )  # fmt: skip
 
     def error(self, tuning: AttentionTuning, **extra: object) -> float:
-        """The largest, in units of what the type allows."""
+        """Returns the largest error in units of the type's tolerance."""
         got, want = self.run(0, tuning, **extra).double(), self.exact(**extra)
         dtype = self.q[0].dtype
         allowed = {torch.float32: 2e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
@@ -118,7 +118,7 @@ class Batch:
 
 
 def fill(tensors: list[Tensor]) -> None:
-    """Values, of about one, and scales of tokens, if there are any."""
+    """Draws values of about one, and the scales of tokens if there are any."""
     values, *scales = tensors
     if values.dtype == torch.uint8:
         values.random_(1, 256)
@@ -149,7 +149,7 @@ SHORT = [(1, 1), (1, 400), (1, 1025), (1, 64), (1, 2000)]
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Name, and a function that gives the largest error in units of what the type allows."""
+    """Yields names, and functions that return the largest error in units of the tolerance."""
 
     def error(
         rows: list[tuple[int, int]],

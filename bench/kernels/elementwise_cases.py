@@ -1,4 +1,4 @@
-"""Kernels that only move bytes: checks, and times beside the bandwidth that they reach."""
+"""Checks and times the kernels that only move bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def random_bf16(*shape: int) -> Tensor:
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """In units of 3 roundings of bf16."""
+    """Returns the largest error in units of three roundings of bf16."""
     allowed = 3 * torch.finfo(got.dtype).eps * (1 + want.abs())
     return float(((got.double() - want).abs() / allowed).max())
 

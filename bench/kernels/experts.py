@@ -222,8 +222,10 @@ def check_route(model: Model, tokens: int) -> float:
 
 
 def copies_of(experts: int) -> ExpertCopies:
-    """Returns copies on two ranks, the second of which this is: both have every second expert, and
-    the first has the others."""
+    """Returns the copies of experts on the second of two ranks.
+
+    Both ranks have every second expert, and the first rank has the others.
+    """
     both = torch.arange(experts, device=DEVICE) % 2 == 0
     slots = torch.full((experts, 2), -1, dtype=torch.int32, device=DEVICE)
     slots[both, 1] = torch.arange(int(both.sum()), dtype=torch.int32, device=DEVICE)
@@ -368,7 +370,7 @@ def wanted(name: str, only: str) -> bool:
 
 
 def compile_all(only: str, tokens_of_each: str) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Yields what compiles the kernels of the timed cases, with few experts."""
+    """Yields runs with few experts that compile the kernels of the timed cases."""
     for name, model, form, tokens in cases(only, tokens_of_each):
         layer = Layer.make(replace(model, experts=model.top_k), FORMATS[form])
         batch = Batch.draw(layer.model, tokens, 0)

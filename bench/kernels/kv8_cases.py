@@ -1,4 +1,4 @@
-"""8-bit KV: attention over it and the store into it, against float64 twins."""
+"""Compares attention over 8-bit KV, and the store of it, with float64 twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUTO = AttentionTuning()
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Name, and a function that gives the largest error in units of what bf16 allows."""
+    """Yields names, and functions that return the largest error in units of bf16's tolerance."""
 
     def error(
         kv_format: KVFormat,

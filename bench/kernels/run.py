@@ -40,7 +40,7 @@ def check_all() -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def timings() -> Iterator[tuple[str, Callable[[], Row]]]:
-    """The most telling first: time may run out."""
+    """Yields the timings, the most important first, because time may run out."""
     for shape in MODELS:
         for case in dict.fromkeys(("b1", "b64", "nano", *CONTEXTS, "tail")):
             name = f"attention decode {shape.name} {case}"

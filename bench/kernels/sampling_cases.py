@@ -1,4 +1,4 @@
-"""Sampling: checks against the twins, and times at a real vocabulary."""
+"""Checks sampling against its twins, and times it at a real vocabulary."""
 
 from __future__ import annotations
 
