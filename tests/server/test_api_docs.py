@@ -21,6 +21,7 @@ from quire.server.apis.openai.tokenize import TokenizeRequest
 from quire.server.apis.responses.protocol import CreateRequest
 from quire.server.apis.scoring.embeddings import EmbeddingRequest, PoolingRequest
 from quire.server.apis.scoring.scores import RerankRequest, ScoreRequest
+from quire.server.routes import ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 
@@ -74,6 +75,13 @@ def test_completions_are_told_beside_chat() -> None:
     official = get_type_hints(legacy_create_params.CompletionCreateParamsStreaming)
     assert set(CompletionRequest.model_fields) - listed == set()
     assert set(official) - listed == set()
+
+
+def test_every_route_is_listed() -> None:
+    text = re.sub(r"\{[^}]*\}", "{}", DOCS.read_text("utf-8"))
+    paths = {re.sub(r"\{[^}]*\}", "{}", route.described_path) for route in ROUTES}
+    missing = {path for path in paths if not re.search(rf"{re.escape(path)}(?![\w/])", text)}
+    assert missing == set()
 
 
 def test_the_table_of_sampling_fields_is_the_declared_one() -> None:
