@@ -123,7 +123,10 @@ def without_top_choices(
     return logits.masked_fill(left_out, -torch.inf)
 
 
-_CUTS = {"typical_p": typical_p, "min_p": truncate.min_p}
+_CUTS = {
+    "typical_p": typical_p,
+    "min_p": truncate.min_p,
+}
 """Functions that drop tokens, by the parameter that they take a column of, in their order."""
 
 _NEUTRAL = SamplingParams()
