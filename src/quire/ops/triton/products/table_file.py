@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.system import cache_folder
+
 
 def graph_us(
     calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
@@ -65,10 +67,8 @@ def slug(card: str) -> str:
 def table_path(kind: str, card: str, *more: str) -> Path:
     """Returns the path of this user's table of a kind, for a card, this Triton, and the further
     parts of its key."""
-    root = os.environ.get("QUIRE_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     name = "-".join([slug(card), f"triton{triton.__version__}", *more])
-    return base.expanduser() / kind / f"{name}.json"
+    return cache_folder() / kind / f"{name}.json"
 
 
 def write_whole(path: Path, text: str) -> None:
