@@ -30,14 +30,14 @@ def cases(group: int) -> dict[str, Recipe | str]:
 
     def integers(method: str, bits: int = 4, *, symmetric: bool = True) -> Recipe:
         grid = Grid(bits, group=group, symmetric=symmetric)
-        return Recipe(Recipe.of(method).method, grid)
+        return Recipe(Recipe.with_defaults(method).method, grid)
 
     return {
-        "FP8, weights only": Recipe.of("fp8", weight_only=True),
-        "INT8, weights only": Recipe.of("int8", weight_only=True),
-        "FP8": Recipe.of("fp8"),
-        "W8A8": Recipe.of("int8"),
-        "W8A8, SmoothQuant": Recipe.of("smoothquant"),
+        "FP8, weights only": Recipe.with_defaults("fp8", weight_only=True),
+        "INT8, weights only": Recipe.with_defaults("int8", weight_only=True),
+        "FP8": Recipe.with_defaults("fp8"),
+        "W8A8": Recipe.with_defaults("int8"),
+        "W8A8, SmoothQuant": Recipe.with_defaults("smoothquant"),
         "INT4, GPTQ": integers("gptq"),
         "INT4, AWQ": integers("awq", symmetric=False),
         "INT4, nearest": integers("rtn"),
