@@ -49,11 +49,11 @@ def cases(group: int) -> dict[str, Case]:
         return Case(Recipe(method, Grid(bits, group=group, symmetric=symmetric)))
 
     recipes = {
-        "FP8, weights only": Case(Recipe.of("fp8", weight_only=True)),
-        "INT8, weights only": Case(Recipe.of("int8", weight_only=True)),
-        "FP8": Case(Recipe.of("fp8")),
-        "W8A8": Case(Recipe.of("int8")),
-        "W8A8, SmoothQuant": Case(Recipe.of("smoothquant")),
+        "FP8, weights only": Case(Recipe.with_defaults("fp8", weight_only=True)),
+        "INT8, weights only": Case(Recipe.with_defaults("int8", weight_only=True)),
+        "FP8": Case(Recipe.with_defaults("fp8")),
+        "W8A8": Case(Recipe.with_defaults("int8")),
+        "W8A8, SmoothQuant": Case(Recipe.with_defaults("smoothquant")),
         "INT4, GPTQ": integers("gptq"),
         "INT4, GPTQ, zeros": integers("gptq", symmetric=False),
         "INT4, AWQ": integers("awq", symmetric=False),
