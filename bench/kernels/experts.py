@@ -22,7 +22,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from session import Session
@@ -282,13 +282,27 @@ def turned(plan: ExpertsPlan) -> ExpertsPlan:
 
 @dataclass
 class Line:
+    """The times of one case.
+
+    Attributes:
+        trials: µs of each plan.
+        route_us: µs of the router; 0 if the plans' times include it.
+        floor_us: µs to read each chosen expert's weights once.
+    """
+
     model: str
     format: str
     tokens: int
-    route_us: float
-    trials: dict[str, float]
-    floor_us: float
-    flops: float
+    trials: dict[str, float] = field(default_factory=dict)
+    route_us: float = 0.0
+    floor_us: float = 0.0
+    flops: float = 0.0
+
+    def rates(self, us: float) -> str:
+        """Returns the share of the floor and the TFLOP/s; "" for times that include the router."""
+        if not self.route_us:
+            return ""
+        return f" ({self.floor_us / us:.0%}, {self.flops / us / 1e6:.0f})"
 
 
 def time_layer(model: Model, name: str, tokens: int) -> Line:
@@ -296,7 +310,7 @@ def time_layer(model: Model, name: str, tokens: int) -> Line:
     batches = [Batch.draw(model, tokens, seed) for seed in range(16 if tokens <= 64 else 2)]
     distinct = sum(len(batch.ids.unique()) for batch in batches) / len(batches)
     per_token = 6 * model.top_k * model.hidden * model.width
-    line = Line(model.name, name, tokens, float("nan"), {}, 0.0, tokens * per_token)
+    line = Line(model.name, name, tokens, flops=tokens * per_token)
     line.floor_us = distinct * layer.expert_bytes / BYTES_PER_US
     at_least = 32 if tokens <= 64 else 4
     for label, plan in plans(layer, tokens).items():
@@ -348,7 +362,7 @@ def time_chain(model: Model, name: str, tokens: int) -> Line:
                 plan, routed.x, routed.ids, routed.weights, layer.up, layer.down, model.act, x
             )
 
-    line = Line(model.name, name, tokens, float("nan"), {}, float("nan"), float("nan"))
+    line = Line(model.name, name, tokens)
     for label, plan in plans(layers[0], tokens).items():
         line.trials[label] = graph_us([functools.partial(walk, plan)], 3.0, 4) / count
     print(f"{model.name} {name} {tokens}: {line.trials}", flush=True)
@@ -382,11 +396,9 @@ def table(lines: list[Line]) -> Iterator[str]:
     yield "| model | weights | tokens | router, µs | µs (of floor, TFLOP/s), by plan |"
     yield "| --- | --- | ---: | ---: | --- |"
     for line in sorted(lines, key=lambda line: (line.model, line.format, line.tokens)):
-        trials = "; ".join(
-            f"{label} {us:.1f} ({line.floor_us / us:.0%}, {line.flops / us / 1e6:.0f})"
-            for label, us in line.trials.items()
-        )
-        yield f"| {line.model} | {line.format} | {line.tokens} | {line.route_us:.1f} | {trials} |"
+        trials = "; ".join(f"{label} {us:.1f}{line.rates(us)}" for label, us in line.trials.items())
+        router = f"{line.route_us:.1f}" if line.route_us else "included"
+        yield f"| {line.model} | {line.format} | {line.tokens} | {router} | {trials} |"
 
 
 def main() -> int:
