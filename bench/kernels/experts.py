@@ -1,4 +1,4 @@
-"""Times the experts and the router of one layer, after each kernel has been compared with its twin.
+"""Times the experts and the router of one layer.
 
     PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--only TEXT] [--tokens 1,64]
     PYTHONPATH=src python bench/kernels/experts.py --chain [--only TEXT] [--tokens 1,2,4]
@@ -12,8 +12,8 @@ tokens the other order of operands and weights that are not expanded.
               together are larger than L2: norm and router, then the experts and their residual
 --only TEXT   cases whose name contains one of these texts, separated by commas
 
-A failing check or configuration is reported and not fatal. Cases without time left are named.
-Without a GPU the script only checks, under TRITON_INTERPRET=1.
+A failure is reported and not fatal. Cases without time left are named.
+tests/gpu/test_experts_layers.py compares the kernels with twins.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
-from quire.ops.reference import experts as twins
-from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts.experts import run_experts, takes_integers, takes_mma, takes_ring
 from quire.ops.triton.experts.plan import (
     GEMV_TOKENS,
@@ -181,46 +179,6 @@ def plan_of(
     )  # fmt: skip
 
 
-# -- checks --------------------------------------------------------------------------------------
-
-
-def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    small = DEVICE == "cpu"
-    for model in (QWEN3, GPT_OSS):
-        own = replace(model, experts=8, top_k=4)
-        if small:
-            own = replace(own, hidden=128, width=64)
-        for tokens in (3, 20) if small else (1, 8, 20, 64, 300):
-            yield f"router {model.name} {tokens}", functools.partial(check_route, own, tokens)
-        for name in FORMATS if model is QWEN3 else model.formats:
-            for tokens in (2, 20) if small else (1, 8, 20, 64, 300):
-                yield (
-                    f"{model.name} {name} {tokens}",
-                    functools.partial(check_layer, own, name, tokens),
-                )
-
-
-def check_route(model: Model, tokens: int) -> float:
-    x = torch.randn(tokens, model.hidden, device=DEVICE).bfloat16()
-    weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
-    norm = RmsScale(torch.rand(model.hidden, device=DEVICE).bfloat16(), 1e-6)
-    live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
-    args = (x, weight, Routing(top_k=model.top_k))
-    found = route(*args, live=live, norm=norm, copies=copies_of(model.experts))
-    expected = twins.route(*args, live=live, norm=norm, copies=copies_of(model.experts))
-    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
-    if same < 0.9:
-        return float("inf")
-    found = route(*args, live=live, norm=norm)
-    expected = twins.route(*args, live=live, norm=norm)
-    if (found.ids[-1] >= 0).any():
-        return float("inf")
-    # Scores that round differently may change places.
-    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
-    error = (found.weights - expected.weights).abs().max() / 1e-2
-    return float(error) if same > 0.9 else float("inf")
-
-
 def copies_of(experts: int) -> ExpertCopies:
     """Returns the copies of experts on the second of two ranks.
 
@@ -230,28 +188,6 @@ def copies_of(experts: int) -> ExpertCopies:
     slots = torch.full((experts, 2), -1, dtype=torch.int32, device=DEVICE)
     slots[both, 1] = torch.arange(int(both.sum()), dtype=torch.int32, device=DEVICE)
     return ExpertCopies(1 + both.int(), slots, torch.zeros_like(slots[:, 0]))
-
-
-def check_layer(model: Model, name: str, tokens: int) -> float:
-    layer = Layer.make(model, FORMATS[name])
-    batch = Batch.draw(model, tokens, 0)
-    batch.ids[-1, 0] = -1
-    found = batch.run(plan_of(layer, tokens), layer)
-
-    def exact(linear: ExpertWeights) -> ExpertWeights:
-        values = dequantize(linear.weight, torch.float64)
-        bias = None if linear.bias is None else linear.bias.double()
-        return ExpertWeights(Weight.plain(values), linear.experts, bias)
-
-    weights = batch.weights.double()
-    expected = twins.experts_mlp(
-        batch.x.double(), batch.ids, weights, exact(layer.up), exact(layer.down), model.act,
-        batch.x.double(),
-    )  # fmt: skip
-    return float((found.double() - expected).norm() / expected.norm() / 1e-2)
-
-
-# -- times ---------------------------------------------------------------------------------------
 
 
 def plans(layer: Layer, tokens: int) -> dict[str, ExpertsPlan]:
@@ -409,24 +345,19 @@ def main() -> int:
     parser.add_argument("--chain", action="store_true", help="layers one after the other")
     parser.add_argument("--tokens", help="default: 1,64,8,2048,256, and 1,2,4 of a chain")
     parser.add_argument("--only", default="", help="cases whose name has one of these")
-    parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
     tokens = options.tokens or ("1,2,4" if options.chain else "1,64,8,2048,256")
     session = Session()
-    if not options.no_checks:
-        own = [check for check in checks() if wanted(check[0], options.only)]
-        session.check(own, until=0.5 * options.seconds)
+    session.compile(compile_all(options.only, tokens))
+    work = time_chain if options.chain else time_layer
+    parts = [
+        (case, functools.partial(work, model, name, count))
+        for case, model, name, count in cases(options.only, tokens)
+    ]
     lines: list[Line] = []
-    if DEVICE == "cuda":
-        session.compile(compile_all(options.only, tokens))
-        work = time_chain if options.chain else time_layer
-        parts = [
-            (case, functools.partial(work, model, name, count))
-            for case, model, name, count in cases(options.only, tokens)
-        ]
-        for line in session.each(parts, until=options.seconds):
-            lines.append(line)
-            torch.cuda.empty_cache()
+    for line in session.each(parts, until=options.seconds):
+        lines.append(line)
+        torch.cuda.empty_cache()
     print("\n".join(table(lines)))
     return session.report()
 
