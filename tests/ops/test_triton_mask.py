@@ -13,7 +13,7 @@ from quire.ops.reference.mask import mask_logits as reference
 from quire.ops.triton import mask_logits
 from quire.ops.triton.step import host
 from quire.ops.triton.step.host import wait_for_flag
-from quire.runner.mask_ring import MaskRing
+from quire.runner.host_inputs import MaskRing
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
