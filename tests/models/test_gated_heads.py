@@ -157,10 +157,12 @@ class Replays(Graphs):
 
     def __contains__(self, key: Any) -> bool:
         if isinstance(key, HeadShape) and self.runner is not None:
-            place, low, high = self.runner.state.gate.tolist()
+            rows = self.runner.state.rows
+            low, high = self.runner.state.gate.tolist()
             step = (low & 0xFFFFFFFF) + (high << 32)
-            ring = next(hook.ring for hook in self.runner.sized.hooks if isinstance(hook, Mask))
-            if place >= 0 and ring is not None and ring.flags[place] < step:
+            hook = next(hook for hook in self.runner.sized.hooks if isinstance(hook, Mask))
+            lanes = rows.lanes[(rows.lanes >= 0) & ((rows.flags & RowFlag.GATED) != 0)].long()
+            if hook.inputs is not None and (hook.inputs.flags.flags[lanes] < step).any():
                 return False
         return key in self._works
 
