@@ -77,6 +77,11 @@ def test_lines(kernel_device: str) -> None:
 LANES, WIDTH = 8, 5
 
 
+def pinned_for(device: str) -> torch.device:
+    """Returns the device that memory of the host is for; without a GPU there is nothing to pin."""
+    return torch.device(device if torch.cuda.device_count() else "cpu")
+
+
 def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
     """Returns a head's rows: a plain row, three GATED ones (the first with two drafts), a prompt's
     row, a GATED row of a lane that has ended, and padding."""
@@ -88,7 +93,7 @@ def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    host = HostInputs(torch.device(device), LANES, 3, 1, None, rank, world)
+    host = HostInputs(pinned_for(device), LANES, 3, 1, None, rank, world)
     return SimpleNamespace(
         rows=StepRows(ints(lanes), ints(starts), ints(starts), ints(flags)),
         logit_rows=LogitRows(
@@ -157,8 +162,7 @@ def test_other_ranks_do_as_the_first_says(kernel_device: str, side: Any) -> None
     memory = np.zeros(HostInputs.size(LANES, 3, 1), dtype=np.int8)
     cases = [waiting(kernel_device, rank, 2) for rank in range(2)]
     for rank, case in enumerate(cases):
-        device = torch.device(kernel_device)
-        case.host = HostInputs(device, LANES, 3, 1, memory, rank, 2)
+        case.host = HostInputs(pinned_for(kernel_device), LANES, 3, 1, memory, rank, 2)
     for step_id, there in ((8, [0, 2, 7]), (9, [7]), (10, [0, 7]), (11, [0, 2, 7])):
         for case in cases:
             case.logit_rows.lanes[1:4], case.logit_rows.lanes[4] = 2, 0
