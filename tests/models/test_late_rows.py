@@ -61,8 +61,7 @@ class Gate(Feature):
         rows = [
             row
             for row, request in enumerate(builder.requests)
-            if int(request.request_id.partition("-")[0]) % 3
-            and builder.flags[row] & RowFlag.SAMPLE
+            if int(request.request_id.partition("-")[0]) % 3 and builder.flags[row] & RowFlag.SAMPLE
         ]
         if rows:
             builder.gate(rows)
@@ -70,7 +69,9 @@ class Gate(Feature):
             lane, request = int(builder.lanes[row]), builder.requests[row]
             if builder.flags[row] & RowFlag.HELD:
                 assert self.current[lane].built
-                self._submit(builder.step_id, {lane: mask_of(request.request_id, request.known)[None]})
+                self._submit(
+                    builder.step_id, {lane: mask_of(request.request_id, request.known)[None]}
+                )
                 continue
             prompt = builder.flags[row] & RowFlag.PROMPT
             q_len = 0 if prompt else int(builder.q_len[row])
@@ -184,7 +185,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 _expected: dict[str, Any] = {}
 
 
-def expected(folders: dict[str, Path], name: str, deadlines: Any) -> tuple[Any, dict[str, list[int]]]:
+def expected(
+    folders: dict[str, Path], name: str, deadlines: Any
+) -> tuple[Any, dict[str, list[int]]]:
     """The answers where no row is late, and each request's tokens."""
     if name not in _expected:
         engine = deadlines(LateEngine(folders[name], 0.0))

@@ -9,6 +9,7 @@ from quire.features.structured_output.feature import claimed_drafts
 from quire.plan import KVGroup, StepPlan
 from tests.fakes import FakeExecutor
 
+
 @pytest.mark.parametrize(
     ("ids", "start", "most", "drafts"),
     [

@@ -193,6 +193,7 @@ def test_masks_hold_for_every_draft(
 ) -> None:
     """A row under masks that allow one token a position gives these tokens, with their drafts
     right, and only the first where the mask of the draft's own place bars it."""
+
     class Gate(Script):
         def plan(self, builder: PlanBuilder) -> None:
             super().plan(builder)

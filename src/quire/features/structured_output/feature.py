@@ -354,7 +354,9 @@ class GrammarFeature(Feature, LoopFeature):
             build = partial(self._build_batch, step.step_id)
             self._threads.run(step.rows, build, entered.set)
 
-    def _build_batch(self, step_id: int, batch: Batch[_GatedRow], entered: Callable[[], None]) -> None:
+    def _build_batch(
+        self, step_id: int, batch: Batch[_GatedRow], entered: Callable[[], None]
+    ) -> None:
         if self._closed:
             return
         lines = self._executor.input_lines()

@@ -37,6 +37,7 @@ def text_position(position: Tensor) -> Tensor:
     """Returns positions, int32 [n], with those of held lanes as they were before."""
     return torch.where(position <= _FIRST_HELD, held_position(position), position)
 
+
 FIRST_TOKEN = 2
 """The column of the first token in a line of results."""
 

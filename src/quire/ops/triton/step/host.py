@@ -61,7 +61,9 @@ def _wait_for_inputs(
     tried = 0
     waited = tl.cast(0, tl.int64)
     # The first row that is ready ends a wait that is over; the others are late.
-    while (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2)):
+    while (
+        (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2))
+    ):
         seen = tl.load(watched, mask=gated, other=0, volatile=True)
         late = _late_rows(seen, value, gated, ROLE)
         missing = tl.sum(late.to(tl.int32), 0)
