@@ -15,7 +15,6 @@ import enum
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from quire.arrays import Float32, Int32, int32
 from quire.sampling_params import SamplingParams

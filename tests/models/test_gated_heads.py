@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from quire.arrays import Int32
-from quire.plan import RowFlag, StepPlan
+from quire.plan import RowFlag
 from quire.request import Request
 from quire.runner import ModelRunner
 from quire.runner.graphs import Buckets, Graphs

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quire.arrays import Int32, int32
+from quire.arrays import Int32
 from quire.features.structured_output.feature import _GatedRow
 from quire.plan import RowFlag, StepPlan, StopReason
 from quire.request import Request

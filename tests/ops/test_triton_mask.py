@@ -137,7 +137,7 @@ def test_inputs_that_are_there(kernel_device: str, side: Any, step_id: int) -> N
 def test_rows_that_are_late_sit_out(
     kernel_device: str, side: Any, step_id: int, late: tuple[int, ...]
 ) -> None:
-    """They leave the hidden state of their first logit row, and no logit row."""
+    """Late rows leave the hidden state of their first logit row, and no logit row."""
     case = waiting(kernel_device)
     for lane in {2, 0, 7} - set(late):
         case.host.put(step_id, int32([lane]))

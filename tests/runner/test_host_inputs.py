@@ -12,8 +12,8 @@ import torch
 
 from quire.arrays import Int32, int32
 from quire.plan import RowFlag, StepPlan
-from quire.runner.host_inputs import HostInputs
 from quire.runner.hooks.mask import Mask
+from quire.runner.host_inputs import HostInputs
 from quire.runner.state import BatchState, Limits
 
 CPU = torch.device("cpu")

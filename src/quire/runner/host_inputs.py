@@ -18,8 +18,8 @@ class ClaimRing:
     """A ring of host copies of the claims, each as the body of one step reads them.
 
     The copy is queued after the step's drafts are made and before its body, so that the host makes
-    its inputs while the body runs. A step's place is free again when the step was collected, so the ring
-    has more places than there are steps in flight.
+    its inputs while the body runs. A step's place is free again when the step was collected, so the
+    ring has more places than there are steps in flight.
 
     Args:
         depth: number of places.

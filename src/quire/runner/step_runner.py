@@ -228,7 +228,7 @@ class StepRunner:
             step.result.finished_transfers, step.result.failed_transfers = ended
         return step.result
 
-    # -- host inputs, from any thread, and control messages -------------------------------------------
+    # -- host inputs, from any thread, and control messages ------------------------------------
 
     def input_lines(self) -> Int32:
         gate = self.sized.gate

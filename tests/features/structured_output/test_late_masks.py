@@ -144,7 +144,7 @@ class LateMasks(RuleBasedStateMachine):
     @precondition(lambda self: self.core.scheduler.num_running)
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        """As for another request, while rows of it are in flight, late or held."""
+        """Preempts a request, as for another one, while rows of it are in flight, late or held."""
         running = self.core.scheduler._running.entries
         self.core.scheduler._preempt(data.draw(st.sampled_from(running))[-1])
 

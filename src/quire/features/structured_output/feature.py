@@ -21,7 +21,7 @@ from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.features.structured_output.compiler import Compiler, build_compiler
-from quire.features.structured_output.mask_threads import Batch, MaskThreads
+from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
 from quire.plan import RowFlag
 from quire.request import Request
@@ -51,6 +51,9 @@ _HANDOVER = 0.002
 """Seconds at most that the engine's thread lets the one that builds masks go first."""
 
 
+_NO_MASKS = MaskRow(None)
+
+
 @dataclass(slots=True)
 class _GatedRow:
     """A row that waits for masks.
@@ -67,7 +70,7 @@ class _GatedRow:
     lane_epoch: int
     known: int
     q_len: int
-    masks: MaskRow = MaskRow(None)
+    masks: MaskRow = _NO_MASKS
     built: bool = False
 
     @property
@@ -355,7 +358,7 @@ class GrammarFeature(Feature, LoopFeature):
             self._threads.run(step.rows, build, entered.set)
 
     def _build_batch(
-        self, step_id: int, batch: Batch[_GatedRow], entered: Callable[[], None]
+        self, step_id: int, batch: MaskBatch[_GatedRow], entered: Callable[[], None]
     ) -> None:
         if self._closed:
             return

@@ -56,7 +56,7 @@ ItemType = TypeVar("ItemType", bound=Item)
 
 
 @dataclass(slots=True, eq=False)
-class Batch(Generic[ItemType]):
+class MaskBatch(Generic[ItemType]):
     """Rows of a step whose masks one call builds.
 
     Attributes:
@@ -95,7 +95,7 @@ class MaskThreads:
         for thread in threads:
             thread.start()
         self.close = weakref.finalize(self, _end, self._works, threads)
-        self._running: list[Batch[Any]] = []
+        self._running: list[MaskBatch[Any]] = []
 
     def put(self, work: Work) -> None:
         """Queues a step's work, which calls `run`, on the first thread."""
@@ -104,7 +104,7 @@ class MaskThreads:
     def run(
         self,
         items: Sequence[ItemType],
-        build: Callable[[Batch[ItemType], Work], None],
+        build: Callable[[MaskBatch[ItemType], Work], None],
         entered: Work,
     ) -> None:
         """Builds the rows' masks, some of them on other threads. Called on the first thread.
@@ -137,16 +137,16 @@ class MaskThreads:
                 if batch.shares(lanes, states):
                     batch.built.wait()
 
-    def _batches(self, items: Sequence[ItemType]) -> list[Batch[ItemType]]:
+    def _batches(self, items: Sequence[ItemType]) -> list[MaskBatch[ItemType]]:
         count, most = len(items), len(self._works)
         if count < 2 or most == 1:
-            return [Batch(items)]
+            return [MaskBatch(items)]
         ordered = sorted(items, key=_cost)
         half = -(-count // 2)
         if count < _FEW or most == 2:
-            return [Batch(ordered[:half]), Batch(ordered[half:])]
+            return [MaskBatch(ordered[:half]), MaskBatch(ordered[half:])]
         last = count - max(1, count // 8)
-        return [Batch(ordered[:half]), Batch(ordered[half:last]), Batch(ordered[last:])]
+        return [MaskBatch(ordered[:half]), MaskBatch(ordered[half:last]), MaskBatch(ordered[last:])]
 
 
 def _cost(item: Item) -> float:
@@ -160,7 +160,7 @@ def _cost(item: Item) -> float:
 
 
 def _build(
-    batch: Batch[ItemType], build: Callable[[Batch[ItemType], Work], None], on_entry: Work
+    batch: MaskBatch[ItemType], build: Callable[[MaskBatch[ItemType], Work], None], on_entry: Work
 ) -> None:
     began = time.perf_counter()
     first = True

@@ -25,7 +25,7 @@ _MOST_THREADS = 16
 _FIRST = 16
 """Words of a mask that are looked at first."""
 _FIRST_COST_US = 1000.0
-"""Microseconds that a request's first masks are taken for: those of states that are new cost most."""
+"""Cost of a request's first masks, in microseconds: masks of new states cost most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -229,8 +229,8 @@ class MaskBuilder:
         for row, state, line in rows:
             if row.drafts and state.matcher is not None and state.matcher.is_error():
                 self._fill_again(row, state, masks[line : line + row.lines], tokenizer_vocab)
-        lines = [line + i for row, _, line in rows for i in range(row.lines)]
-        empty = _empty(masks, lines)
+        every = [line + i for row, _, line in rows for i in range(row.lines)]
+        empty = _empty(masks, every)
         masks[empty] = -1
         ends: dict[tuple[int, ...], list[int]] = {}
         for row, state, line in rows:
@@ -312,7 +312,7 @@ def _empty(masks: Int32, lines: Sequence[int]) -> list[int]:
     if not lines:
         return []
     doubtful = np.flatnonzero(~masks[lines, :_FIRST].any(axis=1))
-    return [lines[i] for i in doubtful if not masks[lines[i]].any()]
+    return [lines[i] for i in doubtful.tolist() if not masks[lines[i]].any()]
 
 
 def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[int]:

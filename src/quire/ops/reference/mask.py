@@ -16,7 +16,7 @@ _GLANCE = 5e-5
 
 
 class InputFlags(NamedTuple):
-    """What the host has said about its inputs, in memory that all ranks map.
+    """Flags of the host's inputs, in memory that all ranks map.
 
     Attributes:
         flags: int64 [M], by lane: 1 + the last step whose inputs are there.

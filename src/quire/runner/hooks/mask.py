@@ -126,7 +126,8 @@ class Mask(ProgramHook, HostHook, GateHook):
 
 def _gated(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Returns which rows need inputs of the host, bool [R]."""
-    return (plan.flags & RowFlag.GATED) != 0
+    gated: np.ndarray[tuple[int], np.dtype[np.bool_]] = (plan.flags & RowFlag.GATED) != 0
+    return gated
 
 
 def _verifies(plan: StepPlan) -> bool:
