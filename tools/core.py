@@ -134,7 +134,7 @@ CORE = (
     "parallel/sharding.py",
     "parallel/torch_group.py",
     "ops/arguments.py",
-    "ops/beside.py",
+    "ops/branch.py",
     "ops/choose.py",
     "ops/experts.py",
     "ops/kv.py",

@@ -159,7 +159,7 @@ def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got"):
             EngineArgs(quantization=wrong)
     for wrong in ("int8,int4", "head=int8,head=fp8", "int3"):
-        with pytest.raises(ConfigError, match=f"unknown quantization '{wrong}'; known are, one"):
+        with pytest.raises(ConfigError, match=f"unknown quantization '{wrong}'; give a format"):
             quantization_of(wrong)
     make_quantized(tmp_path, "w4a16")
     with pytest.raises(ConfigError, match="unknown quantization 'head=int8,head=int8'"):

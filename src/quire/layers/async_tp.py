@@ -9,8 +9,8 @@ stream, the main stream computes the same part of the other half:
 The first half holds the first tokens of the step. Its KV is stored before the second half's
 attention reads it, so the cut may go through a request.
 
-`engine/ranks/async_tp.py` says for which models this is possible, and makes the group. With "auto"
-the group measures at the start from how many tokens on halves are faster.
+In `engine/ranks/async_tp.py` a list says for which models this is allowed, and the group is made.
+With "auto" the group measures at the start from how many tokens on halves are faster.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _SideWork:
     Attributes:
         done: event after its last kernel.
         work: the function that launched it. It keeps the tensors alive that the kernels read.
-        finish: what the main stream still has to launch before the result is used, or None.
+        finish: launches the rest of the work on the main stream before the result is used, or None.
     """
 
     done: torch.cuda.Event
@@ -64,7 +64,7 @@ class HalvesGroup(TorchGroup):
     """A group whose all-reduces overlap the other half's work within `halves`.
 
     Only all-reduces with a residual overlap. Their result is ready when their half has its next
-    turn. All other collectives are those of `inner`.
+    turn. `inner` does all other collectives.
 
     Attributes:
         inner: the group of the same ranks that does the collectives.
@@ -159,7 +159,7 @@ class HalvesGroup(TorchGroup):
 
         Args:
             work: launches kernels. The tensors that it refers to live until the half's next turn.
-            finish: called at the begin of the half's next turn, on the main stream.
+            finish: called at the beginning of the half's next turn, on the main stream.
         """
         half = self._half
         if half is None or self._side is None:
@@ -194,7 +194,7 @@ class HalvesGroup(TorchGroup):
             for half in (0, 1):
                 self._finish(half)
             if any(count % 2 for count in self._counts):
-                raise QuireError("the sums of a half of a step must be even in number")
+                raise QuireError("each half of a step must have an even number of all-reduces")
         finally:
             self._half = None
             self._running = [None, None]

@@ -103,7 +103,7 @@ def rounding_of(name: str) -> Quantization:
         ConfigError: a format is unknown, or two are given for layers or for the head.
     """
     layers, head = split_name(name)
-    # "float" dequantizes; weights of an unquantized checkpoint are floats already.
+    # "float" dequantizes, but the weights of an unquantized checkpoint are floats already.
     own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
     return own if head is None else QuantizedHead(own, head)
 
@@ -121,7 +121,7 @@ def split_name(name: str) -> tuple[str | None, str | None]:
         of_head = part.startswith("head=")
         if part not in QUANTIZATIONS or (head if of_head else layers) is not None:
             raise ConfigError(
-                f"unknown quantization {name!r}; known are, one for layers, one for the head, or "
+                f"unknown quantization {name!r}; give a format for layers, one for the head, or "
                 f"both: {', '.join(QUANTIZATIONS)}",
                 "quantization",
             )
@@ -133,8 +133,8 @@ def split_name(name: str) -> tuple[str | None, str | None]:
 
 
 class QuantizedHead:
-    """Stores the head in 8 bits, and layers as another quantization says. A tied head becomes a
-    quantized copy of the embeddings."""
+    """Stores the head in 8 bits, and layers in the formats of another quantization. A tied head
+    becomes a quantized copy of the embeddings."""
 
     own_head = True
 

@@ -90,12 +90,12 @@ def _config(file: GgufFile) -> dict[str, Any]:
     settings = _settings(file)
     layout = layout_of(settings)
     if "token_embd.weight" not in file.tensors:
-        raise ModelError("the file has no token_embd.weight: it holds no whole model")
+        raise ModelError("the file has no token_embd.weight, so it does not hold a whole model")
     # In merged files the count is 0.
     count = file.fields.get("split.count")
     if count not in (None, 0, 1) and "split.tensors.count" not in file.fields:
         raise ModelError(
-            f"the file is one of {count} of its model; merge them (llama.cpp: "
+            f"the file is one of {count} parts of its model; merge them (llama.cpp: "
             "llama-gguf-split --merge)"
         )
     config = {**_common(file, settings, layout)}
