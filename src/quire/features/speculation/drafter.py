@@ -187,10 +187,7 @@ class Drafter(Verifier, HostHook):
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
         for admit in plan.admits:
-            p = admit.params
-            self._truncates[admit.lane] = not p.greedy and (
-                p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
-            )
+            self._truncates[admit.lane] = admit.params.truncates
         self._rows = None
         if DRAFT_ROWS not in plan.writes:
             return

@@ -59,9 +59,7 @@ class Sampling(ProgramHook, HostHook):
         upload.put_lines(self._ints, lanes, int32([_ints(admit) for admit in admits]))
 
     def lane_level(self, admit: Admit) -> Level:
-        p = admit.params
-        truncates = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
-        return Level.MASKED if truncates else Level.PLAIN
+        return Level.MASKED if admit.params.truncates else Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
         ctx.tokens = ops.sample(
