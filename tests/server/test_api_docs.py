@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import get_type_hints
@@ -82,6 +83,13 @@ def test_every_route_is_listed() -> None:
     paths = {re.sub(r"\{[^}]*\}", "{}", route.described_path) for route in ROUTES}
     missing = {path for path in paths if not re.search(rf"{re.escape(path)}(?![\w/])", text)}
     assert missing == set()
+
+
+def test_every_error_code_is_listed() -> None:
+    golden = Path(__file__).parents[1] / "repository" / "golden" / "errors.json"
+    body = DOCS.read_text("utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|", body, re.M))))
+    assert set(json.loads(golden.read_text())["code"]) - listed == set()
 
 
 def test_the_table_of_sampling_fields_is_the_declared_one() -> None:

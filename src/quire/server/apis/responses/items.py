@@ -13,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.server.http.query import Page
 from quire.server.http.strict_model import Name, StrictModel, drop_unused
 
 MAX_ITEMS = 4096
@@ -333,12 +334,8 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
-class ItemList(msgspec.Struct):
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class ItemList(Page[dict[str, Any]]):
+    pass
 
 
 class InputTokens(msgspec.Struct):
