@@ -274,7 +274,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
         ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),
         ("split.count", 3, "the file is one of 3 parts of its model; merge them"),
-        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer makes no sense: KeyError"),
+        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer is invalid: KeyError"),
     ],
 )
 def test_settings_that_make_no_sense(
@@ -408,7 +408,7 @@ def test_byte_level_tokenizers(pre: str) -> None:
     assert files["generation_config.json"] == {"eos_token_id": [end]}
     assert files["tokenizer_config.json"]["eos_token"] == "<|im_end|>"
     assert files["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
-    with pytest.raises(ModelError, match="splits text in the way 'mine'"):
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'mine'"):
         tokenizer_files({**fields, "tokenizer.ggml.pre": "mine"})
     # As llama.cpp begins texts where a file does not say it.
     begins = {**fields, "tokenizer.ggml.bos_token_id": 0}
