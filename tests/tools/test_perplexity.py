@@ -149,7 +149,7 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
         (binary, {}, "cannot read"),
         (damaged, {}, "cannot read"),
         (tmp_path / "absent", {}, "cannot read"),
-        (data, {"window": 257}, "257 tokens, where the model takes 256"),
+        (data, {"window": 257}, "window=257, but the model takes 256"),
         (data, {"window": 1}, "none to predict"),
         (data, {"window": 16, "stride": 17}, "stride"),
         (data, {"stride": 0}, "stride"),

@@ -250,7 +250,7 @@ def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.with_defaults("rtn", group_size=16)
     strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
-    kept = r"out\.partial keeps what was computed: the same command with --force, or .* --gate"
+    kept = r"out\.partial keeps the results: the same command with --force, or .* --gate"
     with pytest.raises(GateError, match=kept):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()

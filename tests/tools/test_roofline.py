@@ -132,7 +132,7 @@ def test_refused_cards(card: str, options: dict[str, int], message: str) -> None
 
 
 def test_refused_dtypes_and_lengths() -> None:
-    with pytest.raises(ConfigError, match="no ceilings are known of NVIDIA H200 in float32"):
+    with pytest.raises(ConfigError, match="the ceilings of NVIDIA H200 in float32 are unknown"):
         Roofline(replace(config(), dtype="float32"), "h200")
     with pytest.raises(ConfigError, match="needs sequences of 100001 tokens"):
         Roofline(config(), "h200").case(parse_case("1x100000x1"))
