@@ -279,7 +279,7 @@ def _now(format: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """How a chat template handles tools and tool calls, see `template_traits.probe`.
+    """The way in which a chat template handles tools and tool calls, see `template_traits.probe`.
 
     Attributes:
         shows_tools: whether tools are written to the prompt.

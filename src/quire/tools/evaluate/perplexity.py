@@ -36,7 +36,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """How well a model predicts a text.
+    """The quality of a model's predictions of a text.
 
     Attributes:
         tokens: number of predicted tokens.

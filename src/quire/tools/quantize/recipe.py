@@ -47,7 +47,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How a model is quantized.
+    """The choices for quantizing a model.
 
     Attributes:
         method: the method that rounds the weights.
