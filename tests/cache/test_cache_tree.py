@@ -96,7 +96,7 @@ def test_the_child_that_shares_most_is_copied_from() -> None:
         assert (match.length, match.source) == (length, source)
 
 
-def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
+def test_a_block_this_plan_computes_is_shared_but_not_copied() -> None:
     tree = PrefixTree(_SIZE, [None])
     grow(tree, [1, 2, 3, 4], 0, ahead=True)
     assert find(tree, [1, 2, 3, 9]).length == 2
@@ -131,7 +131,7 @@ def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
     assert [node.users for node in (last.parent, last, third) if node] == [3, 2, 1]
 
 
-def test_a_cut_keeps_what_ended_below_it() -> None:
+def test_a_split_keeps_the_prefixes_that_end_below_it() -> None:
     tree = PrefixTree(_SIZE, [None])
     first = grow(tree, [1, 2, 3, 4, 5, 6], 0)
     tree.leave(first)
@@ -144,7 +144,7 @@ def test_a_cut_keeps_what_ended_below_it() -> None:
     assert evict(tree, 4) == [2, 1, 11, 0]
 
 
-def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
+def test_a_split_node_is_merged_with_its_only_child() -> None:
     windows = WindowBlocks(1, 3, _SIZE)
     tree = PrefixTree(_SIZE, [None, windows])
     tokens = list(range(8))

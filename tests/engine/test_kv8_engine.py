@@ -184,7 +184,7 @@ def test_unknown_kinds_are_refused(name: str) -> None:
         EngineArgs(kv_cache_dtype=name)
 
 
-def test_what_a_setting_resolves_to(tmp_path: Path) -> None:
+def test_kv_cache_dtype_resolves_by_device_and_dtype(tmp_path: Path) -> None:
     folder = str(model_folder(tmp_path / "model", TINY))
 
     def resolved(**settings: Any) -> object:

@@ -20,7 +20,7 @@ class LoadingEngine:
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
-def test_one_that_cannot_load_is_told_at_once_and_the_others_are_left(
+def test_a_replica_that_fails_to_load_is_reported_at_once(
     failing: tuple[int, ...],
 ) -> None:
     said: list[dict[str, Any]] = []

@@ -89,7 +89,7 @@ def test_load_outweighs_a_prefix() -> None:
     assert [(each.running, each.waiting) for each in router.replicas] == [(0, 0), (0, 0)]
 
 
-def test_what_a_replica_holds_is_bounded_and_may_be_lost() -> None:
+def test_tokens_held_by_a_replica_are_bounded_and_may_be_lost() -> None:
     router = ReplicaRouter(2)
     first, second = int32(range(3 * PIECE)), int32(range(1000, 1000 + 3 * PIECE))
     router.replicas[0].has_room(4 * PIECE)

@@ -179,7 +179,7 @@ def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int
     ]
 
 
-def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
+def test_mtp_layers_draft_the_expected_tokens(mtp: tuple[Path, Twin]) -> None:
     """Acceptances are made up, so that texts go on with drafts, whose pairs are computed anew."""
     folder, twin = mtp
     llm = LLM(
@@ -335,7 +335,7 @@ def eagle_llm(target: Path, head: Path, **more: Any) -> LLM:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_eagle3_heads_draft_what_they_should(
+def test_eagle3_heads_draft_the_expected_tokens(
     target: tuple[Path, Any], tmp_path: Path, later: bool
 ) -> None:
     stem = "layers.0." if later else "midlayer."

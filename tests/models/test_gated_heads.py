@@ -258,7 +258,7 @@ def test_the_same_tokens_however_it_runs(
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-def test_lanes_that_are_given_away_before_the_mask_comes(
+def test_lanes_reassigned_before_the_mask_arrives(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     work = jobs(5)
@@ -278,7 +278,7 @@ def test_lanes_that_are_given_away_before_the_mask_comes(
     assert [request.output.tolist() for request in kept] == expected
 
 
-def test_ranks_can_be_told() -> None:
+def test_head_inputs_survive_serialization() -> None:
     """Head inputs travel as plans do."""
     import msgspec
 

@@ -178,7 +178,7 @@ def test_dequantized_weights_are_exact(kind: str, tmp_path: Path) -> None:
     assert (logits(model) - expected).norm() / expected.norm() < 1e-5
 
 
-def test_what_is_dequantized_may_be_of_floats(tmp_path: Path) -> None:
+def test_a_format_to_dequantize_may_be_a_float(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", "F16")
     loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="float")
 
@@ -457,7 +457,9 @@ def test_a_table_of_tokens_is_dequantized(tmp_path: Path) -> None:
     assert torch.equal(part, whole[3:9])
 
 
-def test_what_weights_become_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_formats_and_sizes_of_loaded_weights_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The bytes of each format add up to those of the model."""
     write(tmp_path / "x.gguf", "Q4_0")
     caplog.set_level("INFO")

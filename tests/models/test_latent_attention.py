@@ -181,12 +181,12 @@ def test_scores_of_extended_positions() -> None:
         ({**LITE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give each of 2 layers"),
     ],
 )
-def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) -> None:
+def test_unsupported_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)
 
 
-def test_drafts_beside_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
+def test_drafts_work_with_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
     """Steps are measured without rows, of which latents are to be widened."""
     found = []
     for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):

@@ -147,7 +147,7 @@ def test_two_ranks_share_the_head(tmp_path: Path) -> None:
     assert found == [expected, expected]
 
 
-def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_for_the_head_is_refused(tmp_path: Path) -> None:
     for wrong in ("head=int4", "head=", "int8,head=w8a8", ""):
         with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got"):
             EngineArgs(quantization=wrong)

@@ -176,7 +176,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
-def test_what_is_refused_is_named(family: str, change: dict[str, Any], message: str) -> None:
+def test_a_refused_option_is_named(family: str, change: dict[str, Any], message: str) -> None:
     config = {**PHI, "rope_scaling": None, "num_hidden_layers": 2, **change}
     config["architectures"] = [f"{family}ForCausalLM"]
     with pytest.raises(ModelError, match=f"config.json: .*{message}"):

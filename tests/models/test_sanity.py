@@ -72,7 +72,7 @@ def part_of(model: nn.Module, name: str, start: int, end: int) -> Any:
     return layer.weight.rows(start, end)
 
 
-def test_what_makes_sense_is_taken(model: Decoder) -> None:
+def test_sane_weights_are_accepted(model: Decoder) -> None:
     family = family_named(model.spec.family)
     assert family is not None
     check_weights(model, family)
@@ -97,7 +97,7 @@ def test_one_projection_of_several_that_share_a_weight(
     assert message in problem(model)
 
 
-def test_zeros_that_are_wrong_by_one() -> None:
+def test_zero_points_that_are_off_by_one() -> None:
     model = rounded(DENSE, "int4")
     zeros = part_of(model, "layers.0.mlp.up", 192, 384).zeros
     zeros.add_(3)

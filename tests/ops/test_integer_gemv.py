@@ -121,7 +121,7 @@ def test_it_is_chosen_for_one_row() -> None:
     assert plan_for(shape._replace(format=wide), "NVIDIA H200", card).kernel == "mma"
 
 
-def test_what_it_takes() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     shape = Shape(1, 4096, 4096, torch.bfloat16, format=ZEROS)
     assert counts(shape)
     assert counts(shape._replace(m=4))

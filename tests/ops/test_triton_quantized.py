@@ -110,7 +110,7 @@ def test_any_number_of_rows(name: str, rows: int) -> None:
     assert (y - expected).norm() / expected.norm() < 3e-3
 
 
-def test_what_kernels_do_not_load_is_dequantized_whole() -> None:
+def test_weights_no_kernel_loads_are_dequantized_whole() -> None:
     cut = drawn(FORMATS["uint4-g32-zeros"], 8, 40, before=24)
     odd = drawn(FORMATS["uint4-g16"], 8, 44)
     e2m1 = WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1")

@@ -56,7 +56,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("value", ["yes", "ON", 1, None])
-def test_values_that_are_none(value: object) -> None:
+def test_invalid_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^async_tp must be "):
         EngineArgs.from_kwargs(async_tp=value)
 

@@ -105,7 +105,7 @@ def test_clients_get_no_answer_of_another(apart: bool, tagged: bool) -> None:
     run(main)
 
 
-def test_connections_are_kept_only_where_answers_show_whose_they_are() -> None:
+def test_connections_are_kept_only_after_identifiable_answers() -> None:
     async def main() -> None:
         replica = HostileReplica(lambda target, tag, body: answer(body))
         async with before(replica) as setup:

@@ -18,7 +18,7 @@ def lines(*values: int) -> np.ndarray:
     return np.repeat(np.array(values, dtype=np.int32)[:, None], 2, axis=1)
 
 
-def test_a_mask_is_there_once_it_was_brought() -> None:
+def test_a_mask_is_available_after_put() -> None:
     ring = MaskRing(CPU, depth=3, rows=2, words=2)
     assert not ring.has(3, wait=False)
     ring.put(3, lines(4, 5))
@@ -103,7 +103,7 @@ def test_waiting_for_another_thread() -> None:
     brought.join()
 
 
-def test_an_open_ring_lets_those_through_who_wait() -> None:
+def test_opening_the_ring_wakes_waiters() -> None:
     ring = MaskRing(CPU, depth=2, rows=1, words=1)
     opened = threading.Timer(0.05, ring.close)
     opened.start()

@@ -125,7 +125,7 @@ def assert_read(reader: Reader, writer: Writer) -> None:
     assert read.good
 
 
-def test_who_lacks_the_library_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.server.args import ServerArgs
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

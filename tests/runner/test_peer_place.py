@@ -70,7 +70,9 @@ def move(found: list[PeerPlace], transfer: Transfer) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @settings(max_examples=16)
 @given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
-def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: int) -> None:
+def test_every_rank_count_reads_blocks_of_every_other(
+    heads: int, writers: int, readers: int
+) -> None:
     whole = whole_block(heads)
     sources = [of_rank(whole, heads, rank, writers) for rank in range(writers)]
     targets = [
@@ -254,7 +256,7 @@ def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
     assert not first.busy
 
 
-def test_parts_that_are_not_aligned_are_refused_on_a_gpu() -> None:
+def test_unaligned_parts_are_refused_on_a_gpu() -> None:
     from quire.runner.transfer.copier import PinnedCopier
 
     layout = BlockLayout([torch.zeros(4, 1, 2, 2, 3, 1)], head_range(2, 0, 1))

@@ -99,7 +99,7 @@ def test_a_long_prompt_leaves_others_their_part_of_a_step() -> None:
     loop.drain()
 
 
-def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
+def test_a_tenant_with_many_small_requests_does_not_starve_others() -> None:
     """A tenant whose queue is always empty again, as all it asks for is started at once, has one
     grant a round all the same."""
     loop = make(

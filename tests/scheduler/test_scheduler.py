@@ -393,7 +393,7 @@ def test_an_unknown_request_cannot_be_aborted_or_woken() -> None:
 # -- the door --------------------------------------------------------------------------------------
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     loop = make(blocks=4)
     loop.scheduler.add(request("fits", own(1, 10), 7))
     with pytest.raises(RequestTooLargeError) as error:
@@ -477,7 +477,7 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
     check_output(loop, turn)
 
 
-def test_what_the_cache_gives_up_is_counted() -> None:
+def test_evicted_blocks_are_counted() -> None:
     loop = make(blocks=6)
     for seed in range(3):
         loop.scheduler.add(request(f"r{seed}", own(seed, 12), 1))

@@ -105,7 +105,7 @@ def test_a_request_waits_until_its_feature_is_ready() -> None:
     loop.drain()
 
 
-def test_a_request_waits_while_a_feature_brings_blocks() -> None:
+def test_a_request_waits_while_a_feature_loads_its_blocks() -> None:
     class Remote(Feature):
         sent = ended = 0
 

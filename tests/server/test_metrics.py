@@ -103,7 +103,7 @@ def families(metrics: ServerMetrics) -> dict[str, Any]:
     return found
 
 
-def test_the_table_is_what_there_is(everything: ServerMetrics) -> None:
+def test_the_metrics_table_matches_the_exported_metrics(everything: ServerMetrics) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
     told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows}

@@ -215,7 +215,7 @@ def test_sentencepiece_of_other_kinds_is_refused(
         Tokenizer.from_path(tmp_path)
 
 
-def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     vocabulary = sentencepiece(tmp_path)
     config = {"added_tokens_decoder": {str(len(vocabulary) + 1): {"content": "<|y|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -167,7 +167,7 @@ def test_clients(url: str, send_at: list[float] | None) -> None:
     assert "broke" in answers[5].error
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     (answer,), _ = drive("http://127.0.0.1:9/v1", {}, [b"{}"], concurrency=1, processes=1)
     assert answer.error
 
@@ -180,7 +180,7 @@ def test_servers_of_another_kind(said: bytes) -> None:
                 Server(f"127.0.0.1:{port}{path}").model()
 
 
-def test_what_speaks_no_http() -> None:
+def test_a_server_without_http_is_an_error() -> None:
     with listening(b"SSH-2.0", head=b"") as port, pytest.raises(ConfigError, match="cannot reach"):
         Server(f"127.0.0.1:{port}").model()
 

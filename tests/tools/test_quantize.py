@@ -198,7 +198,7 @@ def test_blocks_of_floats_have_one_scale() -> None:
         )
 
 
-def test_gptq_refuses_what_is_not_finite() -> None:
+def test_gptq_refuses_values_that_are_not_finite() -> None:
     weight = torch.randn(4, 16)
     scales = find_scales(weight, Grid(4), torch.float32)
     with pytest.raises(ModelError, match="not finite"):
@@ -268,7 +268,7 @@ def test_the_gate(tmp_path: Path) -> None:
     assert loaded(tmp_path / "out") is not None
 
 
-def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
+def test_a_larger_gate_reuses_computed_rows(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.with_defaults("rtn", group_size=16)
     blocks: list[int] = []
@@ -384,7 +384,7 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "cuda0", "tpu"])
-def test_devices_that_are_not_there(
+def test_missing_devices_are_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -92,7 +92,7 @@ def test_readers_come_again_once_there_are_threads(
     assert "could not be taken in: can't start new thread" in caplog.text
 
 
-def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_grant_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends a byte now and then; who has shown a grant stays."""
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
     with (

@@ -46,7 +46,7 @@ def test_a_slot_that_is_copied_is_left_alone() -> None:
     assert tier.expect(key(3)) == slot
 
 
-def test_what_fails_to_come_leaves_its_slot_free() -> None:
+def test_a_failed_transfer_leaves_its_slot_free() -> None:
     tier = HostTier(1)
     tier.expect(key(0))
     tier.arrived(key(0), False)
@@ -58,7 +58,7 @@ def test_what_fails_to_come_leaves_its_slot_free() -> None:
     assert (key(1) in tier, tier.num_free) == (False, 1)
 
 
-def test_clearing_leaves_what_is_copied() -> None:
+def test_clearing_keeps_blocks_being_copied() -> None:
     tier = filled(3)
     tier.pin(key(1))
     tier.clear()

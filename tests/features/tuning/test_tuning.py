@@ -95,7 +95,7 @@ def _resolved() -> EngineConfig:
         ("GPT2LMHeadModel", GPT2),
     ],
 )
-def test_the_products_of_a_model_are_those_that_it_computes(
+def test_the_listed_products_are_those_the_model_computes(
     architecture: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_from_config({**TINY, "architectures": [architecture], **more})
@@ -116,7 +116,7 @@ def test_the_products_of_a_model_are_those_that_it_computes(
     assert computed == set(products_of(model, [3]))
 
 
-def test_what_tables_lack_is_asked_for_by_buckets_and_in_16_bits() -> None:
+def test_missing_plans_are_measured_per_bucket_and_in_16_bits() -> None:
     keep(CARD, {key_of(WIDE): PLAN})
     wide = NARROW._replace(dtype=torch.float32)
     many = NARROW._replace(m=300)
@@ -162,7 +162,7 @@ def test_the_rules_stand_where_nothing_gains() -> None:
     assert preferred([broken]) is None
 
 
-def test_entries_are_added_to_what_others_have_kept_since() -> None:
+def test_entries_are_merged_with_those_of_other_processes() -> None:
     keep(CARD, {"a": PLAN})
     assert table_for(CARD).entries == {"a": PLAN}
     path = keep("Card Y", {})
@@ -211,7 +211,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_each_plan_is_kept_at_once_and_what_fails_is_left_out() -> None:
+def test_each_plan_is_saved_at_once_and_failures_are_skipped() -> None:
     told: list[str] = []
 
     def note(shape: Shape, found: list[Measured]) -> None:
@@ -231,7 +231,7 @@ def order_of(*shapes: Shape, memory: int = 8 << 30) -> TableOrder:
 
 
 @pytest.mark.usefixtures("fake")
-def test_what_another_process_measured_meanwhile_is_not_measured_again() -> None:
+def test_plans_measured_by_another_process_are_not_measured_again() -> None:
     descriptor, counts = StepCounts.make()
     os.close(descriptor)
     keep(CARD, {key_of(WIDE): TORCH})
@@ -329,7 +329,7 @@ def _until(reached: Any, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_the_engine_tells_how_many_plans_are_missing_and_what_came_of_them(
+def test_the_engine_logs_missing_plans_and_their_measurement(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = engine(
