@@ -200,7 +200,7 @@ def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
     check_blocks(manager, [1])
 
 
-def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
+def test_a_tail_that_is_already_cached_is_not_kept_again() -> None:
     manager = make(12)
     for lane in range(2):
         begin(manager, lane, [1] * 6)

@@ -80,7 +80,7 @@ def test_a_match_is_whole_blocks_and_a_block_to_copy() -> None:
     assert (whole.length, whole.source) == (4, None)
 
 
-def test_the_child_that_shares_most_is_copied_from() -> None:
+def test_the_child_with_the_longest_common_prefix_is_copied() -> None:
     tree = PrefixTree(8, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     for block, first in enumerate([[1, 2, 3, 9], [1, 2, 7, 7], [1, 2, 3, 4], [5, 5, 5, 5]]):
@@ -116,7 +116,7 @@ def test_a_block_this_plan_computes_is_shared_but_not_copied() -> None:
     assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 7
 
 
-def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
+def test_a_node_grows_in_place_until_it_has_a_child() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0)
     again = tree.extend(last, int32([3, 4, 5, 6]).tobytes(), ids([1, 2]), False)
@@ -184,7 +184,7 @@ def test_an_idle_node_is_joined_too() -> None:
     check_node(last, _SIZE)
 
 
-def test_a_namespace_is_a_tree_of_its_own_and_leaves_no_trace() -> None:
+def test_a_namespace_has_its_own_tree_that_is_removed_when_empty() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0, (0, "salt"))
     assert tree.match(_BASE, int32([1, 2]), 2).length == 0
@@ -228,7 +228,7 @@ def test_nodes_in_use_are_not_given_up() -> None:
         evict(tree, 1)
 
 
-def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
+def test_a_tail_is_copied_and_dropped_once_a_full_block_covers_it() -> None:
     tree = PrefixTree(4, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     last = tree.extend(root, int32([1, 1, 1, 1]).tobytes(), ids([0]), False)

@@ -40,7 +40,7 @@ def test_a_replica_that_fails_to_load_is_reported_at_once(
     assert not said
 
 
-def test_the_first_ones_settings_are_returned() -> None:
+def test_settings_of_the_first_replica_are_returned() -> None:
     async def main() -> Any:
         engines = [LoadingEngine(), LoadingEngine()]
         for engine, config in zip(engines, "ab", strict=True):

@@ -100,7 +100,7 @@ def test_a_client_that_left_is_noticed_by_sending_too(tmp_path: Path) -> None:
     server.close(0)
 
 
-def test_last_words_reach_who_listens(tmp_path: Path) -> None:
+def test_last_messages_reach_connected_clients(tmp_path: Path) -> None:
     server, client, connection = _connected(tmp_path / "engine")
     deaf = [_connected(tmp_path / "engine", server)[1:] for _ in range(5)]
     for each in (connection, *(other for _, other in deaf)):

@@ -176,7 +176,7 @@ def test_prompts_of_the_wrong_type(llm: LLM, prompt: Any) -> None:
         assert found.value.param == "prompt"
 
 
-def test_ragged_ids_are_not_called_empty(llm: LLM) -> None:
+def test_ragged_ids_are_reported_as_such(llm: LLM) -> None:
     with pytest.raises(RequestError, match="list of token ids"):
         llm.generate({"prompt_token_ids": [[1, 2], [3]]}, use_tqdm=False)  # type: ignore[dict-item]
 

@@ -239,7 +239,7 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
         ),
     ],
 )
-def test_the_same_tokens_however_it_runs(
+def test_tokens_are_the_same_in_every_mode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool
 ) -> None:
     expected = run(GatedEngine(folder), jobs(3))

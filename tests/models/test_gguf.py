@@ -227,7 +227,7 @@ def test_generation(tmp_path: Path) -> None:
     llm.shutdown()
 
 
-def test_the_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
+def test_the_folder_is_created_once_per_content(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write(path, "Q8_0")
     first = resolve_model_path(str(path))
@@ -277,7 +277,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("tokenizer.ggml.model", "gpt2", "the file's tokenizer is invalid: KeyError"),
     ],
 )
-def test_settings_that_make_no_sense(
+def test_invalid_settings_are_refused(
     name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.gguf"

@@ -140,7 +140,7 @@ def test_latents_in_8_bits(
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_the_layer_that_drafts_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_draft_layer_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = deepseek
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")

@@ -278,7 +278,7 @@ BROKEN: list[tuple[str, str, Callable[[Tensor], object], str]] = [
 
 
 @pytest.mark.parametrize(("case", "tensor", "change", "message"), BROKEN)
-def test_stored_values_that_make_no_sense_are_named(
+def test_insane_stored_values_are_named(
     case: str, tensor: str, change: Callable[[Tensor], object], message: str, tmp_path: Path
 ) -> None:
     make_quantized(tmp_path, case)

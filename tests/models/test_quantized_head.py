@@ -159,7 +159,7 @@ def test_an_unknown_format_for_the_head_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path, wanted="head=int8,head=int8")
 
 
-def test_a_cpu_holds_it_once() -> None:
+def test_a_cpu_holds_a_tied_head_once() -> None:
     build = Build(SingleGroup(), quantization_of("head=int8"), torch.device("cpu"), torch.float32)
     head = LMHead(512, 512, build.within("head"))
     for part in head.slices():

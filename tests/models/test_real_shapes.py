@@ -142,7 +142,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence() -> None:
         ({"long_factor": ["a"] * 8}, "long_factor must be a positive number"),
     ],
 )
-def test_longrope_that_makes_no_sense(change: dict[str, Any], message: str) -> None:
+def test_invalid_longrope_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config({**PHI, "rope_scaling": {**PHI["rope_scaling"], **change}})
 

@@ -58,7 +58,7 @@ def test_published_shapes(name: str) -> None:
 
 
 @needs_data
-def test_stories_checkpoint_tells_its_story() -> None:
+def test_the_stories_checkpoint_generates_its_text() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     folder = DATA / "models" / "stories260K"
     model = build_model(spec_from_config(load_config(folder)), device="cpu")
@@ -149,7 +149,7 @@ def test_implausibly_large_token_ids_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_settings_that_make_no_sense(name: str) -> None:
+def test_invalid_settings_are_refused(name: str) -> None:
     value, message = BAD[name]
     with pytest.raises(ModelError, match=message):
         spec_from_config({**LLAMA, name: value})

@@ -76,7 +76,7 @@ def test_sharded_index_naming_absent_files(tmp_path: Path) -> None:
     "text",
     ["", "[]", "[" * 100_000, '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "x\\u0000"}}'],
 )
-def test_an_index_that_makes_no_sense(text: str, tmp_path: Path) -> None:
+def test_an_invalid_index_is_refused(text: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"is not a valid index|names files that are not there"):

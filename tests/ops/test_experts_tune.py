@@ -98,7 +98,7 @@ def test_each_product_gets_its_fastest_tile() -> None:
     assert len(asked) == len(set(asked))
 
 
-def test_less_than_noise_and_failures_keep_the_rules() -> None:
+def test_differences_within_noise_and_failures_keep_the_default_plans() -> None:
     for shape in SHAPES:
         rule = plan_for(shape)
         assert best_plan(shape, lambda plan: 10.0 if plan == rule else 9.9) == rule  # noqa: B023

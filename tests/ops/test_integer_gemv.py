@@ -96,7 +96,7 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
     assert small.run(args, plan)[0].isnan().all()
 
 
-def test_it_is_chosen_for_one_row() -> None:
+def test_the_kernel_is_chosen_for_one_row() -> None:
     """Warps have all chunks of a row in as few segments as registers and shared memory allow."""
     card = DeviceTraits((9, 0), 132, 1 << 17, pdl=True, bf16=True)
     for form, inputs, warps, count, segments in (

@@ -74,7 +74,9 @@ def test_invalid_values_are_refused(value: object) -> None:
     ],
     ids=["one-rank", "stages", "lora", "drafts"],
 )
-def test_settings_that_rule_it_out(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_rule_out_async_tp(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = model_folder(tmp_path, TINY)
     assert refusal(folder, async_tp="on", **settings).startswith(reason)
 
@@ -102,7 +104,7 @@ _RECURRENT = {
     ],
     ids=["shared", "norms", "recurrent"],
 )
-def test_models_that_rule_it_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")

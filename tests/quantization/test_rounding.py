@@ -189,7 +189,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_weights_that_make_no_sense_are_not_served(kind: str, tmp_path: Path) -> None:
+def test_insane_weights_are_not_served(kind: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     damage, message = DAMAGE[kind]
     tensors = load_file(tmp_path / "model.safetensors")

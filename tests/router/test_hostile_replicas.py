@@ -55,7 +55,7 @@ async def before(replica: HostileReplica, **settings: Any) -> AsyncIterator[Setu
         (answer(b"x", b"9999"), "to another request"),
     ],
 )
-def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
+def test_malformed_answers_are_not_forwarded(data: bytes, reason: str) -> None:
     async def main() -> None:
         replica = HostileReplica(lambda *_: data)
         async with before(replica) as setup:

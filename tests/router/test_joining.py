@@ -26,7 +26,7 @@ async def join(setup: Setup, url: str) -> httpx.Response:
     return await setup.http.post("/replicas", json={"url": url}, headers=ADMIN)
 
 
-def test_the_key_goes_to_whoever_proves_to_have_it() -> None:
+def test_the_key_is_sent_to_replicas_that_prove_they_have_it() -> None:
     async def main() -> None:
         named, joining = FakeReplica(key=KEY), FakeReplica(key=KEY)
         async with routed(named, key=KEY) as setup, serving(joining):

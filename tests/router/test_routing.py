@@ -410,7 +410,7 @@ def test_metrics_cover_the_current_replicas() -> None:
         ({"address": "x"}, 400, "The body does not describe a replica"),
     ],
 )
-def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: str) -> None:
+def test_invalid_replicas_cannot_join(body: dict[str, str], status: int, message: str) -> None:
     async def main() -> None:
         async with routed(FakeReplica()) as setup:
             answer = await setup.http.post("/replicas", json=body, headers=ADMIN)
@@ -745,7 +745,7 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
     run(main)
 
 
-def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
+def test_foreign_hosts_and_origins_are_refused_on_loopback() -> None:
     """A replica does not take the router's own page for another site's."""
 
     async def main() -> None:

@@ -161,7 +161,7 @@ def test_pages_of_another_process_are_read_and_nothing_else_of_it() -> None:
     mine.close(begin)
 
 
-def test_only_the_pages_that_were_meant_are_opened() -> None:
+def test_only_shared_pages_are_opened() -> None:
     tensor = pages()
     shared = SharedPages([tensor, torch.zeros(0, dtype=torch.uint8)])
     base, size = shared.allocation(tensor.data_ptr())

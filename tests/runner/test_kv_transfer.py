@@ -333,7 +333,7 @@ def test_weights_rounded_otherwise_have_files_of_their_own(tmp_path: Path) -> No
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_cache_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="disk_cache needs host_cache_gb"):
         EngineArgs(disk_cache="x")
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):

@@ -173,7 +173,7 @@ def reader(writer: Writer) -> Iterator[Reader]:
     made.close()
 
 
-def test_the_clock_tells_how_many_layers_have_stored_their_kv(writer: Writer) -> None:
+def test_the_clock_counts_layers_that_have_stored_their_kv(writer: Writer) -> None:
     clock = PeerClock(writer.clock, 0).read
     seen: list[int] = []
     writer.model.nap = lambda: seen.append(clock())

@@ -29,7 +29,7 @@ def test_a_mask_is_available_after_put() -> None:
     assert ring.masks[first : first + 2].tolist() == [[4, 4], [5, 5]]
 
 
-def test_steps_in_flight_have_places_of_their_own() -> None:
+def test_steps_in_flight_have_separate_slots() -> None:
     ring = MaskRing(CPU, depth=3, rows=2, words=2)
     for step in (5, 3, 4):
         ring.put(step, lines(10 + step, 20 + step))
@@ -79,7 +79,7 @@ def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
     assert ring.flags[place] >= value
 
 
-def test_rings_over_one_memory_are_one() -> None:
+def test_rings_over_the_same_memory_share_masks() -> None:
     """Several ranks have a ring each over one memory, and each looks for itself."""
     memory = np.zeros(MaskRing.size(3, 2, 2), dtype=np.int8)
     ours, theirs = (MaskRing(CPU, 3, 2, 2, memory) for _ in range(2))

@@ -85,7 +85,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 
 @needs_nixl
-def test_reads_end_badly_with_the_process_that_they_read(reader: Reader) -> None:
+def test_reads_fail_when_the_process_they_read_ends(reader: Reader) -> None:
     writer, other = Writer(), Writer()
     first = reader.read(writer, 1)
     wait(lambda: first.good is not None)

@@ -199,7 +199,7 @@ def test_blocks_that_a_peer_does_not_have_are_not_read() -> None:
             find_pieces(layout, int32([0]), memory, int32(blocks))
 
 
-def test_a_move_fails_if_it_does_on_any_rank() -> None:
+def test_a_move_that_fails_on_any_rank_fails() -> None:
     cells = np.zeros((2, 2), dtype=np.int64)
     first, second = RankMoves(cells, 0), RankMoves(cells, 1)
     ends: dict[tuple[int, int], bool] = {}
@@ -229,7 +229,7 @@ def test_heads_are_split_as_the_weights_and_each_has_one_owner(heads: int, world
     assert owned == list(range(heads))
 
 
-def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
+def test_a_move_ends_once_it_has_on_every_rank() -> None:
     class Slow(HostCopier):
         done = False
 

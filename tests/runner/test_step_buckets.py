@@ -115,6 +115,8 @@ def test_few_graphs(drafts: int, logit_rows: int) -> None:
         (1e9, 300, 300),
     ],
 )
-def test_full_step_is_where_waiting_pays(fixed: float, most: int, full: int) -> None:
+def test_a_full_step_has_the_tokens_from_which_waiting_pays(
+    fixed: float, most: int, full: int
+) -> None:
     seconds: Callable[[int], float] = lambda tokens: fixed + tokens  # noqa: E731
     assert full_step(seconds, most) == full

@@ -132,7 +132,7 @@ def test_counts_of_a_request() -> None:
     assert one.finish_reason is FinishReason.LENGTH
 
 
-def test_an_admission_tells_the_body_everything() -> None:
+def test_an_admission_carries_all_request_state() -> None:
     loop = make()
     params = SamplingParams(temperature=0.5)
     one = request("a", own(1, 5), params=params, seed=3, sample_index=0)
@@ -174,7 +174,7 @@ def test_no_more_steps_in_flight_than_allowed() -> None:
     loop.drain()
 
 
-def test_lag_spaces_a_lanes_rows() -> None:
+def test_pipeline_depth_spaces_the_steps_of_a_lane() -> None:
     loop = make(steps_in_flight=3, pipeline_depth=3)
     for i in range(3):
         loop.scheduler.add(request(f"r{i}", own(i, 3), 6))

@@ -45,7 +45,7 @@ def test_only_overridden_hooks_are_called() -> None:
     assert features.looks_ahead == []
 
 
-def test_the_base_does_nothing() -> None:
+def test_the_base_class_has_no_effect() -> None:
     base, one = Feature(), request("one")
     assert base.admit(one) is None
     assert base.ready(one)

@@ -151,7 +151,7 @@ def test_anthropics_shape_and_headers() -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/generate", "/v1/responses", "/tokenize", "/score"]
 )
-def test_all_that_costs_is_counted(path: str) -> None:
+def test_all_routes_that_cost_tokens_are_limited(path: str) -> None:
     engine = FakeClient(tokenizer=PlainTokenizer())
     bodies: dict[str, Any] = {
         "/v1/embeddings": {"input": [1]},

@@ -165,7 +165,7 @@ def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
         ({"api_key": ("a b",)}, "api_key"),
     ],
 )
-def test_settings_that_cannot_be_meant(settings: dict[str, Any], param: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         ServerArgs(**settings)
     assert wrong.value.param == param

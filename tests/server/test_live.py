@@ -150,7 +150,7 @@ def test_queries_are_checked() -> None:
     assert_error(watch(LiveClient(), "every=1"), 400, "every", "unknown_parameter")
 
 
-def test_it_needs_the_key_and_goes_with_the_page() -> None:
+def test_the_route_needs_the_key_and_exists_only_with_the_page() -> None:
     assert watch(LiveClient(), api_key=("k",)).status_code == 401
     assert watch(LiveClient(), playground=False).status_code == 404
 
@@ -167,7 +167,7 @@ def test_watchers_share_snapshots_taken_only_for_them() -> None:
     assert run(go()) == (1, 1)
 
 
-def test_there_may_be_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MOST_WATCHERS", 2)
 
     async def go() -> list[int]:

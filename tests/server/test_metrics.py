@@ -259,7 +259,7 @@ def test_no_gpus(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("gpu" in name for name in families(metrics))
 
 
-def test_worker_that_has_just_begun(tmp_path: Path) -> None:
+def test_the_empty_file_of_a_new_worker_is_no_error(tmp_path: Path) -> None:
     """A file that a worker has made and not yet filled is no error, and the others count."""
     (tmp_path / "counter_1.db").touch()
     values = MmapedDict(str(tmp_path / "counter_2.db"))  # type: ignore[no-untyped-call]

@@ -302,7 +302,7 @@ def test_themes(browser: Any, server: Server, scheme: str) -> None:
         assert brightness() < 200
 
 
-def test_a_phone(browser: Any, server: Server) -> None:
+def test_the_page_fits_a_phone(browser: Any, server: Server) -> None:
     with opened(browser, f"{server.url}/", width=360, height=740, has_touch=True) as page:
         page.fill("#input", "word" * 200)
         for tab in ("#tab-engine", "#tab-chat"):

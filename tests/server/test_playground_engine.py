@@ -229,7 +229,7 @@ def test_counts_read_at_a_glance(browser: Any, server: Server) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
+def test_the_view_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
     options = {"width": 360, "height": 740, "color_scheme": scheme, "reduced_motion": "reduce"}
     with opened(browser, f"{server.url}/#engine", **options) as page, Load(server, 3):
         page.wait_for_selector(".row >> nth=2")

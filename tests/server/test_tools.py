@@ -112,7 +112,7 @@ def test_arguments_come_as_they_are_made() -> None:
     assert b'"finish_reason":"tool_calls"' in b"".join(written)
 
 
-def test_only_calls_means_no_content() -> None:
+def test_an_answer_of_calls_alone_has_no_content() -> None:
     with serve(scripted_engine(*pieces(OSLO))) as server:
         message = ask(server).choices[0].message
     assert message.content is None

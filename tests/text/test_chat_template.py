@@ -101,7 +101,7 @@ def test_long_loops_over_messages_are_stopped_in_time(source: str) -> None:
         ChatTemplate(source, seconds=0.1).render(messages)
 
 
-def test_sums_have_a_limit() -> None:
+def test_repeated_concatenation_is_limited() -> None:
     source = (
         "{% set ns = namespace(x='xxxxxxxxxxxxxxxx') %}"
         "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
@@ -241,7 +241,7 @@ LARGE = 10**9
         "{{ ([1] * 9999)|tojson(separators=('x' * 9999999, ':')) }}",
     ],
 )
-def test_time_and_memory_are_out_of_a_templates_reach(source: str) -> None:
+def test_a_template_is_limited_in_time_and_memory(source: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), limits[1]))

@@ -51,7 +51,7 @@ def test_figures() -> None:
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "ttft:-1", "itl:5", "ttft:nan"])
-def test_goodput_that_means_nothing(text: str) -> None:
+def test_invalid_goodput_targets_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="goodput takes"):
         parse_goodput([text])
 
@@ -94,7 +94,7 @@ def test_arrivals() -> None:
         assert times[-1] / 4000 == pytest.approx(1 / 20, rel=0.15)
 
 
-def test_plans_that_make_no_sense() -> None:
+def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="text"):
         Plan(endpoint="chat", prompts="ids")
     with pytest.raises(ConfigError, match="endpoint"):

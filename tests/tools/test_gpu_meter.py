@@ -134,7 +134,7 @@ def test_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     [(("throughput", "--case", "1x8x4", "--repeat", "1"), "1x8x4"),
      (("latency", "--input-len", "8", "--output-len", "4", "--requests", "2"), "latency-8x4")],
 )  # fmt: skip
-def test_records_carry_it(
+def test_records_have_the_metrics_of_the_gpu(
     command: tuple[str, ...], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, FakeNvml())

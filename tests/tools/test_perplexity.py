@@ -145,7 +145,7 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     binary.write_bytes(b"abc")
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (empty, {}, "is empty"),
-        (short, {}, "the text has 1 token: but it needs at least 2"),
+        (short, {}, "the text has 1 token, but it needs at least 2"),
         (binary, {}, "cannot read"),
         (damaged, {}, "cannot read"),
         (tmp_path / "absent", {}, "cannot read"),

@@ -117,7 +117,7 @@ def test_case_and_refusals(folder: Path) -> None:
     assert found.steps == 6
     with pytest.raises(ConfigError, match="need sequences of"):
         profiler.decode(1, 200, 100)
-    with pytest.raises(ConfigError, match="more than max_num_seqs"):
+    with pytest.raises(ConfigError, match="larger than max_num_seqs"):
         profiler.decode(65, 1, 1)
     with pytest.raises(ConfigError, match="1x2048x1"):
         profiler.case(TTFT)

@@ -374,7 +374,7 @@ def test_conflicting_settings_are_refused(settings: dict[str, Any], match: str) 
         ServerArgs(**settings)
 
 
-def test_a_lease_that_sockets_do_not_know() -> None:
+def test_a_lease_longer_than_socket_timeouts_is_refused() -> None:
     """The thread that accepts readers would end at the first."""
     with pytest.raises(ConfigError, match="lease_timeout must be at most"):
         read_settings({"role": "prefill", "lease_timeout": 1e7})

@@ -52,7 +52,7 @@ def assert_answered(to: Listener, news: News) -> None:
             pass
 
 
-def test_readers_come_again_once_there_are_files_to_open(
+def test_readers_are_accepted_again_once_files_can_be_opened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
@@ -73,7 +73,7 @@ def test_readers_come_again_once_there_are_files_to_open(
 
 
 @pytest.mark.parametrize("name", ["kv-reader", "kv-writer"])
-def test_readers_come_again_once_there_are_threads(
+def test_readers_are_accepted_again_once_threads_can_start(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, failed = threading.Thread.start, []

@@ -499,7 +499,7 @@ def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
     assert machine.fetched == 3
 
 
-def test_everything_goes_well() -> None:
+def test_prompts_are_read_from_the_peer_without_faults() -> None:
     """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:
         for way in WAYS:

@@ -114,7 +114,7 @@ def test_events_reproduce_the_prefix_tree(ops: list[tuple[str, object]], depth: 
     assert not quiet.changed
 
 
-def test_nothing_is_noted_before_somebody_reads() -> None:
+def test_no_events_are_recorded_before_a_reader_connects() -> None:
     """Then, what a prompt finds in the tree is noted with it."""
     group = KVGroup(layers=(0,), tokens_per_block=SIZE)
     executor = FakeExecutor([group], [24], vocab=7)

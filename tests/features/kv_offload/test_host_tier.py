@@ -140,7 +140,7 @@ def test_states_are_kept_where_they_spare_enough() -> None:
     assert costs.swap_pays(276)
 
 
-def test_of_states_the_one_goes_that_saves_least_and_was_not_used_for_long() -> None:
+def test_the_least_useful_state_is_evicted() -> None:
     tier = StateTier(3)
     for n, saves in enumerate((50, 10, 30)):
         tier.note(key(n), saves)

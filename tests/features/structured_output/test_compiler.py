@@ -108,7 +108,7 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
     assert compiled == ["slow", *"01234"]
 
 
-def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
+def test_the_error_names_the_slow_grammar(gated: Compiler, gate: threading.Event) -> None:
     gated.compile(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
         gated.check(choice("quick"))

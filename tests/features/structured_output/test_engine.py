@@ -307,7 +307,7 @@ def test_abort(llms: dict[int, LLM], depth: int) -> None:
         assert llm.stats().blocks_used == [0]
 
 
-def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -> None:
+def test_steps_are_submitted_after_one_that_waits_for_its_mask(llm: LLM, monkeypatch: Any) -> None:
     """When a mask comes there is nothing left to launch."""
     submitted: list[StepPlan] = []
     heads: list[tuple[int, int]] = []

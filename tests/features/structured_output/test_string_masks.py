@@ -251,7 +251,7 @@ def test_schemas_without_bounded_strings_are_not_followed(walking: Compiler) -> 
         assert walking.walk(asked) is None
 
 
-def test_places_of_odd_schemas_are_understood_or_left_out() -> None:
+def test_unusual_schemas_are_followed_or_left_out() -> None:
     """Values and names that look like keywords, references without a target, recursion."""
     bounded = {"type": "string", "maxLength": 3}
     schema = {

@@ -131,14 +131,14 @@ def test_choices_are_noted_by_where_they_came_from() -> None:
     assert table.chosen.by_rules == {key_of(NARROW): NARROW._replace(m=4)}
 
 
-def test_an_order_survives_its_way() -> None:
+def test_an_order_survives_serialization() -> None:
     order = TableOrder(1, CARD, 5 << 30, 2, packed([NARROW, WIDE]))
     back = msgspec.json.decode(msgspec.json.encode(order), type=TableOrder)
     assert back == order
     assert back.shapes() == [NARROW, WIDE]
 
 
-def test_products_for_which_there_is_no_room_are_left_out() -> None:
+def test_products_that_do_not_fit_in_memory_are_left_out() -> None:
     head = Shape(256, 151936, 4096, torch.bfloat16)
     assert pool_for([NARROW, head], 8 << 30) == ([NARROW, head], head.weight_bytes)
     few, pool = pool_for([NARROW, head], 2 << 30)
@@ -153,7 +153,7 @@ def test_products_for_which_there_is_no_room_are_left_out() -> None:
 # -- what is preferred, and kept -------------------------------------------------------------------
 
 
-def test_the_rules_stand_where_nothing_gains() -> None:
+def test_default_plans_stay_where_no_plan_is_faster() -> None:
     rules, other = Measured(PLAN, 10.0), GemmPlan("gemv", bm=1)
     assert preferred([rules, Measured(other, 9.9)]) is rules
     assert preferred([rules, Measured(other, 9.0), Measured(TORCH, 9.5)]) == Measured(other, 9.0)
@@ -248,7 +248,7 @@ def test_plans_measured_by_another_process_are_not_measured_again() -> None:
 # -- when work may run -----------------------------------------------------------------------------
 
 
-def test_work_waits_for_the_steps_under_way() -> None:
+def test_background_work_waits_for_running_steps() -> None:
     descriptor, counts = StepCounts.make()
     other = StepCounts(descriptor)
     os.close(descriptor)
@@ -269,7 +269,7 @@ def test_work_waits_for_the_steps_under_way() -> None:
     assert ran[0] - idle_from >= 0.045
 
 
-def test_work_that_a_step_came_upon_is_done_again_behind_it() -> None:
+def test_background_work_interrupted_by_a_step_is_repeated() -> None:
     descriptor, counts = StepCounts.make()
     os.close(descriptor)
     runs, settled = [], []
@@ -347,7 +347,9 @@ def test_the_engine_logs_missing_plans_and_their_measurement(
     assert "ended (status" not in caplog.text
 
 
-def test_a_child_that_dies_costs_a_line(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_measuring_process_that_dies_is_logged(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     tuning = engine("os.abort()")
     _until(lambda: "the process that measures plans ended (status -6)" in caplog.text)
     tuning.before_submit()
@@ -392,7 +394,7 @@ def test_the_process_ends_with_its_input() -> None:
     process.stdout.close()
 
 
-def test_nothing_starts_where_all_plans_are_known(engine: Any) -> None:
+def test_no_process_starts_if_all_plans_are_known(engine: Any) -> None:
     keep(CARD, {key_of(NARROW): PLAN, key_of(WIDE): PLAN})
     tuning = TableTuning(config_of(), ["/none"])
     assert tuning.start(None, None) is None  # type: ignore[arg-type]
@@ -410,7 +412,7 @@ def test_nothing_starts_where_all_plans_are_known(engine: Any) -> None:
         {"disable": ("skinny",)},
     ],
 )
-def test_where_no_plans_are_taken_from_tables(settings: dict[str, Any]) -> None:
+def test_tuning_is_refused_where_no_tables_are_used(settings: dict[str, Any]) -> None:
     config = config_of(**settings)
     with pytest.raises(ConfigError, match="tune_tables=on: "):
         open_tuning(config)
