@@ -205,7 +205,7 @@ def test_a_part_that_never_comes(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
-def test_a_rank_that_never_comes(way: str, kernel_device: str) -> None:
+def test_waiting_for_a_missing_rank_ends(way: str, kernel_device: str) -> None:
     """The wait ends, the report names whom it was for, and later sums do not wait at all."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")

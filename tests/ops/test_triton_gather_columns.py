@@ -82,7 +82,7 @@ def test_columns_of_all_ranks(kernel_device: str, world: int, dtype: torch.dtype
     assert all(report == [0, 0, 0] for _, report in found.values())
 
 
-def test_a_rank_that_never_comes(kernel_device: str) -> None:
+def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
     """The wait ends, and the report names whom it was for."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")

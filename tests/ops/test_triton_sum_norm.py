@@ -100,7 +100,7 @@ def test_sums_and_their_norms(kernel_device: str, world: int, dtype: torch.dtype
     assert (memory == sum_norm.EMPTY).all()
 
 
-def test_a_rank_that_never_comes(kernel_device: str) -> None:
+def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
     """The wait ends, the report names whom it was for, and later sums do not wait at all."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
