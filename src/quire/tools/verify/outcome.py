@@ -23,12 +23,14 @@ class Outcome:
     Attributes:
         route: "chat" or "completions".
         detail: what was compared, what was wrong, or why the check was not made.
+        seen_in: issues of other projects that describe the bug, as "project#number".
     """
 
     check: str
     route: str
     status: Status
     detail: str
+    seen_in: tuple[str, ...] = ()
 
 
 def require(true: bool, otherwise: str) -> None:
