@@ -22,7 +22,7 @@ class Outcome:
 
     Attributes:
         route: "chat" or "completions".
-        detail: what was compared, what was wrong, or why the check was not made.
+        detail: the comparison made, the fault found, or the reason for not checking.
         seen_in: issues of other projects that describe the bug, as "project#number".
     """
 
