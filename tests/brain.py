@@ -123,7 +123,7 @@ def check_free_list(manager: BlockManager) -> None:
 
 
 def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Nothing that a row may read or write is free at the time of its plan."""
+    """Checks that blocks and slots a row may read or write are not free when it is planned."""
     lanes = scheduler._lanes
     for lane in plan.lanes.tolist():
         floor = int(lanes.computed[lane])

@@ -1,8 +1,9 @@
 """A body for the brain's tests: no model, but a KV store that knows what every slot must hold.
 
 The store keeps, for every slot, a hash of the token prefix that its KV was computed from. Each row
-checks what it reads, each write that it disturbs nobody. The next token is a hash of the prefix, so
-a request's output depends on its prompt alone; `expected_output` computes it without any engine.
+checks the KV it reads, and each write checks that no other row needs the slot. The next token is a
+hash of the prefix, so a request's output depends on its prompt alone; `expected_output` computes it
+without any engine.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Lane:
 
 @dataclass
 class Work:
-    """A row about to run: its lane, where it starts, its fed positions, and those that hold."""
+    """A row about to run."""
 
     lane: int
     state: Lane

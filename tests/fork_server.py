@@ -1,10 +1,10 @@
 """Starts processes of Quire by a fork of one that has imported what they need.
 
-A process of Quire spends most of its start in imports, and tests start hundreds. Where a test, or a
-process of Quire that runs in it, starts `python -m quire...`, a fork server makes that process: a
-child of who asks, with the arguments, environment, folder and descriptors it was to have. Each such
-process gets a fork server of its own, forked before it does anything. What a fork cannot stand for
-is started as ever: other programs, and environments that libraries read at their import.
+A process of Quire spends most of its start in imports, and tests start hundreds. If a test or one
+of its processes starts `python -m quire...`, a fork server makes the new process. The new process
+is a child of the caller. It has the arguments, environment, folder and descriptors of a normal
+start. Each such process also gets its own fork server, forked before the process does anything.
+Other programs start normally, and so do processes with variables that libraries read on import.
 
 `BARE`, set in the environment, asks for a start from a bare interpreter.
 """
@@ -162,7 +162,7 @@ def _main(connection: socket.socket) -> None:
 
 
 def _import_all() -> None:
-    """Imports what processes of Quire import, but what they run as `__main__`."""
+    """Imports the modules of Quire's processes, except those run as `__main__`."""
     import quire.cli.main
     import quire.cli.serve
     import quire.engine.loop.features

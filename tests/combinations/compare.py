@@ -1,4 +1,4 @@
-"""Whether a request got what it gets alone."""
+"""Compares a request's results with those it gets alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _entries(
 
 
 def _like(alone: Alternatives, found: Alternatives) -> bool:
-    """Whether values agree; of alternatives that are as good as equal, others may be named."""
+    """Returns whether values agree; nearly equal alternatives may be in another order."""
     if next(iter(alone)) != next(iter(found)) or len(alone) != len(found):
         return False
     pairs = zip(

@@ -49,9 +49,17 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine. numbers: settings that decide about what is computed, and so are the plain
-    engine's, too. others: those that must not. dtype: of the model. stages: of a pipeline in this
-    process. speculative: method, or ""."""
+    """Settings of one engine.
+
+    Attributes:
+        family: the model's family.
+        dtype: the model's dtype.
+        numbers: settings that change tokens, so the plain engine has them, too.
+        others: settings that must not change tokens.
+        stages: number of pipeline stages in this process.
+        speculative: speculation method, or "".
+        tenants: whether requests have tenants.
+    """
 
     family: str
     dtype: str
@@ -280,7 +288,7 @@ class Requests:
             params["logits_processors"] = (push,)
 
     def _decorate(self, params: dict[str, Any], tokens: list[int], text: str) -> None:
-        """Adds what is drawn from the text: what ends it, and what it may not say."""
+        """Adds stop conditions and forbidden words, drawn from the text."""
         draw = self._draw
         if text and draw.random() < 0.5:
             start = draw.randrange(len(text))

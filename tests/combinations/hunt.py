@@ -120,7 +120,7 @@ def _round(
     tally: Counter[str],
     show: bool,
 ) -> None:
-    """Runs requests, compares what they get, and looks for what is left of them."""
+    """Runs requests, compares their results, and checks that nothing of them stays behind."""
     asked = [requests.one() for _ in range(draw.choice([3, 6, 9]))]
     expected = [plain.answer(engine.setting, each) for each in asked]
     if show:

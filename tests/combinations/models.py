@@ -50,7 +50,7 @@ class Checkpoints:
         self.folder = folder
 
     def model(self, family: str) -> Path:
-        """Returns the folder of a family's model, with its adapters beside it."""
+        """Returns the folder of a family's model; its adapters are next to it."""
         folder = self.folder / family
         if not (folder / "made").is_file():
             self._make(family, folder)

@@ -256,7 +256,7 @@ class Engine:
     # -- the end -------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Nothing is held beyond what the prefix tree owns."""
+        """Checks that only the prefix tree holds blocks."""
         core, scheduler = self.core, self.core.scheduler
         core.step()  # news of requests that are gone
         assert not core.has_work()
@@ -277,7 +277,7 @@ class Engine:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Checks that what was told of the cache is what it holds."""
+        """Checks the reported cache events against the cache's contents."""
         blocks = self.core.scheduler.blocks
         if self._events is None or not blocks.caching:
             return

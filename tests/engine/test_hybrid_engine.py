@@ -1,5 +1,5 @@
-"""A model with recurrent states in the real engine: the tokens do not depend on what is cached, on
-how prompts are cut, or on what else runs."""
+"""A model with recurrent states in the real engine: tokens do not depend on cache hits, chunks of
+the prompt, or other requests."""
 
 from __future__ import annotations
 

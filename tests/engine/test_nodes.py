@@ -83,8 +83,8 @@ def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
 
 
 def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker tries again where the engine ends before it has said who it is. One that has ended
-    while others were waited for does not count as come."""
+    """A worker connects again if the engine ends before the worker has sent its rank. A worker that
+    ends while the engine waits for others does not count."""
     tries: list[int] = []
     with socket.create_server(("127.0.0.1", port)) as server:
 

@@ -159,7 +159,7 @@ def bits(ranks: int, **settings: Any) -> list[tuple[list[int], list[float]]]:
     ids=["4", "2-w8a8", "2-by-2-stages"],
 )
 def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> None:
-    """Also where one rank runs other steps."""
+    """This holds even if one rank runs other steps."""
     found = bits(ranks, **settings)
     alike = {"quantization", "kv_cache_dtype"} & set(settings)
     assert found == bits(1, **{name: settings[name] for name in alike})

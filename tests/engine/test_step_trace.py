@@ -126,7 +126,8 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's file in a folder with the sticky bit is one, a folder of such a name too."""
+    """Examples: another user's file in a folder with the sticky bit, and a folder with a trace
+    file's name."""
     others = [tmp_path / "quire-1.trace.json", tmp_path / "quire-2.trace.json"]
     others[0].mkdir()
     others[1].write_text("")

@@ -53,7 +53,7 @@ def test_masks_follow_the_rules(
         return
     walked = GrammarState(0, rules=rules)
     walked.advance(before)
-    # What the rules bar comes only behind a draft that left nothing to follow.
+    # A token that the rules forbid appears only if no token is allowed there.
     held = all(token in expected(allowed, bad, before[:i]) for i, token in enumerate(before))
     assert (walked.error is None) == held
     state = GrammarState(0, rules=rules, last=before)

@@ -264,9 +264,15 @@ class DisaggMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def begin(self, kind: str, way: str, seed: int) -> None:
-        """way: blocks go through memory between engines, behind the prompt or behind its steps, or
-        the reader reads the writer's own, likewise, or behind each layer if it
-        sees the writer's clock."""
+        """Starts both engines.
+
+        Args:
+            kind: key of `GROUPS`.
+            way: how blocks reach the reader, from `WAYS`. "direct": from the writer's memory, not
+                over a connection. "async": after each step, not after the whole prompt. "layers":
+                after each layer.
+            seed: of the random choices.
+        """
         self.now = [0.0]
         self.kind, self.layers = kind, way.endswith("layers")
         self.seen = self.layers and "unseen" not in way

@@ -1,4 +1,4 @@
-"""KV events: what they say an engine holds is what its prefix tree holds."""
+"""KV events describe exactly the contents of the engine's prefix tree."""
 
 from __future__ import annotations
 

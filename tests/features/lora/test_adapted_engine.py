@@ -195,7 +195,7 @@ def test_loading_and_unloading_under_load(checkpoint: Path, expected: dict[int, 
 def test_a_slot_that_is_always_in_use_is_given_up(
     checkpoint: Path, expected: dict[int, list[int]]
 ) -> None:
-    """Whoever waits for a slot gets one, although requests for the adapter in it keep coming."""
+    """A waiting request gets the slot, although requests for the adapter in it keep coming."""
     llm = open_llm(checkpoint, max_loras=1)
     core = llm._core
     for seed in (0, 1):
@@ -350,7 +350,7 @@ def test_two_ranks_fill_their_slots_together(
 def test_an_adapter_of_the_hub(
     checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters of the hub are fetched beside the steps of others, once."""
+    """Adapters are downloaded from the hub once, while other requests run."""
     came, asked_for = threading.Event(), []
 
     def fetched(name: str, *, allow_patterns: list[str], **_: Any) -> str:

@@ -61,7 +61,7 @@ class Script(Feature):
         return text + [-1] * (WIDTH - len(text))
 
     def _claim(self, name: str) -> tuple[list[int], int] | None:
-        """Returns what is claimed of a request, None for what is right."""
+        """Returns the drafts of a request, None for each right one."""
         kinds = ["right", "wrong", "partly", "late", "none"]
         kind = self._draw.choice(kinds) if self.kind == "mixed" else self.kind
         if kind == "late":

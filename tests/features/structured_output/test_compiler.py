@@ -1,4 +1,5 @@
-"""The compiler's queue: grammars are shared, given up with those who wait, and blamed justly."""
+"""The compiler's queue: grammars are shared and cancelled with their requests, and errors name the
+right grammar."""
 
 from __future__ import annotations
 
@@ -94,7 +95,7 @@ def test_an_abandoned_grammar_is_not_compiled(
 def test_grammars_are_shared_while_they_wait_and_while_they_run(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
-    """More of them than are kept, and one of two who wait for it leaves."""
+    """More grammars than the cache keeps, and one of two waiting requests is aborted."""
     slow = [gated.compile(choice("slow")) for _ in range(3)]
     asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
     for i in range(5):

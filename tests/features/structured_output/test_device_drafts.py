@@ -65,7 +65,7 @@ Answers = list[tuple[list[int], str, str | None, list[Any]]]
 
 @pytest.fixture(scope="module", autouse=True)
 def free_drafts() -> Iterator[None]:
-    """Nothing is measured, so drafts cost nothing, and there are many."""
+    """Without measured costs, drafts count as free, so there are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
         yield

@@ -1,4 +1,4 @@
-"""Requests with grammars in the engine, beside others and under stress."""
+"""Requests with grammars in the engine, together with others and under stress."""
 
 from __future__ import annotations
 

@@ -80,8 +80,9 @@ def test_tokens_that_the_tokenizer_has_not_are_refused(compiler: Compiler) -> No
 def test_a_draft_beyond_the_limits_breaks_no_request(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work that a grammar may take is limited. What a draft would take, which the model does
-    not draw, is no reason to end the request; masks up to it are those without drafts."""
+    """A draft that exceeds a grammar's work limit does not end the request.
+
+    Masks before the draft are the same as without drafts."""
     limits = LLParserLimits(
         initial_lexer_fuel=2_000_000, step_lexer_fuel=1_000_000, step_max_items=60,
         max_lexer_states=1_000_000, max_grammar_size=250_000, verbose_errors=False,
@@ -122,7 +123,7 @@ def test_a_draft_beyond_the_limits_breaks_no_request(
 
 
 def test_a_draft_that_leaves_nothing_to_follow_ends_the_request(compiler: Compiler) -> None:
-    """The same holds where such a token is drawn by itself."""
+    """The same holds if the only drawn token is refused."""
     state = GrammarState(position=2, rules=TokenRules([7], [[7, 7]], compiler.vocab_size))
     found = build(compiler, MaskRow(state, 2, [7]))
     assert (found[0] == build_only(compiler, (7,))).all()

@@ -1,5 +1,5 @@
-"""Plans measured beside an engine: what is asked for, when work may run, what is kept, and how the
-two processes end. No GPU: times are made up."""
+"""Measuring plans while an engine runs: the requested shapes, the times when work may run, the
+saved plans, and the end of both processes. Without a GPU: times are made up."""
 
 from __future__ import annotations
 
@@ -371,7 +371,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    """So it does when the engine was killed and nobody is left to tell it."""
+    """It also ends if the engine was killed without a message to it."""
     source = (
         "import sys, time; from quire.features.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"
