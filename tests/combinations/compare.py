@@ -11,7 +11,8 @@ _CLOSE = 1e-4
 
 
 def difference(asked: Asked, alone: Answer, found: Answer) -> str:
-    """Returns what differs, or nothing. A request that was aborted has the beginning of it."""
+    """Returns a description of the first difference, or nothing. An aborted request has only the
+    beginning of the results."""
     if alone.refused != found.refused:
         return f"refused: {found.refused!r}, alone {alone.refused!r}"
     for index, (one, other) in enumerate(zip(alone.choices, found.choices, strict=True)):

@@ -1,4 +1,4 @@
-"""Traces hold every step and request, and can be read whatever happens to their writer."""
+"""Traces contain every step and request, and stay readable if their writer dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTERS = {"batch", "tokens", "queue", "running", "blocks used"}
 
 
 def assert_valid(events: list[dict[str, Any]]) -> None:
-    """Checks that events are as the trace-event format wants them, without contradictions."""
+    """Checks that events follow the trace-event format and are consistent."""
     named = set()
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events if event["ph"] == "X"]

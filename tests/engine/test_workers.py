@@ -92,7 +92,7 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 def test_drafts_of_gated_rows_are_reported_before_the_masks(
     folder: Path, tmp_path: Path, world: int
 ) -> None:
-    """Before the step's masks are there, by any thread, and nothing of other steps."""
+    """Drafts are reported before the step's masks arrive, by any thread, and only for that step."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"method": "draft", "model": str(model_folder(tmp_path / "draft", shape))}
     engine = TinyEngine(folder, world=world, speculative=speculative)

@@ -1,4 +1,4 @@
-"""The index of the host's pool, names of contents, and what copying is reckoned to cost."""
+"""The index of the host's pool, hashes of contents, and estimated costs of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DRY, XTC, typical-p and functions of the caller's: twins in float64, and whole requests."""
+"""DRY, XTC, typical-p and callers' functions, against float64 twins and in whole requests."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def gate() -> threading.Event:
 
 @pytest.fixture
 def compiled() -> list[str]:
-    """The grammars that were compiled, in order."""
+    """Returns the compiled grammars, in order."""
     return []
 
 
@@ -37,7 +37,7 @@ def compiled() -> list[str]:
 def gated(
     tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
 ) -> Iterator[Compiler]:
-    """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
+    """A compiler with one thread, which waits for the gate at grammars with the choice 'slow'."""
     config = CompilerConfig(timeout=0.05, cached=2, threads=1)
     made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
     compile = made._compiled_now
@@ -88,7 +88,7 @@ def test_an_abandoned_grammar_is_not_compiled(
     gate.set()
     wait((slow, wanted), 20)
     assert compiled == ["slow", "wanted"]
-    gated.check(choice("left 3"))  # nothing bad was noted of it
+    gated.check(choice("left 3"))  # no failure was recorded for it
     assert compiled == ["slow", "wanted", "left 3"]
 
 

@@ -1,4 +1,4 @@
-"""Masks of draft positions are those of the same text step by step."""
+"""Masks of draft positions equal those of the same text step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def some_token(mask: Int32) -> int:
 
 
 def step_by_step(compiler: Compiler, count: int) -> tuple[list[int], list[Int32]]:
-    """Tokens that the grammar allows, and the mask before each and after the last."""
+    """Returns tokens that the grammar allows, and the mask before each one and after the last."""
     state, tokens, masks = state_of(compiler), list[int](), list[Int32]()
     while True:
         masks.append(build(compiler, MaskRow(state))[0])
@@ -54,7 +54,7 @@ def test_each_draft_position_has_its_mask(compiler: Compiler) -> None:
     assert (found[2:6] == np.stack(masks)).all()
     assert (found[6] == masks[0]).all()
     assert state.error is None
-    # Nothing has moved: the device may have accepted none.
+    # The state has not advanced: the device may have accepted no draft.
     assert (build(compiler, MaskRow(state))[0] == masks[0]).all()
 
 
@@ -148,7 +148,7 @@ def test_forbidden_ends_hold_for_drafts(compiler: Compiler) -> None:
 
 
 def build_only(compiler: Compiler, tokens: tuple[int, ...]) -> Int32:
-    """A mask of these tokens."""
+    """Returns a mask that allows these tokens."""
     mask = np.zeros(-(-compiler.vocab_size // 32) * 32, dtype=np.uint8)
     mask[list(tokens)] = 1
     return np.packbits(mask, bitorder="little").view(np.int32)

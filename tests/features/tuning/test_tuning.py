@@ -70,7 +70,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """Returns the embedded model's settings as they are resolved for a GPU."""
+    """Returns the embedded model's settings as resolved for a GPU."""
     device = settings.pop("device", "cuda")
     args = EngineArgs(**settings)
     return replace(_resolved(), args=args, device=device, dtype="bfloat16")
@@ -145,7 +145,7 @@ def test_products_that_do_not_fit_in_memory_are_left_out() -> None:
     assert few == [NARROW]
     assert pool == 320 << 20
     assert pool_for([NARROW, head], 1 << 29)[0] == []
-    # Values of a format are drawn beside others.
+    # Values in one format are drawn at random next to the others.
     assert pool_for([NARROW], 900 << 20)[0]
     assert pool_for([NARROW, NARROW._replace(format=INT4)], 900 << 20)[0] == []
 
