@@ -1,4 +1,5 @@
-"""The compiler's queue: grammars are shared, given up with those who wait, and blamed justly."""
+"""The compiler's queue: grammars are shared and cancelled with their requests, and errors name the
+right grammar."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def gate() -> threading.Event:
 
 @pytest.fixture
 def compiled() -> list[str]:
-    """The grammars that were compiled, in order."""
+    """Returns the compiled grammars, in order."""
     return []
 
 
@@ -36,7 +37,7 @@ def compiled() -> list[str]:
 def gated(
     tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
 ) -> Iterator[Compiler]:
-    """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
+    """A compiler with one thread, which waits for the gate at grammars with the choice 'slow'."""
     config = CompilerConfig(timeout=0.05, cached=2, threads=1)
     made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
     compile = made._compiled_now
@@ -87,14 +88,14 @@ def test_an_abandoned_grammar_is_not_compiled(
     gate.set()
     wait((slow, wanted), 20)
     assert compiled == ["slow", "wanted"]
-    gated.check(choice("left 3"))  # nothing bad was noted of it
+    gated.check(choice("left 3"))  # no failure was recorded for it
     assert compiled == ["slow", "wanted", "left 3"]
 
 
 def test_grammars_are_shared_while_they_wait_and_while_they_run(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
-    """More of them than are kept, and one of two who wait for it leaves."""
+    """More grammars than the cache keeps, and one of two waiting requests is aborted."""
     slow = [gated.compile(choice("slow")) for _ in range(3)]
     asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
     for i in range(5):
