@@ -71,7 +71,7 @@ def test_every_field_is_listed(section: str, taken: type, official: tuple[type, 
     assert theirs - listed == set()
 
 
-def test_completions_are_told_beside_chat() -> None:
+def test_the_page_lists_every_field_of_completions() -> None:
     listed = fields_in("Completions") | fields_in("Chat completions") | fields_in("Sampling")
     official = get_type_hints(legacy_create_params.CompletionCreateParamsStreaming)
     assert set(CompletionRequest.model_fields) - listed == set()
