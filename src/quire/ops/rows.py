@@ -9,6 +9,8 @@ from torch import Tensor
 
 PROMPT = 1
 SAMPLE = 2
+GATED = 4
+HELD = 8
 """Bits of `StepRows.flags`; the values are those of `quire.plan.RowFlag`."""
 
 
@@ -19,7 +21,8 @@ class StepRows(NamedTuple):
         lanes: [R], the row's lane; -1 for rows of padding, which come last.
         query_start: [R + 1], the first token of each row.
         logit_start: [R + 1], the first logit row of each row.
-        flags: [R], PROMPT where the host knows the row's tokens.
+        flags: [R], PROMPT where the host knows the row's tokens, GATED where the head needs inputs
+            of the host, HELD where the head goes on from the hidden state that the lane keeps.
     """
 
     lanes: Tensor
@@ -44,7 +47,8 @@ class LogitRows(NamedTuple):
 
     Attributes:
         lanes: the lane; -1 for an unused place.
-        tokens: index of the hidden state among the step's tokens.
+        tokens: index of the hidden state among the step's tokens; -1 for the one that the lane
+            keeps.
         lengths: position of the token that the logits give.
         ahead: number of the row's drafts before this place.
     """
