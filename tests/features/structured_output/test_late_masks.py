@@ -88,6 +88,7 @@ def engines() -> Iterator[None]:
 def llm_of(name: str) -> LLM:
     if name not in _llms:
         _llms[name] = LLM(**SIZES, **({"num_kv_blocks": 200} if name == "plain" else ENGINES[name]))
+        _llms[name]._core.check(PARAMS)
     return _llms[name]
 
 
