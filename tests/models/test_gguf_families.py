@@ -72,7 +72,7 @@ _WIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", _WIDE)
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
 def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in few bits, those that a file stacks too, against the same ones dequantized."""
+    """Weights in few bits, including stacked ones, against the same weights dequantized."""
     name, changes = CASES[case]
     monkeypatch.setitem(CASES, case, (name, {**changes, **_EVEN, **_WIDE[case]}))
     make(tmp_path, case)
@@ -95,7 +95,7 @@ def test_a_model_of_several_files(tmp_path: Path) -> None:
         folder = resolve_model_path(str(tmp_path / f"twin-0000{part}-of-00003.gguf"))
         assert torch.equal(logits(loaded(folder)), expected)
     (tmp_path / "twin-00002-of-00003.gguf").unlink()
-    with pytest.raises(ModelError, match=r"one of 3 files.*not there: twin-00002-of-00003\.gguf"):
+    with pytest.raises(ModelError, match=r"one of 3 files.*missing: twin-00002-of-00003\.gguf"):
         resolve_model_path(str(tmp_path / "twin-00001-of-00003.gguf"))
 
 

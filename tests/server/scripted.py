@@ -80,8 +80,8 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
 
 @dataclass
 class Speaker(FakeClient):
-    """Says the texts that it is told to say, one per request, token by token. `heard` has the
-    prompts as text, `aborted` the requests that it has not said to their end."""
+    """Answers each request with the next scripted text, token by token. `heard` has the prompts as
+    text, `aborted` the unfinished requests."""
 
     texts: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> 
     """Returns the values of `EngineConfig.pooling` and `EngineConfig.matryoshka`.
 
     Args:
-        wanted: the user's setting of pooling; "auto" for the model's own.
+        wanted: the user's setting of pooling; "auto" uses the model's own setting.
         folder: of the model.
         hf_config: its config.json.
     """

@@ -9,6 +9,8 @@ from torch import Tensor
 
 PROMPT = 1
 SAMPLE = 2
+GATED = 4
+HELD = 8
 """Bits of `StepRows.flags`; the values are those of `quire.plan.RowFlag`."""
 
 
@@ -19,7 +21,8 @@ class StepRows(NamedTuple):
         lanes: [R], the row's lane; -1 for rows of padding, which come last.
         query_start: [R + 1], the first token of each row.
         logit_start: [R + 1], the first logit row of each row.
-        flags: [R], PROMPT where the host knows the row's tokens.
+        flags: [R], PROMPT where the host knows the row's tokens, GATED where the head needs inputs
+            of the host, HELD where the head goes on from the hidden state that the lane keeps.
     """
 
     lanes: Tensor
@@ -32,7 +35,7 @@ class StepRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> StepRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         lanes, query_start, logit_start, flags = self
         return StepRows(
             lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
@@ -44,7 +47,8 @@ class LogitRows(NamedTuple):
 
     Attributes:
         lanes: the lane; -1 for an unused place.
-        tokens: index of the hidden state among the step's tokens.
+        tokens: index of the hidden state among the step's tokens; -1 for the one that the lane
+            keeps.
         lengths: position of the token that the logits give.
         ahead: number of the row's drafts before this place.
     """
@@ -59,7 +63,7 @@ class LogitRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> LogitRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         return LogitRows(*(part[:count] for part in self))
 
 
@@ -94,10 +98,11 @@ class Expanded(NamedTuple):
     """The inputs of a forward pass over T tokens in R rows.
 
     Attributes:
-        ids, positions: int32 [T]; -1 and 0 for padding.
+        ids: int32 [T], -1 for padding.
+        positions: int32 [T], 0 for padding.
         seq_lens: int32 [R].
         groups: the inputs of each KV group.
-        q_lens: the rows' lengths if the host can read them without waiting, else empty.
+        q_lens: number of tokens of each row if the host can read it without waiting, else empty.
         max_seq_len: upper bound of the rows' lengths after the step.
     """
 

@@ -17,6 +17,7 @@ from quire.errors import RequestError
 from quire.plan import Admit, RowFlag, StepPlan, StepResult, Transfer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.scheduler.lanes import Flags
 from quire.scheduler.step import StepInFlight
 
 
@@ -62,10 +63,10 @@ class Feature:
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
         """Returns the parameters that the device applies to a request that gets a lane.
 
-        A feature takes out those that it applies itself.
+        A feature removes the parameters that it applies itself.
 
         Args:
-            params: the parameters that earlier features left.
+            params: the parameters that earlier features have not removed.
         """
         return params
 
@@ -91,7 +92,8 @@ class Feature:
         return False
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Adds to a step whose rows are final. Called in the order of registration."""
+        """Adds the feature's data to a step whose rows are final. Features are called in the order
+        of registration."""
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
         """Receives the ids of transfers that ended."""
@@ -101,9 +103,25 @@ class Feature:
 
         Args:
             lanes: int32 [n], the lanes of generating rows.
-            drafts: int32 [n], how many drafts each row was to verify.
-            accepted: int32 [n], how many tokens it gave.
+            drafts: int32 [n], number of drafts that each row verified.
+            accepted: int32 [n], number of tokens that each row produced.
         """
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        """Receives the lanes whose rows were late (`StopReason.LATE`), int32 [n] each.
+
+        The scheduler plans no row of such a lane until `inputs_ready`. It comes before `verified`,
+        which does not receive these rows.
+
+        Args:
+            rows: each lane's generating rows that give no token: the late one, unless it is a
+                prompt's, and those in flight after it.
+            tokens: the positions of these rows.
+        """
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        """Returns for which lanes, int32 [n], the host has the inputs that came late, bool [n]."""
+        return np.ones(len(lanes), dtype=bool)
 
     def result(self, request: Request, tokens: Int32) -> int:
         """Returns how many of a row's new tokens, int32 [n], to keep.
@@ -142,7 +160,7 @@ class Feature:
 
 
 class PlanBuilder:
-    """A step whose rows are final, and which features add to.
+    """A step with final rows, to which features add their data.
 
     Attributes:
         requests: the rows' requests, in row order.
@@ -187,7 +205,7 @@ class PlanBuilder:
         return self._plan.writes
 
     def gate(self, rows: Sequence[int]) -> None:
-        """Makes the heads of these rows wait for `HeadInputs`."""
+        """Makes the head wait for these rows' inputs (`Executor.submit_inputs`)."""
         # Steady steps share the array of flags, so it is replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
@@ -252,7 +270,7 @@ class FeatureSet:
                 if refusal := admit(request):
                     raise refusal
         except Exception:
-            # A feature may fail at what the request holds: the others must still let it go.
+            # If a feature refuses the request or fails, the others must still forget the request.
             self.finish(request)
             raise
 
@@ -283,7 +301,8 @@ class FeatureSet:
         return np.minimum(counts, room)
 
     def preempt(self, request: Request) -> bool:
-        answers = [preempt(request) for preempt in self._calls["preempt"]]  # all are called
+        # A list, because every feature must be called even after one of them has agreed.
+        answers = [preempt(request) for preempt in self._calls["preempt"]]
         return any(answers)
 
     def release(self, request: Request) -> bool:
@@ -300,6 +319,17 @@ class FeatureSet:
     def forget(self) -> None:
         for forget in self._calls["forget"]:
             forget()
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        for late in self._calls["late"]:
+            late(lanes, rows, tokens)
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        """Returns for which lanes all features have the inputs that came late."""
+        ready: Flags = np.ones(len(lanes), dtype=bool)
+        for inputs_ready in self._calls["inputs_ready"]:
+            ready &= inputs_ready(lanes)
+        return ready
 
     def plan(self, plan: StepPlan, requests: list[Request]) -> None:
         if self._calls["plan"]:

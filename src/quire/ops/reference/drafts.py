@@ -1,7 +1,7 @@
-"""Drafts of a second model, between its passes.
+"""The work between the passes of a draft model.
 
-M is the number of lanes, R of rows. A model's position in a lane is its first token that it has not
-computed. The tokens that it draws past the known text are drafts."""
+M is the number of lanes, R of rows. The draft model's position in a lane is the first token that it
+has not computed. The tokens that it samples past the known text are drafts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.reference.step import text_position
 from quire.ops.rows import Drafts
 
 
 class DraftRows(NamedTuple):
-    """The rows for which a model drafts, int32, by descending number of drafts.
+    """The rows for which the model drafts, int32, in descending order of their number of drafts.
 
     Attributes:
         lanes: [M], -1 past the last row.
@@ -28,14 +29,14 @@ class DraftRows(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """The rows of the next pass, int32; each pass writes them for the next.
+    """The rows of the next pass, int32. Each pass writes the rows of the pass after it.
 
     Attributes:
         lanes: [M], -1 past the last row.
-        query_start: [M + 1]; each row has one token.
-        lengths: [M], the position of the token that the pass gives.
-        places: [M], the index of each row's last token in the first pass.
-        depth: [1], passes begun.
+        query_start: [M + 1]. Each row has one token.
+        lengths: [M], position of the token that the pass samples.
+        places: [M], index of each row's last token in the first pass.
+        depth: [1], number of passes begun.
     """
 
     lanes: Tensor
@@ -59,7 +60,7 @@ def begin_drafts(
 
     Args:
         rows, counts, query_start: see `DraftRows`.
-        position: int32 [M], the position of the text's last known token.
+        position: int32 [M], the position of the text's last known token, also of held lanes.
         own: int32 [M], the model's position, set back to the confirmed text.
         used: int32 [M]; gets the number of tokens after the first that a row's pass computes. They
             end at the last known token, or at the row's last place.
@@ -73,7 +74,7 @@ def begin_drafts(
     if not len(at):
         return
     lane = rows[at].long()
-    text = position[lane]
+    text = text_position(position[lane])
     first = torch.minimum(own[lane], text)
     own[lane] = first
     real = torch.minimum(query_start[at + 1] - query_start[at], text + 1 - first)
@@ -81,7 +82,7 @@ def begin_drafts(
     passes.places[at] = query_start[at] + real - 1
     passes.lengths[at] = first + real
     wanted = lane[counts[at] > 0]
-    claims.start[wanted] = position[wanted] + 1
+    claims.start[wanted] = text_position(position[wanted]) + 1
     claims.ids[wanted] = -1
 
 
@@ -94,7 +95,7 @@ def keep_drafts(
     claims: Drafts,
     passes: PassRows,
 ) -> None:
-    """Advances the model, and keeps the tokens that it drew past the known text as drafts.
+    """Advances the draft model, and keeps the tokens that it sampled past the known text as drafts.
 
     A row takes part in the next pass if it asks for more drafts than there were passes. Lanes that
     have ended stay as they are.
@@ -106,9 +107,10 @@ def keep_drafts(
     lanes = passes.lanes[: len(drawn)]
     at = torch.nonzero(lanes >= 0).flatten()
     lane, length = lanes[at].long(), passes.lengths[at]
-    live = position[lane] >= 0
+    text = text_position(position[lane])
+    live = text >= 0
     own[lane] = torch.where(live, length, own[lane])
-    place = length - position[lane] - 1
+    place = length - text - 1
     kept = torch.nonzero(live & (counts[at] > 0) & (place >= 0) & (drawn[at] >= 0)).flatten()
     owner, token = lane[kept], drawn[at[kept]]
     tokens[owner, length[kept].long()] = token

@@ -1,4 +1,4 @@
-"""The parts of a step around the model, out of and into the device's batch state."""
+"""The parts of a step around the model. They read and write the device's batch state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quire.ops.triton.launch import launch, options, traits
 _BLOCK = 1024
 
 
-# One compilation for all sizes, here and below, because compiling during service would hold up a
+# Here and below, sizes do not cause compilations, because compiling while serving would delay a
 # step.
 @triton.jit(do_not_specialize=["num_segments"])
 def _scatter(memory_ptr, packed_ptr, num_segments, BLOCK: tl.constexpr):
-    """Grid (segments, chunks of the longest)."""
+    """Copies a chunk of a segment. Grid: (segments, chunks of the longest segment)."""
     line = packed_ptr + tl.program_id(0) * 3
     start = tl.load(line).to(tl.int64)
     count = tl.load(line + 1)
@@ -41,7 +41,7 @@ def _place_drafts(
     lanes_ptr, query_start_ptr, flags_ptr, position_ptr, tokens_ptr, ids_ptr, start_ptr, used_ptr,
     tokens_stride, width, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """Writes the drafts of a row. Grid: (rows)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -61,7 +61,7 @@ def _place_drafts(
     text = tl.load(tokens_ptr + lane * tokens_stride + first + column, mask=before, other=0)
     agrees = tl.max((before & (text != claimed)).to(tl.int32), 0) == 0
     behind = held & (column >= known)
-    # The first unclaimed place after the text ends the drafts.
+    # The first place without a guess after the text ends the drafts.
     gap = tl.min(tl.where(behind & (claimed < 0), column, width), 0)
     used = tl.minimum(gap - known, room)
     used = tl.where((known >= 0) & (known < width) & agrees, tl.maximum(used, 0), 0)
@@ -92,8 +92,8 @@ def _expand(
 ):  # fmt: skip
     """Writes each row's chunk of tokens, table entries and logit rows. Grid: (rows + 1, chunks).
 
-    The last row of the grid is the padding after the others. FIRST: also write the values that KV
-    groups share."""
+    The last row of the grid is the padding after the others. With FIRST it also writes the values
+    that KV groups share."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -117,7 +117,11 @@ def _expand(
             tl.store(seq_lens_ptr + row, 0)
         return
     first = tl.load(position_ptr + lane)
-    generates = (tl.load(flags_ptr + row) & 1) == 0
+    flags = tl.load(flags_ptr + row)
+    generates = (flags & 1) == 0
+    # A HELD row has its logit row without a token.
+    resumes = ((flags & 8) != 0) & (first < -1)
+    last = -2 - first
     computed = length
     if DRAFTS:
         if generates & (length > 1):
@@ -146,12 +150,12 @@ def _expand(
         count = tl.load(logit_start_ptr + row + 1) - logit_start
         asked = at < count
         token = length - count + at
-        tl.store(
-            logit_lanes_ptr + logit_start + at, tl.where(token < computed, lane, -1).to(tl.int32),
-            mask=asked,
-        )  # fmt: skip
-        tl.store(logit_tokens_ptr + logit_start + at, start + token, mask=asked)
-        tl.store(lengths_ptr + logit_start + at, first + token + 1, mask=asked)
+        has = (token < computed) | resumes
+        place = logit_start + at
+        tl.store(logit_lanes_ptr + place, tl.where(has, lane, -1).to(tl.int32), mask=asked)
+        tl.store(logit_tokens_ptr + place, tl.where(resumes, -1, start + token), mask=asked)
+        length = tl.where(resumes, last, first + token) + 1
+        tl.store(lengths_ptr + place, length, mask=asked)
         tl.store(ahead_ptr + logit_start + at, tl.where(generates, at, 0), mask=asked)
 
 
@@ -193,10 +197,11 @@ def expand_rows(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
-    position_ptr, last_ptr, kept_ptr, num_tokens, num_rows, num_logits, width, hidden_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    position_ptr, last_ptr, kept_ptr, held_ptr, num_tokens, num_rows, num_logits, width,
+    hidden_stride, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (the more of tokens and rows, chunks of the width)."""
+    """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
+    chunks of the width)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -208,9 +213,14 @@ def _collect(
         state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside)
         tl.store(kept_ptr + place * width + at, state, mask=inside)
     if row < num_logits:
-        if tl.load(logit_lanes_ptr + row) >= 0:
+        lane_of = tl.load(logit_lanes_ptr + row).to(tl.int64)
+        if lane_of >= 0:
             token = tl.load(logit_tokens_ptr + row).to(tl.int64)
-            state = tl.load(hidden_ptr + token * hidden_stride + at, mask=inside)
+            source = hidden_ptr + token * hidden_stride
+            if HELD:
+                if token < 0:
+                    source = held_ptr + lane_of * width
+            state = tl.load(source + at, mask=inside)
             tl.store(last_ptr + place * width + at, state, mask=inside)
     if (row < num_rows) & (tl.program_id(1) == 0):
         lane = tl.load(lanes_ptr + row).to(tl.int64)
@@ -227,6 +237,7 @@ def collect_rows(
     position: Tensor,
     last: Tensor,
     kept: Tensor,
+    held: Tensor | None = None,
 ) -> None:
     """See `ops.collect_rows`."""
     tokens, width = hidden.shape
@@ -234,14 +245,15 @@ def collect_rows(
     pdl = traits(hidden.device).pdl
     launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
-        position, last, kept, tokens, count, len(logit_rows.lanes), width, hidden.stride(0),
-        BLOCK=_BLOCK, PDL=pdl, **options(pdl, num_warps=4),
+        position, last, kept, last if held is None else held, tokens, count, len(logit_rows.lanes),
+        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=pdl,
+        **options(pdl, num_warps=4),
     )  # fmt: skip
 
 
 @triton.jit
 def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
-    """Whether a token is among a lane's stops."""
+    """Whether a token is one of a lane's stop tokens."""
     hit = 0
     for begin in range(0, num_stops, STEP):
         column = begin + tl.arange(0, STEP)
@@ -257,7 +269,7 @@ def _finish(
     num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
     COLUMNS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """Accepts the tokens of a row. Grid: (rows)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -304,6 +316,9 @@ def _finish(
         if given > 0:
             ends = (reason == 1) | (reason == 2)
             tl.store(position_ptr + lane, tl.where(ends, -1, first - 1 + given))
+    if (start < end) & (given == 0) & (reason == 0):
+        # The lane is held.
+        reason = tl.where(tl.load(position_ptr + lane) < -1, 4, 0)
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
 
@@ -335,13 +350,13 @@ def finish_rows(
     )  # fmt: skip
 
 
-# The shares and lengths lie anywhere in a step's upload, so their alignment varies.
+# Shares and lengths are parts of a step's upload, so their alignment varies.
 @triton.jit(do_not_specialize_on_alignment=["shares_ptr", "lengths_ptr"])
 def _pool(
     hidden_ptr, lanes_ptr, query_start_ptr, shares_ptr, sums_ptr, lengths_ptr, out_ptr, width,
     hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, chunks of the width)."""
+    """Adds up a row's hidden states. Grid: (rows, chunks of the width)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()

@@ -22,6 +22,7 @@ from quire.server.apis.responses.tools import (
 )
 from quire.server.chat.sealed import is_sealed, unseal
 from quire.server.context.hints import decline, refuses_hints
+from quire.server.http.query import Page
 from quire.server.http.strict_model import Name, StrictModel, drop_unused
 
 MAX_ITEMS = 4096
@@ -490,12 +491,8 @@ class DeletedResponse(msgspec.Struct):
     deleted: bool = True
 
 
-class ItemList(msgspec.Struct):
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class ItemList(Page[dict[str, Any]]):
+    pass
 
 
 class InputTokens(msgspec.Struct):
