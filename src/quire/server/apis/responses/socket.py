@@ -21,7 +21,7 @@ from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.errors import ApiError, ErrorInfo
 
 CONVERSATION_KEY = "quire.conversation"
-"""Scope entry with the `Conversation` of a turn."""
+"""Scope entry with the `SocketConversation` of a turn."""
 MAX_STREAMS = 16
 """Most conversations of one connection at once."""
 MAX_RESPONSES = 64
@@ -34,7 +34,7 @@ _NOT_SENT = ("stream", "background")
 """Fields of requests that only HTTP has."""
 
 
-class Conversation:
+class SocketConversation:
     """What a connection keeps for the turns of one stream.
 
     Attributes:
@@ -57,7 +57,7 @@ class Conversation:
 class SocketStore:
     """Finds responses and items of a connection, then those of the server's store."""
 
-    def __init__(self, conversation: Conversation, store: ResponseStore) -> None:
+    def __init__(self, conversation: SocketConversation, store: ResponseStore) -> None:
         self._own = conversation.responses
         self._store = store
 
@@ -148,12 +148,12 @@ class ResponsesSocket:
     async def _run_stream(
         self, stream: str | None, queue: asyncio.Queue[dict[str, Any] | None]
     ) -> None:
-        conversation = Conversation(self._responses)
+        conversation = SocketConversation(self._responses)
         while (event := await queue.get()) is not None and not self._gone.is_set():
             await self._turn(event, stream, conversation)
 
     async def _turn(
-        self, event: dict[str, Any], stream: str | None, conversation: Conversation
+        self, event: dict[str, Any], stream: str | None, conversation: SocketConversation
     ) -> None:
         """Runs one turn through the application."""
         fields = {name: value for name, value in event.items() if name not in _NOT_SENT}
