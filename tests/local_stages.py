@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.ranks.ranks import earlier_hooks
+from quire.engine.loop.features import earlier_hooks
 from quire.executor import Capacity
 from quire.parallel import SingleGroup
 from quire.plan import HeadInputs, StepPlan, StepResult

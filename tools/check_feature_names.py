@@ -25,7 +25,10 @@ WORDS = (
     "adapter", "speculat", "ngram", "eagle", "medusa", "grammar", "guidance", "json_schema",
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",
 )  # fmt: skip
-COMMON = ("feature", "hook", "loop", "costs", "stats", "calls", "fields", "messages", "metrics")
+COMMON = (
+    "args", "calls", "costs", "feature", "fields", "hook", "loop", "messages", "metrics",
+    "registry", "settings", "stats",
+)  # fmt: skip
 """Module names of features that say nothing."""
 
 CHECKED = (

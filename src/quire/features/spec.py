@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.config import EngineArgs
     from quire.request import RequestOptions
     from quire.sampling_params import SamplingParams
 
@@ -30,9 +29,17 @@ class FeatureSpec:
         loop: makes the part of the engine's loop and of the scheduler, from an `EngineConfig`.
         hook: makes the runner's part from an `EngineConfig`, on every rank; "": there is none.
         order: the place among all features: the scheduler and the loop call lower ones first.
-        enabled: whether settings ask for the feature.
-        check: refuses settings that the model cannot have, from `EngineArgs` and a `ModelSpec`;
-            called where settings ask for the feature.
+        args: the class of its settings, a `FeatureArgs`.
+        enabled: whether settings (`EngineArgs`) ask for the feature.
+        check: refuses settings that the model or others do not allow, from `EngineArgs`, a
+            `ModelSpec` and the device's name; called where settings ask for the feature.
+        whole_steps: why steps with the feature cannot be computed as two halves, for an error
+            ("is not supported with ..."); "": they can.
+        own_logits: whether its models compute logits on all ranks besides the engine's.
+        earlier_hook: makes the hook of a pipeline's stages before the last, from an
+            `EngineConfig`.
+        config: returns fields of `EngineConfig`, from `EngineArgs`, the model's folder and its
+            config.json.
         requested: whether a request asks for it; None: no request can.
         serving: returns the `EngineConfig` of an engine that serves clients, from that of any.
         serves: whether every engine that serves clients has it. One with a hook says `enabled`
@@ -43,14 +50,21 @@ class FeatureSpec:
         stats: the type of its statistics.
         stats_name: their name among `EngineStats`.
         metrics: makes families of Prometheus from its statistics.
+        routes: a tuple of its HTTP routes (`Route`).
+        origin: the package and the place that declare it, which the registry fills in.
     """
 
     name: str
     loop: str
     hook: str = ""
     order: int = ANYWHERE
-    enabled: Callable[[EngineArgs], bool] = lambda args: False
+    args: str = ""
+    enabled: Callable[[Any], bool] = lambda args: False
     check: str = ""
+    whole_steps: str = ""
+    own_logits: bool = False
+    earlier_hook: str = ""
+    config: str = ""
     requested: Callable[[SamplingParams, RequestOptions], bool] | None = None
     serving: str = ""
     serves: bool = False
@@ -60,6 +74,8 @@ class FeatureSpec:
     stats: str = ""
     stats_name: str = ""
     metrics: str = ""
+    routes: str = ""
+    origin: str = ""
 
     def __post_init__(self) -> None:
         if self.serves and self.hook:

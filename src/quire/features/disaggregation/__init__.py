@@ -9,6 +9,7 @@ from quire.features.spec import FeatureSpec
 FEATURE = FeatureSpec(
     name="disaggregation",
     order=30,
+    args="quire.features.disaggregation.args:DisaggArgs",
     loop="quire.features.disaggregation.loop:DisaggLoop",
     hook="quire.features.disaggregation.layer_clock:open_layer_clock",
     enabled=lambda args: args.kv_peers is not None,
