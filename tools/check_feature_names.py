@@ -26,7 +26,7 @@ WORDS = (
     "vision", "multimodal", "pooler", "gate", "mask", "tenant", "transfer", "disk",
 )  # fmt: skip
 COMMON = (
-    "args", "calls", "costs", "feature", "fields", "hook", "loop", "messages", "metrics",
+    "api", "args", "calls", "costs", "feature", "fields", "hook", "loop", "messages", "metrics",
     "registry", "settings", "stats",
 )  # fmt: skip
 """Module names of features that say nothing."""

@@ -1,34 +1,32 @@
-"""A feature in one folder, of another package than Quire, in real servers and without a patch.
+"""A feature in one folder, of another package than Quire, in a real server and without a patch.
 
-The folder `constant_token/` adds a call, a request field, statistics, a metric, a column of the
-batch and a hook in the head. The servers find it by its entry point, in a package's metadata.
+The folder `constant_token/` adds a flag, a request field of three APIs, a call, a route,
+statistics, a metric, a row of the live view, a column of the batch and a hook in the head. The
+server finds it by its entry point, in a package's metadata.
 """
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire import SamplingParams
-from quire.engine.process.client import EngineClient
-from quire.errors import RequestError
-from tests.features.constant_token.calls import NONE, SET_DEFAULT, TOKEN
-from tests.server.server_process import MODEL, Server, start_server
-from tests.server.test_faults import child
+from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
 METADATA = "Metadata-Version: 2.1\nName: constant-token\nVersion: 1.0\n"
 ENTRY = "[quire.features]\nconstant_token = tests.features.constant_token:FEATURE\n"
-ENGINE = "quire.engine.process.process"
 TOKENS = 5
-LETTERS = (70, 90)
-"""Two tokens that have a text, and that end no completion."""
+NONE, FLAG, FIELD = -1, 70, 90
+"""No token, and two that have a text and end no completion."""
 
 
 @pytest.fixture(params=[slow(()), ("--api-workers", "2", "--tensor-parallel-size", "2")])
@@ -39,62 +37,122 @@ def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     (metadata / "entry_points.txt").write_text(ENTRY)
     paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
     found = start_server(
-        *request.param, variables={"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        "--constant-token",
+        str(FLAG),
+        *request.param,
+        variables={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
     yield found
     found.stop(signal.SIGKILL)
 
 
 def test_a_feature_of_another_package(server: Server) -> None:
-    asyncio.run(_use(server))
-    assert server.metric("quire_constant_token_completions_total") == 4
+    by_flag = _complete(server)
+    by_field = {
+        path: _text(_post(server, path, body | {"constant_token": FIELD}))
+        for path, body in REQUESTS.items()
+    }
+    (letter,) = set(by_field.values())
+    assert len({by_flag, letter}) == 2
+    assert by_flag == by_flag[0] * TOKENS
+    assert letter == letter[0] * TOKENS
+    assert _complete(server) == by_flag  # a lane does not keep the token of its last request
+
+    assert _put(server, FIELD) == {"before": FLAG}
+    assert _complete(server) == letter
+    assert _put(server, NONE) == {"before": FIELD}
+    assert _complete(server) not in (by_flag, letter)
+
+    _check_refusals(server)
+    _check_descriptions(server)
+    assert server.metric("quire_constant_token_completions_total") == 3 + len(REQUESTS)
     assert server.stop() == 0
 
 
-async def _use(server: Server) -> None:
-    client = await EngineClient.attach(_address(server))
-    try:
-        plain = _complete(server)
-        field = [await _generate(client, token) for token in LETTERS]
-        assert [ids for ids, _ in field] == [[token] * TOKENS for token in LETTERS]
-        with pytest.raises(RequestError, match="token 123456789 is not in the vocabulary"):
-            await _generate(client, 123456789)
-
-        assert _complete(server) == plain  # a lane does not keep the token of its last request
-        before = NONE
-        for token, (_, text) in zip(LETTERS, field, strict=True):
-            assert await client.call(SET_DEFAULT, token) == before
-            assert _complete(server) == text
-            before = token
-        with pytest.raises(RequestError, match="token -2 is not in the vocabulary"):
-            await client.call(SET_DEFAULT, -2)
-        assert await client.call(SET_DEFAULT, NONE) == LETTERS[-1]
-        assert _complete(server) == plain
-    finally:
-        await client.shutdown()
+def _check_refusals(server: Server) -> None:
+    """A wrong value is an error of the field, and an unknown token one of the engine."""
+    for path, body in REQUESTS.items():
+        status, error = _refused(server, "POST", path, body | {"constant_token": -3})
+        assert status == 400
+        assert "constant_token" in error["message"]
+    path = "/v1/completions"
+    _, error = _refused(server, "POST", path, REQUESTS[path] | {"constant_token": 123456789})
+    assert "token 123456789 is not in the vocabulary" in error["message"]
+    status, error = _refused(server, "PUT", "/constant_token", {"token": -2})
+    assert (status, "token -2 is not" in error["message"]) == (400, True)
 
 
-async def _generate(client: EngineClient, token: int) -> tuple[list[int], str]:
-    """Returns the tokens and the text of a request that carries the field."""
-    params = SamplingParams(max_tokens=TOKENS, temperature=1.0, seed=3)
-    ids, text = list[int](), ""
-    updates = client.generate("Once", params, request_id=f"one-{token}", fields={TOKEN: token})
-    async for update in updates:
-        ids += update.token_ids
-        text += update.text
-    return ids, text
+def _check_descriptions(server: Server) -> None:
+    """OpenAPI, the live view and the settings show what the feature declares."""
+    described = _call(server, "GET", "/openapi.json")
+    schemas = described["components"]["schemas"]
+    having = [n for n, each in schemas.items() if "constant_token" in each.get("properties", ())]
+    assert {"Request.ChatRequest", "Request.CreateRequest", "Request.MessagesRequest"} <= {*having}
+    assert described["paths"]["/constant_token"]["put"]["requestBody"]["required"]
+
+    with urllib.request.urlopen(f"{server.url}/engine/live?frames=1", timeout=WAIT) as stream:
+        event = json.loads(stream.read().decode().partition("data: ")[2])
+    assert event["rows"]["constant_token.completions"] == "Completions of one token"
+    assert event["stats"]["constant_token"]["completions"] == 3 + len(REQUESTS)
+
+    assert _call(server, "GET", "/server_info")["engine"]["args"]["constant_token"] == FLAG
+
+
+# Requests to the server.
+
+_MESSAGES = [{"role": "user", "content": "Once"}]
+REQUESTS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"model": MODEL, "prompt": "Once", "max_tokens": TOKENS},
+    "/v1/chat/completions": {"model": MODEL, "messages": _MESSAGES, "max_tokens": TOKENS},
+    "/v1/responses": {"model": MODEL, "input": "Once", "max_output_tokens": TOKENS},
+    "/v1/messages": {"model": MODEL, "messages": _MESSAGES, "max_tokens": TOKENS},
+}
+"""A body for each API, by its route."""
 
 
 def _complete(server: Server) -> str:
-    """Returns the text of a request over HTTP."""
-    with server.client() as client:
-        made = client.completions.create(
-            model=MODEL, prompt="Once", max_tokens=TOKENS, temperature=0.0
-        )
-    return made.choices[0].text
+    body = REQUESTS["/v1/completions"] | {"temperature": 0.0}
+    return _text(_post(server, "/v1/completions", body))
 
 
-def _address(server: Server) -> str:
-    """Returns the socket of the server's engine, from the command line of its process."""
-    words = Path(f"/proc/{child(server, ENGINE)}/cmdline").read_bytes().decode().split("\0")
-    return words[words.index(ENGINE) + 1]
+def _text(answer: dict[str, Any]) -> str:
+    """Returns the generated text of an answer of any API."""
+    if "choices" in answer:
+        (choice,) = answer["choices"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+    else:
+        content = answer["content"] if "content" in answer else answer["output"][0]["content"]
+        text = content[0]["text"]
+    return str(text)
+
+
+def _post(server: Server, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    return _call(server, "POST", path, body)
+
+
+def _put(server: Server, token: int) -> dict[str, Any]:
+    return _call(server, "PUT", "/constant_token", {"token": token})
+
+
+def _refused(
+    server: Server, method: str, path: str, body: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Returns the status and the error of a request that is refused."""
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        _call(server, method, path, body)
+    error: dict[str, Any] = json.load(caught.value)["error"]
+    return caught.value.code, error
+
+
+def _call(
+    server: Server, method: str, path: str, body: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    request = urllib.request.Request(
+        f"{server.url}{path}",
+        None if body is None else json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+        method=method,
+    )
+    with urllib.request.urlopen(request, timeout=WAIT) as response:
+        answer: dict[str, Any] = json.load(response)
+    return answer

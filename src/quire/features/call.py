@@ -6,7 +6,7 @@ engine's process know a call by its name only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import msgspec
 
 from quire.arrays import decode_array, encode_array
+from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError
 from quire.sampling_params import SamplingParams
 
@@ -52,6 +53,9 @@ class RequestField(Generic[Value]):
         separates: whether requests with different values share no KV.
         refusal: returns the error for a value that no feature of the engine takes; None: the value
             is ignored there.
+        key: its name in the bodies of HTTP requests; "": no body has it.
+        apis: the APIs whose requests have it: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
+        body: its type in a body, as pydantic takes it; None: `value`.
     """
 
     name: str
@@ -59,6 +63,9 @@ class RequestField(Generic[Value]):
     option: str | None = None
     separates: bool = False
     refusal: Callable[[Value], RequestError | None] = lambda value: None
+    key: str = ""
+    apis: tuple[str, ...] = ()
+    body: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,18 @@ class RequestCheck(Protocol):
     def close(self) -> None: ...
 
 
+class NamedModels(Protocol):
+    """The models that a feature serves beside the engine's own, each by its name in the API."""
+
+    def names(self) -> Collection[str]:
+        """Returns the names, as far as they are known."""
+        ...
+
+    def fields(self, name: str) -> Mapping[RequestField[Any], Any] | None:
+        """Returns what a request for a model carries; None: no model has the name."""
+        ...
+
+
 class Caller(Protocol):
     """An engine as its client sees it."""
 
@@ -115,6 +134,8 @@ class Caller(Protocol):
 
 class Callers(Protocol):
     """The client of one engine or more."""
+
+    config: EngineConfig
 
     @property
     def replicas(self) -> Sequence[Caller]: ...

@@ -155,3 +155,23 @@ def declared_calls() -> dict[str, Any]:
 def declared_fields() -> dict[str, Any]:
     """Returns every `RequestField` that a feature declares."""
     return declared(installed_features(), "request field", lambda spec: spec.fields)
+
+
+@functools.cache
+def body_fields() -> dict[str, Any]:
+    """Returns the `RequestField`s that bodies of HTTP requests have, by key."""
+    found: dict[str, Any] = {}
+    for each in declared_fields().values():
+        if each.key in found:
+            raise clash(
+                "request field", each.key, origin_of_field(found[each.key]), origin_of_field(each)
+            )
+        if each.key:
+            found[each.key] = each
+    return found
+
+
+def origin_of_field(field: Any) -> str:
+    """Returns the `FeatureSpec.origin` of the feature that declares a `RequestField`."""
+    specs = (spec for spec in installed_features() if spec.fields)
+    return next(spec.origin for spec in specs if field in resolve(spec.fields))

@@ -49,7 +49,10 @@ class FeatureSpec:
         fields: a tuple of the `RequestField`s that it takes.
         stats: the type of its statistics.
         stats_name: their name among `EngineStats`.
+        live_rows: the names of its statistics in the live view, by field ("sources.draft.rows"). A
+            statistic that has none is shown under the name of its field.
         metrics: makes families of Prometheus from its statistics.
+        models: makes `NamedModels` from the engine's client, in each API process.
         routes: a tuple of its HTTP routes (`Route`).
         origin: the package and the place that declare it, which the registry fills in.
     """
@@ -73,7 +76,9 @@ class FeatureSpec:
     fields: str = ""
     stats: str = ""
     stats_name: str = ""
+    live_rows: str = ""
     metrics: str = ""
+    models: str = ""
     routes: str = ""
     origin: str = ""
 

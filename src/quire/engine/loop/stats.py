@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 import msgspec
 
 from quire.engine.loop.telemetry import Histogram
-from quire.features.registry import installed_features
+from quire.features.registry import clash, installed_features
 from quire.features.spec import resolve
 
 
@@ -79,6 +79,8 @@ else:
         """Returns the fields of features' statistics; None, or an empty dict, without any."""
         found = []
         for spec in installed_features():
+            if spec.stats_name in CoreStats.__struct_fields__:
+                raise clash("statistics", spec.stats_name, "the engine", spec.origin)
             if spec.stats:
                 kind = resolve(spec.stats)
                 table = get_origin(kind) is dict

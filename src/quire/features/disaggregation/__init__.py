@@ -14,6 +14,7 @@ FEATURE = FeatureSpec(
     hook="quire.features.disaggregation.layer_clock:open_layer_clock",
     enabled=lambda args: args.kv_peers is not None,
     calls="quire.features.disaggregation.calls:CALLS",
+    routes="quire.features.disaggregation.api:ROUTES",
     fields="quire.features.disaggregation.calls:FIELDS",
     stats="quire.features.disaggregation.stats:DisaggStats",
     stats_name="disagg",

@@ -12,5 +12,6 @@ FEATURE = FeatureSpec(
     check="quire.features.kv_offload.args:check_settings",
     stats="quire.features.kv_offload.stats:TierStats",
     stats_name="tiers",
+    live_rows="quire.features.kv_offload.stats:LIVE_ROWS",
     metrics="quire.features.kv_offload.metrics:collect",
 )

@@ -24,5 +24,6 @@ FEATURE = FeatureSpec(
     check="quire.features.speculation.settings:check_settings",
     stats="quire.features.speculation.stats:SpeculationStats",
     stats_name="speculation",
+    live_rows="quire.features.speculation.stats:LIVE_ROWS",
     metrics="quire.features.speculation.metrics:collect",
 )

@@ -57,7 +57,7 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     reply = await prepare(state, dialogue, context_of(request))
     stored = StoredResponse(
         ResponseWriter(
-            response_of(state, body, dialogue, context_of(request).adapter),
+            response_of(state, body, dialogue, context_of(request).model),
             {
                 flat_name(namespace, tool.name): (namespace, tool.name)
                 for namespace, tool in functions_of(body.tools)

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 
 from quire.errors import OverloadedError, RequestError
-from quire.features.lora.calls import ADAPTER
 from quire.pooling_params import PoolingParams
 from quire.server.apis.openai.convert import estimate_tokens, prompt_text, tokenized
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
@@ -110,7 +109,7 @@ async def vectors_of(
 
 def model_of(request: Request) -> str:
     """Returns the model's name in the answer."""
-    return context_of(request).adapter or state_of(request).model_name
+    return context_of(request).model or state_of(request).model_name
 
 
 def usage_of(vectors: list[Embedding]) -> VectorUsage:
@@ -191,7 +190,7 @@ async def _run(
                 cache_salt=body.cache_salt or "",
                 tenant=context.tenant,
                 share=context.share,
-                fields={ADAPTER: context.adapter},
+                fields=context.fields,
             )
         reason = "stop"
     except Exception:
