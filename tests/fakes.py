@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.executor import Capacity
+from quire.executor import Capacity, WorkerCall
 from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
@@ -178,7 +178,7 @@ class FakeExecutor:
     def submit_head(self, inputs: HeadInputs) -> None:
         pass
 
-    def control(self, message: dict[str, Any]) -> Any:
+    def call(self, call: WorkerCall[Any, Any], request: Any) -> Any:
         return None
 
     def shutdown(self) -> None:

@@ -87,6 +87,7 @@ CORE = (
     "runner/program.py",
     "runner/state.py",
     "runner/readback.py",
+    "runner/transfer/place.py",
     "runner/kv_cache.py",
     "runner/memory.py",
     "runner/graphs.py",
@@ -176,7 +177,6 @@ PLUGIN_POINTS = {
     "models/quantization.py": "weight formats: GGUF",
     "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
     "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
-    "runner/sized_model.py:_open_places": "places outside the device that blocks are moved to",
 }
 """By function (or a whole file), what comes in there."""
 

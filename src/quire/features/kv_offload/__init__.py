@@ -8,6 +8,7 @@ FEATURE = FeatureSpec(
     order=20,
     args="quire.features.kv_offload.args:OffloadArgs",
     loop="quire.features.kv_offload.loop:OffloadLoop",
+    hook="quire.features.kv_offload.hook:OffloadHook",
     enabled=lambda args: args.host_cache_gb > 0.0,
     check="quire.features.kv_offload.args:check_settings",
     stats="quire.features.kv_offload.stats:TierStats",

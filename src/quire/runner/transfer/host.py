@@ -119,6 +119,7 @@ class PoolPlace(Generic[Pool]):
 
     def __init__(self, pool: Pool, copier: Copier, moves: Moves) -> None:
         self.pool = pool
+        self.slots: tuple[int, ...] = ()
         self._copier = copier
         self._moves = moves
 
