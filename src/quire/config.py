@@ -193,15 +193,15 @@ class CoreArgs:
             raise error
         hints = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            name, kind, limit = each.name, hints[each.name], each.metadata.get("limit")
-            value = _checked(name, getattr(self, name), kind)
+            name, hint, limit = each.name, hints[each.name], each.metadata.get("limit")
+            value = _checked(name, getattr(self, name), hint)
             object.__setattr__(self, name, value)
-            if get_origin(kind) is Literal:
-                _one_of(name, value, get_args(kind))
+            if get_origin(hint) is Literal:
+                _one_of(name, value, get_args(hint))
             if value is not None and limit is not None and not limit.allows(value):
                 raise ConfigError(f"{name} must be {limit.wording}, got {value}", name)
-        for part in self.feature_args:
-            part.of(self).check(self)
+        for kind in self.feature_args:
+            kind.of(self).check(self)
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
         for part in () if self.quantization is None else self.quantization.split(","):

@@ -24,6 +24,7 @@ from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError
+from quire.features.registry import clash, origin_of_setting
 from quire.server.args import ServerArgs
 from quire.system import read_bounded
 
@@ -54,6 +55,17 @@ SCHEMAS: tuple[type[Any], ...] = (EngineArgs, ServerArgs, SamplingArgs)
 """Everything a settings file may hold. A command ignores the schemas it does not use, so that one
 file serves `serve`, `chat` and `bench` alike."""
 
+
+def _check_names() -> None:
+    """Raises ConfigError if a feature's setting has the name of a setting of others."""
+    own = [schema for schema in SCHEMAS if schema is not EngineArgs]
+    others = {each.name for schema in own for each in dataclasses.fields(schema)}
+    for each in dataclasses.fields(EngineArgs):
+        if each.name in others:
+            raise clash("setting", each.name, "the server", origin_of_setting(each.name))
+
+
+_check_names()
 Args = TypeVar("Args")
 
 

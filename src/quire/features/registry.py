@@ -123,6 +123,16 @@ def feature_args(core: type[Any]) -> list[type[Any]]:
     return found
 
 
+def origin_of_setting(name: str) -> str:
+    """Returns the `FeatureSpec.origin` of the feature that declares a setting."""
+    specs = (spec for spec in installed_features() if spec.args)
+    return next(
+        spec.origin
+        for spec in specs
+        if name in {each.name for each in dataclasses.fields(resolve(spec.args))}
+    )
+
+
 def declared(
     features: Iterable[FeatureSpec], kind: str, place: Callable[[FeatureSpec], str]
 ) -> dict[str, Any]:

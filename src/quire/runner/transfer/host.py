@@ -144,3 +144,7 @@ class PoolPlace(Generic[Pool]):
 
 class HostPlace(PoolPlace[HostPool]):
     """The host's memory: each rank has a pool of its own."""
+
+    def __init__(self, pool: HostPool, copier: Copier, moves: Moves) -> None:
+        super().__init__(pool, copier, moves)
+        self.slots = pool.slots
