@@ -168,7 +168,6 @@ PLUGIN_POINTS = {
     "engine/loop/core.py:stats": "features: each has its part of the statistics",
     "config.py:_engine_args": "features: their settings are settings of an engine",
     "features/spec.py:resolve": "features: a part is a module:name string",
-    "llm.py:_adapter_names": "features: the adapters that a call names",
     "models/config.py:family_named": "families",
     "ops/choose.py:implementation": "the device's ops",
     "ops/launches.py:compiling": "the device's ops: kernels are compiled before graphs",

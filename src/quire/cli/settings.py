@@ -56,16 +56,16 @@ SCHEMAS: tuple[type[Any], ...] = (EngineArgs, ServerArgs, SamplingArgs)
 file serves `serve`, `chat` and `bench` alike."""
 
 
-def _check_names() -> None:
+def check_names(engine: type[EngineArgs]) -> None:
     """Raises ConfigError if a feature's setting has the name of a setting of others."""
     own = [schema for schema in SCHEMAS if schema is not EngineArgs]
     others = {each.name for schema in own for each in dataclasses.fields(schema)}
-    for each in dataclasses.fields(EngineArgs):
+    for each in dataclasses.fields(engine):
         if each.name in others:
             raise clash("setting", each.name, "the server", origin_of_setting(each.name))
 
 
-_check_names()
+check_names(EngineArgs)
 Args = TypeVar("Args")
 
 

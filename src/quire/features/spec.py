@@ -8,8 +8,8 @@ imports no part that it does not use.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class FeatureSpec:
         live_rows: the names of its statistics in the live view, by field ("sources.draft.rows"). A
             statistic that has none is shown under the name of its field.
         metrics: makes families of Prometheus from its statistics.
+        keywords: keywords of `LLM.generate`, each with a function. It takes the engine's loop, the
+            keyword's value and the number of prompts, and returns the `RequestOptions` of each.
         models: makes `NamedModels` from the engine's client, in each API process.
         routes: a tuple of its HTTP routes (`Route`).
         origin: the package and the place that declare it, which the registry fills in.
@@ -78,6 +80,7 @@ class FeatureSpec:
     stats_name: str = ""
     live_rows: str = ""
     metrics: str = ""
+    keywords: Mapping[str, str] = field(default_factory=dict)
     models: str = ""
     routes: str = ""
     origin: str = ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineArgs, EngineConfig
 from quire.features.call import RequestCheck
@@ -12,6 +12,7 @@ from quire.features.spec import FeatureSpec, resolve
 
 if TYPE_CHECKING:
     from quire.features.loop_feature import LoopFeature
+    from quire.request import RequestOptions
     from quire.runner import Hook
 
 _RANKS = FeatureSpec(
@@ -66,6 +67,23 @@ def serving_config(config: EngineConfig) -> EngineConfig:
 def open_checks(config: EngineConfig) -> list[RequestCheck]:
     """Makes the checks of requests that features have where requests arrive."""
     return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
+
+
+def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]:
+    """Returns what keywords of a call to `LLM` make of its requests.
+
+    Args:
+        core: the engine's loop.
+        count: number of the call's prompts.
+        given: features' keywords; None: the caller gives none.
+    """
+    options: list[RequestOptions] = [{} for _ in range(count)]
+    readers = {name: place for spec in all_features() for name, place in spec.keywords.items()}
+    for name, value in given.items():
+        if value is not None:
+            for each, more in zip(options, resolve(readers[name])(core, value, count), strict=True):
+                each.update(more)
+    return options
 
 
 def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:

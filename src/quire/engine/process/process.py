@@ -126,6 +126,9 @@ class EngineProcess:
                 break
             if isinstance(message, Hello):
                 greeted.append(owner)
+        # Both raise ConfigError for a name that two features declare.
+        declared_calls()
+        declared_fields()
         last = 0.0
 
         def progress(what: str, done: int, total: int) -> None:

@@ -27,6 +27,7 @@ FEATURE = FeatureSpec(
     check="quire.features.lora.args:check_settings",
     whole_steps="LoRA adapters, which find their rows in a whole step",
     calls="quire.features.lora.calls:CALLS",
+    keywords={"lora_request": "quire.features.lora.lora_request:load_requested"},
     models="quire.features.lora.named_models:AdapterModels",
     routes="quire.features.lora.api:ROUTES",
     fields="quire.features.lora.calls:FIELDS",
