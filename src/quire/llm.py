@@ -253,12 +253,12 @@ class LLM:
         self, jobs: list[_Job], priorities: list[int], options: list[RequestOptions]
     ) -> None:
         for job, priority, others in zip(jobs, priorities, options, strict=True):
+            others["priority"] = priority
             job.requests = self._core.add(
                 job.output.request_id,
                 job.ids,
                 job.params,
                 max_total=max_total(len(job.ids), job.params, self.config),
-                priority=priority,
                 **others,
             )
 
