@@ -275,7 +275,7 @@ def test_an_engine_that_goes_out_of_scope_gives_its_ranks_up(llm: LLM) -> None:
     first = LLM(**settings)
     expected = first.generate(prompt, GREEDY)[0].outputs[0].token_ids
     # Its group is the process's: another is refused, and leaves it whole.
-    with pytest.raises(ConfigError, match="has a group of ranks already"):
+    with pytest.raises(ConfigError, match="has already joined a group of ranks"):
         LLM(**settings)
     assert first.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
     del first

@@ -136,7 +136,7 @@ CORE = (
     "parallel/sharding.py",
     "parallel/torch_group.py",
     "ops/arguments.py",
-    "ops/beside.py",
+    "ops/branch.py",
     "ops/choose.py",
     "ops/experts.py",
     "ops/kv.py",
@@ -175,7 +175,7 @@ PLUGIN_POINTS = {
     "models/files.py": "weight formats: GGUF",
     "models/quantization.py": "weight formats: GGUF",
     "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
-    "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
+    "runner/graphs.py:_tune": "the device's ops: the fastest tiles are measured",
 }
 """By function (or a whole file), what comes in there."""
 

@@ -2,18 +2,17 @@
 
     python bench/kernels/all_reduce.py [--ranks 2] [--width 4096]
 
-It starts its ranks itself. Checks: the same bits on every rank, at sizes that vary from sum to sum,
-as calls and as replays of a graph; ranks that come late; and a rank that never comes, which must
-end in a report. The table has µs per sum with the residual added, of bf16 rows of the width.
+The script starts its own ranks. Every rank must get the same bits, at sizes that vary from sum to
+sum, in calls and in replays of a graph, and with ranks that come late. A rank that never comes must
+end in a report. All tables have µs, and their results are checked too.
 
-A second table has what follows sums in layers: µs of a row-parallel product, the sum, the norm and
-the next product, with sum and norm apart and at once, which is checked too.
-
-A third table has µs to gather logits, which are checked.
-
-A fourth one has sums beside products, as halves of long steps have them (`--async-tp`): µs of two
-products of one half alone, of such a sum alone, of both in a row, and of both at once, by copies
-(`parallel/exchange.py`) and by NCCL.
+1. A sum with the residual added, of bf16 rows of the width.
+2. A row-parallel product, the sum, the norm and the next product, with sum and norm in two kernels
+   and in one.
+3. Gathering logits.
+4. Sums during products, as in halves of long steps (`--async-tp`). The columns are two products of
+   one half, one sum, both in a row, and both at once, by copies (`parallel/exchange.py`) and by
+   NCCL.
 """
 
 from __future__ import annotations
@@ -244,7 +243,7 @@ def halves_of(group: SymmetricGroup, width: int, device: torch.device, copies: b
 def sums_in_turns(
     group: HalvesGroup, inputs: list[torch.Tensor], stream: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Returns the sums of the inputs, half by half, each with one under way behind it."""
+    """Returns the sums of the inputs, half by half, with two sums in flight."""
     with group.halves():
         found = []
         for index, x in enumerate(inputs):

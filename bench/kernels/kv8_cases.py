@@ -1,4 +1,4 @@
-"""8-bit KV: attention over it and the store into it, against float64 twins."""
+"""Compares attention over 8-bit KV, and the store of it, with float64 twins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AUTO = AttentionTuning()
 
 
 def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Name, and a function that gives the largest error in units of what bf16 allows."""
+    """Yields names, and functions that return the largest error in units of bf16's tolerance."""
 
     def error(
         kv_format: KVFormat,
@@ -101,7 +101,7 @@ class Store:
 
 
 def store_error(kv_format: KVFormat) -> float:
-    """In units of half a step between stored numbers, and bf16's error of what is turned."""
+    """Returns the error in units of half a step between stored numbers plus bf16's error."""
     case = Store(QWEN25_1_5B, 300, kv_format)
     case.run()
     found = case.stored()

@@ -1,4 +1,4 @@
-"""Sampling: checks against the twins, and times at a real vocabulary."""
+"""Checks sampling against its twins, and times it at a real vocabulary."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Lanes:
 
 
 class Logprobs:
-    """Rows that all ask for as many alternatives; what is written lies in `lines`."""
+    """Rows that ask for equally many alternatives. The kernel writes to `lines`."""
 
     def __init__(self, rows: int, wanted: int) -> None:
         self.lanes = torch.arange(rows, dtype=torch.int32, device=DEVICE)

@@ -45,6 +45,14 @@ def end_with(owner: int) -> None:
     threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
+def cache_folder() -> Path:
+    """Returns the folder for what Quire makes once and reads again: `QUIRE_CACHE_DIR`, or `quire`
+    in the user's cache folder."""
+    root = os.environ.get("QUIRE_CACHE_DIR")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    return base.expanduser()
+
+
 # Files of a model, and how files that a user names are read.
 
 MOST_SETTINGS = 16 << 20

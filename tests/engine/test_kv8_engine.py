@@ -204,7 +204,7 @@ def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
     config = TINY | {"head_dim": 15, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {"n_embd": 30, "n_head": 2, "n_layer": 1, "n_positions": 64}
     folder = str(model_folder(tmp_path / "model", config))
-    with pytest.raises(ConfigError, match="heads of an even size"):
+    with pytest.raises(ConfigError, match="an even head size"):
         resolve(EngineArgs(model=folder, device="cpu", kv_cache_dtype="int8",
                            skip_tokenizer_init=True))  # fmt: skip
 

@@ -25,7 +25,7 @@ RECIPES = {
 @pytest.mark.parametrize("method", RECIPES)
 def test_what_a_gpu_makes(method: str, tmp_path: Path) -> None:
     source = resolve_model_path(None)
-    recipe = Recipe.of(method, **RECIPES[method])
+    recipe = Recipe.with_defaults(method, **RECIPES[method])
     found = quantize(source, "quire-tiny", tmp_path / "gpu", recipe, OPTIONS)
     on_cpu = replace(OPTIONS, device="cpu")
     expected = quantize(source, "quire-tiny", tmp_path / "cpu", recipe, on_cpu)

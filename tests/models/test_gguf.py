@@ -273,7 +273,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama.attention.head_count", 0, "llama.attention.head_count must be an integer above 0"),
         ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
         ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),
-        ("split.count", 3, "the file is one of 3 of its model; merge them"),
+        ("split.count", 3, "the file is one of 3 parts of its model; merge them"),
         ("tokenizer.ggml.model", "gpt2", "the file's tokenizer makes no sense: KeyError"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_model_of_several_files(tmp_path: Path) -> None:
         folder = resolve_model_path(str(tmp_path / f"twin-0000{part}-of-00003.gguf"))
         assert torch.equal(logits(loaded(folder)), expected)
     (tmp_path / "twin-00002-of-00003.gguf").unlink()
-    with pytest.raises(ModelError, match=r"one of 3 files.*not there: twin-00002-of-00003\.gguf"):
+    with pytest.raises(ModelError, match=r"one of 3 files.*missing: twin-00002-of-00003\.gguf"):
         resolve_model_path(str(tmp_path / "twin-00001-of-00003.gguf"))
 
 

@@ -186,7 +186,7 @@ def test_files_of_quantize(tmp_path: Path, kind: str) -> None:
             _EMBEDDED,
             "model",
             tmp_path / "out",
-            Recipe.of("rtn", group_size=64),
+            Recipe.with_defaults("rtn", group_size=64),
             Options(data=file),
         )
 

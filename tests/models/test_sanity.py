@@ -111,9 +111,7 @@ def test_a_fixed_scale_of_inputs() -> None:
     huge = copy.copy(stack.weight)
     object.__setattr__(huge, "input_scale", torch.tensor([1e6]))
     object.__setattr__(stack, "weight", huge)
-    assert "model.layers.0.mlp.down_proj rounds its inputs by a fixed scale of 1e+06" in problem(
-        model
-    )
+    assert "model.layers.0.mlp.down_proj has a static input scale of 1e+06" in problem(model)
 
 
 def test_one_expert_of_many() -> None:

@@ -139,5 +139,5 @@ def test_what_it_takes() -> None:
     args = LinearArgs(
         torch.zeros(5, 512, dtype=torch.bfloat16, device=DEVICE), drawn(ZEROS, 8, 512)
     )
-    with pytest.raises(ConfigError, match="do not take"):
+    with pytest.raises(ConfigError, match="does not support"):
         small.run(args, GemmPlan("integer", bm=4, bn=16, bk=128, warps=1, stages=4))

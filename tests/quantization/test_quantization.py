@@ -143,7 +143,7 @@ def test_a_row_parallel_layer_takes_no_norm_and_no_activation(world: int) -> Non
 
 def test_slices_of_floats_are_stored_as_they_are() -> None:
     target = torch.zeros(3, 2)
-    part = ParameterSlice.of("weight", target, (6, 2), ((3, 6), (0, 2)))
+    part = ParameterSlice.for_tensor("weight", target, (6, 2), ((3, 6), (0, 2)))
     part.write(torch.ones(1, 2), 1)
     assert target.tolist() == [[0, 0], [1, 1], [0, 0]]
 
@@ -233,7 +233,7 @@ def test_a_format_names_the_dtypes_it_is_read_from(tmp_path: Path) -> None:
 def test_unknown_quantizations_are_refused() -> None:
     with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got 'int3'"):
         EngineArgs(quantization="int3")
-    with pytest.raises(ConfigError, match=r"unknown quantization 'int3'; .*: int8, fp8"):
+    with pytest.raises(ConfigError, match=r"unknown quantization 'int3'; .*: float, fp8"):
         quantization_of("int3")
     assert isinstance(quantization_of(None), Unquantized)
 

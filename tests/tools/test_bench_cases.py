@@ -72,7 +72,9 @@ def test_small_vocabularies_and_scales() -> None:
 
 @pytest.mark.parametrize("name", ["x", "", "0x1x1", "1x2", "1x2x3x4", "-1x2x3", "b1 "])
 def test_unknown_cases(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown case .* known are nano, .*ttft, and ROWSx"):
+    with pytest.raises(
+        ConfigError, match=r"unknown case .* expected one of: nano, .*ttft, or ROWSx"
+    ):
         parse_case(name)
 
 

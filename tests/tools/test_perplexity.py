@@ -197,5 +197,9 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
     options = Options(data=file, samples=6, length=32)
     with pytest.raises(ConfigError, match="token id 354, but the model's vocabulary ends at 210"):
         quantize(
-            tmp_path / "model", "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options
+            tmp_path / "model",
+            "tiny",
+            tmp_path / "out",
+            Recipe.with_defaults("rtn", group_size=16),
+            options,
         )

@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             originals[case] = original(tmp_path_factory.mktemp(case) / "model", case)
         if (case, name) not in reports:
             source, out = originals[case], originals[case].with_name(name)
-            report = quantize(source, "tiny", out, Recipe.of(**RECIPES[name]), OPTIONS)
+            report = quantize(source, "tiny", out, Recipe.with_defaults(**RECIPES[name]), OPTIONS)
             reports[case, name] = source, out, report
         return reports[case, name]
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_stands_for_its_model(name: str, case: str, made: Made) -> 
 def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
     """Norms with an offset, of what parts give, or shared by both; scaled embeddings and logits."""
     source = original(tmp_path / "model", case)
-    recipe = Recipe.of("awq", bits=8, group_size=16)
+    recipe = Recipe.with_defaults("awq", bits=8, group_size=16)
     report = quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
     assert abs(report.change) < 1
     plain, found = logits(loaded(source)), logits(loaded(tmp_path / "out"))
@@ -136,7 +136,7 @@ def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
     for key, _, own in projections(model):
         torch.testing.assert_close(weights[key].double(), own, rtol=1e-5, atol=1e-7)
     found = logits(model)
-    recipe = Recipe.of(**RECIPES[name])
+    recipe = Recipe.with_defaults(**RECIPES[name])
     # The library, once it has decompressed weights, leaves inputs as they are.
     bound = 1e-4 if recipe.inputs == "none" else 0.2 if recipe.grid.float else 0.05
     assert (found - expected).norm() / expected.norm() < bound
@@ -219,7 +219,7 @@ def test_moved_scales_change_no_output(method: str, case: str, tmp_path: Path) -
     weights = block.mlp.up.weight.values.clone()
     with watch_inputs(block, 1.0) as statistics:
         sequences.run(block, before)
-    recipe = Recipe.of(method, group_size=16 if method == "awq" else None)
+    recipe = Recipe.with_defaults(method, group_size=16 if method == "awq" else None)
     move_scales(block, statistics, recipe, torch.float32)
     assert not torch.equal(block.mlp.up.weight.values, weights)
     sequences.run(block, after)
@@ -248,7 +248,7 @@ def test_blocks_compute_as_the_model_does(tmp_path: Path) -> None:
 
 def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
     kept = r"out\.partial keeps what was computed: the same command with --force, or .* --gate"
     with pytest.raises(GateError, match=kept):
@@ -270,7 +270,7 @@ def test_the_gate(tmp_path: Path) -> None:
 
 def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     blocks: list[int] = []
     options = replace(OPTIONS, gate=-99.0, on_block=lambda done, _: blocks.append(done))
     for _ in range(2):
@@ -293,7 +293,7 @@ def on_block(done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 
 quantize(
-    Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.of("gptq", group_size=16),
+    Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.with_defaults("gptq", group_size=16),
     Options(data=Path(sys.argv[3]), samples=6, length=32, gate=1e6, on_block=on_block),
 )
 """
@@ -305,9 +305,11 @@ def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists()
-    recipe = Recipe.of("gptq", group_size=16)
+    recipe = Recipe.with_defaults("gptq", group_size=16)
     with pytest.raises(ConfigError, match="begun with another"):
-        quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+        quantize(
+            source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), OPTIONS
+        )
     blocks: list[int] = []
     options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
     quantize(source, "tiny", tmp_path / "out", recipe, options)
@@ -370,7 +372,7 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     def full(self: WorkFolder, file: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     with monkeypatch.context() as patched:
         patched.setattr(WorkFolder, "copy", full)
         with pytest.raises(ConfigError, match="No space left on device; the same command goes on"):
@@ -412,7 +414,9 @@ def test_layers_left_alone(tmp_path: Path) -> None:
         data=TEXT, samples=6, length=32, gate=1e6,
         ignore=("model.layers.1.mlp.down_proj", r"re:.*self_attn\.v_proj"),
     )  # fmt: skip
-    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options)
+    report = quantize(
+        source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), options
+    )
     left = ["model.layers.1.mlp.down_proj"]
     left += [f"model.layers.{index}.self_attn.v_proj" for index in range(3)]
     assert sorted(report.plain) == sorted([*left, "lm_head"])
@@ -424,7 +428,7 @@ def test_layers_left_alone(tmp_path: Path) -> None:
 def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
-    quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+    quantize(source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), OPTIONS)
     before = load_file(source / "model.safetensors")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     for name, tensor in before.items():
@@ -438,7 +442,7 @@ def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
 
 def test_recipes_that_make_no_sense() -> None:
     for choices, message in (
-        ({"method": "gguf"}, "known are: gptq, awq"),
+        ({"method": "gguf"}, "expected one of: gptq, awq"),
         ({"method": "gptq", "bits": 3}, "4 or 8"),
         ({"method": "awq", "group_size": 24}, "multiple of 16"),
         ({"method": "rtn", "weight_only": True}, "nothing but weights"),
@@ -449,7 +453,7 @@ def test_recipes_that_make_no_sense() -> None:
         ({"method": "smoothquant", "weight_only": True}, "int8 takes weights only"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Recipe.of(**choices)
+            Recipe.with_defaults(**choices)
 
 
 @pytest.mark.parametrize(
@@ -465,8 +469,8 @@ def test_a_group_size_that_fits_the_model(
     inputs: list[int], group: int, message: str | None
 ) -> None:
     sizes = {f"layer{index}": size for index, size in enumerate(inputs)}
-    assert Recipe.of("gptq").fit(sizes).grid.group == group
-    given = Recipe.of("gptq", group_size=128)
+    assert Recipe.with_defaults("gptq").fit(sizes).grid.group == group
+    given = Recipe.with_defaults("gptq", group_size=128)
     if message is None:
         assert given.fit(sizes) == given
         return
@@ -476,17 +480,17 @@ def test_a_group_size_that_fits_the_model(
 
 def test_the_default_group_size(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn"), OPTIONS)
+    report = quantize(source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn"), OPTIONS)
     assert report.recipe.grid.group == 16
     assert "groups of 16" in report.markdown()
 
 
 def test_refusals(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"48 inputs: --group-size 16 divides .*; 128 does not"):
-        quantize(source, "tiny", out, Recipe.of("rtn", group_size=128), OPTIONS)
+        quantize(source, "tiny", out, Recipe.with_defaults("rtn", group_size=128), OPTIONS)
     with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):
         quantize(source, "tiny", out, recipe, replace(OPTIONS, ignore=("q_proj",)))
     short = tmp_path / "short"
@@ -538,7 +542,7 @@ def test_stored_and_simulated_numbers_are_one(tmp_path: Path) -> None:
         original(tmp_path / "model", "llama"), torch.device("cpu"), torch.float32
     )
     for choices in RECIPES.values():
-        recipe = Recipe.of(**choices)
+        recipe = Recipe.with_defaults(**choices)
         rounded = round_to(weight[:, :48], find_scales(weight[:, :48], recipe.grid, torch.float16))
         stored = stored_tensors(rounded, recipe, torch.float16)
         name = "model.layers.0.self_attn.q_proj"

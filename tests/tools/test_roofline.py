@@ -122,7 +122,7 @@ def test_a_head_with_weights_of_its_own_leaves_the_embeddings() -> None:
 @pytest.mark.parametrize(
     ("card", "options", "message"),
     [
-        ("abacus", {}, "unknown card 'abacus'; known are h200"),
+        ("abacus", {}, "unknown card 'abacus'; expected one of: h200"),
         ("l4", {"tensor_parallel_size": 2}, "no link between several NVIDIA L4"),
     ],
 )

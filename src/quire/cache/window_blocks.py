@@ -39,11 +39,11 @@ class WindowBlocks:
         return dict(self._blocks)
 
     def add(self, last: Node, place: int, block: int) -> None:
-        """Adds a block that its last request released, if the tree holds it.
+        """Adds a block that its last request released, if the tree holds the block.
 
         Args:
-            last: a node after it on its path.
-            place: its place, in blocks from the root.
+            last: a node at or after the block on its path.
+            place: the block's place, in blocks from the root.
         """
         if place < last.end:
             owner = last.upto(place + 1)

@@ -154,14 +154,24 @@ class Rules:
         return name
 
     def optional_call(
-        self, call: str, starts: Collection[str], first: str, answer: str = ""
+        self,
+        call: str,
+        starts: Collection[str],
+        first: str,
+        answer: str = "",
+        must_answer: bool = False,
     ) -> str:
         """Returns an expression for any text, or for text followed by `call`.
 
         If no special token starts a call, or text begins with `answer`, the expression allows
         either text or a call. Otherwise the grammar could not tell where the text ends.
+
+        Args:
+            must_answer: all text begins with `answer`.
         """
         text = self.add_text(starts, first)
+        if must_answer:
+            return f"{answer} {text} | {call}"
         if answer:
             return f"({answer})? {text} | {call}"
         if first or any(start not in self._added for start in starts):
@@ -170,8 +180,11 @@ class Rules:
 
     def add_until(self, end: str) -> str:
         """Adds a rule for any text up to the first `end`, and for `end` itself."""
-        if end in self._added:
-            return self.add(f"/(?s:.*)/ {self.literal(end)}")
+        token = self._split.search(end) if self._split is not None else None
+        if token is not None:
+            # No expression matches an added token, so the text ends there.
+            at = token.start()
+            return self.add(f"/(?s:.*){_escaped(end[:at])}/ {self.literal(end[at:])}")
         name = f"until_{len(self.lines)}"
         self.lines.append(f"{name}[suffix={_quoted(end)}]: /(?s:.*)/")
         return name

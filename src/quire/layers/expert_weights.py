@@ -52,8 +52,8 @@ class ExpertShard:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""Cache of `experts_scheme`, because a model may have 45,000 projections, and every number of ranks
-that is considered asks for them again."""
+"""Results of `experts_scheme`. They are cached because a model may have 45,000 projections, and the
+search for a number of ranks needs them for every number that it considers."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
@@ -62,7 +62,7 @@ def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
     Args:
         names: projections that share a weight, such as ("gate", "up"); ("",) for a single one.
         layout: of the checkpoint.
-        build: its name is that of the projection.
+        build: see `Build`. Its name is the projection's name.
         count: experts of the layer.
 
     Raises:
@@ -241,7 +241,7 @@ class ExpertLinear(nn.Module):
                 if bias is not None:
                     rows = self.shard.rows if own else (0, 0)
                     target = bias[expert - first if own else 0]
-                    yield ParameterSlice.of(
+                    yield ParameterSlice.for_tensor(
                         f"{prefix}.bias", target, (self.shard.outputs,), (rows,)
                     )
 
@@ -290,7 +290,7 @@ class ExpertLinear(nn.Module):
         bias = self._biases(place)
         if bias is not None:
             shape, ranges = (self.shard.count, whole), (self.shard.experts, rows)
-            yield ParameterSlice.of(f"{prefix}bias", bias, shape, ranges)
+            yield ParameterSlice.for_tensor(f"{prefix}bias", bias, shape, ranges)
 
     def _interleaved_slice(self, stored: CheckpointTensor) -> ParameterSlice:
         share, turns = self.shard.share(), len(self.names)

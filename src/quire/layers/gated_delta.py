@@ -198,12 +198,12 @@ class GatedDelta(nn.Module):
             target = self.conv.data[start : start + size].unsqueeze(1)
             shape = (output.size, 1, self.spec.taps)
             ranges = ((first, first + size), (0, 1), (0, self.spec.taps))
-            yield ParameterSlice.of(f"conv.{output.name}.weight", target, shape, ranges)
+            yield ParameterSlice.for_tensor(f"conv.{output.name}.weight", target, shape, ranges)
             start += size
         heads = self.spec.value_heads // self._world
         own = ((heads * self._rank, heads * (self._rank + 1)),)
         for name, parameter in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
-            yield ParameterSlice.of(name, parameter.data, (self.spec.value_heads,), own)
+            yield ParameterSlice.for_tensor(name, parameter.data, (self.spec.value_heads,), own)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

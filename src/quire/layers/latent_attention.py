@@ -253,7 +253,7 @@ class LatentProjection(nn.Module):
         else:
             target = self.weight.data.flatten(0, 1)
             ranges = self.range, (0, self.shape[1])
-            yield ParameterSlice.of("weight", target, self.shape, ranges)
+            yield ParameterSlice.for_tensor("weight", target, self.shape, ranges)
 
     def finish(self) -> None:
         """Ends loading. Dequantizes the weight if the checkpoint's is quantized."""

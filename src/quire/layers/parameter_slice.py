@@ -36,7 +36,7 @@ class ParameterSlice:
     initial: Literal["random", "ones", "zeros"] = "random"
 
     @classmethod
-    def of(
+    def for_tensor(
         cls,
         name: str,
         target: Tensor,

@@ -47,7 +47,7 @@ def build_model(
         device: "meta" builds only shapes.
         dtype: of activations, by default the checkpoint's.
         group: the ranks that share the layers, by default this process alone.
-        quantization: chooses weight formats, by default none.
+        quantization: chooses weight formats; None stores floats.
         expert_parallel: see `Build`.
         drafts: see `Build`.
     """

@@ -112,7 +112,7 @@ _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 def model_quantization(
     folder: str | Path, config: Mapping[str, Any], spec: ModelSpec, wanted: str | None = None
 ) -> Quantization:
-    """Returns the model's quantization. Of the weight files it reads only headers.
+    """Returns the model's quantization. Reads only the headers of weight files.
 
     Args:
         folder: of the model.

@@ -154,5 +154,5 @@ def _find_problem(sample: SampledOutputs) -> tuple[int, str] | None:
                 f"has weights whose mean is {median:.2f} of their size, where it should be near 0"
             )
         if scale > _LARGEST:
-            return place, f"rounds its inputs by a fixed scale of {scale:.3g}"
+            return place, f"has a static input scale of {scale:.3g}"
     return None

@@ -16,10 +16,10 @@ class StepRows(NamedTuple):
     """A step's R rows, int32 on the device.
 
     Attributes:
-        lanes: [R], the row's lane; -1 for rows of padding, which come last.
-        query_start: [R + 1], the first token of each row.
-        logit_start: [R + 1], the first logit row of each row.
-        flags: [R], PROMPT where the host knows the row's tokens.
+        lanes: [R], the row's lane. It is -1 for padding rows, which come last.
+        query_start: [R + 1], index of each row's first token.
+        logit_start: [R + 1], index of each row's first logit row.
+        flags: [R], bits; PROMPT is set if the host knows the row's tokens.
     """
 
     lanes: Tensor
@@ -32,7 +32,7 @@ class StepRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> StepRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         lanes, query_start, logit_start, flags = self
         return StepRows(
             lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
@@ -45,7 +45,7 @@ class LogitRows(NamedTuple):
     Attributes:
         lanes: the lane; -1 for an unused place.
         tokens: index of the hidden state among the step's tokens.
-        lengths: position of the token that the logits give.
+        lengths: position of the token that is sampled from the logits.
         ahead: number of the row's drafts before this place.
     """
 
@@ -59,7 +59,7 @@ class LogitRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> LogitRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         return LogitRows(*(part[:count] for part in self))
 
 
@@ -94,10 +94,11 @@ class Expanded(NamedTuple):
     """The inputs of a forward pass over T tokens in R rows.
 
     Attributes:
-        ids, positions: int32 [T]; -1 and 0 for padding.
+        ids: int32 [T], -1 for padding.
+        positions: int32 [T], 0 for padding.
         seq_lens: int32 [R].
         groups: the inputs of each KV group.
-        q_lens: the rows' lengths if the host can read them without waiting, else empty.
+        q_lens: number of tokens of each row if the host can read it without waiting, else empty.
         max_seq_len: upper bound of the rows' lengths after the step.
     """
 

@@ -51,8 +51,8 @@ class ProcessGroup(Protocol):
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Returns all ranks' `x`, concatenated along `dim` in the order of ranks. All have the same
-        shape."""
+        """Returns all ranks' `x`, concatenated along `dim` in the order of ranks. The shape of `x`
+        must be equal on all ranks."""
         ...
 
 

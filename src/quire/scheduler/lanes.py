@@ -12,12 +12,12 @@ class LaneTable:
     """Counts and tokens of running requests, by lane.
 
     Attributes:
-        known: int32 [lanes]. This and the next two are `Request`'s counts, which are views of them.
-        planned: int32 [lanes].
-        computed: int32 [lanes].
-        tokens: int32 [lanes, longest sequence]. The system gives it pages as they are written.
-        last: int32 [lanes], positions that the request computes at most: `max_total - 1`, because
-            its last token is never fed.
+        known: int32 [lanes]; `Request.known` is a view of it.
+        planned: int32 [lanes]; `Request.planned` is a view of it.
+        computed: int32 [lanes]; `Request.computed` is a view of it.
+        tokens: int32 [lanes, longest sequence]. A page takes memory when it is first written.
+        last: int32 [lanes], most positions that the request computes: `max_total - 1`, because its
+            last token is never fed.
         lane_epoch: int32 [lanes], number of requests that have left the lane. A row with a lower
             one is stale.
         drafted: int32 [lanes], draft tokens in flight. The position is at least

@@ -44,7 +44,7 @@ class StepProgress:
         requests: M requests in row order. Read-only, because steps share the list.
         rows: int32 [M], each request's row in the plan.
         lanes: int32 [M], each request's lane in the plan.
-        num_generating: how many generated; the requests in their prompts follow them.
+        num_generating: number of generating requests. Requests in their prompts follow them.
         tokens: int32 [M, W]; a request's new tokens come first in its line.
         n_tokens: int32 [M], number of new tokens; 0 in mid-prompt.
         stop_reason: int32 [M], a `StopReason` each.

@@ -251,7 +251,11 @@ class Scheduler:
             yield request
 
     def _plan_step(self, *, reserved: bool) -> StepPlan | None:
-        """Returns a step, or None if it would be empty. reserved: `Order.reserve_step` did."""
+        """Returns a step, or None if it would be empty.
+
+        Args:
+            reserved: whether `Order.reserve_step` reserved the step for one tenant.
+        """
         preemptions = self._preemptions
         most = self._order.prompt_budget(self._step_id)
         rows, chunks = self._running_rows(most)
@@ -470,7 +474,7 @@ def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSe
     """Returns the most logit rows of a step.
 
     Raises:
-        ConfigError: as `Scheduler`.
+        ConfigError: see `Scheduler`.
     """
     if features.looks_ahead and not capacity.drafts:
         names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)

@@ -126,7 +126,7 @@ def _splitting(fields: Mapping[str, Any]) -> Splitting:
     name = fields.get("tokenizer.ggml.pre", usual)
     if name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
-        raise ModelError(f"the file splits text in the way {name!r}; known are: {known}")
+        raise ModelError(f"the file splits text in the way {name!r}; expected one of: {known}")
     return SPLITTINGS[name]
 
 

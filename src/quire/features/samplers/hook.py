@@ -123,6 +123,15 @@ def without_top_choices(
     return logits.masked_fill(left_out, -torch.inf)
 
 
+_CUTS = {
+    "typical_p": typical_p,
+    "min_p": truncate.min_p,
+}
+"""Functions that drop tokens, by the parameter that they take a column of, in their order."""
+
+_NEUTRAL = SamplingParams()
+"""The values that change nothing."""
+
 # The runner's side: logits of rows that ask for more than graphs hold, to tokens.
 
 logger = logging.getLogger("quire.engine")
@@ -270,8 +279,8 @@ class Samplers(ProgramHook, HostHook):
 
     def _kept(self, x: Tensor, rows: _Rows) -> Tensor:
         """Tells which tokens may be drawn, bool [K, vocab]. x: after temperature."""
-        for name, cut in (("typical_p", typical_p), ("min_p", truncate.min_p)):
-            neutral = 1.0 if name == "typical_p" else 0.0
+        for name, cut in _CUTS.items():
+            neutral = getattr(_NEUTRAL, name)
             if any(getattr(params, name) != neutral for params in rows.params):
                 x = cut(x, rows.column(name))
         top_k, top_p = rows.column("top_k").clamp(min=0), rows.column("top_p")

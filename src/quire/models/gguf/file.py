@@ -185,7 +185,7 @@ def parts_of(path: Path) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ModelError(
-            f"{path.name} is one of {int(found[3])} files of its model; not there: "
+            f"{path.name} is one of {int(found[3])} files of its model; missing: "
             + ", ".join(missing[:4])
         )
     return parts
@@ -265,8 +265,8 @@ class GgufTensor:
         order: the parameter's rows of the tensor, or None for all.
         expert: index along the first axis of a tensor for all experts, or None.
         offset: added to the stored values.
-        shape: replaces the first axis by these, or None.
-        blocks: whether quantized blocks are given as bytes instead of floats.
+        shape: sizes that replace the first axis, or None.
+        blocks: whether quantized blocks are read as bytes instead of floats.
     """
 
     def __init__(

@@ -12,8 +12,8 @@ def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Te
     Args:
         logits: [n, vocab], dense rows.
         mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i.
-        lines: int32 [n], the line of the mask of each row, or -1 for no mask; by default each row
-            has its own line.
+        lines: int32 [n], index of each row's line of the mask, -1 for no mask. By default row i has
+            line i.
     """
     if lines is not None:
         mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
@@ -23,25 +23,25 @@ def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Te
 
 
 def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
-    """Holds the stream until a flag that the host sets has reached a value.
+    """Makes the stream wait until a flag that the host sets has reached a value.
 
-    On a CPU the program runs when the flag is set, so the twin does not wait.
+    A CPU runs the program only after the flag is set, so the twin does not wait.
 
     Args:
-        gate: int32 [3] on the device: the flag's index, -1 for none, and the low and high word of
-            the value.
-        flags: int64 [n], in memory of the host that the device can read.
+        gate: int32 [3] on the device: the flag's index (-1 does not wait), and the low and the high
+            word of the value.
+        flags: int64 [n], in host memory that the device can read.
     """
 
 
-# A count in the host's memory of how far a model's layers have come.
+# -- a count in host memory of the layers that have finished -----------------------------------
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
-    """Sets a clock after all queued work: to its value before the step plus `layers`.
+    """Sets a clock, after all queued work, to its value before the step plus `layers`.
 
     Args:
         before: int64 [1], on the device.
-        clock: int64 [1], in memory of the host that the device can write.
+        clock: int64 [1], in host memory that the device can write.
     """
     torch.add(before, layers, out=clock)

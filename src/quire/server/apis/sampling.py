@@ -22,7 +22,9 @@ def sampling_model(api: str) -> Any:
     Every field may be null, which asks for the default. Integers are bounded here. Numbers are
     bounded by `SamplingParams`. The model also has the fields that features declare for the API.
     """
-    fields: dict[str, Any] = {p.name: (_field_type(p) | None, None) for p in parameters_of(api)}
+    fields: dict[str, Any] = {
+        p.name: (_field_type(p) | None, Field(None, description=p.text)) for p in parameters_of(api)
+    }
     features = {key: each for key, each in body_fields().items() if api in each.apis}
     for key, each in features.items():
         if key in fields:

@@ -122,7 +122,7 @@ class ChoiceParser:
         Args:
             waiting: number of waiting tokens from earlier pieces.
         """
-        if think.in_answer:
+        if think.done:
             return piece.text
         reasoning, answer, block = think.feed(piece.text)
         undecided = think.undecided

@@ -12,10 +12,12 @@ from quire.server.chat.dialogue import Dialogue
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import cut_prompt
+from quire.server.parsers.registry import tool_parser
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_traits import named_id
 
 if TYPE_CHECKING:
+    from quire.server.parsers.stream import ToolParser
     from quire.text.chat_template import TemplateTraits
     from quire.text.tokenizer import Tokenizer
 
@@ -161,7 +163,10 @@ def _messages(
     if not has_calls:
         return messages
     if not traits.shows_calls:
-        raise _not_shown_error("tool calls", "messages", traits)
+        parser = tool_parser("auto", None, template(with_tools).source)
+        if parser is None or traits.error is not None:
+            raise _not_shown_error("tool calls", "messages", traits)
+        return [_write_calls(message, parser) for message in messages]
     if traits.ids_name_tools:
         messages = _rename_call_ids(messages)
     return [
@@ -225,6 +230,16 @@ def _format_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, 
         calls.append({**call, "function": function})
     content = message.get("content") or traits.empty_content
     return {**message, "content": content, "tool_calls": calls}
+
+
+def _write_calls(message: dict[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+    """Returns a message with its calls in its content, for a template that shows only content."""
+    content = message.get("content") or ""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    if functions:
+        content += parser.write([(f["name"], json.loads(f["arguments"])) for f in functions]) or ""
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**fields, "content": content}
 
 
 def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -99,6 +99,11 @@ class ThinkParser:
     def in_answer(self) -> bool:
         return self._state in (_ThinkState.AFTER, _ThinkState.ANSWER)
 
+    @property
+    def done(self) -> bool:
+        """Tells whether all further text belongs to the answer as it is."""
+        return self._state is _ThinkState.ANSWER
+
     def feed(self, text: str) -> tuple[str, str, int]:
         """Splits more text.
 

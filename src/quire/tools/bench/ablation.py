@@ -19,7 +19,9 @@ def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
     """Returns the engine's settings with `switch` off as well. Raises ConfigError for an unknown
     one."""
     if switch not in OPTIMIZATIONS:
-        raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(OPTIMIZATIONS)}", "off")
+        raise ConfigError(
+            f"unknown switch {switch!r}; expected one of: {', '.join(OPTIMIZATIONS)}", "off"
+        )
     return {**fields, "disable": (*fields.get("disable", ()), switch)}
 
 

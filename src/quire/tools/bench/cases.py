@@ -113,7 +113,7 @@ def parse_case(name: str) -> Case:
     free = _FREE.fullmatch(name)
     if free is None:
         raise ConfigError(
-            f"unknown case {name!r}; known are {', '.join(NAMED)}, and ROWSxINxOUT",
+            f"unknown case {name!r}; expected one of: {', '.join(NAMED)}, or ROWSxINxOUT",
             "case",
         )
     rows, input_len, output_len = map(int, free.groups())

@@ -59,7 +59,7 @@ class Recipe:
     own_group: bool = False
 
     @classmethod
-    def of(
+    def with_defaults(
         cls,
         method: str,
         *,
@@ -77,7 +77,7 @@ class Recipe:
             if name == method:
                 break
         else:
-            raise ConfigError(f"method {method!r}; known are: {', '.join(METHODS)}", "method")
+            raise ConfigError(f"method {method!r}; expected one of: {', '.join(METHODS)}", "method")
         if name in _INTEGERS:
             if weight_only:
                 raise ConfigError(f"{name} quantizes nothing but weights", "weight_only")

@@ -85,7 +85,9 @@ def this_cpu() -> Card:
 
 def _card(name: str) -> Card:
     if name not in CARDS:
-        raise ConfigError(f"unknown card {name!r}; known are {', '.join(CARDS)} and {CPU}", "card")
+        raise ConfigError(
+            f"unknown card {name!r}; expected one of: {', '.join(CARDS)}, {CPU}", "card"
+        )
     return CARDS[name]
 
 

@@ -1,15 +1,16 @@
-"""Plans of one row's products in few bits, chosen within a whole decode step.
+"""Chooses plans of one row's products in few bits within a whole decode step.
 
-    PYTHONPATH=src python bench/gemm/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--ranks 2]
+    PYTHONPATH=src python bench/kernels/few_bits.py int4 int8 fp8 [--model Qwen3-8B] [--ranks 2]
 
 Each plan is compared with float64 and timed in a graph of all layers' weights. The fastest few of
 each product are then tried in a step of all layers. That step has rotary embedding, attention at a
 context of 256 and the head in bf16. The fastest plans are printed as entries of the card's table.
 
---head int8        the head in 8 bits; its plans are tried, too
---kernel integer   only plans of that kernel, and those of the table
---store            write the fastest plans to the user's table
---warm 0/4         compile a share of the plans and end
+--head int8        has the head in 8 bits and tries its plans
+
+--kernel integer   tries only this kernel's plans and the table's
+
+--store            writes the fastest plans to the user's table
 """
 
 from __future__ import annotations
@@ -18,43 +19,32 @@ import argparse
 import functools
 import json
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
+from attention_cases import AttentionTuning, Batch
+from layers import BANDWIDTH, FORMATS, draw, values
+from shapes import LARGE, MODELS, part_of
+from shapes import Shape as Model
+from timing import graph_us
 from torch import Tensor
 
 from quire.ops import RmsScale
 from quire.ops.triton.attention.rope_store import qk_norm_rope_store
-from quire.ops.triton.launch import compiling, traits
+from quire.ops.triton.launch import traits
 from quire.ops.triton.norm import rms_norm
 from quire.ops.triton.products import small
 from quire.ops.triton.products.plan import GemmPlan, LinearArgs, norms_late, shape_of
 from quire.ops.triton.products.quantized_tiles import dequantize
 from quire.ops.triton.products.table import keep, key_of, plan_for
 from quire.ops.triton.products.tune import candidates, refinements
-from quire.ops.weight import Weight, WeightFormat
+from quire.ops.weight import Weight
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "kernels"))
-from attention_cases import AttentionTuning, Batch
-from shapes import LARGE, MODELS, part_of
-from shapes import Shape as Model
-
-FORMATS = {
-    "int8": WeightFormat(torch.int8, scales=torch.float32),
-    "fp8": WeightFormat(torch.float8_e4m3fn, scales=torch.float32),
-    "fp8-g128": WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128),
-    "int4": WeightFormat(torch.uint8, bits=4, scales=torch.bfloat16, group=128),
-    "int4-zeros": WeightFormat(torch.uint8, bits=4, scales=torch.float16, group=128, zeros=True),
-}
 PRODUCTS = ("gate_up", "down", "qkv", "o")
 DEVICE = torch.device("cuda", 0)
 CONTEXT = 256
-BANDWIDTH = 4.24e6
-"""Bytes per µs of a GEMV, measured on an H200."""
 TOLERANCE = 1e-2
 """Relative error against float64."""
 BETWEEN_STEPS = 25.0
@@ -63,36 +53,16 @@ BETWEEN_STEPS = 25.0
 Plans = dict[str, GemmPlan]
 
 
-def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
-    weight = Weight.empty(form, outputs, inputs, DEVICE)
-    stored = weight.values.view(torch.uint8).random_(0, 256)
-    largest = 8 if form.bits else 128
-    if form.values == torch.float8_e4m3fn:
-        stored.bitwise_and_(0xBF)  # up to 1.875
-        largest = 1
-    assert weight.scales is not None
-    weight.scales.uniform_(0.01 / largest, 0.03 / largest)
-    if weight.zeros is not None:
-        weight.zeros.random_(0, 17)
-    return weight
-
-
 class Step:
     """Weights and buffers of a decode step of one sequence."""
 
-    def __init__(
-        self, model: Model, form: WeightFormat, layers: int, head: WeightFormat | None = None
-    ) -> None:
-        self.model, self.form = model, form
+    def __init__(self, model: Model, form: str, layers: int, head: str | None = None) -> None:
+        self.model = model
         self.names = (*PRODUCTS, "head") if head else PRODUCTS
         self.weights = [
             {name: draw(form, n, k) for name, (n, k) in model.projections.items()}
             for _ in range(layers)
         ]
-
-        def values(*shape: int) -> Tensor:
-            return torch.randn(*shape, dtype=torch.bfloat16, device=DEVICE)
-
         if head is None:
             self.head = Weight.plain(values(model.vocab, model.hidden).mul_(0.02))
         else:
@@ -178,28 +148,9 @@ def expected(args: LinearArgs) -> Tensor:
     return y if args.residual is None else y + args.residual.double()
 
 
-def graph_us(work: Callable[[], None], replays: int = 4, rounds: int = 3) -> float:
-    """µs of a graph of the work, the best of `rounds`."""
-    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream):
-        work()
-        stream.synchronize()
-        graph.capture_begin()
-        try:
-            work()
-        finally:
-            graph.capture_end()
-        graph.replay()
-        best = math.inf
-        for _ in range(rounds):
-            start, end = torch.cuda.Event(True), torch.cuda.Event(True)
-            start.record()
-            for _ in range(replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end) * 1e3 / replays)
-    return best
+def microseconds(work: Callable[[], None]) -> float:
+    """Returns the µs of a graph of the work."""
+    return graph_us([work], at_least=1)
 
 
 def plans_of(args: LinearArgs, kernel: str) -> list[GemmPlan]:
@@ -223,7 +174,7 @@ def label(plan: GemmPlan) -> str:
 def choose(step: Step, kernel: str, until: float) -> Plans:
     """Returns the fastest plans of a step's products."""
     best = {name: step.known(step.args(0, name)) for name in step.names}
-    print(f"plans of the table: {graph_us(lambda: step.run(best)):.0f} us a step", flush=True)
+    print(f"plans of the table: {microseconds(lambda: step.run(best)):.0f} us a step", flush=True)
     ranked: dict[str, list[tuple[float, GemmPlan]]] = {}
     for name in step.names:
         args = step.args(0, name)
@@ -240,7 +191,7 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
                     print("WRONG", name, label(plan), error)
                     continue
                 work = functools.partial(step.products, name, plan)
-                found.append((graph_us(work) / step.count(name), plan))
+                found.append((microseconds(work) / step.count(name), plan))
             except Exception as problem:
                 print("FAILED", name, label(plan), type(problem).__name__, str(problem)[:150])
         ranked[name] = found = sorted(found, key=lambda pair: pair[0])
@@ -249,7 +200,7 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
         told = "; ".join(f"{us:.1f} {label(plan)}" for us, plan in found[:5])
         print(f"  {name:8} floor {floor:.1f} us, {share:.0f} %: {told}", flush=True)
     best = {name: found[0][1] for name, found in ranked.items()}
-    fastest = graph_us(lambda: step.run(best))
+    fastest = microseconds(lambda: step.run(best))
     print(f"each as it is fastest alone: {fastest:.0f} us a step", flush=True)
     # The head's plan is the fastest alone. In back-to-back graphs a plan would win that leaves room
     # for the next step's first kernel, but in a real step samplers follow the head.
@@ -258,7 +209,7 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
             trial = {**best, name: plan}
             if time.monotonic() > until:
                 break
-            us = graph_us(functools.partial(step.run, trial))
+            us = microseconds(functools.partial(step.run, trial))
             if us < fastest:
                 fastest, best = us, trial
         print(f"  {name:8} {label(best[name])}: {fastest:.0f} us a step", flush=True)
@@ -268,41 +219,23 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("formats", nargs="+", choices=FORMATS)
+    parser.add_argument("formats", nargs="+", choices=[name for name in FORMATS if name != "bf16"])
     parser.add_argument("--model", default="Qwen3-8B")
     parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
-    parser.add_argument("--head", choices=[name for name in FORMATS if name == "int8"])
+    parser.add_argument("--head", choices=["int8"])
     parser.add_argument("--kernel", choices=["mma", "integer"], default="")
     parser.add_argument("--seconds", type=float, default=20.0, help="limit for each format")
     parser.add_argument("--store", action="store_true")
-    parser.add_argument("--warm", default="", metavar="SHARE/OF")
     options = parser.parse_args()
     model = next(m for m in MODELS + LARGE if m.name == options.model)
     model = part_of(model, options.ranks)
     torch.manual_seed(0)
     card = torch.cuda.get_device_name()
-    head = FORMATS[options.head] if options.head else None
+    head = options.head
     for name in options.formats:
         began = time.monotonic()
-        if options.warm:
-            share, of = map(int, options.warm.split("/"))
-            step = Step(model, FORMATS[name], 1, head)
-            with compiling(4):
-                work = [
-                    (part, plan)
-                    for part in step.names
-                    for plan in plans_of(step.args(0, part), options.kernel)
-                ]
-                for part, plan in work[share::of]:
-                    args = step.args(0, part)
-                    args = replace(args, norm=None) if plan.norm == "separate" else args
-                    small.prepare(args, plan, step.outputs[part]).run()
-            if share == 0:
-                step.run({part: step.known(step.args(0, part)) for part in step.names})
-                torch.cuda.synchronize()
-            continue
         print(f"{model.name} {name}")
-        step = Step(model, FORMATS[name], model.layers, head)
+        step = Step(model, name, model.layers, head)
         best = choose(step, options.kernel, began + options.seconds)
         entries = {key_of(shape_of(step.args(0, part))): plan for part, plan in best.items()}
         for key, plan in entries.items():

@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class PendingTensor:
-    """A tensor that a second stream computes. Only `joined` makes it readable.
+    """A tensor that a second stream computes. It may be read after `join_branch` only.
 
     Args:
         result: the tensor.
         done: event that the second stream records after its last kernel.
-        held: tensors that its kernels read; kept alive until `joined`.
+        held: tensors that these kernels read. They are kept alive until `join_branch`.
     """
 
     def __init__(self, result: Tensor, done: torch.cuda.Event, held: Any) -> None:
@@ -24,8 +24,8 @@ class PendingTensor:
         self._done = done
         self._held = held
 
-    def joined(self) -> Tensor:
-        """Returns the tensor, and makes later launches of this stream wait for it. Called once."""
+    def join(self) -> Tensor:
+        """Returns the tensor, and makes later launches on this stream wait for it. Called once."""
         torch.cuda.current_stream(self._result.device).wait_event(self._done)
         self._held = None
         return self._result
@@ -33,16 +33,17 @@ class PendingTensor:
 
 @functools.cache
 def _side(index: int | None) -> torch.cuda.Stream:
-    # Its kernels are few and small. The priority gives them the first free multiprocessors.
+    # The second stream's kernels are few and small. The priority gives them the first free
+    # multiprocessors.
     return torch.cuda.Stream(index, priority=-1)  # type: ignore[no-untyped-call]
 
 
-def beside(work: Callable[..., Tensor], *args: Any) -> Tensor | PendingTensor:
-    """Returns work(*args); the first argument is a tensor.
+def start_branch(work: Callable[..., Tensor], *args: Any) -> Tensor | PendingTensor:
+    """Runs `work` on a second stream and returns its result. The first argument must be a tensor.
 
-    During the capture of a GPU's step its kernels form a branch of the graph. They overlap the
-    kernels that are launched between this call and `joined`. Outside of a capture the work runs at
-    once, because launches take longer than kernels there."""
+    During the capture of a GPU's step the kernels of `work` form a branch of the graph. They
+    overlap the kernels that are launched between this call and `join_branch`. Outside of a capture
+    the work runs on the current stream, because launches take longer than kernels there."""
     x = args[0]
     if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
         return work(*args)
@@ -53,6 +54,6 @@ def beside(work: Callable[..., Tensor], *args: Any) -> Tensor | PendingTensor:
     return PendingTensor(result, side.record_event(), args)
 
 
-def joined(x: Tensor | PendingTensor | None) -> Tensor | None:
-    """Returns a tensor, of a branch where its work has ended."""
-    return x.joined() if isinstance(x, PendingTensor) else x
+def join_branch(x: Tensor | PendingTensor | None) -> Tensor | None:
+    """Returns the tensor. Waits for the branch first if x is pending."""
+    return x.join() if isinstance(x, PendingTensor) else x
