@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import urllib.error
 import urllib.request
@@ -22,6 +23,7 @@ from tests.server.server_process import MODEL, WAIT, Server, start_server
 from tests.slow import slow
 
 ROOT = Path(__file__).parents[2]
+FOLDER = Path(__file__).with_name("constant_token")
 METADATA = "Metadata-Version: 2.1\nName: constant-token\nVersion: 1.0\n"
 ENTRY = "[quire.features]\nconstant_token = tests.features.constant_token:FEATURE\n"
 TOKENS = 5
@@ -67,6 +69,14 @@ def test_a_feature_of_another_package(server: Server) -> None:
     _check_descriptions(server)
     assert server.metric("quire_constant_token_completions_total") == 3 + len(REQUESTS)
     assert server.stop() == 0
+
+
+def test_the_page_shows_the_folder() -> None:
+    text = (ROOT / "docs" / "adding-a-feature.md").read_text()
+    shown = re.findall(r"^```python\n# (\S+)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert {name for name, _ in shown} == {file.name for file in FOLDER.glob("*.py")}
+    for name, code in shown:
+        assert code in (FOLDER / name).read_text(), f"the page shows of {name}\n{code}"
 
 
 def _check_refusals(server: Server) -> None:

@@ -30,9 +30,7 @@ async def set_default(request: Request) -> Response:
     state = state_of(request)
     body = await read_body(request, DefaultBody, state.args.max_body_bytes)
     state.check_alive()
-    return json_response(
-        DefaultAnswer(await state.client.first_alive.call(SET_DEFAULT, body.token))
-    )
+    return json_response(DefaultAnswer(await state.client.call(SET_DEFAULT, body.token)))
 
 
 ROUTES = (
