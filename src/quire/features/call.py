@@ -1,7 +1,7 @@
-"""Calls and news: what clients ask of an engine's features, and what features tell all clients.
+"""Calls, request fields and news: messages between clients and an engine's features.
 
-A feature declares its calls and news as data, with the types of what travels. The client and the
-engine's process know a call by its name only.
+A feature declares each as data, with the types of its values. The client and the engine's process
+know them by their names only.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class CallType(Generic[Asked, Answered]):
 
     Attributes:
         name: unique, "feature.verb".
-        request: the type of what the client sends.
-        answer: the type of what the engine answers.
-        end: the type of the second answer of a call that began something (`Begun`).
-        refusal: returns the error for an engine none of whose features takes the call.
+        request: the request's type.
+        answer: the answer's type.
+        end: the second answer's type, if a call starts work that ends later (`Begun`).
+        refusal: makes the error of an engine without a feature that takes the call.
     """
 
     name: str
@@ -44,18 +44,18 @@ class CallType(Generic[Asked, Answered]):
 
 @dataclass(frozen=True, slots=True)
 class RequestField(Generic[Value]):
-    """Declares what a request carries for a feature.
+    """Declares a value that requests carry for a feature.
 
     Attributes:
         name: unique, "feature.noun".
-        value: the type of what it carries.
-        option: the keyword of `Request` that takes the value; None: `LoopFeature.fields` does.
+        value: the value's type.
+        option: the keyword of `Request` for the value. None: `LoopFeature.fields` takes it.
         separates: whether requests with different values share no KV.
-        refusal: returns the error for a value that no feature of the engine takes; None: the value
-            is ignored there.
-        key: its name in the bodies of HTTP requests; "": no body has it.
-        apis: the APIs whose requests have it: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
-        body: its type in a body, as pydantic takes it; None: `value`.
+        refusal: makes the error of an engine without a feature that takes the value. It returns
+            None to ignore the value.
+        key: the field's name in bodies of HTTP requests. Empty: no body has the field.
+        apis: the APIs with the field: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
+        body: the field's type in a body, for pydantic. None: `value`.
     """
 
     name: str
@@ -70,12 +70,12 @@ class RequestField(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class NewsType(Generic[Value]):
-    """Declares what a feature tells every client: when it connects, and whenever it has changed.
+    """Declares news: a value that a feature sends to each client at its connection and at a change.
 
     Attributes:
         name: unique, "feature.noun".
-        value: the type of what is told.
-        default: the value until the engine has told one.
+        value: the value's type.
+        default: the value of a client that has no news yet.
     """
 
     name: str
@@ -85,11 +85,11 @@ class NewsType(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Answers a call that began something which ends later.
+    """The answer of a call that starts work.
 
     Attributes:
-        answer: the answer, sent at once.
-        end: a second answer for clients that asked for it (`Call.end`).
+        answer: the engine sends it at once.
+        end: becomes the second answer, for clients that asked for one (`Call.end`).
     """
 
     answer: Any
@@ -97,7 +97,7 @@ class Begun:
 
 
 class RequestCheck(Protocol):
-    """Checks requests where they arrive. check: raises RequestError for one that it refuses."""
+    """Checks requests in the process where they arrive. `check` raises RequestError."""
 
     async def check(self, params: SamplingParams) -> None: ...
 

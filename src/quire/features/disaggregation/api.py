@@ -33,8 +33,11 @@ Answer = TypeVar("Answer")
 
 
 class HandshakeBody(StrictModel):
-    """Body of `/kv/handshake`; see `KVFacts`. Facts of other versions are told as what they are,
-    other versions, and not as unknown fields."""
+    """Body of `/kv/handshake`; see `KVFacts`.
+
+    A peer of another version may have other fields. The answer names the version, so unknown
+    fields are no error.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
