@@ -11,6 +11,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import textwrap
 import urllib.error
 import urllib.request
@@ -26,25 +28,26 @@ from tests.slow import slow
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).with_name("constant_token")
 METADATA = "Metadata-Version: 2.1\nName: constant-token\nVersion: 1.0\n"
-ENTRY = "[quire.features]\nconstant_token = tests.features.constant_token:FEATURE\n"
+ENTRY = "[quire.features]\nconstant_token = {}:FEATURE\n"
 TOKENS = 5
 NONE, FLAG, FIELD = -1, 70, 90
 """No token, and two that have a text and end no completion."""
 
 
-@pytest.fixture(params=[slow(()), ("--api-workers", "2", "--tensor-parallel-size", "2")])
-def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
-    metadata = tmp_path / "constant_token-1.0.dist-info"
+def install(folder: Path, module: str) -> dict[str, str]:
+    """Writes a package's metadata, and returns the variables of processes that find it."""
+    metadata = folder / "constant_token-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(METADATA)
-    (metadata / "entry_points.txt").write_text(ENTRY)
-    paths = [str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    found = start_server(
-        "--constant-token",
-        str(FLAG),
-        *request.param,
-        variables={"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-    )
+    (metadata / "entry_points.txt").write_text(ENTRY.format(module))
+    paths = [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+@pytest.fixture(params=[slow(()), ("--api-workers", "2", "--tensor-parallel-size", "2")])
+def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    variables = install(tmp_path, "tests.features.constant_token")
+    found = start_server("--constant-token", str(FLAG), *request.param, variables=variables)
     yield found
     found.stop(signal.SIGKILL)
 
@@ -70,6 +73,17 @@ def test_a_feature_of_another_package(server: Server) -> None:
     _check_descriptions(server)
     assert server.metric("quire_constant_token_completions_total") == 3 + len(REQUESTS)
     assert server.stop() == 0
+
+
+def test_a_package_that_cannot_be_imported(tmp_path: Path) -> None:
+    variables = {**os.environ, **install(tmp_path, "no_such_module")}
+    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.stderr == (
+        "quire: the feature no_such_module:FEATURE (package constant-token) cannot be loaded: "
+        "ModuleNotFoundError: No module named 'no_such_module'\n"
+    )
+    assert done.returncode == 2
 
 
 def test_the_page_shows_the_folder() -> None:
