@@ -51,8 +51,6 @@ ALLOWED: dict[str, dict[str, str]] = {
     "engine/process/completions.py": {"mask": _BOOLS},
     "engine/process/process.py": {"tenant": _TENANTS},
     "engine/ranks/async_tp.py": {"gate": "shared_gate is a part of experts, in a ModelSpec"},
-    "engine/ranks/workers.py": {"mask": _HEADS},
-    "executor.py": {"mask": _HEADS},
     "llm.py": {
         "lora": "lora_request is vLLM's keyword; the feature reads its value",
         "pooling": _VECTORS,

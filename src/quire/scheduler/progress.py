@@ -148,6 +148,7 @@ class SchedulerStats:
         copied_blocks: blocks of all groups copied because requests share them only in part.
         preemptions: how often a running request was put back into the queue.
         swapped: preemptions after which a feature brings the blocks back.
+        late_rows: rows that sat a step out because their host inputs came late.
     """
 
     running: int
@@ -162,3 +163,4 @@ class SchedulerStats:
     copied_blocks: int
     preemptions: int
     swapped: int
+    late_rows: int

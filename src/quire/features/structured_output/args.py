@@ -17,6 +17,13 @@ class StructuredOutputArgs(FeatureArgs):
     structured_outputs_timeout: float = setting(
         5.0, "Seconds to compile a schema or grammar in.", limit=_TIMEOUT, subject=_SUBJECT
     )
+    structured_outputs_wait_us: float = setting(
+        30.0,
+        "Microseconds that a step waits for late masks. Rows whose masks are later still sit the "
+        "step out.",
+        limit=Limit(lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
+        subject=_SUBJECT,
+    )
     structured_outputs_cache: int = setting(
         128, "Compiled schemas and grammars to keep.", limit=COUNT, subject=_SUBJECT
     )

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
 
 import msgspec
 import numpy as np
@@ -23,11 +21,13 @@ from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.features.structured_output.compiler import Compiler, build_compiler
+from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
-from quire.plan import HeadInputs, RowFlag
+from quire.plan import RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
 from quire.scheduler import Feature, PlanBuilder
+from quire.scheduler.lanes import Flags
 
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
@@ -47,25 +47,35 @@ def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
 # Requests with a grammar: the scheduler's part and the engine loop's.
 
 _FOREVER = 2**31 - 1
-_PATIENCE = 1.0
-"""Seconds that the end of the thread is waited for."""
 _HANDOVER = 0.002
 """Seconds at most that the engine's thread lets the one that builds masks go first."""
 
 
+_NO_MASKS = MaskRow(None)
+
+
 @dataclass(slots=True)
 class _GatedRow:
-    """A row that waits for masks. known: tokens that must be known, of a PROMPT row. q_len: of a
-    generating row, else 0."""
+    """A row that waits for masks.
+
+    Attributes:
+        known: Tokens that must be known, of a PROMPT row.
+        q_len: Positions of a generating row, else 0.
+        masks: What is built for it, once its tokens are known.
+        built: Whether its masks are written.
+    """
 
     request: Request
     lane: int
     lane_epoch: int
     known: int
     q_len: int
+    masks: MaskRow = _NO_MASKS
+    built: bool = False
 
     @property
     def alive(self) -> bool:
+        """Whether the row may still give a token: its request runs, and no row before is late."""
         return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
 
     @property
@@ -121,15 +131,15 @@ class GrammarFeature(Feature, LoopFeature):
     def __init__(self, compiler: Compiler, num_lanes: int) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
-        self._builds: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # It may wait for a step that never runs, which must not keep a program from ending.
-        thread = threading.Thread(target=_run_all, args=(self._builds,), name="masks", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._builds, thread)
+        self._threads = MaskThreads()
         self._states: dict[str, GrammarState] = {}
         """By request id."""
         self._gated = np.zeros(num_lanes, dtype=bool)
         self._waiting: deque[_GatedStep] = deque()
+        self._current: list[_GatedRow | None] = [None] * num_lanes
+        """By lane, the last row whose masks were begun."""
+        self._held: set[int] = set()
+        """Lanes whose last rows were late, and that have not gone on."""
         self._parked: dict[str, tuple[Request, float]] = {}
         self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
         self._news = threading.Event()
@@ -139,6 +149,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         self._executor = executor
+        self._per_lane = 1 + capacity.drafts
         return self
 
     def check(self, params: Sequence[SamplingParams]) -> None:
@@ -212,8 +223,30 @@ class GrammarFeature(Feature, LoopFeature):
         if not rows:
             return
         builder.gate(rows)
+        if self._held:
+            rows = self._go_on(builder, rows)
         gated = [self._gated_row(builder, row) for row in rows]
-        self._waiting.append(_GatedStep(builder.step_id, gated))
+        if gated:
+            self._waiting.append(_GatedStep(builder.step_id, gated))
+
+    def _go_on(self, builder: PlanBuilder, rows: list[int]) -> list[int]:
+        """Gives the rows of held lanes the masks that came late. Returns the other rows."""
+        held = (builder.flags[rows] & RowFlag.HELD) != 0
+        lanes = builder.lanes[rows][held]
+        if len(lanes):
+            self._executor.submit_inputs(builder.step_id, lanes)
+            self._held.difference_update(lanes.tolist())
+        return [row for row, of_held in zip(rows, held.tolist(), strict=True) if not of_held]
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        self._held.update(lanes.tolist())
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        return np.array([self._built(lane) for lane in lanes.tolist()], dtype=bool)
+
+    def _built(self, lane: int) -> bool:
+        row = self._current[lane]
+        return row is None or row.built
 
     def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
         request, lane = builder.requests[row], int(builder.lanes[row])
@@ -224,6 +257,8 @@ class GrammarFeature(Feature, LoopFeature):
     def release(self, request: Request) -> bool:
         if request.lane >= 0:
             self._gated[request.lane] = False
+            self._current[request.lane] = None
+            self._held.discard(request.lane)
         return False
 
     def finish(self, request: Request) -> None:
@@ -235,7 +270,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     @property
     def waits(self) -> bool:
-        return bool(self._parked)
+        return bool(self._parked or self._held)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         failed: list[Failure] = []
@@ -243,9 +278,9 @@ class GrammarFeature(Feature, LoopFeature):
             row, error = self._broken.popleft()
             if row.alive:
                 failed.append((row.request, error))
-        if not self._parked and not self._done:
+        if not self._parked and not self._done and not self._held:
             return (), failed
-        if patience and not self._done:
+        if patience and not self._done and not any(map(self._built, self._held)):
             self._news.wait(patience)
         self._news.clear()
         ready = []
@@ -288,83 +323,87 @@ class GrammarFeature(Feature, LoopFeature):
         """Starts to build the masks of every step whose tokens are all known."""
         while self._waiting and all(row.ready for row in self._waiting[0].rows):
             step = self._waiting.popleft()
-            rows = [self._mask_row(row) for row in step.rows]
+            gone = [row.lane for row in step.rows if not row.alive]
+            if gone:
+                # Whatever these rows give is ignored. Another row's masks may lie in their lines.
+                self._executor.submit_inputs(step.step_id, int32(gone))
+                step.rows = [row for row in step.rows if row.alive]
+            if not step.rows:
+                continue
+            for row in step.rows:
+                self._current[row.lane] = row
+                row.masks = self._mask_row(row)
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
-            self._builds.put(partial(self._build, step, rows, entered))
+            self._threads.put(partial(self._build, step, entered))
             entered.wait(_HANDOVER)
 
     def _mask_row(self, row: _GatedRow) -> MaskRow:
         """Advances a row's grammar past all known tokens."""
-        if not row.alive:
-            return MaskRow(None, row.lines)
         state, tokens = self._states[row.request.request_id], row.request.tokens
         state.advance(tokens.view(state.position).tolist())
-        return MaskRow(state, row.lines, (), tokens.view() if row.q_len > 1 else None)
+        text = tokens.view() if row.q_len > 1 else None
+        return MaskRow(state, row.lines, (), text, row.lane * self._per_lane)
 
-    def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
-        """Builds a step's masks, on their thread. entered: set when that needs the interpreter no
-        more."""
+    def _build(self, step: _GatedStep, entered: threading.Event) -> None:
+        """Builds a step's masks, on the first of their threads.
+
+        Args:
+            entered: Set when that needs the interpreter no more.
+        """
+        if not self._closed:
+            self._add_drafts(step, entered)
+            build = partial(self._build_batch, step.step_id)
+            self._threads.run(step.rows, build, entered.set)
+
+    def _build_batch(
+        self, step_id: int, batch: MaskBatch[_GatedRow], entered: Callable[[], None]
+    ) -> None:
         if self._closed:
             return
-        masks = self._executor.mask_room(step.step_id, sum(row.lines for row in rows))
+        lines = self._executor.input_lines()
+        rows = [each.masks for each in batch.items]
         try:
-            rows = self._with_drafts(step, rows, entered)
-            self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
+            self._masks.build(rows, lines, self._compiler.tokenizer_vocab, entered)
         except BaseException as error:  # a grammar must not end the engine, or keep it waiting
-            masks[:] = -1
             reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
             for row in rows:
+                lines[row.line : row.line + row.lines] = -1
                 if row.state is not None:
                     row.state.error = row.state.error or reason
         # Before the step has a result, which gives such rows any token.
-        for gated, row in zip(step.rows, rows, strict=True):
-            if row.state is not None and row.state.error is not None:
-                self._broken.append((gated, row.state.error))
-        self._executor.submit_head(HeadInputs(step.step_id, masks))
+        for each in batch.items:
+            if each.masks.state is not None and each.masks.state.error is not None:
+                self._broken.append((each, each.masks.state.error))
+            each.built = True
+        self._executor.submit_inputs(step_id, int32([each.lane for each in batch.items]))
+        if self._held:
+            self._news.set()
         self._masks.settle(rows)
 
-    def _with_drafts(
-        self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event
-    ) -> list[MaskRow]:
+    def _add_drafts(self, step: _GatedStep, entered: threading.Event) -> None:
         """Adds the drafts that rows verify, once they are made."""
-        if all(row.lines == 1 for row in rows):
-            return rows
-        self._masks.consume(rows)  # before drafts are waited for
+        if all(row.lines == 1 for row in step.rows):
+            return
         claims = self._executor.claimed(step.step_id, wait=False)
         if claims is None:
             entered.set()
             claims = self._executor.claimed(step.step_id, wait=True)
         if claims is None:
-            return rows  # the engine ends
+            return  # the engine ends
         ids, starts = claims
-        found = []
-        for gated, row in zip(step.rows, rows, strict=True):
-            if row.text is not None and row.lines > 1:
-                start, most = int(starts[gated.lane]), row.lines - 1
-                drafts = claimed_drafts(ids[gated.lane], start, row.text, most)
-                row = row._replace(drafts=drafts.tolist())
-            found.append(row)
-        return found
+        for row in step.rows:
+            masks = row.masks
+            if masks.text is not None and masks.lines > 1:
+                start, most = int(starts[row.lane]), masks.lines - 1
+                drafts = claimed_drafts(ids[row.lane], start, masks.text, most)
+                row.masks = masks._replace(drafts=drafts.tolist())
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True
-        self._end()
+        self._threads.close()
         self._compiler.shutdown()
-
-
-def _run_all(works: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Runs what comes, until None comes."""
-    while (work := works.get()) is not None:
-        work()
-
-
-def _end(works: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    """Ends the thread, which must not wake while the interpreter ends."""
-    works.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE)
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams:
