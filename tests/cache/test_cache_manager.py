@@ -151,7 +151,7 @@ def test_a_shared_prefix_that_ends_anywhere_is_found_to_the_token(shared: int) -
     assert manager.copied == (2 if shared % _SIZE else 0)
 
 
-def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
+def test_a_block_this_plan_computes_is_shared_by_reference_only() -> None:
     manager = make(16)
     tokens = [1] * 11
     for lane in range(2):
@@ -164,7 +164,7 @@ def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
     assert manager.match(_BASE, int32([1] * 7), 6).length == 6
 
 
-def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
+def test_a_finished_requests_prefix_matches_to_the_token() -> None:
     manager = make(8)
     begin(manager, 0, [1] * 6)
     plan(manager)
@@ -200,7 +200,7 @@ def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
     check_blocks(manager, [1])
 
 
-def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
+def test_a_tail_that_is_already_cached_is_not_kept_again() -> None:
     manager = make(12)
     for lane in range(2):
         begin(manager, lane, [1] * 6)
@@ -248,7 +248,7 @@ def test_a_tails_window_block_can_be_taken_alone() -> None:
     assert manager.match(_BASE, int32([1] * 8), 8).length == 0
 
 
-def test_evictions_are_counted_and_told_by_name() -> None:
+def test_evictions_are_counted_and_reported_by_hash() -> None:
     manager = make(4)
     told: list[Evicted] = []
     manager.on_evict = [told.extend]
@@ -323,7 +323,7 @@ def test_equal_work_done_twice_is_entered_once() -> None:
     check_blocks(manager, [0])
 
 
-def test_a_window_group_frees_what_fell_out() -> None:
+def test_a_window_group_frees_blocks_outside_the_window() -> None:
     manager = make(8, 8, groups=(_FULL, _WINDOW))
     begin(manager, 0, [1] * 16)
     manager.slide(int32([0]), int32([16]))
@@ -370,7 +370,7 @@ def test_unsupported_groups_are_refused() -> None:
         make(groups=())
 
 
-def test_reset_forgets_what_nobody_uses() -> None:
+def test_reset_drops_blocks_that_no_request_uses() -> None:
     manager = make(8)
     begin(manager, 0, [1] * 8)
     begin(manager, 1, [2] * 8)

@@ -80,7 +80,7 @@ def test_a_match_is_whole_blocks_and_a_block_to_copy() -> None:
     assert (whole.length, whole.source) == (4, None)
 
 
-def test_the_child_that_shares_most_is_copied_from() -> None:
+def test_the_child_with_the_longest_common_prefix_is_copied() -> None:
     tree = PrefixTree(8, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     for block, first in enumerate([[1, 2, 3, 9], [1, 2, 7, 7], [1, 2, 3, 4], [5, 5, 5, 5]]):
@@ -96,7 +96,7 @@ def test_the_child_that_shares_most_is_copied_from() -> None:
         assert (match.length, match.source) == (length, source)
 
 
-def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
+def test_a_block_this_plan_computes_is_shared_but_not_copied() -> None:
     tree = PrefixTree(_SIZE, [None])
     grow(tree, [1, 2, 3, 4], 0, ahead=True)
     assert find(tree, [1, 2, 3, 9]).length == 2
@@ -116,7 +116,7 @@ def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 7
 
 
-def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
+def test_a_node_grows_in_place_until_it_has_a_child() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0)
     again = tree.extend(last, int32([3, 4, 5, 6]).tobytes(), ids([1, 2]), False)
@@ -131,7 +131,7 @@ def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
     assert [node.users for node in (last.parent, last, third) if node] == [3, 2, 1]
 
 
-def test_a_cut_keeps_what_ended_below_it() -> None:
+def test_a_split_keeps_the_prefixes_that_end_below_it() -> None:
     tree = PrefixTree(_SIZE, [None])
     first = grow(tree, [1, 2, 3, 4, 5, 6], 0)
     tree.leave(first)
@@ -144,7 +144,7 @@ def test_a_cut_keeps_what_ended_below_it() -> None:
     assert evict(tree, 4) == [2, 1, 11, 0]
 
 
-def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
+def test_a_split_node_is_merged_with_its_only_child() -> None:
     windows = WindowBlocks(1, 3, _SIZE)
     tree = PrefixTree(_SIZE, [None, windows])
     tokens = list(range(8))
@@ -184,7 +184,7 @@ def test_an_idle_node_is_joined_too() -> None:
     check_node(last, _SIZE)
 
 
-def test_a_namespace_is_a_tree_of_its_own_and_leaves_no_trace() -> None:
+def test_a_namespace_has_its_own_tree_that_is_removed_when_empty() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0, (0, "salt"))
     assert tree.match(_BASE, int32([1, 2]), 2).length == 0
@@ -228,7 +228,7 @@ def test_nodes_in_use_are_not_given_up() -> None:
         evict(tree, 1)
 
 
-def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
+def test_a_tail_is_copied_and_dropped_once_a_full_block_covers_it() -> None:
     tree = PrefixTree(4, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     last = tree.extend(root, int32([1, 1, 1, 1]).tobytes(), ids([0]), False)

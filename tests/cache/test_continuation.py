@@ -20,7 +20,7 @@ def ahead(manager: BlockManager, lane: int, tokens: list[int], count: int = 50) 
 
 @settings(max_examples=150)
 @given(st.lists(TEXT, min_size=1, max_size=6), TEXT, TEXT)
-def test_what_is_found_is_how_a_text_goes_on(
+def test_found_tokens_continue_a_known_text(
     texts: list[list[int]], prompt: list[int], more: list[int]
 ) -> None:
     manager = make(200)

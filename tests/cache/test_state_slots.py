@@ -104,7 +104,7 @@ def test_a_state_that_steps_in_flight_change_is_lost() -> None:
     assert cache.start(1, [*range(10), 50]) == 8
 
 
-def test_what_saves_least_goes_first() -> None:
+def test_the_state_that_saves_least_is_evicted_first() -> None:
     cache = Cache(3)
     cache.start(0, list(range(60)))  # one state, behind 56 tokens
     cache.plan()

@@ -115,7 +115,7 @@ def test_experts_in_four_bits_count_as_the_weights_they_stand_for(tmp_path: Path
     assert plain["weight_bytes"] - few["weight_bytes"] == experts * 2 - experts * 17 // 32
 
 
-def test_what_ranks_would_hold(tmp_path: Path) -> None:
+def test_info_lists_weights_and_kv_per_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
     found = info(str(tmp_path))["ranks"]
     assert found["1 rank"] == "0.06 GB of weights, 1.5 KB of KV a token"

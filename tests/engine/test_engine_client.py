@@ -152,7 +152,7 @@ def test_broken_logits_end_a_stream_with_an_error_after_its_text() -> None:
     assert (update.token_ids, update.finish_reason) == ([5, 6], None)
 
 
-def test_what_can_never_fit_is_refused_by_the_engine() -> None:
+def test_the_engine_refuses_a_request_that_can_never_fit() -> None:
     async def work(client: EngineClient) -> None:
         params = SamplingParams(max_tokens=1000)
         with pytest.raises(RequestError, match="KV cache blocks") as caught:

@@ -162,7 +162,7 @@ def test_a_trained_models_answers_stay_close(kind: str) -> None:
     assert difference.max() < 0.3
 
 
-def test_blocks_take_the_bytes_they_are_booked_with(tmp_path: Path) -> None:
+def test_blocks_have_the_size_the_budget_assumes(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", TINY)
     sizes = {}
     for kind in ("auto", *KINDS):
@@ -184,7 +184,7 @@ def test_unknown_kinds_are_refused(name: str) -> None:
         EngineArgs(kv_cache_dtype=name)
 
 
-def test_what_a_setting_resolves_to(tmp_path: Path) -> None:
+def test_kv_cache_dtype_resolves_by_device_and_dtype(tmp_path: Path) -> None:
     folder = str(model_folder(tmp_path / "model", TINY))
 
     def resolved(**settings: Any) -> object:
@@ -289,7 +289,7 @@ def test_no_scales_are_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         (torch.tensor(1.0), 9, "config.json does not have"),
     ],
 )
-def test_scales_that_make_no_sense(
+def test_invalid_kv_scales_are_refused(
     tmp_path: Path, value: torch.Tensor, layers: int | None, error: str
 ) -> None:
     make(tmp_path, "llama")

@@ -111,7 +111,7 @@ def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.M
         assert not found
 
 
-def test_who_does_not_finish_a_word_is_not_waited_for(
+def test_a_worker_that_stalls_in_its_first_message_is_dropped(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_HELLO", 1)

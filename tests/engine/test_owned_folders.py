@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("place", ["temporary", "memory"])
-def test_what_a_dead_process_owns_is_removed(
+def test_folders_of_dead_processes_are_removed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "memory":

@@ -179,7 +179,7 @@ def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> Non
     ],
     ids=["lora", "experts", "width", "groups", "scales"],
 )  # fmt: skip
-def test_results_to_the_bit_that_cannot_be_had(
+def test_settings_that_rule_out_deterministic_results_are_refused(
     tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     folder = model_folder(tmp_path, config)
@@ -228,7 +228,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
     assert all(other.process.returncode is not None for other in others)
 
 
-def test_what_keeps_ranks_from_starting_is_told() -> None:
+def test_an_error_at_the_start_of_ranks_is_reported() -> None:
     """All ranks fail alike; the error is not that another has ended."""
     reason = "the draft head: 2 attention heads cannot be shared out over 4 ranks"
     with pytest.raises(ConfigError, match=reason) as raised:

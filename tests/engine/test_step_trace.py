@@ -148,7 +148,7 @@ def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.M
     assert all(path.exists() for path in others)
 
 
-def test_what_fails_as_a_file_is_closed_ends_nothing(
+def test_an_error_on_close_does_not_end_the_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = os.close

@@ -130,7 +130,7 @@ def tiny(tmp_path: Path) -> Iterator[LLM]:
     llm.shutdown()
 
 
-def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tiny: LLM) -> None:
+def test_token_rules_work_without_a_tokenizer_for_grammars(tiny: LLM) -> None:
     prompt = {"prompt_token_ids": [5, 6, 7]}
     with pytest.raises(RequestError, match="of a kind that grammars cannot be used with"):
         tiny.generate(prompt, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
@@ -140,7 +140,7 @@ def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tiny: LLM) -> No
     assert set(output.outputs[0].token_ids) <= {8, 9}
 
 
-def test_rules_that_never_apply_change_nothing(tiny: LLM) -> None:
+def test_token_rules_that_never_apply_change_nothing(tiny: LLM) -> None:
     """An end that is ignored is a token like others, with a mask and without, and may come before
     `min_tokens`."""
     (eos,) = tiny.config.eos_token_ids

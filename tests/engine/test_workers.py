@@ -88,7 +88,9 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int) -> None:
+def test_drafts_of_gated_rows_are_reported_before_the_masks(
+    folder: Path, tmp_path: Path, world: int
+) -> None:
     """Before the step's masks are there, by any thread, and nothing of other steps."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"method": "draft", "model": str(model_folder(tmp_path / "draft", shape))}

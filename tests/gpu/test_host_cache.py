@@ -14,7 +14,7 @@ from quire.runner.transfer.places import tiers
 
 
 @pytest.mark.parametrize("staging", [1, 7, 64])
-def test_what_goes_out_may_be_overwritten_at_once(staging: int) -> None:
+def test_blocks_being_copied_out_may_be_overwritten_at_once(staging: int) -> None:
     pool = torch.randint(0, 1 << 30, (64, 4096), dtype=torch.int32, device="cuda")
     transfer = KVTransfer(tiers([[pool]], slots=(64,), staging=(staging * pool[0].nbytes,)))
     was = pool.clone()

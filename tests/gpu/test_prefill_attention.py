@@ -83,7 +83,7 @@ def test_equals_the_twin(name: str) -> None:
     batch.check(HOPPER, **keywords(batch, extra))
 
 
-def test_what_is_not_stored_may_be_anything() -> None:
+def test_slots_behind_the_stored_tokens_may_hold_anything() -> None:
     batch = case(heads=12)
     for row, total in enumerate(batch.seq_lens.tolist()[: batch.rows]):
         if total % 16:

@@ -23,7 +23,7 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_what_a_gpu_makes(method: str, tmp_path: Path) -> None:
+def test_quantizing_on_a_gpu_gives_the_cpus_results(method: str, tmp_path: Path) -> None:
     source = resolve_model_path(None)
     recipe = Recipe.with_defaults(method, **RECIPES[method])
     found = quantize(source, "quire-tiny", tmp_path / "gpu", recipe, OPTIONS)

@@ -39,7 +39,7 @@ def test_from_nothing_to_a_passing_oracle(
     ask_the_oracle(case, tmp_path)
 
 
-def test_what_the_page_names_is_there() -> None:
+def test_files_and_names_on_the_page_exist() -> None:
     root = PAGE.parents[1]
     text = PAGE.read_text()
     for name in re.findall(r"`((?:src|tests|layers|models|families)/[\w/]+\.\w+)`", text):

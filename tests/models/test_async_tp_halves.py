@@ -148,7 +148,7 @@ class _Exchange:
         torch.add(x, residual, out=out)
 
 
-def test_places_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_alternate_between_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves take turns over places of their own; other sums are the inner group's."""
     monkeypatch.setattr(dist, "get_rank", lambda handle: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda handle: 2)

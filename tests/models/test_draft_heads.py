@@ -179,7 +179,7 @@ def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int
     ]
 
 
-def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
+def test_mtp_layers_draft_the_expected_tokens(mtp: tuple[Path, Twin]) -> None:
     """Acceptances are made up, so that texts go on with drafts, whose pairs are computed anew."""
     folder, twin = mtp
     llm = LLM(
@@ -335,7 +335,7 @@ def eagle_llm(target: Path, head: Path, **more: Any) -> LLM:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_eagle3_heads_draft_what_they_should(
+def test_eagle3_heads_draft_the_expected_tokens(
     target: tuple[Path, Any], tmp_path: Path, later: bool
 ) -> None:
     stem = "layers.0." if later else "midlayer."
@@ -361,7 +361,7 @@ def test_eagle3_heads_draft_what_they_should(
         ({"d2t": torch.zeros(KNOWN + 1, dtype=torch.int64)}, {}, "d2t has shape"),
         ({"fc.weight": torch.zeros(48, 96)}, {}, r"fc.weight has shape \(48, 96\)"),
         ({"midlayer.more": torch.zeros(1)}, {}, "unexpected tensor midlayer.more"),
-        ({}, {"vocab_size": 200}, "200 tokens, the model's 211"),
+        ({}, {"vocab_size": 200}, "200 tokens, but the model has 211"),
         ({}, {"architectures": ["LlamaForCausalLM"]}, "EAGLE-3 head"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}, "layer_ids"),
         ({}, {"eagle_config": {"fc_norm": True}}, "fc_norm"),

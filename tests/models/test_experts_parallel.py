@@ -94,7 +94,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         assert found[0][name] == found[1][name] == tokens, name
 
 
-def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
+def test_ranks_hold_whole_units(tmp_path: Path) -> None:
     """A width of 40 is two units of 16 and a half; nine experts are four and five."""
     make(tmp_path, "qwen3-moe")
     spec = spec_from_config(load_config(tmp_path))

@@ -242,7 +242,7 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
         ),
     ],
 )
-def test_the_same_tokens_however_it_runs(
+def test_tokens_are_the_same_in_every_mode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool
 ) -> None:
     expected = run(GatedEngine(folder), jobs(3))
@@ -261,7 +261,7 @@ def test_the_same_tokens_however_it_runs(
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-def test_lanes_that_are_given_away_before_the_mask_comes(
+def test_lanes_reassigned_before_the_mask_arrives(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     work = jobs(5)

@@ -69,14 +69,14 @@ class Ranked(SingleGroup):
         self.world = world
 
 
-def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_over_ranks(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     spec = spec_from_config(load_config(tmp_path))
     with pytest.raises(ConfigError, match="6 attention heads"):
         build_model(spec, device="meta", group=Ranked(0, 4))
 
 
-def test_a_width_that_cannot_be_shared_out(tmp_path: Path) -> None:
+def test_a_width_that_does_not_divide_over_ranks(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     spec = spec_from_config({**load_config(tmp_path), "intermediate_size": 171})
     with pytest.raises(ConfigError) as told:

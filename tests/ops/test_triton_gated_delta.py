@@ -207,7 +207,7 @@ def test_rows_of_all_lengths(kernel_device: str) -> None:
     check(make(kernel_device, lengths, Sizes(), saves=saves))
 
 
-def test_keys_that_are_all_alike(kernel_device: str) -> None:
+def test_identical_keys(kernel_device: str) -> None:
     """The inverse of the system is small, but powers of it are not."""
     case = make(kernel_device, [(0, 70), (5, 64)], Sizes(key_heads=1, heads=3), alike=True)
     case.given["a"].fill_(-9.0)

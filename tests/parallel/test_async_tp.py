@@ -57,7 +57,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("value", ["yes", "ON", 1, None])
-def test_values_that_are_none(value: object) -> None:
+def test_invalid_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^async_tp must be "):
         EngineArgs.from_kwargs(async_tp=value)
 
@@ -75,7 +75,9 @@ def test_values_that_are_none(value: object) -> None:
     ],
     ids=["one-rank", "stages", "lora", "drafts"],
 )
-def test_settings_that_rule_it_out(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_rule_out_async_tp(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = model_folder(tmp_path, TINY)
     assert refusal(folder, async_tp="on", **settings).startswith(reason)
 
@@ -103,7 +105,7 @@ _RECURRENT = {
     ],
     ids=["shared", "norms", "recurrent"],
 )
-def test_models_that_rule_it_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")

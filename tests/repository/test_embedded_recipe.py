@@ -63,7 +63,7 @@ def test_conversations(recipe: dict[str, ModuleType]) -> None:
         assert not any("{" in m["content"] or "  " in m["content"] for m in row)
 
 
-def test_stories_of_others(recipe: dict[str, ModuleType]) -> None:
+def test_exchanging_animals_in_stories(recipe: dict[str, ModuleType]) -> None:
     exchange = recipe["own_stories"].exchange
     assert exchange("A dog met dogs. The Dog ran.", "dog", "owl") == "An owl met owls. The Owl ran."
     assert exchange("An owl's nest", "owl", "mouse") == "A mouse's nest"

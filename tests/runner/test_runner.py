@@ -128,7 +128,7 @@ def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
     assert again.run(jobs) == expected
 
 
-def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None:
+def test_the_next_turn_of_a_chat_computes_only_new_tokens(folder: Path) -> None:
     engine, known, fed = TinyEngine(folder), random_prompts(1, 61, seed=6)[0], 0
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     for turn in range(5):

@@ -89,7 +89,7 @@ def test_a_body_that_stands_still_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     run(go())
 
 
-def test_a_body_that_gave_way_takes_no_more() -> None:
+def test_a_body_that_was_dropped_reserves_no_more_memory() -> None:
     async def go() -> None:
         budget = BodyBudget(100)
         with budget.hold() as held:

@@ -160,7 +160,7 @@ def test_a_trace_tells_of_a_refusal(servers: tuple[Server, Server], collector: C
     reader.wait_for(lambda: 409 in statuses(), "the span of a refusal")
 
 
-def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Server]) -> None:
+def test_a_mismatch_error_names_both_sides_values(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     status, answer = post(writer, "/kv/handshake", FACTS)
     assert (status, answer["error"]["code"]) == (409, "peer_mismatch")

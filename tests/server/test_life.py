@@ -86,7 +86,7 @@ def test_drain_timeout(launch: Callable[..., Server]) -> None:
     assert "Traceback" not in "".join(server.output)
 
 
-def test_a_draining_server_refuses_what_comes_on_open_connections() -> None:
+def test_a_draining_server_refuses_requests_on_open_connections() -> None:
     async def go() -> None:
         app = build_app(FakeClient(), ServerArgs())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app)

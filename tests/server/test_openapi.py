@@ -144,7 +144,7 @@ def _answers_as_promised(case: Any) -> None:
 
 
 @pytest.mark.parametrize("result", SCHEMA.get_all_operations(), ids=lambda one: one.ok().label)
-def test_nothing_is_the_servers_fault(result: Any) -> None:
+def test_no_request_causes_a_server_error(result: Any) -> None:
     """No 5xx, and answers of the shapes, statuses and types that are promised.
 
     Cases are derived here: `SCHEMA.parametrize()` derives those of all routes at each collection.

@@ -195,6 +195,10 @@ def _metavar(setting: Setting) -> str | None:
     return type_name(setting.kind)
 
 
+_MOST_CHOICES = 24
+"""Most values of a setting that its help lists."""
+
+
 def _is_literal(kind: Any) -> bool:
     return typing.get_origin(kind) is Literal
 
@@ -204,6 +208,8 @@ def _choices(setting: Setting) -> str:
     names = [str(name) for name in typing.get_args(setting.kind)]
     if not _is_literal(setting.kind) or all(name in setting.help for name in names):
         return ""
+    if len(names) > _MOST_CHOICES:
+        return f" The error for an unknown name lists all {len(names)}."
     return f" One of {', '.join(names)}."
 
 

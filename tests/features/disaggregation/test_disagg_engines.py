@@ -261,7 +261,7 @@ def blocks_of(core: EngineCore, tokens: list[int]) -> Iterator[torch.Tensor]:
         pytest.param("state", "draft", "async", (1, 2), marks=pytest.mark.slow),
     ],
 )
-def test_what_drafts_has_its_kv_too(
+def test_draft_layers_and_models_receive_their_kv_too(
     folders: dict[str, Path], make: Any, model: str, method: str, mode: str, ranks: tuple[int, int]
 ) -> None:
     """The tokens are those without drafts. Where one rank of either has all of a block, the
@@ -343,7 +343,7 @@ def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path
         ({"pipeline_parallel_size": 2}, "pipeline"),
     ],
 )
-def test_what_does_not_travel_is_refused(
+def test_unsupported_features_and_roles_are_refused(
     folders: dict[str, Path], args: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -369,18 +369,18 @@ def test_what_does_not_travel_is_refused(
         ({"remote_prefill_tokens": 64}, "set peer, or role=prefill or decode"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ServerArgs(**settings)
 
 
-def test_a_lease_that_sockets_do_not_know() -> None:
+def test_a_lease_longer_than_socket_timeouts_is_refused() -> None:
     """The thread that accepts readers would end at the first."""
     with pytest.raises(ConfigError, match="lease_timeout must be at most"):
         read_settings({"role": "prefill", "lease_timeout": 1e7})
 
 
-def test_a_server_without_peers_has_none_of_it() -> None:
+def test_a_server_without_peers_has_no_peer_settings() -> None:
     assert ServerArgs().kv_peers is None
     both = ServerArgs(peer=("localhost:1",), peer_key="key").kv_peers
     assert both is not None

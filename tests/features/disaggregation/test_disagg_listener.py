@@ -52,7 +52,7 @@ def assert_answered(to: Listener, news: News) -> None:
             pass
 
 
-def test_readers_come_again_once_there_are_files_to_open(
+def test_readers_are_accepted_again_once_files_can_be_opened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
@@ -73,7 +73,7 @@ def test_readers_come_again_once_there_are_files_to_open(
 
 
 @pytest.mark.parametrize("name", ["kv-reader", "kv-writer"])
-def test_readers_come_again_once_there_are_threads(
+def test_readers_are_accepted_again_once_threads_can_start(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, failed = threading.Thread.start, []
@@ -92,7 +92,7 @@ def test_readers_come_again_once_there_are_threads(
     assert "could not be taken in: can't start new thread" in caplog.text
 
 
-def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_without_a_grant_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends a byte now and then; who has shown a grant stays."""
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
     with (

@@ -499,7 +499,7 @@ def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
     assert machine.fetched == 3
 
 
-def test_everything_goes_well() -> None:
+def test_prompts_are_read_from_the_peer_without_faults() -> None:
     """Shows what the machine's luck may not: prompts do come from the other engine."""
     for kind in GROUPS:
         for way in WAYS:
@@ -539,7 +539,7 @@ def test_a_request_does_not_wait_for_a_read_that_does_not_end() -> None:
     assert machine.reader.stats.local == 1
 
 
-def test_what_is_read_too_late_is_not_used() -> None:
+def test_blocks_read_after_their_lease_are_not_used() -> None:
     """The writer's blocks have long become those of other prompts when the read ends."""
     machine = DisaggMachine()
     machine.begin("full", "direct", 0)
@@ -560,7 +560,7 @@ def test_what_is_read_too_late_is_not_used() -> None:
     assert machine.writer.stats.grants == {"timeout": 1}
 
 
-def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
+def test_blocks_a_running_prompt_loses_during_a_read_are_sent_again() -> None:
     """The reader copies what others have written there since, and then the right blocks."""
     machine = DisaggMachine()
     machine.begin("full", "direct async", 0)
@@ -589,7 +589,7 @@ def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
 
 @pytest.mark.parametrize("way", ["async", "direct async", "direct layers"])
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way: str) -> None:
+def test_blocks_lost_during_a_read_are_sent_again(seed: int, way: str) -> None:
     """Requests start over while their blocks are read, and others take these."""
     draw = random.Random(seed)
     machine = DisaggMachine()

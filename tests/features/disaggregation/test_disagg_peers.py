@@ -100,7 +100,7 @@ def answer_with(server: socket.socket, messages: list[Message]) -> threading.Thr
 
 
 @pytest.mark.parametrize(("group", "outcome"), [(0, "overloaded"), (-1, "broken"), (7, "broken")])
-def test_a_peer_is_not_blamed_for_what_is_full_here(
+def test_a_peer_is_not_blamed_for_a_full_local_pool(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     group: int,

@@ -122,7 +122,9 @@ def test_an_engine_rearranges_experts(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"redundant_experts": 8, "enable_expert_parallel": True}, "more than the 7 that ranks"),
     ],
 )
-def test_copies_that_cannot_be(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_impossible_numbers_of_copies_are_refused(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = str(model_folder(tmp_path, TINY_EXPERTS))
     args = EngineArgs(
         model=folder, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2, **settings

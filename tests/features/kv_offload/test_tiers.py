@@ -89,7 +89,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kv
 
 
-def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
+def test_blocks_evicted_from_the_device_come_back_from_the_host(folder: Path) -> None:
     llm = engine(folder, host_cache_gb=100 * BLOCK_GB)
     found = [answers(llm, tail) for tail in range(2)]
     stats = llm.stats()

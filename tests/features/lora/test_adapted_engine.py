@@ -262,7 +262,7 @@ def test_an_adapter_whose_files_change_is_refused(checkpoint: Path, tmp_path: Pa
     llm.shutdown()
 
 
-def test_a_slot_that_cannot_be_filled_keeps_nobody_waiting(
+def test_a_slot_that_cannot_be_filled_fails_its_request_at_once(
     checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:

@@ -177,7 +177,7 @@ def test_dry_ends_loops(llm: LLM) -> None:
     assert broken == repeats(), "no sequence is left"
 
 
-def test_typical_p_and_xtc_change_what_is_drawn(llm: LLM) -> None:
+def test_typical_p_and_xtc_change_the_drawn_tokens(llm: LLM) -> None:
     base = {"max_tokens": 10, "ignore_eos": True}
     seeds = range(3)
     prompts = ["Once upon a time"] * 3
@@ -213,7 +213,7 @@ def test_the_distribution_is_that_of_the_functions(llm: LLM) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 21.1
 
 
-def test_functions_see_what_was_said(llm: LLM) -> None:
+def test_functions_see_the_tokens_so_far(llm: LLM) -> None:
     seen: list[list[int]] = []
 
     def watch(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ def test_choices(accepts: Accepts, choices: list[str]) -> None:
         assert other in choices or not accepts(params, other)
 
 
-def test_what_nobody_waits_for_is_not_compiled(
+def test_an_abandoned_grammar_is_not_compiled(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     slow = gated.compile(choice("slow"))
@@ -108,7 +108,7 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
     assert compiled == ["slow", *"01234"]
 
 
-def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
+def test_the_error_names_the_slow_grammar(gated: Compiler, gate: threading.Event) -> None:
     gated.compile(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
         gated.check(choice("quick"))
@@ -120,7 +120,7 @@ def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) 
     gate.set()
 
 
-def test_one_that_is_late_keeps_no_others_waiting(
+def test_a_slow_grammar_does_not_delay_others(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     with pytest.raises(GrammarError, match="took longer than"):

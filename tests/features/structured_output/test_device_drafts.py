@@ -115,7 +115,7 @@ def counted(llm: LLM) -> SourceStats:
 
 
 @pytest.mark.parametrize("source", ["draft", "eagle3"])
-def test_nothing_but_speed_changes(plain: Answers, llms: dict[str, LLM], source: str) -> None:
+def test_drafts_change_only_the_speed(plain: Answers, llms: dict[str, LLM], source: str) -> None:
     assert answers(llms[source]) == plain
     drafts = counted(llms[source])
     assert drafts.accepted == sum(drafts.accepted_at) > 0
@@ -215,7 +215,9 @@ def test_broken_drafts_change_nothing(
     assert after.accepted - accepted < 0.1 * (after.drafted - drafted)
 
 
-def test_rows_under_a_grammar_say_nothing_about_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_acceptance_under_a_grammar_does_not_affect_other_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Drafts that grammars refuse leave the acceptance that is expected of other rows as it is, and
     rows whose drafts fail get none where they cost something."""
     broken(monkeypatch, of_one_token(0))

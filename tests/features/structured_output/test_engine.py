@@ -110,7 +110,7 @@ def tokens_alone(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
 
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data: Any) -> None:
+def test_a_batch_gives_the_tokens_of_each_request_alone(llms: dict[int, LLM], data: Any) -> None:
     """With and without neighbours, with and without grammars, however many steps are in flight."""
     jobs = []
     for _ in range(data.draw(st.integers(2, 5))):
@@ -194,7 +194,7 @@ def test_ends(llm: LLM) -> None:
     assert one("[0-9]{4}", logprobs=2, presence_penalty=1.5, max_tokens=20).logprobs is not None
 
 
-def test_what_cannot_be_enforced_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused_before_any_step(llm: LLM) -> None:
     steps = llm.stats().steps
     bad = asks({"type": "object", "properties": {"a": {"if": {}}}})
     with pytest.raises(GrammarError, match="#/properties/a/if") as caught:
@@ -307,7 +307,7 @@ def test_abort(llms: dict[int, LLM], depth: int) -> None:
         assert llm.stats().blocks_used == [0]
 
 
-def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -> None:
+def test_steps_are_submitted_after_one_that_waits_for_its_mask(llm: LLM, monkeypatch: Any) -> None:
     """When a mask comes there is nothing left to launch."""
     submitted: list[StepPlan] = []
     heads: list[tuple[int, int]] = []

@@ -45,6 +45,8 @@ class Dialogue:
             limit to the context.
         tools: tools in OpenAI's shape: {"type": "function", "function": {name, description,
             parameters, strict}}.
+        custom_tools: names of the tools that stand for custom tools, see `custom_tools`.
+        found_tools: names of the tools that messages show, so that the template need not.
         parallel_tool_calls: False allows one call at most.
         chat_template: replaces the model's own template.
         template_kwargs: further variables of the chat template, such as documents.
@@ -64,6 +66,8 @@ class Dialogue:
     default_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    custom_tools: frozenset[str] = frozenset()
+    found_tools: frozenset[str] = frozenset()
     parallel_tool_calls: bool = True
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -111,6 +115,7 @@ class ToolCallBegin:
 
     Attributes:
         index: number of the call in its choice, from 0.
+        is_custom: the tool is a custom tool.
     """
 
     choice: int
@@ -119,17 +124,19 @@ class ToolCallBegin:
     name: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]]
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """More of the JSON text of a call's arguments."""
+    """More of the JSON text of a call's arguments, or of a custom tool's input."""
 
     choice: int
     index: int
     arguments: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]]
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -154,9 +161,16 @@ ChatEvent = Delta | Finished
 
 @dataclass(slots=True)
 class ToolCall:
+    """A call.
+
+    Attributes:
+        arguments: JSON text, or the input of a custom tool.
+    """
+
     id: str
     name: str
     arguments: str = ""
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -182,7 +196,8 @@ class ChatAnswer:
             case ReasoningDelta():
                 self.reasoning += event.text
             case ToolCallBegin():
-                self.tool_calls.append(ToolCall(event.id, event.name))
+                call = ToolCall(event.id, event.name, is_custom=event.is_custom)
+                self.tool_calls.append(call)
             case ToolCallDelta():
                 self.tool_calls[event.index].arguments += event.arguments
         self.token_ids += event.token_ids

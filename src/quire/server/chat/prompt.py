@@ -107,6 +107,7 @@ def _tools_for_template(
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
+    hidden = dialogue.found_tools
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
         raise _not_shown_error("tools", "tools", traits)
@@ -116,7 +117,8 @@ def _tools_for_template(
         function.setdefault("parameters", {"type": "object", "properties": {}})
         if traits.needs_description:
             function.setdefault("description", "")
-        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+        name, every = function["name"], choice.mode == "required" or choice.names is None
+        if name not in hidden and (every or name in (choice.names or ())):
             shown.append({"type": "function", "function": function})
     return shown
 

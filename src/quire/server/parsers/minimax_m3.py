@@ -24,8 +24,8 @@ _PLAIN_STRING = ANNOTATIONS | {"type", "enum", "const"}
 class MiniMaxM3Parser(Qwen3XmlParser):
     """Parses calls whose arguments are elements. Objects and arrays are elements inside of them.
 
-    The schema tells an array from an object, and a string from other values. An argument is emitted
-    when it is complete.
+    The schema tells an array from an object, and a string from other values. A string is emitted as
+    it arrives. Any other argument is emitted when it is complete.
     """
 
     name = "minimax_m3"
@@ -34,6 +34,7 @@ class MiniMaxM3Parser(Qwen3XmlParser):
     lenient_starts = (function,)
     call_end, block_end = f"{_MARK}</invoke>", f"{_MARK}</tool_call>"
     parameter = f"{_MARK}<"
+    value_end: str  # type: ignore[misc]  # a tag with the parameter's name
     value_break = gap = ""
     many_per_block = True
     marks = (block_end, call_end)
@@ -53,7 +54,12 @@ class MiniMaxM3Parser(Qwen3XmlParser):
                 self._ended = self.block_end.endswith(end)
                 break
             key = yield from self.read_until(">")
-            value = yield from self._element(key, _child(tool, key, tool), tool, 0)
+            schema = _child(tool, key, tool)
+            if isinstance(schema, Mapping) and schema.get("type") == "string":
+                self.value_end = f"{_MARK}</{key}>"
+                yield from self.read_value(name, key, keys)
+                continue
+            value = yield from self._element(key, schema, tool, 0)
             if key in keys:
                 raise NotACallError
             self.emit_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: {value}")
@@ -94,7 +100,7 @@ class MiniMaxM3Parser(Qwen3XmlParser):
                 raise NotACallError
             return f"{{{', '.join(f'{json.dumps(key)}: {value}' for key, value in children)}}}"
         text = text.removesuffix(_MARK)
-        if types == {"string"}:
+        if isinstance(schema, Mapping) and schema.get("type") == "string":
             return json.dumps(text, ensure_ascii=False)
         if not text.strip():
             empty = {"array": "[]", "object": "{}"}

@@ -118,7 +118,8 @@ def wait_for_inputs(
         inputs.flags, inputs.verdicts, position, last, held, count, len(logit_rows.lanes),
         len(inputs.flags), width, last.stride(0), held.stride(0), int(1000 * patience_us), _TRIES,
         ROLE=role, CLOCK=traits(rows.device).capability > (0, 0),
-        BLOCK=triton.next_power_of_2(count), WIDTH=min(1024, triton.next_power_of_2(width)), num_warps=1,
+        BLOCK=triton.next_power_of_2(count), WIDTH=min(1024, triton.next_power_of_2(width)),
+        num_warps=1,
     )  # fmt: skip
 
 

@@ -130,7 +130,7 @@ class ResponseAnswer:
                 case ReasoningDelta():
                     writer.reasoning(event.text)
                 case ToolCallBegin():
-                    writer.call(event.id, event.name)
+                    writer.call(event.id, event.name, custom=event.is_custom)
                 case ToolCallDelta():
                     writer.arguments(event.arguments)
                 case Finished():
@@ -142,17 +142,7 @@ class ResponseAnswer:
             self.store.add(self.stored)
 
     def _finish(self) -> None:
-        usage = self.reply.usage
-        self.writer.finish(
-            ResponseUsage(
-                usage.prompt_tokens,
-                InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-                usage.completion_tokens,
-                OutputTokensDetails(reasoning_tokens(usage)),
-                usage.total_tokens,
-            ),
-            cut=self.cut,
-        )
+        self.writer.finish(usage_of(self.reply), cut=self.cut)
 
     def _logprobs(
         self, token_ids: list[int], entries: list[dict[int, Logprob]]
@@ -168,6 +158,17 @@ class ResponseAnswer:
             )
             for entry in chat_logprobs(self.tokenizer, token_ids, entries, self.top_logprobs)
         ]
+
+
+def usage_of(reply: ChatGeneration) -> ResponseUsage:
+    usage = reply.usage
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(reasoning_tokens(usage)),
+        usage.total_tokens,
+    )
 
 
 class BackgroundEvents:

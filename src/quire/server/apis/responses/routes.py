@@ -3,26 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.apis.responses import items as response_items
-from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer
+from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer, usage_of
 from quire.server.apis.responses.convert import (
     NAMES,
+    compacted,
+    compacting,
     dialogue_of,
-    functions_of,
     items_of,
     response_of,
     stores,
+    tools_of,
     turns_in,
     without_oldest,
 )
 from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
-from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
-from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
+from quire.server.apis.responses.items import (
+    CompactedResponse,
+    DeletedResponse,
+    InputTokens,
+    Item,
+    ItemList,
+    shown,
+)
+from quire.server.apis.responses.protocol import (
+    ENCRYPTED,
+    LOGPROBS,
+    CompactRequest,
+    CreateRequest,
+    PromptFields,
+)
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
@@ -55,18 +72,18 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
     reply = await prepare(state, dialogue, context_of(request))
-    stored = StoredResponse(
-        ResponseWriter(
-            response_of(state, body, dialogue, context_of(request).model),
-            {
-                flat_name(namespace, tool.name): (namespace, tool.name)
-                for namespace, tool in functions_of(body.tools)
-                if namespace is not None
-            },
-        ),
-        items,
-        owner_of(request),
+    given, found = tools_of(body, items)
+    writer = ResponseWriter(
+        response_of(state, body, dialogue, context_of(request).model),
+        {
+            flat_name(namespace, tool.name): (namespace, tool.name)
+            for namespace, tool in (*given, *found)
+            if namespace is not None
+        },
+        searches=any(isinstance(tool, ToolSearch) for _, tool in given),
+        seals=ENCRYPTED in (body.include or ()),
     )
+    stored = StoredResponse(writer, items, owner_of(request))
     answer = ResponseAnswer(
         reply,
         stored,
@@ -103,6 +120,31 @@ async def count_input_tokens(request: Request) -> Response:
     with rename_fields(NAMES):
         ids = await count(state, await _fitted(state, body, items))
     return json_response(InputTokens(len(ids)))
+
+
+async def compact_response(request: Request) -> Response:
+    """Answers with the conversation's user messages, and a summary that the model writes.
+
+    The tools stay in the prompt, whose beginning is then in the cache. A model that calls one
+    instead of writing a summary is asked again, without tools.
+    """
+    state = state_of(request)
+    body = await read_body(request, CompactRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model, context_of(request))
+    items = items_of(body, store_of(request), owner_of(request))
+    for choice in ("auto", "none"):
+        body = body.model_copy(update={"tool_choice": choice, "text": None})
+        with rename_fields(NAMES):
+            dialogue = await _fitted(state, body, compacting(items))
+            reply = await prepare(state, dialogue, context_of(request))
+            (answer,) = await unless_disconnected(request.receive, reply.whole())
+        if summary := answer.text.strip():
+            output, usage = compacted(items, summary), usage_of(reply)
+            return json_response(
+                CompactedResponse(dialogue.request_id, int(time.time()), output, usage)
+            )
+    raise ApiError(500, "The model wrote no summary.", code="no_summary")
 
 
 async def get_response(request: Request) -> Response:
@@ -217,6 +259,9 @@ ROUTES = (
     Route("post", "/v1/responses/input_tokens", count_input_tokens,
           "Count the tokens of a response's prompt",
           PromptFields, InputTokens, counted=True, queued=False),
+    Route("post", "/v1/responses/compact", compact_response,
+          "Summarize a conversation, so that its next turn is short",
+          CompactRequest, CompactedResponse, counted=True),
     Route("get", _ONE, get_response, "A stored response",
           answer=response_items.Response, stream=EVENTS, query=_STREAM_QUERY),
     Route("delete", _ONE, delete_response, "Forget a response", answer=DeletedResponse),
