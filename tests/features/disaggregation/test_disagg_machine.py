@@ -94,7 +94,7 @@ class Wire:
     def hear(self, message: Message) -> None:
         """The reader's message arrives; the loop takes note of it at its next turn."""
         if isinstance(message, OpenGrant) and self.engine.exports is not None:
-            self.engine.exports.meet(self, message.grant)
+            self.engine.exports.greet(self, message.grant)
         if isinstance(message, BatchAck):
             self.taken.add(message.number)
             self.end_if_taken()

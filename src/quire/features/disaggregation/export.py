@@ -49,9 +49,9 @@ class Export:
     The reader:
         link: its connection, once it has shown the grant.
         layers: for a reader that waits for each layer.
-        deadline: when it counts as dead.
-        told: when it was last told that work goes on.
-        promised: the connection sends the end by itself.
+        deadline: time at which the reader counts as dead.
+        last_keep_alive: time of the last `KeepAlive`.
+        promised: the connection sends the end itself.
 
     The blocks:
         sent_to: by group, the table entry of the next block to send.
@@ -79,7 +79,7 @@ class Export:
     settled: bool = False
     link: ReaderLink | None = None
     layers: LayerBatches[ReaderLink] | None = None
-    told: float = 0.0
+    last_keep_alive: float = 0.0
     promised: bool = False
     again: list[Entries] = field(default_factory=list)
     moving: dict[int, BatchInFlight] = field(default_factory=dict)

@@ -55,7 +55,7 @@ class LayerBatches(Generic[Link]):
             else:
                 self.link.send(batch)
 
-    def meet(self, link: Link) -> None:
+    def greet(self, link: Link) -> None:
         """Greets the reader, if none has come before."""
         with self._lock:
             if self.link is None:

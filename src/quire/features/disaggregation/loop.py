@@ -175,7 +175,7 @@ class DisaggLoop(LoopFeature):
             pool.view if staged else None,
             self._inbox.put,
             self._inbox.wake,
-            self._meet,
+            self._greet,
             settings.lease_timeout,
             lambda: 0 if self._exports is None else len(self._exports),
         )
@@ -236,10 +236,10 @@ class DisaggLoop(LoopFeature):
     def fds(self) -> Sequence[int]:
         return (self._inbox.fd,)
 
-    def _meet(self, link: ReaderLink, grant: Grant) -> None:
+    def _greet(self, link: ReaderLink, grant: Grant) -> None:
         """Greets a reader from a connection's thread."""
         if self._exports is not None:
-            self._exports.meet(link, grant)
+            self._exports.greet(link, grant)
 
     # -- calls ---------------------------------------------------------------------------------
 
