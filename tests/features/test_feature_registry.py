@@ -166,6 +166,15 @@ def test_keys_of_bodies_have_one_owner(install: Install) -> None:
         registry.body_fields()
 
 
+def test_an_engine_without_the_feature_refuses(install: Install) -> None:
+    call, (field,), (plain,) = PARTS["CALLS"][0], PARTS["FIRST"], PARTS["FIELDS"]
+    assert str(call.refuse()) == "this engine does not take the call 'lora.load'"
+    error = field.refuse(3)
+    assert str(error) == "'same' is not supported: the engine runs without its feature"
+    assert error.param == "same"
+    assert plain.refuse(3) is None
+
+
 def test_routes_have_one_owner(install: Install) -> None:
     install(made=spec(routes="ROUTES"))
     with pytest.raises(ConfigError, match="the route 'post /v1/load_lora_adapter' of the feature"):

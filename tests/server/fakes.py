@@ -83,7 +83,7 @@ class FakeClient:
         return self.adapters if news is NAMES else news.default
 
     async def call(self, call: CallType[Any, Any], request: Any, on_end: Any = None) -> Any:
-        raise call.refusal()
+        raise call.refuse()
 
     async def check(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:

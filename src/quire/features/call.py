@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
@@ -32,14 +32,21 @@ class CallType(Generic[Asked, Answered]):
         request: the request's type.
         answer: the answer's type.
         end: the second answer's type, if a call starts work that ends later (`Begun`).
-        refusal: makes the error of an engine without a feature that takes the call.
+        refusal: makes the error of an engine without a feature that takes the call. None: the
+            error names the call.
     """
 
     name: str
     request: type[Asked]
     answer: type[Answered]
     end: type[Any] | None = None
-    refusal: Callable[[], RequestError] = lambda: RequestError("this engine does not take the call")
+    refusal: Callable[[], RequestError] | None = None
+
+    def refuse(self) -> RequestError:
+        """Returns the error of an engine without a feature that takes the call."""
+        if self.refusal is not None:
+            return self.refusal()
+        return RequestError(f"this engine does not take the call {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,8 @@ class RequestField(Generic[Value]):
         value: the value's type.
         option: the keyword of `Request` for the value. None: `LoopFeature.fields` takes it.
         separates: whether requests with different values share no KV.
-        refusal: makes the error of an engine without a feature that takes the value. It returns
-            None to ignore the value.
+        refusal: makes the error of an engine without a feature that takes the value, or returns
+            None to ignore the value. None: a field with a key is an error, and others are ignored.
         key: the field's name in bodies of HTTP requests. Empty: no body has the field.
         apis: the APIs with the field: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
         body: the field's type in a body, for pydantic. None: `value`.
@@ -62,10 +69,20 @@ class RequestField(Generic[Value]):
     value: type[Value]
     option: str | None = None
     separates: bool = False
-    refusal: Callable[[Value], RequestError | None] = lambda value: None
+    refusal: Callable[[Value], RequestError | None] | None = None
     key: str = ""
     apis: tuple[str, ...] = ()
-    body: Any = None
+    body: Any = field(default=None, compare=False)
+
+    def refuse(self, value: Value) -> RequestError | None:
+        """Returns the error of an engine without a feature that takes the value; None: no error."""
+        if self.refusal is not None:
+            return self.refusal(value)
+        if not self.key:
+            return None
+        return RequestError(
+            f"'{self.key}' is not supported: the engine runs without its feature", self.key
+        )
 
 
 @dataclass(frozen=True, slots=True)
