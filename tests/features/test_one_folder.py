@@ -47,7 +47,11 @@ def install(folder: Path, module: str) -> dict[str, str]:
 @pytest.fixture(params=[slow(()), ("--api-workers", "2", "--tensor-parallel-size", "2")])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     variables = install(tmp_path, "tests.features.constant_token")
-    found = start_server("--constant-token", str(FLAG), *request.param, variables=variables)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"constant_token: {FLAG}\n")
+    # A flag in one of the servers, a key of the file in the other.
+    setting = ("--constant-token", str(FLAG)) if request.param else ("--config", str(file))
+    found = start_server(*setting, *request.param, variables=variables)
     yield found
     found.stop(signal.SIGKILL)
 
