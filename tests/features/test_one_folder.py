@@ -1,4 +1,4 @@
-"""A feature in one folder, of another package than Quire, in a real server and without a patch.
+"""A feature from another package, in one folder, in a real server without a patch.
 
 The folder `constant_token/` adds a flag, a request field of three APIs, a call, a route,
 statistics, a metric, a row of the live view, a column of the batch and a hook in the head. The
