@@ -45,6 +45,6 @@ def test_texts_are_followed_to_their_ends() -> None:
         assert ahead(manager, 1, text[:length]) == text[length:]
         assert ahead(manager, 1, text[:length], 3) == text[length : length + 3]
     assert ahead(manager, 1, [*text[:10], 99]) == []
-    # Whole blocks of a text that runs are there as soon as they are filled.
+    # Whole blocks of a running request are available as soon as they are filled.
     begin(manager, 2, [*text[:9], 50, 51, 52, 53, 54])
     assert ahead(manager, 1, [*text[:9], 50]) == [51, 52]

@@ -59,7 +59,7 @@ def test_sizes_without_weights(tmp_path: Path) -> None:
 
 
 def test_a_head_in_8_bits_is_counted(tmp_path: Path) -> None:
-    """The head is tied: its copy comes to the embeddings, in weights and in bytes."""
+    """The head is tied: its copy adds to the embeddings' weights and bytes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     plain = model_of(str(tmp_path))
     own = model_of(str(tmp_path), "--quantization", "head=int8")
@@ -84,7 +84,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
 
 
 def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends in one line, whatever the hub's HTTP client raises."""
+    """Errors of the hub's HTTP client become one line."""
 
     class ProxyError(Exception):
         pass

@@ -1,4 +1,4 @@
-"""Many features at once: what a request gets is what it gets alone, in an engine with none."""
+"""Requests with many features give the same results as alone in an engine without features."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def text_of(command: Command) -> str:
 
 
 def quire_commands() -> list[Command]:
-    """Returns the commands of `quire`, also those that a profiler starts."""
+    """Returns the commands of `quire`, including those started by a profiler."""
     found = []
     for command in COMMANDS:
         if command.program == "nsys":

@@ -1,4 +1,4 @@
-"""Beam search: the same sequences as transformers, and the algorithm's bounds."""
+"""Beam search: the same sequences as transformers, and the ends of the search."""
 
 from __future__ import annotations
 

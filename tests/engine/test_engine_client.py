@@ -282,8 +282,8 @@ def test_errors_of_the_start_are_the_engines_own(
 
 
 def test_adapters_of_several_engines() -> None:
-    """A load ends with the first refusal; an unload asks all, and one that knew the name is
-    enough."""
+    """A load ends with the first refusal. An unload goes to all engines and succeeds if one of them
+    knew the name."""
     refusal = RequestError("no")
     asked: list[CallType[Any, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Features that the first request to ask for them turns on, in an engine that runs."""
+"""Features turned on by the first request that uses them, in a running engine."""
 
 from __future__ import annotations
 

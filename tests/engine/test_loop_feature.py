@@ -20,7 +20,7 @@ from tests.fakes import FakeExecutor
 
 
 class Slow(Feature, LoopFeature):
-    """Parks all requests until a byte can be read; then wakes those of an even number."""
+    """Parks all requests until a byte can be read; then wakes those with even numbers."""
 
     def __init__(self) -> None:
         self.parked: list[Request] = []

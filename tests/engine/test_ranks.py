@@ -159,7 +159,7 @@ def bits(ranks: int, **settings: Any) -> list[tuple[list[int], list[float]]]:
     ids=["4", "2-w8a8", "2-by-2-stages"],
 )
 def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> None:
-    """Also where one rank runs other steps."""
+    """This holds even if one rank runs other steps."""
     found = bits(ranks, **settings)
     alike = {"quantization", "kv_cache_dtype"} & set(settings)
     assert found == bits(1, **{name: settings[name] for name in alike})
@@ -229,7 +229,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
 
 
 def test_an_error_at_the_start_of_ranks_is_reported() -> None:
-    """All ranks fail alike; the error is not that another has ended."""
+    """All ranks fail in the same way; the error must not be that another rank has ended."""
     reason = "the draft head: 2 attention heads cannot be shared out over 4 ranks"
     with pytest.raises(ConfigError, match=reason) as raised:
         LLM(device="cpu", tensor_parallel_size=4, speculative={"method": "eagle3"})

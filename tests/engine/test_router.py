@@ -39,7 +39,7 @@ class Cache:
 
 
 def dialogues(seed: int) -> list[Int32]:
-    """Returns prompts of dialogues that go on beside each other, under a few system prompts."""
+    """Returns prompts of interleaved dialogues with a few system prompts."""
     draw = random.Random(seed)
 
     def text(length: int) -> list[int]:

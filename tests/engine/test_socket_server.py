@@ -1,4 +1,4 @@
-"""The engine's connections: whole messages, no waiting, and who has left."""
+"""The engine's connections: whole messages, sends that never block, and disconnects."""
 
 from __future__ import annotations
 

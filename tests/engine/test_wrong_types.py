@@ -1,4 +1,4 @@
-"""Values of the wrong type, or beyond their bounds, are typed errors that name the field."""
+"""Values of the wrong type or out of range raise typed errors that name the field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = [field.name for field in dataclasses.fields(EngineArgs)]
 
 
 def refusal(call: Callable[[], object]) -> str | None:
-    """Returns the field that a call was refused for, None if it was taken."""
+    """Returns the field for which a call was refused, or None if it was accepted."""
     try:
         call()
     except (ConfigError, RequestError) as error:

@@ -1,4 +1,4 @@
-"""Experts on a GPU: tiles measured at the start, and the shared expert beside the others."""
+"""Experts on a GPU: tiles measured at the start, and the shared expert on a parallel stream."""
 
 from __future__ import annotations
 

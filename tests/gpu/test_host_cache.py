@@ -1,4 +1,4 @@
-"""Blocks cross to the host and back on streams of their own, and no token is any different."""
+"""Blocks are copied to the host and back on separate streams, without changing any token."""
 
 from __future__ import annotations
 

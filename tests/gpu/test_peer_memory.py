@@ -1,4 +1,4 @@
-"""Heads of ranks cross to the memory between engines and back, on streams of their own."""
+"""Ranks' heads are copied to the memory between engines and back, on separate streams."""
 
 from __future__ import annotations
 

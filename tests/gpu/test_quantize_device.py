@@ -30,7 +30,7 @@ def test_quantizing_on_a_gpu_gives_the_cpus_results(method: str, tmp_path: Path)
     on_cpu = replace(OPTIONS, device="cpu")
     expected = quantize(source, "quire-tiny", tmp_path / "cpu", recipe, on_cpu)
     assert found.perplexity_before == pytest.approx(expected.perplexity_before, rel=0.01)
-    # Where GPTQ rounds one weight the other way, it makes others up for it.
+    # If GPTQ rounds one weight differently, it compensates with other weights.
     near = 0.1 if method == "gptq" else 0.03
     assert found.perplexity_after == pytest.approx(expected.perplexity_after, rel=near)
     assert found.kl == pytest.approx(expected.kl, rel=0.5, abs=5e-3)

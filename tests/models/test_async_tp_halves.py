@@ -43,7 +43,7 @@ class CountingGroup(HalvesGroup):
 
 
 def logits_of(folder: Path, group: TorchGroup, deterministic: bool) -> list[Tensor]:
-    """Returns logits of prompts in chunks, beside single tokens of others, and with padding."""
+    """Returns logits of steps that mix chunks of prompts, single tokens and padding."""
     spec = spec_from_config(load_config(folder))
     model = build_model(spec, device="cpu", dtype=torch.float32, group=group)
     load_weights(model, folder, "auto")

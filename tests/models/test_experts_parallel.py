@@ -60,8 +60,8 @@ def all_tokens(folders: list[Path], group: ProcessGroup) -> dict[str, list[list[
 
 
 def rearrange_copies(model: Decoder) -> None:
-    """Gives ranks three further experts each layer, and places them twice, each time as if tokens
-    had chosen those that one rank has alone."""
+    """Gives ranks three copies of experts per layer and places them twice, each time as if tokens
+    had chosen experts of a single rank."""
     for module in model.modules():
         if not isinstance(module, Experts):
             continue

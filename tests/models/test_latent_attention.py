@@ -1,4 +1,4 @@
-"""Models with latent attention: what they keep of a token, their formats, and what is refused."""
+"""Models with latent attention: cached latents, formats, and refused options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that make no sense end the start, and the checkpoint's name of them is told."""
+"""Insane weights end the start with an error that has their name in the checkpoint."""
 
 from __future__ import annotations
 

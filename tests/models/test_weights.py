@@ -1,4 +1,4 @@
-"""The loader takes exactly what fits, wherever it lies, and says what does not."""
+"""The loader accepts exactly the tensors that fit, from any file, and names the others."""
 
 from __future__ import annotations
 

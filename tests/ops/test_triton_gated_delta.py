@@ -254,7 +254,7 @@ def test_the_same_bits_every_time(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("side", [kernels, reference], ids=["kernels", "twin"])
 def test_deterministic_states_do_not_depend_on_the_cut(side: Any, kernel_device: str) -> None:
-    """A row of 30 tokens, at once and in three pieces beside others."""
+    """A row of 30 tokens, in one step and in three steps with other rows."""
     device = kernel_device if side is kernels else "cpu"
     case = make(device, [(4, 30), (9, 1), (2, 5)], Sizes())
     names = "mixed", "a", "b", "a_log", "dt_bias"

@@ -242,7 +242,7 @@ def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab
 
 @pytest.mark.parametrize("op", LOGPROBS)
 def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
-    """Entries beside the rows do not count."""
+    """Entries outside the rows do not count."""
     table = torch.full((3, 700), 50.0, device=kernel_device)
     table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
     check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])

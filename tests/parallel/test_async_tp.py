@@ -1,4 +1,4 @@
-"""`--async-tp`: engines whose long steps are two halves, those that cannot, and the choice."""
+"""`--async-tp`: engines that run long steps as two halves, unsupported engines, and the default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests.tiny_engine import TINY, model_folder
     ids=["2-few-blocks", "4-kv-int8", "2-by-2-stages"],
 )
 def test_halves_give_the_tokens_of_one_rank(ranks: int, settings: dict[str, Any]) -> None:
-    """Chunked prompts beside generating requests, prefix hits, preemption, a grammar."""
+    """Chunked prompts, generating requests, prefix hits, preemption and a grammar in the same
+    steps."""
     found = completions(ranks, async_tp="on", **settings)
     settings.pop("pipeline_parallel_size", None)
     assert found == completions(1, **settings)

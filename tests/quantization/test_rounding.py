@@ -117,7 +117,7 @@ def test_weights_with_nan_or_infinity_are_named(kind: str, tmp_path: Path) -> No
 
 
 def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
-    """After loading, what is left are the weights of few bits and what is never rounded."""
+    """After loading, only the rounded weights and the never rounded ones are in memory."""
     make(tmp_path, "llama")
     sizes = {}
     for kind in (None, *KINDS):

@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parents[2] / "tools" / "embedded_model"
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[dict[str, ModuleType]]:
-    """Yields the recipe's modules by name; nobody else finds them."""
+    """Yields the recipe's modules by name; they are importable only meanwhile."""
     before = dict(sys.modules)
     sys.path.insert(0, str(RECIPE))
     names = "chat_score", "own_dialogues", "own_stories", "hybrid", "eagle", "model"

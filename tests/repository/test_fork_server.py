@@ -1,4 +1,4 @@
-"""Processes that tests start by forks are as those that users start."""
+"""Processes forked by tests behave like processes started by users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A widened model computes what the small one does, and never draws what it was padded with."""
+"""A widened model computes the same as the small one, and never draws a padding token."""
 
 from __future__ import annotations
 

@@ -295,7 +295,7 @@ BLOCKS, SIZE = 64, 1 << 20
 
 
 def serve(connection: Connection, device: str) -> None:
-    """Lets its memory be read until it is told to end."""
+    """Offers its memory to readers until it receives the signal to end."""
     tensor = torch.arange(BLOCKS, device=device, dtype=torch.uint8)[:, None].expand(-1, SIZE)
     tensor = tensor.contiguous()
     torch.cuda.synchronize(device)

@@ -201,7 +201,7 @@ def test_a_full_disk_is_reported_as_one(
 def test_a_file_that_cannot_be_read_for_now_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the folder would outgrow its size by it."""
+    """Otherwise the folder would exceed its size by this file."""
 
     def failing(path: Path) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def serve(connection: Connection) -> None:
-    """Lets its memory be read until it is told to end."""
+    """Offers its memory to readers until it receives the signal to end."""
     tensor = torch.full((BLOCKS, SIZE), 7, dtype=torch.uint8)
     agent = NixlAgent([tensor], CPU)
     layout = BlockLayout([tensor])

@@ -1,4 +1,4 @@
-"""Features take part in the scheduler, and those that do not cost nothing."""
+"""Hooks of features in the scheduler; hooks that a feature does not override cost nothing."""
 
 from __future__ import annotations
 

@@ -311,7 +311,7 @@ def test_metrics_count() -> None:
 
 
 def test_every_started_completion_ends_for_a_reason() -> None:
-    """Whether its client leaves, its time is over, the engine fails, or it ends by itself."""
+    """For each cause: the client leaves, a timeout, a failed engine, or a normal end."""
 
     async def go() -> str:
         engine = FakeClient(free=1)

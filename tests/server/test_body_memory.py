@@ -1,4 +1,5 @@
-"""The memory of all bodies together: what is beyond it is refused, what stands still gives way."""
+"""The shared memory of request bodies: bodies beyond the limit are refused, and stalled ones are
+dropped."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def health(server: Server) -> int:
 def test_a_signal_drains_and_exits_with_0(
     launch: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, number: int, bare: bool
 ) -> None:
-    """Also of processes that are started as users start them."""
+    """This includes processes started from the command line."""
     if bare:
         monkeypatch.setenv(BARE, "1")
     server = launch("--drain-timeout", str(WAIT))

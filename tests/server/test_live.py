@@ -1,4 +1,4 @@
-"""`/engine/live`: what is told, when, and what it costs while nobody looks."""
+"""`/engine/live`: the events, their rate, and no work without watchers."""
 
 from __future__ import annotations
 

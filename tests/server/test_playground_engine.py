@@ -152,8 +152,7 @@ def test_a_lost_server_is_reported_and_retried(browser: Any, launch: Callable[..
 
 
 def test_another_engine_is_not_taken_for_the_first(browser: Any, server: Server) -> None:
-    """A restarted engine's counts begin anew: nothing may be shown as the difference to the first
-    one's."""
+    """A restarted engine counts from zero: differences to the old engine's counts are not shown."""
     asked: list[str] = []
 
     def answer(route: Any) -> None:

@@ -94,7 +94,7 @@ def test_processes_share_one_bucket(tmp_path: Path) -> None:
     total = sum(taken.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join(60)
-    # What fills up while they run is little beside what is taken twice where a lock is missing.
+    # Without a lock, workers would take many more than the tokens that refill meanwhile.
     assert 500 <= total <= 620
     assert (file.stat().st_mode & 0o777) == 0o600
 

@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the `openai` client, over an engine that is told its words."""
+"""Tool calls and reasoning through the `openai` client, with an engine of scripted answers."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def test_records_and_table() -> None:
 
 
 def test_few_blocks_still_keep_reused_prefixes() -> None:
-    """More requests than the cache holds prompts: those that are asked for again are still in."""
+    """With more prompts than the cache holds, the repeated ones are still cached."""
     ((_, found),) = run((CacheCase("long", 1000),), num_blocks=400, requests=40)
     assert found["cached_blocks"] > 300
 

@@ -1,4 +1,4 @@
-"""`quire quantize`: what it makes, what reads it, what it refuses, and what a kill costs."""
+"""`quire quantize`: written checkpoints, their readers, refused options, and runs after a kill."""
 
 from __future__ import annotations
 
@@ -452,7 +452,7 @@ def test_invalid_recipes_are_refused() -> None:
         ({"method": "int8", "bits": 4}, "8 bits"),
         ({"method": "fp8", "symmetric": False}, "symmetric"),
         ({"method": "fp8", "group_size": 8}, "side of its blocks"),
-        ({"method": "smoothquant", "weight_only": True}, "int8 takes weights only"),
+        ({"method": "smoothquant", "weight_only": True}, "use int8 for weights only"),
     ):
         with pytest.raises(ConfigError, match=message):
             Recipe.with_defaults(**choices)

@@ -1,4 +1,4 @@
-"""Predictions of `quire roofline`, beside the records and where there can be none."""
+"""Predictions of `quire roofline`, compared with records, and unsupported cards and dtypes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections of readers: those that come, those that say nothing, and what is in their way."""
+"""The listener's connections: new ones, silent ones, and errors when accepting them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(to: Listener) -> socket.socket:
 
 
 def assert_answered(to: Listener, news: News) -> None:
-    """A reader connects, shows its grant and is told of the end."""
+    """A reader connects, shows its grant and receives the end of the transfer."""
     with connect(to) as connected:
         channel = PeerChannel(connected)
         channel.send(OpenGrant(GRANT))
@@ -93,7 +93,7 @@ def test_readers_are_accepted_again_once_threads_can_start(
 
 
 def test_a_connection_without_a_grant_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that sends a byte now and then; who has shown a grant stays."""
+    """A reader that sends a byte now and then is closed, too; one with a grant stays."""
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
     with (
         listening(lease=0.3) as (listener, news),

@@ -1,4 +1,4 @@
-"""KV events: what they say an engine holds is what its prefix tree holds."""
+"""KV events describe exactly the contents of the engine's prefix tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD = EngineLoad()
 
 
 class Reader:
-    """A router's view of an engine, by its events alone."""
+    """A router's view of an engine, built from its events."""
 
     def __init__(self) -> None:
         self.epoch, self.last = "", 0
@@ -115,7 +115,7 @@ def test_events_reproduce_the_prefix_tree(ops: list[tuple[str, object]], depth: 
 
 
 def test_no_events_are_recorded_before_a_reader_connects() -> None:
-    """Then, what a prompt finds in the tree is noted with it."""
+    """Later, events also cover the blocks that a prompt finds in the tree."""
     group = KVGroup(layers=(0,), tokens_per_block=SIZE)
     executor = FakeExecutor([group], [24], vocab=7)
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=16), executor.start())
@@ -183,7 +183,7 @@ def test_the_rate_is_that_of_steps_with_prompts() -> None:
     rate = PrefillRate()
     rate.ended(0.0)
     assert rate.value == 0.0
-    # Two steps overlap: the second takes from the first one's end.
+    # The two reads overlap.
     rate.launched(1000, 1.0)
     rate.launched(1000, 1.1)
     rate.ended(2.0)

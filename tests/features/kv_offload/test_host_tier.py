@@ -1,4 +1,4 @@
-"""The index of the host's pool, names of contents, and what copying is reckoned to cost."""
+"""The index of the host's pool, hashes of contents, and estimated costs of copies."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_the_least_useful_state_is_evicted() -> None:
     assert tier.expect(key(3)) is not None
     assert key(1) not in tier
     tier.arrived(key(3), True)
-    # What goes raises what later uses count for: 15 and 10 are less than 30 still.
+    # An eviction raises the value of later uses, but 15 + 10 is still less than 30.
     assert tier.oldest(1) == [key(3)]
     tier.touch(key(3))
     for n in range(4, 8):

@@ -151,7 +151,7 @@ def test_the_adapter_that_ships() -> None:
 
 
 def test_a_reused_slot_keeps_nothing_of_the_last_adapter(tmp_path: Path) -> None:
-    """A second adapter of fewer linears and a lower rank leaves nothing of the first."""
+    """A second adapter with fewer linears and a lower rank replaces all values of the first."""
     model = make(tmp_path / "model", "llama")
     make_adapter(model, tmp_path / "a", 0, r=16)
     make_adapter(model, tmp_path / "b", 1, r=2, target_modules=["k_proj"])

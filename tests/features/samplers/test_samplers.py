@@ -1,4 +1,4 @@
-"""DRY, XTC, typical-p and functions of the caller's: twins in float64, and whole requests."""
+"""DRY, XTC, typical-p and callers' functions, against float64 twins and in whole requests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_typical_p(logits: list[list[float]], mass: float) -> None:
         order = np.argsort(distance, kind="stable")
         reached = np.cumsum(probs[order])
         count = int((reached < mass).sum()) + 1
-        # What is kept is closer than what is not, and as much as was asked for, but for rounding.
+        # Kept tokens are closer than dropped ones and have the asked mass, except for rounding.
         assert distance[mine].max() <= distance[~mine].min(initial=np.inf) + 1e-4
         if abs(reached - mass).min() > 1e-5:
             assert mine.sum() == min(count, VOCAB)

@@ -1,4 +1,5 @@
-"""Every keyword: valid documents can be written, invalid ones never, the rest is refused."""
+"""Every keyword: valid documents can be generated and invalid ones cannot; other keywords are
+refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks put together from tables are llguidance's, bit for bit, anywhere in random documents."""
+"""Masks built from tables equal llguidance's, bit for bit, at any position of random documents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def walking(tokenizer: Tokenizer) -> Iterator[Compiler]:
 
 
 class Walk:
-    """A request that samples any token that its masks allow, which are llguidance's."""
+    """A random request: checks its masks against llguidance's, and samples any allowed token."""
 
     def __init__(self, compiler: Compiler, schema: Any, seed: int) -> None:
         self._compiler = compiler
@@ -51,7 +51,7 @@ class Walk:
         self.put_together = 0
 
     def run(self, tokens: int) -> int:
-        """Returns how many masks were put together from tables."""
+        """Runs the request; returns the number of masks built from tables."""
         for _ in range(tokens):
             mask = self._mask()
             allowed = _tokens_of(mask)

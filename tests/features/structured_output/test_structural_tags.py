@@ -1,4 +1,4 @@
-"""Structural tags: any text, but what a trigger has begun."""
+"""Structural tags: any text is allowed until a trigger, then the tag's grammar applies."""
 
 from __future__ import annotations
 

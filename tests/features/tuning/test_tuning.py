@@ -1,5 +1,5 @@
-"""Plans measured beside an engine: what is asked for, when work may run, what is kept, and how the
-two processes end. No GPU: times are made up."""
+"""Measuring plans while an engine runs: the requested shapes, the times when work may run, the
+saved plans, and the end of both processes. Without a GPU: times are made up."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """Returns the embedded model's settings as they are resolved for a GPU."""
+    """Returns the embedded model's settings as resolved for a GPU."""
     device = settings.pop("device", "cuda")
     args = EngineArgs(**settings)
     return replace(_resolved(), args=args, device=device, dtype="bfloat16")
@@ -145,7 +145,7 @@ def test_products_that_do_not_fit_in_memory_are_left_out() -> None:
     assert few == [NARROW]
     assert pool == 320 << 20
     assert pool_for([NARROW, head], 1 << 29)[0] == []
-    # Values of a format are drawn beside others.
+    # Values in one format are drawn at random next to the others.
     assert pool_for([NARROW], 900 << 20)[0]
     assert pool_for([NARROW, NARROW._replace(format=INT4)], 900 << 20)[0] == []
 
@@ -371,7 +371,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    """So it does when the engine was killed and nobody is left to tell it."""
+    """It also ends if the engine was killed without a message to it."""
     source = (
         "import sys, time; from quire.features.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"

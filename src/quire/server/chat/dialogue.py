@@ -12,6 +12,7 @@ from quire.engine.loop.beam_search import BeamSearchParams
 from quire.errors import RequestError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
+from quire.server.chat.prompt_memo import PromptMemo
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Dialogue:
         truncation_side: side on which the other tokens are dropped, by default the left.
         include_reasoning: False leaves reasoning out of the events. It is still generated.
         beams: searches for the likeliest answers instead of sampling them.
+        memo: has the tokens of the conversation so far; None tokenizes the whole prompt.
         with_tokens: tokens without text, such as the end of sequence, get an event too. Routes set
             it if they return token ids or log-probabilities.
     """
@@ -78,6 +80,7 @@ class Dialogue:
     truncation_side: Literal["left", "right"] | None = None
     include_reasoning: bool = True
     beams: BeamSearchParams | None = None
+    memo: PromptMemo | None = None
     with_tokens: bool = False
     request_id: str
     priority: int = 0

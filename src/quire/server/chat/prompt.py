@@ -73,6 +73,8 @@ def render_prompt(
     if dialogue.continue_final_message:
         text = _cut_at_mark(text)
         continued = dialogue.messages[-1]["content"]
+    if dialogue.memo is not None:
+        return RenderedPrompt(text, dialogue.memo.encode(tokenizer, text, most), continued)
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()

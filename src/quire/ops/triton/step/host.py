@@ -113,13 +113,13 @@ def wait_for_inputs(
     """
     role = _ALONE if inputs.world == 1 else _OTHER if inputs.rank else _FIRST
     count, width = len(rows.lanes), last.shape[1]
+    patience_ns = int(1000 * patience_us)
     launch(_wait_for_inputs, (1,))(
         rows.lanes, rows.logit_start, rows.flags, logit_rows.lanes, logit_rows.lengths, gate,
         inputs.flags, inputs.verdicts, position, last, held, count, len(logit_rows.lanes),
-        len(inputs.flags), width, last.stride(0), held.stride(0), int(1000 * patience_us), _TRIES,
-        ROLE=role, CLOCK=traits(rows.device).capability > (0, 0),
-        BLOCK=triton.next_power_of_2(count), WIDTH=min(1024, triton.next_power_of_2(width)),
-        num_warps=1,
+        len(inputs.flags), width, last.stride(0), held.stride(0), patience_ns, _TRIES, ROLE=role,
+        CLOCK=traits(rows.device).capability > (0, 0), BLOCK=triton.next_power_of_2(count),
+        WIDTH=min(1024, triton.next_power_of_2(width)), num_warps=1,
     )  # fmt: skip
 
 

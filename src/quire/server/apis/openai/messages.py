@@ -69,17 +69,21 @@ _TOOL_TYPES = ("function", "custom")
 def _check_type(data: Any, what: str) -> None:
     """Checks that `data` has a known type, and the field of that type."""
     kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind not in _TOOL_TYPES:
+    if not isinstance(kind, str):
+        return
+    if kind not in _TOOL_TYPES:
         raise RequestError(
             f"{what} of type {kind[:40]!r} are not supported, only functions and custom tools are.",
             code="unsupported_parameter",
         )
-    if isinstance(kind, str) and data.get(kind) is None:
+    if data.get(kind) is None:
         raise RequestError(
             f"Missing required parameter: '{kind}'.", kind, code="missing_required_parameter"
         )
-    other = next((name for name in _TOOL_TYPES if name != kind and name in data), None)
-    if isinstance(kind, str) and other is not None:
+    other = next(
+        (name for name in _TOOL_TYPES if name != kind and data.get(name) is not None), None
+    )
+    if other is not None:
         raise RequestError(f"one of type {kind!r} has no '{other}'.", other)
 
 

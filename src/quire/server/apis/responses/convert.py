@@ -34,7 +34,7 @@ from quire.server.apis.responses.protocol import (
     PromptFields,
     TextConfig,
 )
-from quire.server.apis.responses.store import ResponseStore
+from quire.server.apis.responses.store import ResponseSource
 from quire.server.apis.responses.tools import (
     TOOL_SEARCH,
     CustomTool,
@@ -83,7 +83,7 @@ NAMES = {
 """Maps field names of chat completions, which errors use, to names of this API."""
 
 
-def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[Item, ...]:
+def items_of(body: PromptFields, store: ResponseSource, owner: bytes) -> tuple[Item, ...]:
     """Returns all items that the response answers, each with an id: earlier turns, then the input.
 
     Raises:
@@ -105,7 +105,7 @@ def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[It
     )
 
 
-def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
+def _resolved(item: Item | ItemReference, place: int, store: ResponseSource, owner: bytes) -> Item:
     if isinstance(item, ItemReference):
         found = store.item(item.id, owner)
         if found is None:
@@ -144,7 +144,7 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
 
 def compacting(items: Sequence[Item]) -> tuple[Item, ...]:
     """Returns the conversation with the request to summarize it."""
-    part = ItemText(type="input_text", text=_SUMMARIZE)
+    part = ItemText(type="input_text", text=_SUMMARIZE, logprobs=None)
     return (*items, MessageItem(type="message", role="user", content=[part]))
 
 
@@ -198,7 +198,7 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
             raise unsupported_error("text.verbosity", "has no place in the model's chat template")
         decline("text.verbosity")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
-    params = SamplingParams(**state.defaults)
+    params = SamplingParams(**dict[str, Any](state.defaults))
     if isinstance(body, CreateRequest):
         params = _params(state, body)
     most = state.client.config.scheduler.max_model_len

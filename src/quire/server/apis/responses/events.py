@@ -145,10 +145,15 @@ class ResponseWriter:
         elif isinstance(item, OutputCustomToolCall):
             self._of_item("response.custom_tool_call_input.delta", delta=text)
 
-    def finish(self, usage: ResponseUsage, *, cut: bool) -> None:
-        """Ends the response; `cut`: by the limit of tokens rather than by the model."""
+    def finish(self, usage: ResponseUsage, *, cut: bool, empty: bool = False) -> None:
+        """Ends the response.
+
+        Args:
+            cut: the limit of tokens ended it, not the model.
+            empty: a response without output gets no empty message.
+        """
         response = self.response
-        if not response.output:
+        if not response.output and not empty:
             self._open_message()
         self.close("incomplete" if cut else "completed")
         response.usage = usage

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -38,7 +39,8 @@ from quire.server.apis.responses.protocol import (
     CreateRequest,
     PromptFields,
 )
-from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.responses.socket import CONVERSATION_KEY, Conversation, SocketStore
+from quire.server.apis.responses.store import ResponseSource, ResponseStore, StoredResponse
 from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
@@ -47,7 +49,13 @@ from quire.server.context.request_context import context_of, owner_of
 from quire.server.errors import ApiError, rename_fields
 from quire.server.http.bodies import read_body
 from quire.server.http.query import PAGING, Query, page_of
-from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
+from quire.server.http.sse import (
+    EventStream,
+    json_response,
+    pad_event,
+    start_stream,
+    unless_disconnected,
+)
 from quire.server.state import ServerState, state_of
 
 
@@ -63,14 +71,29 @@ async def create_response(request: Request) -> Response:
             "(--response-store-size is 0).",
             param="background",
         )
-    items = items_of(body, store_of(request), owner_of(request))
+    conversation: Conversation | None = request.scope.get(CONVERSATION_KEY)
+    source: ResponseSource = store_of(request)
+    if conversation is not None:
+        source = SocketStore(conversation, store_of(request))
+    items = items_of(body, source, owner_of(request))
     with rename_fields(NAMES):
-        return await _answer(request, body, items)
+        return await _answer(request, body, items, conversation)
 
 
-async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]) -> Response:
+async def _answer(
+    request: Request,
+    body: CreateRequest,
+    items: tuple[Item, ...],
+    conversation: Conversation | None,
+) -> Response:
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
+    if conversation is not None:
+        dialogue.memo, dialogue.with_tokens = conversation.memo, True
+        if not conversation.generate:
+            dialogue.params, dialogue.default_max_tokens = (
+                replace(dialogue.params, max_tokens=1), None
+            )  # fmt: skip
     reply = await prepare(state, dialogue, context_of(request))
     given, found = tools_of(body, items)
     writer = ResponseWriter(
@@ -90,7 +113,11 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
         store_of(request) if stores(state, body) else None,
         tokenizer=state.tokenizer("input"),
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        conversation=conversation,
     )
+    if conversation is not None and not conversation.generate:
+        events = await unless_disconnected(request.receive, answer.warm_up())
+        return Response(b"".join(event.data + b"\n" for event in events))
     obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
     if body.background:
         answer.start_in_background(state.metrics)
@@ -102,11 +129,12 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
         await unless_disconnected(request.receive, answer.whole())
         return json_response(stored.response)
     await start_stream(request, reply)
+    write = _write if conversation is None else _write_lines
     return EventStream(
         reply,
-        lambda buffer, events: _write(buffer, answer.write(events), obfuscate),
-        lambda buffer: _write(buffer, answer.finish(), obfuscate),
-        fail=lambda buffer, error: _write(buffer, answer.fail(error), obfuscate),
+        lambda buffer, events: write(buffer, answer.write(events), obfuscate),
+        lambda buffer: write(buffer, answer.finish(), obfuscate),
+        fail=lambda buffer, error: write(buffer, answer.fail(error), obfuscate),
         metrics=state.metrics,
     )
 
@@ -244,6 +272,13 @@ def _stream(state: ServerState, stored: StoredResponse, after: int, obfuscate: b
 def _write(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
     for event in events:
         event.write(buffer, obfuscate)
+
+
+def _write_lines(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
+    """Writes one event per line, for a WebSocket."""
+    for event in events:
+        delta = obfuscate and event.type.endswith(".delta")
+        buffer += (pad_event(event.data) if delta else event.data) + b"\n"
 
 
 _ONE = "/v1/responses/{response_id}"

@@ -180,9 +180,9 @@ def shown_tool(tool: Tool) -> dict[str, Any]:
         own = tool.model_dump(exclude_none=True, exclude={"tools"})
         return own | {"tools": [shown_tool(each) for each in tool.tools]}
     if isinstance(tool, FunctionTool):
-        shown = {"description": None, "parameters": None, "strict": False}
-        return shown | tool.model_dump(exclude_none=True)
-    shown = tool.model_dump(exclude_none=True)
+        empty = {"description": None, "parameters": None, "strict": False}
+        return empty | tool.model_dump(exclude_none=True)
+    shown: dict[str, Any] = tool.model_dump(exclude_none=True)
     if isinstance(tool, CustomTool):
         shown.setdefault("format", {"type": "text"})
     return shown
