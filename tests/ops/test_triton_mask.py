@@ -86,7 +86,7 @@ def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int
 def test_a_flag_that_comes_late_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, step_id: int
 ) -> None:
-    """The kernel looks again until the host has set it, or has failed to for too long."""
+    """The kernel polls until the host has set the flag, or gives up after a timeout."""
     monkeypatch.setattr(host, "_TRIES", 3)
     ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
     ring.put(step_id - 2, np.zeros((1, 1), dtype=np.int32))

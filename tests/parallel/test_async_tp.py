@@ -46,7 +46,7 @@ def test_halves_have_the_bits_of_one_rank() -> None:
 
 @pytest.mark.slow
 def test_a_choice_on_a_cpu() -> None:
-    """There is nothing to gain."""
+    """Halves would not be faster."""
     assert completions(2, async_tp="auto") == completions(1)
 
 
@@ -109,7 +109,7 @@ def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], r
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")
-    # What chooses leaves it off.
+    # The automatic choice leaves it off.
     settings: dict[str, Any] = {"async_tp": "auto", "tensor_parallel_size": 2, "device": "cpu"}
     resolve(EngineArgs(model=str(folder), skip_tokenizer_init=True, **settings))
 
@@ -124,7 +124,7 @@ def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], r
     ],
 )
 def test_tokens_from_which_halves_are_faster(gains: dict[int, float], expected: int) -> None:
-    """Sizes are tried from the largest on, as far as halves win there."""
+    """Sizes are tried from the largest downwards, as long as halves are faster."""
     asked = []
 
     def seconds(tokens: int, cut: bool) -> float:
@@ -136,7 +136,7 @@ def test_tokens_from_which_halves_are_faster(gains: dict[int, float], expected: 
 
 
 class _Program:
-    """A program whose bodies write down how they were run."""
+    """A program that records how its bodies were run."""
 
     def __init__(self, group: HalvesGroup) -> None:
         self.model = SimpleNamespace(group=group, device=torch.device("cpu"))
@@ -148,7 +148,7 @@ class _Program:
 
 
 class _Graphs:
-    """Times of bodies: halves of 1000 tokens and more take less."""
+    """Fake times of bodies: halves are faster from 1000 tokens on."""
 
     def capture(self, works: Mapping[Any, Callable[[bool], None]]) -> None:
         for work in works.values():
@@ -160,7 +160,7 @@ class _Graphs:
 
 
 def test_the_choice_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies are run both ways; afterwards the group has what was found."""
+    """Bodies are run both ways; afterwards the group has the measured threshold."""
     monkeypatch.setattr(torch.distributed, "get_rank", lambda handle: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda handle=None: 2)
     inner, device = SimpleNamespace(handle=None), torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Masks that other threads bring, in a ring of places."""
+"""Masks from other threads, in a ring of slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def lines(*values: int) -> np.ndarray:
-    """A mask of one line of two words for each value."""
+    """Returns masks with one line of two words per value."""
     return np.repeat(np.array(values, dtype=np.int32)[:, None], 2, axis=1)
 
 
@@ -43,7 +43,7 @@ def test_steps_in_flight_have_separate_slots() -> None:
 
 
 def test_a_place_never_goes_back() -> None:
-    """A mask of a step that is over must not close what a later step has opened."""
+    """A late mask of an ended step must not close a gate that a later step has opened."""
     ring = MaskRing(CPU, depth=2, rows=1, words=2)
     ring.put(4, lines(1))
     ring.put(2, lines(2))
@@ -67,7 +67,7 @@ def test_a_mask_may_be_built_in_place() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**40 + 2**31 + 5])
 def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
-    """The flag has the value from when the mask is there."""
+    """The flag has the value once the mask is available."""
     ring = MaskRing(CPU, depth=3, rows=1, words=2)
     place, low, high = np.array(ring.gate(step), dtype=np.int32).tolist()
     value = (low & 0xFFFFFFFF) + (high << 32)
@@ -80,7 +80,7 @@ def test_a_gate_names_place_and_value_in_int32(step: int) -> None:
 
 
 def test_rings_over_the_same_memory_share_masks() -> None:
-    """Several ranks have a ring each over one memory, and each looks for itself."""
+    """Several ranks have rings over the same memory, and each checks it separately."""
     memory = np.zeros(MaskRing.size(3, 2, 2), dtype=np.int8)
     ours, theirs = (MaskRing(CPU, 3, 2, 2, memory) for _ in range(2))
     waiting = threading.Timer(0.05, ours.put, (4, lines(6, 7)))
