@@ -13,7 +13,7 @@ def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> 
 
     Args:
         wanted: the user's setting of pooling; "auto" uses the model's own setting.
-        folder: of the model.
+        folder: folder of the model.
         hf_config: its config.json.
     """
     pooling = _pooling(folder) if wanted == "auto" else wanted
