@@ -23,7 +23,6 @@ from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
     Admit,
-    HeadInputs,
     KVGroup,
     Logprobs,
     RowFlag,
@@ -164,6 +163,7 @@ class FakeExecutor:
         self._random = random.Random(seed)
         self._garbage = 0
         self.steps = 0
+        self.lines = np.zeros((256 * (1 + drafts), 1), dtype=np.int32)
 
     def start(self) -> Capacity:
         return self.capacity
@@ -171,13 +171,13 @@ class FakeExecutor:
     def submit(self, plan: StepPlan) -> None:
         self._queue.append(plan)
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return np.empty((rows, 1), dtype=np.int32)
+    def input_lines(self) -> Int32:
+        return self.lines
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         return None
 
-    def submit_head(self, inputs: HeadInputs) -> None:
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         pass
 
     def control(self, message: dict[str, Any]) -> Any:

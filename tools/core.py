@@ -173,7 +173,7 @@ PLUGIN_POINTS = {
     "models/files.py": "weight formats: GGUF",
     "models/quantization.py": "weight formats: GGUF",
     "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
-    "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
+    "runner/graphs.py:_tune": "the device's ops: the fastest tiles are measured",
     "runner/sized_model.py:_open_places": "places outside the device that blocks are moved to",
 }
 """By function (or a whole file), what comes in there."""

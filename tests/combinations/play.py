@@ -323,7 +323,15 @@ def _local_stages(config: EngineConfig) -> EngineCore:
 
 
 _HELD = {
-    "GrammarFeature": ("_states", "_parked", "_waiting", "_done", "_broken"),
+    "GrammarFeature": (
+        "_states",
+        "_compiling",
+        "_copies",
+        "_unbuilt",
+        "_waiting",
+        "_done",
+        "_broken",
+    ),
     "AdapterFeature": ("_bound", "_waiting", "_readings", "_fetching", "_load"),
     "OffloadFeature": ("_wanted", "_jobs", "_queue"),
     "SpeculationFeature": ("_in_flight",),

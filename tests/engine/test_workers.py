@@ -15,7 +15,7 @@ from quire.arrays import int32
 from quire.engine.ranks.workers import Ranks
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import Capacity
-from quire.plan import HeadInputs, RowFlag
+from quire.plan import RowFlag
 from quire.sampling_params import SamplingParams
 from tests.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
@@ -76,11 +76,10 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED])
     pair.executor.submit(plan)
-    mask = pair.executor.mask_room(plan.step_id, 1)
-    assert mask.shape == (1, VOCAB // 32)
-    mask[:] = 0
+    assert pair.executor.input_lines().shape == (pair.lanes, VOCAB // 32)
+    mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    pair.executor.submit_head(HeadInputs(plan.step_id, mask))
+    pair.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})
     result = pair.executor.collect()
     assert result.tokens[0, 0] == 67
     # The other rank has drawn the same, or the steps to come would differ.
@@ -115,9 +114,8 @@ def test_drafts_of_gated_rows_are_reported_before_the_masks(
             assert starts[lane] == request.known
             assert (ids[lane, :drafts] >= 0).all()
             assert (ids[lane, drafts:] < 0).all()
-            mask = engine.executor.mask_room(plan.step_id, 1 + drafts)
-            mask[:] = -1
-            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            mask = np.full((1 + drafts, VOCAB // 32), -1, dtype=np.int32)
+            engine.submit_masks(plan.step_id, {lane: mask})
             told += 1
         engine.scheduler.update(engine.executor.collect())
     assert told > 0

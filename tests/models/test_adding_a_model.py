@@ -46,6 +46,6 @@ def test_files_and_names_on_the_page_exist() -> None:
         places = (root / name, root / "src" / "quire" / name, root / "src/quire/models" / name)
         known = any(place.exists() for place in places)
         assert known or name == "src/quire/models/families/starcoder2.py", name
-    for word in ("FURTHER", "DEFAULTS", "HALF"):
+    for word in ("VARIANTS", "DEFAULTS", "HALF"):
         found = (path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
         assert any(f"\n{word} = " in code or f"\n{word}: " in code for code in found), word

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.config import EngineArgs
+from quire.config import QUANTIZATIONS, EngineArgs
 from quire.errors import ConfigError, ModelError
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead
@@ -21,6 +21,7 @@ from quire.models.stages import build_stage, stage_layers
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.quantization import quantization_of
+from quire.quantization.rounding import FLOAT, FORMATS
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
@@ -30,6 +31,12 @@ from tests.quantization.test_quantization import Share
 
 STEP = {"int8": 1 / 254, "fp8": 1 / 16}
 """The largest error of a weight: of its output's largest, or of its own size."""
+
+
+def test_every_name_has_a_format() -> None:
+    assert {*FORMATS, FLOAT} == {name for name in QUANTIZATIONS if "=" not in name}
+    heads = {name.removeprefix("head=") for name in QUANTIZATIONS if "=" in name}
+    assert heads <= set(FORMATS)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])

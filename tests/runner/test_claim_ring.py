@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.runner.mask_ring import ClaimRing
+from quire.runner.host_inputs import ClaimRing
 from tests.slow import examples
 
 DEPTH, LANES, WIDTH = 3, 2, 4

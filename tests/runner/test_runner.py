@@ -14,7 +14,7 @@ from quire.arrays import int32
 from quire.errors import QuireError
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
-from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
+from quire.plan import KVGroup, RowFlag, StepPlan
 from quire.runner.hooks import HeadContext, HostHook, ProgramHook
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step
@@ -243,7 +243,7 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
     engine.executor.submit(behind)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+    engine.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})
     result = engine.executor.collect()
     assert result.tokens[0, 0] == 67
     assert result.n_tokens.tolist() == [1, 1]

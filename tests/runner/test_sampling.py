@@ -66,6 +66,8 @@ class Head:
             state=self.state,
             rows=StepRows(own, starts, starts, torch.zeros_like(own)),
             logit_rows=LogitRows(own, starts[:-1], places, torch.zeros_like(own)),
+            last=logits,
+            held=logits,
             raw=logits,
             logits=logits,
         )

@@ -137,7 +137,7 @@ def test_enter_sends_and_shift_breaks_the_line(page: Any) -> None:
 def test_empty_fields_show_their_defaults(page: Any) -> None:
     page.wait_for_selector("#model:not(:empty)")
     ask = "async () => (await (await fetch('v1/models')).json()).data[0].sampling_defaults"
-    expected = {"top_p": "1", "seed": "random", "min_tokens": "0"}
+    expected = {"top_p": "1", "seed": "none", "min_tokens": "0"}
     expected |= {name: str(value) for name, value in page.evaluate(ask).items()}
     for name, value in expected.items():
         assert page.get_attribute(f"#param-{name}", "placeholder") == value

@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from quire.cli.mistakes import from_variable, value_error, variable_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
+from quire.sampling_params import PARAMETERS
 
 
 def with_options(options: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -129,7 +130,7 @@ SUBJECTS = (
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
             "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
-            "structured_outputs_timeout", "structured_outputs_cache",
+            "structured_outputs_timeout", "structured_outputs_cache", "structured_outputs_wait_us",
         ),
     ),
     Subject(
@@ -176,8 +177,8 @@ SUBJECTS = (
     ),
     Subject(
         "Sampling",
-        ("max_tokens", "temperature", "top_p"),
-        ("top_k", "min_p", "repetition_penalty", "stop"),
+        tuple(p.name for p in PARAMETERS if p.declared.flag == "common"),
+        tuple(p.name for p in PARAMETERS if p.declared.flag == "rare"),
     ),
 )  # fmt: skip
 _OWN = "Options"

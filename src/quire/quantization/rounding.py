@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config import QUANTIZATIONS
 from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
@@ -32,7 +33,6 @@ FORMATS = {
 
 FLOAT = "float"
 """Name of the quantization that dequantizes a GGUF file's weights to the model's dtype."""
-_HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
 """Smallest scale of 4-bit groups, because float16 loses precision below."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
@@ -118,17 +118,17 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     layers: str | None = None
     head: str | None = None
     for part in name.split(","):
-        if part in (*FORMATS, FLOAT) and layers is None:
-            layers = part
-        elif part in _HEADS and head is None:
-            head = part.removeprefix("head=")
-        else:
-            known = ", ".join((*FORMATS, FLOAT, *_HEADS))
+        of_head = part.startswith("head=")
+        if part not in QUANTIZATIONS or (head if of_head else layers) is not None:
             raise ConfigError(
-                f"unknown quantization {name!r}; give a format for layers, one for the "
-                f"head, or both: {known}",
+                f"unknown quantization {name!r}; give a format for layers, one for the head, or "
+                f"both: {', '.join(QUANTIZATIONS)}",
                 "quantization",
             )
+        if of_head:
+            head = part.removeprefix("head=")
+        else:
+            layers = part
     return layers, head
 
 

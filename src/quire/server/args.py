@@ -84,15 +84,17 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary",
-        "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
-        "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
+        "auto", "none", "apertus", "apriel", "command", "command_r", "deepseek_v3", "deepseek_v31",
+        "deepseek_v32", "deepseek_v4", "functionary", "functionary_v32", "functiongemma", "gemma4",
+        "gigachat3", "gigachat31", "glm45", "gpt_oss", "granite", "hermes", "hunyuan", "kimi_k2",
+        "kimi_k3", "lfm2", "llama3_json", "minicpm5", "minimax_m1", "minimax_m2", "minimax_m3",
+        "mistral", "nemotron", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss", "solar",
     ] = _setting(
         "auto", "Format of the model's tool calls. auto: detected from its chat template."
     )  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
-        "qwen3", "seed_oss",
+        "auto", "none", "apertus", "apriel", "command", "deepseek_r1", "gemma4", "gpt_oss",
+        "hunyuan", "kimi_k3", "minimax_m3", "mistral", "qwen3", "seed_oss", "solar",
     ] = _setting(
         "auto", "Format of the model's reasoning. auto: detected from its chat template."
     )  # fmt: skip

@@ -317,6 +317,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
+        self.source = source
         self._seconds = seconds
         if len(source) > MAX_TEMPLATE_CHARS:
             raise RequestError("the chat template is too large", "chat_template")

@@ -69,7 +69,7 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
             if "probed_value" in text and 'probed_key\\"' not in text:
                 before = rendered(hello, add_generation_prompt=True)
                 shown = rendered(conversation[:2])
-                call = _behind(before, shown)
+                call = _behind(before, shown, rendered(hello))
                 ids_name_tools = "probed_tool" not in call and _ID in call
                 if ids_name_tools:
                     call = call.replace(_ID, named_id("probed_tool", 0))
@@ -110,8 +110,18 @@ def named_id(name: str, number: int) -> str:
     return f"functions.{name}:{number}"
 
 
-def _behind(before: str, text: str) -> str:
-    """Returns the rest of `text` after the beginning that it shares with `before`, up to a mark."""
+def _behind(before: str, text: str, other: str) -> str:
+    """Returns the part of `text` that shows the call.
+
+    Args:
+        before: the prompt. The beginning that both share is cut off, up to a mark.
+        other: the text without the call. The end that both share is cut off from a mark on, because
+            some templates close every conversation with instructions.
+    """
+    pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+    cut = text.find("<", len(text) - shared)
+    text = text[:cut] if cut >= 0 else text
     pairs = enumerate(zip(before, text, strict=False))
     end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
     mark = text.rfind("<", 0, end)

@@ -194,7 +194,6 @@ def test_masks_hold_for_every_draft(
     """With masks that allow one token per position, a row gives these tokens if its drafts are
     right. If the mask of the first draft's position refuses the draft, it gives only the first
     token."""
-    from quire.plan import HeadInputs
 
     class Gate(Script):
         def plan(self, builder: PlanBuilder) -> None:
@@ -212,7 +211,7 @@ def test_masks_hold_for_every_draft(
             plan = engine.scheduler.plan()
             assert plan is not None
             engine.executor.submit(plan)
-            lines = int((plan.mask_lines >= 0).sum())
+            lines = 1 if plan.flags[0] & RowFlag.PROMPT else int(plan.q_len[0])
             mask = np.zeros((lines, VOCAB // 32), dtype=np.int32)
             for line in range(lines):
                 place = len(request.output) + line
@@ -220,7 +219,7 @@ def test_masks_hold_for_every_draft(
                 if place == barred:
                     token = 99
                 mask[line, token // 32] = np.uint32(1 << (token % 32)).view(np.int32)
-            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            engine.submit_masks(plan.step_id, {request.lane: mask})
             engine.scheduler.update(engine.executor.collect())
         expected = [99 if i == barred else token for i, token in enumerate(wanted)]
         assert request.output.tolist() == expected

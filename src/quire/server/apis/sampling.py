@@ -21,7 +21,9 @@ def sampling_model(api: str) -> Any:
     Every field may be null, which asks for the default. Integers are bounded here. Numbers are
     bounded by `SamplingParams`.
     """
-    fields: dict[str, Any] = {p.name: (_field_type(p) | None, None) for p in parameters_of(api)}
+    fields: dict[str, Any] = {
+        p.name: (_field_type(p) | None, Field(None, description=p.text)) for p in parameters_of(api)
+    }
     return create_model(f"{api.capitalize()}Sampling", __base__=StrictModel, **fields)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from quire.arrays import Int32
 from quire.executor import Capacity, Executor
-from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan, StepResult
+from quire.plan import KVGroup, RowFlag, StepPlan, StepResult
 from quire.tools.bench.work import Ceilings, ModelWork
 
 if TYPE_CHECKING:
@@ -64,14 +64,14 @@ class StepRecorder:
         self.inner.submit(plan)
         self._open.append(SeenStep(plan, self._used_blocks()))
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self.inner.mask_room(step_id, rows)
+    def input_lines(self) -> Int32:
+        return self.inner.input_lines()
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         return self.inner.claimed(step_id, wait=wait)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        self.inner.submit_head(inputs)
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        self.inner.submit_inputs(step_id, lanes)
 
     def collect(self) -> StepResult:
         result = self.inner.collect()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.tools.quantize.rounding import Rounded, Scales, limits
+from quire.tools.quantize.rounding import Rounded, Scales, nearest
 
 _DAMPING = 0.01
 """This fraction of the mean of all inputs' squares is added to each input's. It limits the changes
@@ -39,8 +39,7 @@ def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
     factor = _factor(products[order][:, order], silent)
     group = scales.grid.group or count
     places = torch.div(order, group, rounding_mode="floor").tolist()
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    least, top = limits(scales.grid)
+    values = torch.empty_like(weight)
     for start in range(0, count, _BLOCK):
         end = min(start + _BLOCK, count)
         block, lost = weight[:, start:end], torch.empty_like(weight[:, start:end])
@@ -51,14 +50,14 @@ def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
             steps = column / scale
             if zero is not None:
                 steps = steps + zero
-            value = steps.round().clamp(least, top)
-            values[:, start + index] = value.to(torch.int8)
+            value = nearest(steps, scales.grid).float()
+            values[:, start + index] = value
             back = (value if zero is None else value - zero) * scale
             error = (column - back) / inner[index, index]
             block[:, index:] -= torch.outer(error, inner[index, index:])
             lost[:, index] = error
         weight[:, end:] -= lost @ factor[start:end, end:]
-    return Rounded(values[:, torch.argsort(order)].contiguous(), scales)
+    return Rounded(nearest(values[:, torch.argsort(order)], scales.grid), scales)
 
 
 def _factor(products: Tensor, silent: Tensor) -> Tensor:

@@ -200,13 +200,17 @@ def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
 def round_to(weight: Tensor, scales: Scales) -> Rounded:
     """Returns weights float32 [N, K] rounded to the nearest numbers of the grid."""
     parts = grouped(weight, scales.grid) / scales.scales.unsqueeze(2)
-    if scales.grid.float:
-        values = parts.clamp(-_LARGEST, _LARGEST).to(_FP8)
-    else:
-        if scales.zeros is not None:
-            parts = parts + scales.zeros.unsqueeze(2)
-        values = parts.round().clamp(*limits(scales.grid)).to(torch.int8)
+    if scales.zeros is not None:
+        parts = parts + scales.zeros.unsqueeze(2)
+    values = nearest(parts, scales.grid)
     return Rounded(values.flatten(1)[:, : weight.shape[1]].contiguous(), scales)
+
+
+def nearest(x: Tensor, grid: Grid) -> Tensor:
+    """Returns the grid's number nearest to each of x, in the grid's dtype."""
+    if grid.float:
+        return x.clamp(-_LARGEST, _LARGEST).to(_FP8)
+    return x.round().clamp(*limits(grid)).to(torch.int8)
 
 
 def round_rows(x: Tensor, grid: Grid) -> Tensor:

@@ -25,12 +25,14 @@ class Outcome:
         route: "chat" or "completions".
         status: whether the check passed, failed or was not made.
         detail: what was compared, what was wrong, or why the check was not made.
+        seen_in: issues of other projects that describe the bug, as "project#number".
     """
 
     check: str
     route: str
     status: Status
     detail: str
+    seen_in: tuple[str, ...] = ()
 
 
 def require(true: bool, otherwise: str) -> None:

@@ -116,7 +116,7 @@ class Session:
             FailedError: the server answers with another error, or not in OpenAI's format.
         """
         reply = self.post(body)
-        _check_status(reply, needs)
+        check_status(reply, needs)
         choices: dict[int, CheckedChoice] = {}
         add_choices(self.route, choices, reply.body)
         return CheckedAnswer(choices, usage_of(reply.body))
@@ -125,19 +125,20 @@ class Session:
         """Returns the whole of a streamed answer. Raises the same errors as `ask`."""
         answer = CheckedAnswer({}, None)
         try:
-            for chunk in self._chunks({**body, "stream": True}, needs):
+            for chunk in self.chunks({**body, "stream": True}, needs):
                 add_choices(self.route, answer.choices, chunk)
                 answer.usage = usage_of(chunk) or answer.usage
         except (ConfigError, OSError, http.client.HTTPException) as error:
             raise FailedError(f"the stream broke off: {error}") from None
         return answer
 
-    def _chunks(self, body: Json, needs: str) -> Iterator[Json]:
+    def chunks(self, body: Json, needs: str) -> Iterator[Json]:
+        """Yields the events of a stream. Errors are those of `ask`."""
         connection, response = self.client.request("POST", self.route.path, json.dumps(body))
         try:
             if response.status != 200:
                 reply = Reply(response.status, _parsed(response.read(_MOST_BYTES)))
-                _check_status(reply, needs)
+                check_status(reply, needs)
             left = _MOST_STREAMED_BYTES
             while line := response.readline(left):
                 left -= len(line)
@@ -174,7 +175,8 @@ LIMIT = 48
 """Most tokens of the checks' answers."""
 
 
-def _check_status(reply: Reply, needs: str) -> None:
+def check_status(reply: Reply, needs: str) -> None:
+    """Raises FailedError unless the status is 200, or NotOfferedError if `needs` is refused."""
     if reply.status == 200:
         return
     if needs and reply.status in REFUSED:

@@ -17,6 +17,8 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.system import cache_folder
+
 
 def graph_us(
     calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
@@ -69,10 +71,8 @@ def table_path(kind: str, card: str, *more: str) -> Path:
     Args:
         more: more parts of the file's name.
     """
-    root = os.environ.get("QUIRE_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
     name = "-".join([slug(card), f"triton{triton.__version__}", *more])
-    return base.expanduser() / kind / f"{name}.json"
+    return cache_folder() / kind / f"{name}.json"
 
 
 def write_whole(path: Path, text: str) -> None:
