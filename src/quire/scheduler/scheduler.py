@@ -10,7 +10,7 @@ from        to          when
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
 WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
-RUNNING     WAITING     `plan`: preempted, when blocks run out or another request is owed the lane
+RUNNING     WAITING     `plan`: preempted, if blocks run out or another tenant is due the lane
                         (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than
                         the device accepted
 RUNNING     FINISHED    `update`: a stop token, or the longest length
