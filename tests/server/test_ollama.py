@@ -328,7 +328,7 @@ def test_without_the_setting_the_error_names_it() -> None:
     with serve(Speaker(), ServerArgs(generation_config="none")) as plain:
         response = post(plain, "/api/chat", ASK)
         assert response.status_code == 404
-        assert "--ollama-api 11434" in response.json()["error"]
+        assert "--ollama-api 11434" in response.json()["error"]["message"]
         document = httpx.get(f"{plain.url}/openapi.json").json()
     assert not any(path.startswith("/api/") for path in document["paths"])
 

@@ -35,7 +35,7 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     path = route_of(scope)
     if is_anthropic(path):
         return anthropic_errors.error_response(error, context_in(scope).id)
-    if is_ollama(path):
+    if is_ollama(path) and scope["app"].state.server.args.ollama_api is not None:
         return ollama_errors.error_response(error)
     return errors.error_response(error)
 
