@@ -217,31 +217,34 @@ def tier(args: argparse.Namespace, grows: bool) -> dict[str, float]:
 
 
 def crowd(args: argparse.Namespace) -> dict[str, float]:
-    """Runs a load that fits the pool, and the same load with twice the requests in flight."""
+    """Runs a load that fits the pool, and in turn the same with twice the requests in flight."""
     sizes: Sizes = args.sizes
     longest = (sizes.prompt + sizes.output) * 5 // 4 + 1
     pool = max(sizes.fitting * -(-(sizes.prompt + sizes.output) // BLOCK), -(-longest // BLOCK))
     found: dict[str, float] = {}
     for kind, size in (("recompute", 0.0), ("swap", sizes.tier_gb)):
-        rates = {}
-        for load, inside in (("fitting", sizes.fitting), ("crowded", 2 * sizes.fitting)):
-            draw = random.Random(4)
-            llm = engine(
+        fitting, crowded = (
+            engine(
                 args, max_num_seqs=inside, max_model_len=longest, block_size=BLOCK,
                 num_kv_blocks=pool, host_cache_gb=size,
-            )  # fmt: skip
-            best = 0.0
-            for repeat in range(REPEATS + 1):
-                count = (12 if repeat else 2) * sizes.fitting  # the first warms up
-                prompts = [ids(draw, about(draw, sizes.prompt)) for _ in range(count)]
-                lengths = [about(draw, sizes.output) for _ in range(count)]
-                seconds, _ = ask(llm, prompts, lengths)
-                best = max(best, sum(lengths) / seconds) if repeat else 0.0
-            rates[load] = best
-            stats = llm.stats()
-            llm.shutdown()
-        found[f"{kind}_tok_s"] = rates["crowded"]
-        found[f"{kind}_ratio"] = rates["crowded"] / rates["fitting"]
+            )
+            for inside in (sizes.fitting, 2 * sizes.fitting)
+        )  # fmt: skip
+        draw, rates, ratios = random.Random(4), list[float](), list[float]()
+        for repeat in range(REPEATS + 1):
+            count = (12 if repeat else 2) * sizes.fitting  # the first repeat warms up
+            prompts = [ids(draw, about(draw, sizes.prompt)) for _ in range(count)]
+            lengths = [about(draw, sizes.output) for _ in range(count)]
+            alone, _ = ask(fitting, prompts, lengths)
+            seconds, _ = ask(crowded, prompts, lengths)
+            if repeat:
+                rates.append(sum(lengths) / seconds)
+                ratios.append(alone / seconds)
+        stats = crowded.stats()
+        fitting.shutdown()
+        crowded.shutdown()
+        found[f"{kind}_tok_s"] = statistics.median(rates)
+        found[f"{kind}_ratio"] = statistics.median(ratios)
         found[f"{kind}_preemptions"] = stats.preemptions
         found[f"{kind}_swapped"] = stats.swapped
     return found

@@ -4,9 +4,9 @@
     python bench/online.py MODEL_FOLDER --quick --flags "--api-workers 4"
 
 Weights are random, so the folder needs only its config.json. The load is the one of the peers'
-figures: random prompts of 512 tokens as text, and streamed answers of 256 tokens. One server answers
-all levels: those of the targets, then 1, 2, 4 to 128 users. Then the offline API runs the requests
-of the highest level.
+figures: random prompts of 512 tokens as text, and streamed answers of 256 tokens. One server
+answers all levels: those of the targets, then 1, 2, 4 to 128 users. Then the offline API runs the
+requests of the highest level.
 """
 
 from __future__ import annotations

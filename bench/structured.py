@@ -65,9 +65,11 @@ class Bench:
             for each in self.asked
         ]
         prompts = [{"prompt_token_ids": self._prompt()} for _ in range(streams)]
+        before = self.llm.stats()
         start = time.perf_counter()
         self.outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
+        after = self.llm.stats()
         tokens = sum(len(output.outputs[0].token_ids) for output in self.outputs)
         if tokens != streams * length:
             raise SystemExit(f"case {case}: {tokens} tokens instead of {streams * length}")
@@ -81,6 +83,14 @@ class Bench:
             if each:
                 metrics[f"{name}_itl_ms"] = statistics.mean(_itl(output) for output in each)
                 metrics[f"{name}_ttft_ms"] = statistics.median(_ttft(output) for output in each)
+        masked = sum(asked is not None for asked in self.asked) * length
+        if masked:
+            late = after.late_rows - before.late_rows
+            compiling = after.compile_late_rows - before.compile_late_rows
+            metrics["late_percent"] = 100 * (late - compiling) / (masked + late)
+            metrics["compile_late_percent"] = 100 * compiling / (masked + late)
+            spent = after.grammar_compile_seconds - before.grammar_compile_seconds
+            metrics["compile_ms"] = 1e3 * spent
         return metrics
 
     def _wanted(self, case: str, stream: int) -> StructuredOutputsParams | None:

@@ -31,7 +31,8 @@ from quire.sampling_params import StructuredOutputsParams
 
 _COLD_US = 30.0
 """A mask is cold if it took this much longer, and twice as long, as at its second visit."""
-_WAIT_KERNEL = "_wait"
+_WAIT_KERNELS = ("_wait",)
+"""How the names of kernels begin that wait for masks."""
 _masks: Any = building
 _CALLS = ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens")
 
@@ -163,7 +164,8 @@ class HostRecorder:
             self._wrap(building, name, self._fill)
         self._wrap(self._core, "check", self._check)
         self._wrap(self._core._executor, "collect", self._collect)
-        self._wrap(self._core._executor, "submit_head", self._put)
+        for name in ("submit_head", "submit_inputs"):
+            self._wrap(self._core._executor, name, self._put)
         self._cpu = _thread_seconds()
 
     def take(self) -> RunTrace:
@@ -224,10 +226,10 @@ class HostRecorder:
         self._known = now()
         return inner(*args)
 
-    def _build(self, inner: Any, feature: Any, step: Any, rows: Any, *args: Any) -> Any:
-        self._open = StepTrace(step.step_id, len(rows), known=self._known, taken=now())
+    def _build(self, inner: Any, feature: Any, step: Any, *args: Any) -> Any:
+        self._open = StepTrace(step.step_id, len(step.rows), known=self._known, taken=now())
         self.trace.steps.append(self._open)
-        return inner(feature, step, rows, *args)
+        return inner(feature, step, *args)
 
     def _put(self, inner: Any, *args: Any) -> Any:
         done = inner(*args)
@@ -270,7 +272,7 @@ def kernel_waits(run: Callable[[], object]) -> dict[str, float]:
     reached, idle, last = spans[0][0], 0, None
     for start, end, name in spans:
         idle += max(0, start - reached)
-        if name.split("(")[0] == _WAIT_KERNEL:
+        if name.startswith(_WAIT_KERNELS):
             waits.append((end - start) / 1e3)
             if last is not None:
                 periods.append((start - last) / 1e3)
@@ -338,6 +340,7 @@ def replay(
         each for each in llm._core._loop_features if isinstance(each, grammars.GrammarFeature)
     )
     compiler: Any = feature._compiler
+    getattr(feature, "_checked", []).clear()
     with compiler._lock:
         compiler._compiled = compiling.Cache(compiler.config.cached)
     states, compile_ms = [], []

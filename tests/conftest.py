@@ -1,5 +1,5 @@
-"""Shared by all tests. Without a GPU, Triton kernels run in Triton's interpreter, which has to be
-asked for before the first kernel is defined, hence at import."""
+"""Fixtures for all tests. Without a GPU, Triton kernels run in Triton's interpreter. It must be
+turned on before the first kernel is defined, so this module does it at import."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what importing all tests has made out of later garbage collections."""
+    """Excludes objects made during imports from later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -1,13 +1,13 @@
 """Makes Triton's interpreter cost a fifth.
 
-At every call of a device function the interpreter replaces the functions of `triton.language` anew,
-although they stay replaced until the launch ends; for every value it builds a table of all dtypes,
-the value's type and shape, and wrappers of both; and it computes whether sums of integers overflow,
-to tell nobody, unless it is asked to debug. Here the first is done once per launch and module, the
-second once per dtype, the third once per type, and the last only where it is asked for. Where it
-reduces with a kernel's own function, it calls that for each element; here for each half of them.
-Operands of one type, and numbers beside tensors, skip the promotion of types that changes nothing,
-and floats of 8 and 16 bits are converted by tables and by shifts.
+At every call of a device function the interpreter replaces the functions of `triton.language`,
+although they stay replaced until the launch ends. For every value it builds a table of all dtypes,
+the value's type and shape, and wrappers of both. It also computes whether integer sums overflow,
+even when it does not debug. Here functions are replaced once per launch and module, tables are
+built once per dtype, and types once. Overflow is computed only for debugging. Where it reduces with
+a kernel's own function, it calls that for each element; here for each half of them. Operands of one
+type, and numbers beside tensors, skip the promotion of types that changes nothing, and floats of 8
+and 16 bits are converted by tables and by shifts.
 """
 
 from __future__ import annotations
@@ -195,7 +195,8 @@ def _call_directly() -> None:
 
 
 def _share_numbers() -> None:
-    """Makes the tensor of a number that is beside tensors of one type and shape once a launch."""
+    """Makes the tensor of a number once per launch for all tensor operands of one type and
+    shape."""
     promote = semantic.TritonSemantic.binary_op_type_checking_impl
 
     def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,7 +207,7 @@ def _share_numbers() -> None:
         if type(tensor.dtype) is not core.dtype:
             return promote(self, lhs, rhs, *args, **kwargs)
         if left and right:
-            # Of what else is told, whether pointers are allowed changes nothing here.
+            # The third argument, whether pointers are allowed, changes nothing here.
             if lhs.dtype is rhs.dtype and len(args) < 3 and not kwargs:
                 return self.broadcast_impl_value(lhs, rhs)
             return promote(self, lhs, rhs, *args, **kwargs)

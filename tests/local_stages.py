@@ -14,7 +14,7 @@ from quire.config import EngineConfig
 from quire.engine.ranks.ranks import earlier_hooks
 from quire.executor import Capacity
 from quire.parallel import SingleGroup
-from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.plan import StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
 from quire.runner.stages import EarlierStage, LastStage
 
@@ -92,14 +92,14 @@ class LocalStages:
             runner.collect()
         return self.last.collect()
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self.last.mask_room(step_id, rows)
+    def input_lines(self) -> Int32:
+        return self.last.input_lines()
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         return self.last.claimed(step_id, wait=wait)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        self.last.submit_head(inputs)
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        self.last.submit_inputs(step_id, lanes)
 
     def control(self, message: dict[str, Any]) -> Any:
         return self.last.control(message)

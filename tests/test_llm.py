@@ -146,18 +146,18 @@ def test_a_stop_string_that_begins_too_early(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("ids", [[-(2**32) + 5, 7], [2**40, 7], [-1, 7]])
-def test_ids_that_are_none(llm: LLM, ids: list[int]) -> None:
+def test_invalid_ids_are_refused(llm: LLM, ids: list[int]) -> None:
     with pytest.raises(RequestError, match="token id"):
         llm.generate([ids], GREEDY)
 
 
-def test_a_priority_of_any_size_is_told(llm: LLM) -> None:
+def test_a_priority_out_of_range_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="priority"):
         llm.generate("a", GREEDY, priority=[10**400])
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self", "eos_token"])
-def test_what_the_template_is_given_anyway(llm: LLM, name: str) -> None:
+def test_template_arguments_that_quire_sets_are_refused(llm: LLM, name: str) -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs"):
         llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template_kwargs={name: 1})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from quire.arrays import int32
+from quire.arrays import Int32, int32
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.loop.features import features_at_start, hooks_of
 from quire.engine.ranks.workers import WorkerExecutor
@@ -114,6 +114,7 @@ class TinyEngine:
         speculative: dict[str, Any] | None = None,
         make_executor: Callable[[EngineConfig, Sequence[Hook]], Any] | None = None,
     ) -> None:
+        self.lanes = lanes
         scheduler = SchedulerConfig(
             max_num_seqs=lanes,
             max_num_batched_tokens=budget,
@@ -164,6 +165,14 @@ class TinyEngine:
         self.scheduler = Scheduler(scheduler, capacity, features)
         self.plans: list[StepPlan] = []
         self.progress: list[StepProgress] = []
+
+    def submit_masks(self, step_id: int, masks: Mapping[int, Int32]) -> None:
+        """Submits the masks of a step's GATED rows: by lane, int32 [lines, words]."""
+        lines = self.executor.input_lines()
+        per_lane = len(lines) // self.lanes
+        for lane, mask in masks.items():
+            lines[lane * per_lane : lane * per_lane + len(mask)] = mask
+        self.executor.submit_inputs(step_id, int32(list(masks)))
 
     def add(self, name: str, job: Job) -> list[Request]:
         requests: list[Request] = []

@@ -49,7 +49,8 @@ def _default(parameter: DeclaredParameter) -> str:
     default = parameter.default
     if default is None or default == ():
         return ""
-    return str(default).lower() if parameter.kind is bool else f"{default}"
+    text = str(default).lower() if parameter.kind is bool else f"{default}"
+    return f"the model's, or {text}" if parameter.declared.from_model else text
 
 
 def _values(parameter: DeclaredParameter) -> str:

@@ -1,11 +1,10 @@
-"""Times linear layers with low-rank adapters on a GPU, after checking them against float64.
+"""Times linear layers with low-rank adapters on a GPU, after comparing them with float64.
 
     python bench/kernels/adapters.py
 
-Layers have Qwen3-8B's shapes and rank 16. Times are µs of a call in a CUDA graph of calls whose
-weights lie in memory, not in L2. The floor is the layer's own time without adapters and the time
-that the active adapters' bytes take at the bandwidth given.
-A table ends the output. Without a GPU only the checks run, on small layers.
+Layers have Qwen3-8B's shapes and rank 16. Times are µs of a call in a CUDA graph, with weights read
+from memory. The floor adds the read time of the active adapters to the layer's own time. Without a
+GPU the script only compares small layers with float64.
 """
 
 from __future__ import annotations

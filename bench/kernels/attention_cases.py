@@ -1,10 +1,9 @@
-"""Checks paged attention on mixed batches, and times it at the shapes of real models."""
+"""Times paged attention at the shapes of real models."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +12,7 @@ from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
 from quire.layers.attention import KVLayout
-from quire.ops import KVFormat, KVLayer, reference
+from quire.ops import KVFormat, KVLayer
 from quire.ops.triton.attention.attention import (
     AttentionTuning,
     attention_schedule,
@@ -101,21 +100,6 @@ class Batch:
             tuning=tuning, **extra,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def exact(self, **extra: object) -> Tensor:
-        return reference.paged_attention(
-            self.q[0].double(), widened(self.caches[0]), self.query_start, self.seq_lens,
-            self.table.clamp(min=0), q_lens=self.q_lens, max_q_len=max(self.q_lens),
-            max_seq_len=self.max_seq_len, scale=0.1, window=extra.get("window"),
-            softcap=extra.get("softcap"), scratch=None,
-        )  # fmt: skip
-
-    def error(self, tuning: AttentionTuning, **extra: object) -> float:
-        """Returns the largest error in units of the type's tolerance."""
-        got, want = self.run(0, tuning, **extra).double(), self.exact(**extra)
-        dtype = self.q[0].dtype
-        allowed = {torch.float32: 2e-5}.get(dtype, 3 * torch.finfo(dtype).eps)
-        return float(((got - want).abs() / (allowed * (1 + want.abs()))).max())
-
 
 def fill(tensors: list[Tensor]) -> None:
     """Draws values of about one, and the scales of tokens if there are any."""
@@ -128,60 +112,6 @@ def fill(tensors: list[Tensor]) -> None:
         values.normal_()
     for scale in scales:
         scale.uniform_(0.5, 1.5).mul_(0.01 if values.dtype == torch.uint8 else 1.0)
-
-
-def widened(kv: KVLayer) -> KVLayer:
-    """Returns the stored values in float64."""
-
-    def values(x: Tensor, scale: Tensor | None) -> Tensor:
-        x = x.float().double() - kv.format.offset
-        if scale is None:
-            return x
-        return x * (scale[:, None, None] if scale.dim() == 1 else scale[..., None])
-
-    return KVLayer(values(kv.k, kv.k_scale), values(kv.v, kv.v_scale))
-
-
-MIXED = [(1, 1), (1, 777), (140, 140), (3, 200), (170, 900), (1, 16), (9, 9), (2, 1300), (1, 64)]
-BEHIND = [(40, 2100), (1, 777), (20, 20), (23, 515), (2, 64), (16, 272)]
-"""Few long rows, behind prefixes and without."""
-SHORT = [(1, 1), (1, 400), (1, 1025), (1, 64), (1, 2000)]
-
-
-def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    """Yields names, and functions that return the largest error in units of the tolerance."""
-
-    def error(
-        rows: list[tuple[int, int]],
-        heads: int,
-        kv_heads: int,
-        dim: int,
-        dtype: torch.dtype = torch.bfloat16,
-        tuning: AttentionTuning = AttentionTuning(),  # noqa: B008 (frozen)
-        **extra: object,
-    ) -> float:
-        batch = Batch.make(rows, heads, kv_heads, dim, dtype=dtype)
-        return batch.error(tuning, **extra)
-
-    for heads, kv_heads, dim in ((16, 8, 128), (12, 2, 128), (32, 8, 128), (4, 4, 64), (8, 1, 256)):
-        name = f"heads {heads}/{kv_heads} x {dim}"
-        yield f"mixed, {name}", functools.partial(error, MIXED, heads, kv_heads, dim)
-        yield f"decode, {name}", functools.partial(error, SHORT, heads, kv_heads, dim)
-    yield "head size 80", functools.partial(error, MIXED, 4, 2, 80)
-    yield "fp16, head size 96", functools.partial(error, MIXED, 4, 2, 96, torch.float16)
-    yield "fp32", functools.partial(error, MIXED, 8, 2, 128, torch.float32)
-    for heads, kv_heads, dim in ((12, 2, 128), (32, 8, 128), (4, 2, 80), (8, 1, 256)):
-        name = f"few long rows, heads {heads}/{kv_heads} x {dim}"
-        yield name, functools.partial(error, BEHIND, heads, kv_heads, dim)
-        yield f"{name}, window", functools.partial(error, BEHIND, heads, kv_heads, dim, window=300)
-    one, uncut = AttentionTuning(spread=1), AttentionTuning(spread=0)
-    yield "few long rows in one part", functools.partial(error, BEHIND, 12, 2, 128, tuning=one)
-    yield "few long rows uncut", functools.partial(error, BEHIND, 12, 2, 128, tuning=uncut)
-    yield "window 100", functools.partial(error, MIXED, 8, 4, 128, window=100)
-    yield "soft-cap 20", functools.partial(error, MIXED, 8, 4, 128, softcap=20.0)
-    fixed, bare = AttentionTuning(fixed=True), AttentionTuning(pdl=False, upcast=True)
-    yield "fixed path", functools.partial(error, MIXED, 8, 4, 128, tuning=fixed)
-    yield "fallbacks", functools.partial(error, MIXED, 8, 4, 128, tuning=bare)
 
 
 @dataclass(frozen=True)

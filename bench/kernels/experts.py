@@ -1,4 +1,4 @@
-"""Times the experts and the router of one layer, after each kernel has been compared with its twin.
+"""Times the experts and the router of one layer.
 
     PYTHONPATH=src python bench/kernels/experts.py [--seconds 100] [--only TEXT] [--tokens 1,64]
     PYTHONPATH=src python bench/kernels/experts.py --chain [--only TEXT] [--tokens 1,2,4]
@@ -12,8 +12,8 @@ tokens the other order of operands and weights that are not expanded.
               together are larger than L2: norm and router, then the experts and their residual
 --only TEXT   cases whose name contains one of these texts, separated by commas
 
-A failing check or configuration is reported and not fatal. Cases without time left are named.
-Without a GPU the script only checks, under TRITON_INTERPRET=1.
+A failure is reported and not fatal. Cases without time left are named.
+tests/gpu/test_experts_layers.py compares the kernels with twins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from session import Session
@@ -31,8 +31,6 @@ from torch import Tensor
 
 from quire.ops.arguments import RmsScale
 from quire.ops.experts import SILU, ExpertCopies, ExpertWeights, Routing, Swiglu, expands
-from quire.ops.reference import experts as twins
-from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.experts.experts import run_experts, takes_integers, takes_mma, takes_ring
 from quire.ops.triton.experts.plan import (
     GEMV_TOKENS,
@@ -181,46 +179,6 @@ def plan_of(
     )  # fmt: skip
 
 
-# -- checks --------------------------------------------------------------------------------------
-
-
-def checks() -> Iterator[tuple[str, Callable[[], float]]]:
-    small = DEVICE == "cpu"
-    for model in (QWEN3, GPT_OSS):
-        own = replace(model, experts=8, top_k=4)
-        if small:
-            own = replace(own, hidden=128, width=64)
-        for tokens in (3, 20) if small else (1, 8, 20, 64, 300):
-            yield f"router {model.name} {tokens}", functools.partial(check_route, own, tokens)
-        for name in FORMATS if model is QWEN3 else model.formats:
-            for tokens in (2, 20) if small else (1, 8, 20, 64, 300):
-                yield (
-                    f"{model.name} {name} {tokens}",
-                    functools.partial(check_layer, own, name, tokens),
-                )
-
-
-def check_route(model: Model, tokens: int) -> float:
-    x = torch.randn(tokens, model.hidden, device=DEVICE).bfloat16()
-    weight = (torch.randn(model.experts, model.hidden, device=DEVICE) / 40).bfloat16()
-    norm = RmsScale(torch.rand(model.hidden, device=DEVICE).bfloat16(), 1e-6)
-    live = torch.tensor([tokens - 1], dtype=torch.int32, device=DEVICE)
-    args = (x, weight, Routing(top_k=model.top_k))
-    found = route(*args, live=live, norm=norm, copies=copies_of(model.experts))
-    expected = twins.route(*args, live=live, norm=norm, copies=copies_of(model.experts))
-    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
-    if same < 0.9:
-        return float("inf")
-    found = route(*args, live=live, norm=norm)
-    expected = twins.route(*args, live=live, norm=norm)
-    if (found.ids[-1] >= 0).any():
-        return float("inf")
-    # Scores that round differently may change places.
-    same = (found.ids.sort(1).values == expected.ids.sort(1).values).all(1).float().mean()
-    error = (found.weights - expected.weights).abs().max() / 1e-2
-    return float(error) if same > 0.9 else float("inf")
-
-
 def copies_of(experts: int) -> ExpertCopies:
     """Returns the copies of experts on the second of two ranks.
 
@@ -230,28 +188,6 @@ def copies_of(experts: int) -> ExpertCopies:
     slots = torch.full((experts, 2), -1, dtype=torch.int32, device=DEVICE)
     slots[both, 1] = torch.arange(int(both.sum()), dtype=torch.int32, device=DEVICE)
     return ExpertCopies(1 + both.int(), slots, torch.zeros_like(slots[:, 0]))
-
-
-def check_layer(model: Model, name: str, tokens: int) -> float:
-    layer = Layer.make(model, FORMATS[name])
-    batch = Batch.draw(model, tokens, 0)
-    batch.ids[-1, 0] = -1
-    found = batch.run(plan_of(layer, tokens), layer)
-
-    def exact(linear: ExpertWeights) -> ExpertWeights:
-        values = dequantize(linear.weight, torch.float64)
-        bias = None if linear.bias is None else linear.bias.double()
-        return ExpertWeights(Weight.plain(values), linear.experts, bias)
-
-    weights = batch.weights.double()
-    expected = twins.experts_mlp(
-        batch.x.double(), batch.ids, weights, exact(layer.up), exact(layer.down), model.act,
-        batch.x.double(),
-    )  # fmt: skip
-    return float((found.double() - expected).norm() / expected.norm() / 1e-2)
-
-
-# -- times ---------------------------------------------------------------------------------------
 
 
 def plans(layer: Layer, tokens: int) -> dict[str, ExpertsPlan]:
@@ -282,13 +218,27 @@ def turned(plan: ExpertsPlan) -> ExpertsPlan:
 
 @dataclass
 class Line:
+    """The times of one case.
+
+    Attributes:
+        trials: µs of each plan.
+        route_us: µs of the router; 0 if the plans' times include it.
+        floor_us: µs to read each chosen expert's weights once.
+    """
+
     model: str
     format: str
     tokens: int
-    route_us: float
-    trials: dict[str, float]
-    floor_us: float
-    flops: float
+    trials: dict[str, float] = field(default_factory=dict)
+    route_us: float = 0.0
+    floor_us: float = 0.0
+    flops: float = 0.0
+
+    def rates(self, us: float) -> str:
+        """Returns the share of the floor and the TFLOP/s; "" for times that include the router."""
+        if not self.route_us:
+            return ""
+        return f" ({self.floor_us / us:.0%}, {self.flops / us / 1e6:.0f})"
 
 
 def time_layer(model: Model, name: str, tokens: int) -> Line:
@@ -296,7 +246,7 @@ def time_layer(model: Model, name: str, tokens: int) -> Line:
     batches = [Batch.draw(model, tokens, seed) for seed in range(16 if tokens <= 64 else 2)]
     distinct = sum(len(batch.ids.unique()) for batch in batches) / len(batches)
     per_token = 6 * model.top_k * model.hidden * model.width
-    line = Line(model.name, name, tokens, float("nan"), {}, 0.0, tokens * per_token)
+    line = Line(model.name, name, tokens, flops=tokens * per_token)
     line.floor_us = distinct * layer.expert_bytes / BYTES_PER_US
     at_least = 32 if tokens <= 64 else 4
     for label, plan in plans(layer, tokens).items():
@@ -348,7 +298,7 @@ def time_chain(model: Model, name: str, tokens: int) -> Line:
                 plan, routed.x, routed.ids, routed.weights, layer.up, layer.down, model.act, x
             )
 
-    line = Line(model.name, name, tokens, float("nan"), {}, float("nan"), float("nan"))
+    line = Line(model.name, name, tokens)
     for label, plan in plans(layers[0], tokens).items():
         line.trials[label] = graph_us([functools.partial(walk, plan)], 3.0, 4) / count
     print(f"{model.name} {name} {tokens}: {line.trials}", flush=True)
@@ -382,11 +332,9 @@ def table(lines: list[Line]) -> Iterator[str]:
     yield "| model | weights | tokens | router, µs | µs (of floor, TFLOP/s), by plan |"
     yield "| --- | --- | ---: | ---: | --- |"
     for line in sorted(lines, key=lambda line: (line.model, line.format, line.tokens)):
-        trials = "; ".join(
-            f"{label} {us:.1f} ({line.floor_us / us:.0%}, {line.flops / us / 1e6:.0f})"
-            for label, us in line.trials.items()
-        )
-        yield f"| {line.model} | {line.format} | {line.tokens} | {line.route_us:.1f} | {trials} |"
+        trials = "; ".join(f"{label} {us:.1f}{line.rates(us)}" for label, us in line.trials.items())
+        router = f"{line.route_us:.1f}" if line.route_us else "included"
+        yield f"| {line.model} | {line.format} | {line.tokens} | {router} | {trials} |"
 
 
 def main() -> int:
@@ -397,24 +345,19 @@ def main() -> int:
     parser.add_argument("--chain", action="store_true", help="layers one after the other")
     parser.add_argument("--tokens", help="default: 1,64,8,2048,256, and 1,2,4 of a chain")
     parser.add_argument("--only", default="", help="cases whose name has one of these")
-    parser.add_argument("--no-checks", action="store_true")
     options = parser.parse_args()
     tokens = options.tokens or ("1,2,4" if options.chain else "1,64,8,2048,256")
     session = Session()
-    if not options.no_checks:
-        own = [check for check in checks() if wanted(check[0], options.only)]
-        session.check(own, until=0.5 * options.seconds)
+    session.compile(compile_all(options.only, tokens))
+    work = time_chain if options.chain else time_layer
+    parts = [
+        (case, functools.partial(work, model, name, count))
+        for case, model, name, count in cases(options.only, tokens)
+    ]
     lines: list[Line] = []
-    if DEVICE == "cuda":
-        session.compile(compile_all(options.only, tokens))
-        work = time_chain if options.chain else time_layer
-        parts = [
-            (case, functools.partial(work, model, name, count))
-            for case, model, name, count in cases(options.only, tokens)
-        ]
-        for line in session.each(parts, until=options.seconds):
-            lines.append(line)
-            torch.cuda.empty_cache()
+    for line in session.each(parts, until=options.seconds):
+        lines.append(line)
+        torch.cuda.empty_cache()
     print("\n".join(table(lines)))
     return session.report()
 

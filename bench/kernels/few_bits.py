@@ -25,7 +25,7 @@ from dataclasses import replace
 
 import torch
 from attention_cases import AttentionTuning, Batch
-from layers import BANDWIDTH, FORMATS, draw, values
+from layers import BANDWIDTH, FEW_BITS, draw, values
 from shapes import LARGE, MODELS, part_of
 from shapes import Shape as Model
 from timing import graph_us
@@ -219,7 +219,7 @@ def choose(step: Step, kernel: str, until: float) -> Plans:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("formats", nargs="+", choices=[name for name in FORMATS if name != "bf16"])
+    parser.add_argument("formats", nargs="+", choices=FEW_BITS)
     parser.add_argument("--model", default="Qwen3-8B")
     parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
     parser.add_argument("--head", choices=["int8"])

@@ -1,12 +1,12 @@
-"""Times kernels over 8-bit KV beside bf16, after each has been compared with its float64 twin.
+"""Times kernels over 8-bit KV beside bf16.
 
     PYTHONPATH=src python bench/kernels/kv8.py --results DIR [--seconds 180] [--only TEXT]
 
 Times decode attention over contexts of equal length, prefill attention, and the store. bf16 also
-runs with the tiles that suit equal lengths; its best time is what 8-bit KV is compared with. Prints
-a table at the end and appends records to DIR/kv8.jsonl. A failing check or timing is reported, not
-fatal; work beyond the time given is skipped and named. --only: checks and timings whose name has
-this in it. Without a GPU it only checks, under TRITON_INTERPRET=1.
+runs with tiles that suit equal lengths, and 8-bit KV is compared with its best time. Prints a table
+at the end and appends records to DIR/kv8.jsonl. A failure is reported, not fatal. Work
+beyond the time given is skipped and named. --only: timings whose name has this in it.
+tests/ops/test_kv8.py and tests/gpu compare the kernels with twins.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ from pathlib import Path
 
 import torch
 from attention_cases import Batch, times
-from kv8_cases import AUTO, FORMATS, Store, checks
 from session import Session, only
 from shapes import QWEN3_0_6B, QWEN3_8B, QWEN25_1_5B, Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
+from torch import Tensor
 
-from quire.ops import KVFormat
+from quire.ops import KVFormat, KVLayer
 from quire.ops.triton.attention.attention import AttentionTuning, Tiles
+from quire.ops.triton.attention.rope_store import qk_norm_rope_store
 from quire.tools.bench.record import BenchRecord, append_jsonl, make_record
 
-KINDS = {"bf16": KVFormat(torch.bfloat16), **FORMATS}
+AUTO = AttentionTuning()
+KINDS = {
+    "bf16": KVFormat(torch.bfloat16),
+    "fp8": KVFormat(torch.float8_e4m3fn, "head"),
+    "fp8_dynamic": KVFormat(torch.float8_e4m3fn, "token"),
+    "int8": KVFormat(torch.uint8, "token"),
+}
 EQUAL_LENGTHS = {
     "default": AUTO,
     "two stages": AttentionTuning(decode=Tiles(16, 64, 4, 2)),
@@ -40,6 +47,39 @@ MODELS = (QWEN25_1_5B, QWEN3_0_6B, QWEN3_8B)
 DECODES = ((256, 2048), (256, 8192), (256, 1024), (256, 4096), (64, 4096), (1, 4096))
 """Requests and their contexts."""
 PREFILLS = ((QWEN25_1_5B, 8192), (QWEN25_1_5B, 2048), (QWEN3_8B, 8192))
+
+
+class Store:
+    """Tokens between the projection and an 8-bit cache."""
+
+    def __init__(self, shape: Shape, tokens: int, kv_format: KVFormat, copies: int = 1) -> None:
+        heads = shape.heads + 2 * shape.kv_heads
+        self.qkv = torch.randn(copies, tokens, heads, 128, device=DEVICE).bfloat16()
+        self.kv_format = kv_format
+        blocks = -(-tokens // 16) + 1
+        size = blocks, copies, 2, shape.kv_heads, 16
+        self.values = torch.zeros((*size, 128), dtype=kv_format.dtype, device=DEVICE)
+        self.scales = torch.zeros(size, device=DEVICE)
+        if kv_format.scales == "head":
+            self.scales = torch.full((copies, 2, shape.kv_heads), 0.01, device=DEVICE)
+        angles = torch.outer(torch.arange(tokens + 1.0), 0.9 ** torch.arange(64.0))
+        self.cos_sin = torch.cat([angles.cos(), angles.sin()], -1).to(DEVICE)
+        self.positions = torch.arange(tokens, dtype=torch.int32, device=DEVICE)
+        self.slots = torch.randperm(16 * blocks, device=DEVICE)[:tokens].int()
+
+    def layer(self, copy: int) -> KVLayer:
+        own: tuple[Tensor | None, Tensor | None] = None, None
+        if self.kv_format.scales == "token":
+            own = self.scales[:, copy, 0], self.scales[:, copy, 1]
+        elif self.kv_format.scales == "head":
+            own = self.scales[copy, 0], self.scales[copy, 1]
+        return KVLayer(self.values[:, copy, 0], self.values[:, copy, 1], *own)
+
+    def run(self, copy: int = 0) -> Tensor:
+        return qk_norm_rope_store(
+            self.qkv[copy], self.layer(copy), positions=self.positions, slots=self.slots,
+            cos_sin=self.cos_sin,
+        )  # fmt: skip
 
 
 @dataclass
@@ -127,17 +167,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, help="folder for kv8.jsonl")
     parser.add_argument("--seconds", type=float, default=180.0, help="start nothing after this")
-    parser.add_argument("--no-checks", action="store_true")
     parser.add_argument("--only", default="", metavar="TEXT", help="names with this in them")
     options = parser.parse_args()
     session = Session()
-    if not options.no_checks:
-        session.check(only(options.only, checks()), until=0.5 * options.seconds)
     lines: list[Line] = []
-    if DEVICE == "cuda":
-        for line in session.each(only(options.only, timings()), until=options.seconds):
-            lines.append(line)
-            torch.cuda.empty_cache()
+    for line in session.each(only(options.only, timings()), until=options.seconds):
+        lines.append(line)
+        torch.cuda.empty_cache()
     if options.results is not None:
         options.results.mkdir(parents=True, exist_ok=True)
         append_jsonl(options.results / "kv8.jsonl", [line.record() for line in lines])

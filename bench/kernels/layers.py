@@ -28,6 +28,8 @@ FORMATS = {
     ),
 }
 """`--quantization int4` makes int4-zeros. None: 16 bits."""
+FEW_BITS = [name for name, form in FORMATS.items() if form is not None and form.inputs == "none"]
+"""Formats whose inputs keep 16 bits."""
 
 
 def values(*shape: int, scale: float = 1.0) -> Tensor:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 import torch
-from layers import BANDWIDTH, FORMATS
+from layers import BANDWIDTH, FEW_BITS, FORMATS
 from shapes import LARGE, MODELS, UNTUNED, part_of
 from shapes import Shape as Model
 
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--untuned", action="store_true", help="models without shipped plans")
     parser.add_argument("--ranks", type=int, default=1, help="that share each layer")
     parser.add_argument("--rows", nargs="*", type=int, default=list(BUCKETS))
-    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16"])
+    parser.add_argument("--formats", nargs="*", choices=["bf16", *FEW_BITS], default=["bf16"])
     parser.add_argument("--seconds", type=float, default=130.0, help="begin nothing after this")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 4)
     options = parser.parse_args()

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from quire.arrays import Int32
-from quire.plan import HeadInputs, KVGroup, StepPlan, StepResult
+from quire.plan import KVGroup, StepPlan, StepResult
 
 OnProgress = Callable[[str, int, int], None]
 """Called during a start with ("weights", bytes loaded, bytes in all) or ("graphs", number captured,
@@ -119,10 +119,12 @@ class Executor(Protocol):
         """Launches a step. On a GPU it returns before the step has run."""
         ...
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        """Returns uninitialized memory for the masks of a submitted step, from any thread.
+    def input_lines(self) -> Int32:
+        """Returns the memory of the host's inputs, int32 [lanes * (1 + drafts), words].
 
-        Int32 [rows, ceil(vocab / 32)]. Any thread may fill it. Masks in other memory are copied.
+        A lane has a line for each logit row that its row may have: one, and one for each draft. A
+        line is a mask over the vocabulary: a token is allowed if its bit is set. Any thread may
+        write a lane's lines while a GATED row of the lane waits for them.
         """
         ...
 
@@ -139,11 +141,13 @@ class Executor(Protocol):
         """
         ...
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        """Submits the masks of a step with GATED rows, from any thread.
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        """Says that the inputs of these lanes' rows in a step are written, from any thread.
 
-        That step and all later ones wait for them. So a mask may not depend on a result that comes
-        only after `submit` of a later step.
+        Rows of a step may come in several calls, before or after the step is submitted. The step's
+        head waits for them, up to a limit. A row that is late gives no token
+        (`StopReason.LATE`). So an input may not depend on a result that comes only after `submit`
+        of a later step.
         """
         ...
 

@@ -273,7 +273,7 @@ class LLM:
     def _run(
         self, jobs: list[_Job], advance: Callable[[], None], let_interrupt: Callable[[], None]
     ) -> None:
-        left = len(jobs)
+        left, idle = len(jobs), False
         owners = {request.request_id: job for job in jobs for request in job.requests}
         followed = any(job.followed for job in jobs)
         while left:
@@ -285,9 +285,12 @@ class LLM:
                     left -= 1
                     advance()
             if progress is None:
-                if left and not self._core.waits:
+                # A step may end with news that the next one acts on.
+                if left and idle and not self._core.waits:
                     raise RequestError("the engine has requests that it cannot run")
+                idle = not self._core.waits
                 continue
+            idle = False
             for item in _worth_a_look(progress, followed):
                 job = owners[item.request.request_id]
                 if self._look(job, item) and not job.open:

@@ -15,7 +15,6 @@ import enum
 from typing import Literal
 
 import msgspec
-import numpy as np
 
 from quire.arrays import Float32, Int32, int32
 from quire.sampling_params import SamplingParams
@@ -29,24 +28,32 @@ class RowFlag(enum.IntFlag):
 
     PROMPT: the host knows the row's tokens (prompt, or tokens of a resumed request).
     SAMPLE: the row's last logits give a new token (generating rows always sample).
-    GATED: the step's head waits for `HeadInputs` (a grammar's mask).
+    GATED: the step's head waits for inputs of the host (a grammar's mask).
+    HELD: the row before was late. The row computes no position. Its head goes on from the hidden
+        state that the lane kept.
     """
 
     PROMPT = 1
     SAMPLE = 2
     GATED = 4
+    HELD = 8
 
 
 class StopReason(enum.IntEnum):
-    """Why a request ended on the device. Stop strings are found later, in the text.
+    """Why a request ended on the device, or why its row gave no token.
+
+    Stop strings are found later, in the text.
 
     BROKEN: a logit was not a number.
+    LATE: the row's host inputs came too late, or an earlier row of the lane is late. The request
+        goes on with a HELD row.
     """
 
     NONE = 0
     STOP_TOKEN = 1
     LENGTH = 2
     BROKEN = 3
+    LATE = 4
 
 
 NO_CLAIM = 2**30
@@ -188,7 +195,7 @@ class StepPlan(msgspec.Struct):
     Attributes:
         lanes: int32 [R].
         q_len: int32 [R], positions that each row computes. A generating row has 1 + k, where k is
-            the most draft tokens that it verifies.
+            the most draft tokens that it verifies. A HELD row has 1, a place of padding.
         n_logits: int32 [R]. A row's last `n_logits` positions are its logit rows; all positions of
             a generating row are.
         flags: int32 [R], a `RowFlag` each.
@@ -233,31 +240,6 @@ class StepPlan(msgspec.Struct):
     @property
     def gated(self) -> bool:
         return bool((self.flags & RowFlag.GATED).any())
-
-    @property
-    def mask_lines(self) -> Int32:
-        """Each logit row's line of `HeadInputs.mask`, or -1 without one: int32 [sum n_logits].
-
-        A GATED generating row has a line for each of its logit rows. A GATED PROMPT row has a line
-        for its last logit row, from which it samples.
-        """
-        waits = (self.flags & RowFlag.GATED) != 0
-        ends = np.cumsum(self.n_logits)
-        masked = np.repeat(waits & ((self.flags & RowFlag.PROMPT) == 0), self.n_logits)
-        masked[ends[waits] - 1] = True
-        return int32(np.where(masked, np.cumsum(masked) - 1, -1))
-
-
-class HeadInputs(msgspec.Struct):
-    """Masks for the head of a step with GATED rows.
-
-    Attributes:
-        mask: int32 [mask lines, ceil(vocab / 32)], in the order of `StepPlan.mask_lines`. A token
-            is allowed if its bit is set.
-    """
-
-    step_id: int
-    mask: Int32
 
 
 class Logprobs(msgspec.Struct):

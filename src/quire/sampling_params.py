@@ -508,6 +508,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from the likely ones only."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def penalizes(self) -> bool:
         """Whether token counts must be kept for this request."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)

@@ -21,7 +21,7 @@ from quire.server.args import ServerArgs
 
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch):
-    """Runs a command with all schemas and returns what it was given."""
+    """Runs a command with all schemas and returns its settings."""
     seen: dict[str, Any] = {}
     app = typer.Typer()
 
@@ -166,7 +166,7 @@ def test_the_example_file(resolve) -> None:
     assert got["server"].served_model_name == ("assistant",)
     assert got["server"].request_timeout == 120.0
     assert got["engine"].max_num_seqs == 32
-    # What is commented out are settings as well.
+    # Commented-out lines are settings as well.
     commented = re.findall(r"^# (\w+): ", file.read_text(), re.MULTILINE)
     known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
     assert commented

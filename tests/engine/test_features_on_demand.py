@@ -1,4 +1,4 @@
-"""Features that the first request to ask for them turns on, in an engine that runs."""
+"""Features turned on by the first request that uses them, in a running engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_plain_run_imports_no_feature() -> None:
     done = subprocess.run([sys.executable, "-c", CALL], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     names = json.loads(done.stdout.splitlines()[-1])
-    outside = ("engine.process.", "runner.mask_ring", "ops.triton", "router", "server", "tools")
+    outside = ("engine.process.", "runner.host_inputs", "ops.triton", "router", "server", "tools")
     assert [n for n in names if n.removeprefix("quire.").startswith(outside)] == []
     features = [n for n in names if n.startswith("quire.features.") and n.count(".") > 2]
     data = (".stats", ".messages", ".facts")
@@ -127,8 +127,8 @@ def test_a_runner_without_masks_refuses_plans_that_wait(tmp_path: Path) -> None:
     plan.flags = plan.flags | int32([RowFlag.GATED])
     with pytest.raises(QuireError, match="no hook makes a head wait"):
         engine.executor.submit(plan)
-    with pytest.raises(QuireError, match="takes masks"):
-        engine.executor.mask_room(plan.step_id, 1)
+    with pytest.raises(QuireError, match="takes host inputs"):
+        engine.executor.input_lines()
 
 
 def test_every_call_gives_the_same_in_any_order() -> None:

@@ -15,7 +15,7 @@ from quire.arrays import int32
 from quire.engine.ranks.workers import Ranks
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import Capacity
-from quire.plan import HeadInputs, RowFlag
+from quire.plan import RowFlag
 from quire.sampling_params import SamplingParams
 from tests.tiny_engine import TINY, VOCAB, Job, TinyEngine, model_folder, random_prompts
 
@@ -60,7 +60,7 @@ def test_too_little_shared_memory(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_ranks_draft_the_same(folder: Path, tmp_path: Path) -> None:
-    """Each has the whole draft model, beside its share of the target."""
+    """Each rank has the whole draft model and its part of the target."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"model": str(model_folder(tmp_path / "draft", shape)), "lookup_min": 1}
     expected = TinyEngine(folder, depth=2, budget=64).run(JOBS)
@@ -76,11 +76,10 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
     assert plan is not None
     plan.flags = plan.flags | int32([RowFlag.GATED])
     pair.executor.submit(plan)
-    mask = pair.executor.mask_room(plan.step_id, 1)
-    assert mask.shape == (1, VOCAB // 32)
-    mask[:] = 0
+    assert pair.executor.input_lines().shape == (pair.lanes, VOCAB // 32)
+    mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    pair.executor.submit_head(HeadInputs(plan.step_id, mask))
+    pair.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})
     result = pair.executor.collect()
     assert result.tokens[0, 0] == 67
     # The other rank has drawn the same, or the steps to come would differ.
@@ -89,8 +88,10 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int) -> None:
-    """Before the step's masks are there, by any thread, and nothing of other steps."""
+def test_drafts_of_gated_rows_are_reported_before_the_masks(
+    folder: Path, tmp_path: Path, world: int
+) -> None:
+    """Drafts are reported before the step's masks arrive, by any thread, and only for that step."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"method": "draft", "model": str(model_folder(tmp_path / "draft", shape))}
     engine = TinyEngine(folder, world=world, speculative=speculative)
@@ -113,9 +114,8 @@ def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int)
             assert starts[lane] == request.known
             assert (ids[lane, :drafts] >= 0).all()
             assert (ids[lane, drafts:] < 0).all()
-            mask = engine.executor.mask_room(plan.step_id, 1 + drafts)
-            mask[:] = -1
-            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            mask = np.full((1 + drafts, VOCAB // 32), -1, dtype=np.int32)
+            engine.submit_masks(plan.step_id, {lane: mask})
             told += 1
         engine.scheduler.update(engine.executor.collect())
     assert told > 0
@@ -123,7 +123,7 @@ def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int)
 
 
 def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
-    """The loop is told at once, also while it has nothing to do."""
+    """The loop learns of it immediately, even while it is idle."""
     ranks = Ranks(pair.executor.local.config)
     ranks.start(pair.executor, Capacity((), ()))
     assert ranks.poll(0.0) == ((), ())

@@ -1,4 +1,4 @@
-"""A feature in one folder, of another package than Quire, in real servers and without a patch.
+"""A feature from another package, in one folder, in real servers without a patch.
 
 The folder `constant_token/` adds a call, a request field, statistics, a metric, a column of the
 batch and a hook in the head. The servers find it by its entry point, in a package's metadata.

@@ -166,7 +166,7 @@ def test_every_tile_has_the_same_bits(dtype: torch.dtype) -> None:
 def test_a_tokens_attention_does_not_depend_on_its_step(
     dim: int, group: int, more: dict[str, Any]
 ) -> None:
-    """A prompt at once, in parts, and token by token, between other rows."""
+    """Computes a prompt in one step, in parts, and token by token, among other rows."""
     torch.manual_seed(0)
     length, kv_heads = 700, 4
     k, v = (

@@ -40,7 +40,7 @@ def rows_of(lengths: list[tuple[int, int]], saves: list[int]) -> StateRows:
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 128), (64, 64), (16, 24)])
 @pytest.mark.parametrize("step", STEPS)
-def test_kernels_give_what_twins_give(
+def test_kernels_match_the_twins(
     step: str, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)

@@ -43,7 +43,7 @@ def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
         weight.values.copy_(torch.randint(-128, 128, size, device=DEVICE))
     else:
         weight.values.copy_((torch.randn(size, device=DEVICE) * 60).clamp(-448, 448))
-        # The smallest numbers too, which have no leading one.
+        # This includes subnormal numbers.
         weight.values.view(torch.uint8)[:, ::7] %= 8
     assert weight.scales is not None
     weight.scales.copy_(torch.rand(weight.scales.shape, device=DEVICE) * 1e-3 + 1e-3)

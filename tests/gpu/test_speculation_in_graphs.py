@@ -51,7 +51,7 @@ def generated(**settings: Any) -> tuple[list[list[int]], LLM]:
     ],
     ids=["draft", "auto", "suffix", "eager", "kv8"],
 )
-def test_nothing_but_speed_changes(settings: dict[str, Any]) -> None:
+def test_drafts_change_only_the_speed(settings: dict[str, Any]) -> None:
     kv = {key: settings[key] for key in ("kv_cache_dtype",) if key in settings}
     expected, plain = generated(**kv)
     plain.shutdown()

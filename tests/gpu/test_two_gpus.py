@@ -124,7 +124,7 @@ def test_long_steps_as_halves(tmp_path: Path, config: dict[str, object]) -> None
 
 
 def test_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are placed anew while graphs stay."""
+    """Copies of experts move while captured graphs stay."""
     monkeypatch.setattr(feature, "FIRST_STEPS", 8)
     monkeypatch.setattr(feature, "STEPS", 16)
     (tmp_path / "config.json").write_text(json.dumps(TINY_EXPERTS))

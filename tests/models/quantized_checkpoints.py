@@ -148,8 +148,14 @@ def float8(
     block: tuple[int | None, int | None], scale: str = "weight_scale", *,
     shape: tuple[int, ...] | None = None, inputs: str | None = None,
 ) -> Maker:  # fmt: skip
-    """block: outputs and inputs of a scale, None for all. shape: of the scales, -1 for outputs.
-    inputs: the name of a fixed scale of inputs."""
+    """Returns a maker of 8-bit float weights.
+
+    Args:
+        block: numbers of outputs and inputs with one scale; None: all.
+        scale: name of the scales.
+        shape: shape of the stored scales, -1 for the outputs; None: one per block.
+        inputs: name of a fixed scale of the inputs, or None.
+    """
 
     def made(rng: np.random.Generator, weight: Floats) -> Made:
         a, b = (size or whole for size, whole in zip(block, weight.shape, strict=True))

@@ -43,7 +43,7 @@ class CountingGroup(HalvesGroup):
 
 
 def logits_of(folder: Path, group: TorchGroup, deterministic: bool) -> list[Tensor]:
-    """Returns logits of prompts in chunks, beside single tokens of others, and with padding."""
+    """Returns logits of steps that mix chunks of prompts, single tokens and padding."""
     spec = spec_from_config(load_config(folder))
     model = build_model(spec, device="cpu", dtype=torch.float32, group=group)
     load_weights(model, folder, "auto")
@@ -148,7 +148,7 @@ class _Exchange:
         torch.add(x, residual, out=out)
 
 
-def test_places_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_alternate_between_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves take turns over places of their own; other sums are the inner group's."""
     monkeypatch.setattr(dist, "get_rank", lambda handle: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda handle: 2)

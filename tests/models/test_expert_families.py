@@ -75,8 +75,6 @@ def test_layers_without_experts() -> None:
         ({**QWEN3, "architectures": ["Qwen3ForCausalLM"]}, "num_experts=8 is not supported"),
     ],
 )
-def test_what_makes_no_sense_or_is_not_implemented_is_refused(
-    config: dict[str, Any], words: str
-) -> None:
+def test_invalid_or_unsupported_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from quire.arrays import Int32, decode_array, encode_array, int32
-from quire.plan import HeadInputs, RowFlag, StepPlan
+from quire.arrays import Int32
+from quire.plan import RowFlag
 from quire.request import Request
 from quire.runner import ModelRunner
 from quire.runner.graphs import Buckets, Graphs
@@ -94,17 +94,18 @@ class Gate(Feature):
                 Waiting(builder.step_id, requests, builder.lanes[rows], lane_epochs, needs)
             )
 
-    def inputs(self, step: Waiting) -> HeadInputs | None:
-        """None: not all tokens are known. Rows of lanes that were given up may have any mask."""
-        masks = []
+    def inputs(self, step: Waiting) -> dict[int, Int32] | None:
+        """By lane; None: not all tokens are known. Rows of lanes that were given up may have any
+        mask."""
+        masks = {}
         for request, lane, lane_epoch, need in zip(
             step.requests, step.lanes, step.lane_epochs, step.needs, strict=True
         ):
             alive = request.lane == lane and request.lane_epoch == lane_epoch
             if alive and request.known < need:
                 return None
-            masks.append(mask_of(request.request_id, need))
-        return HeadInputs(step.step_id, np.stack(masks))
+            masks[int(lane)] = mask_of(request.request_id, need)[None]
+        return masks
 
 
 class GatedEngine(TinyEngine):
@@ -135,7 +136,7 @@ class GatedEngine(TinyEngine):
         for step in list(self.gate.waiting):
             inputs = self.gate.inputs(step)
             if inputs is not None and (last is None or step.step_id <= last):
-                self.executor.submit_head(inputs)
+                self.submit_masks(step.step_id, inputs)
                 self.gate.waiting.remove(step)
 
 
@@ -156,10 +157,12 @@ class Replays(Graphs):
 
     def __contains__(self, key: Any) -> bool:
         if isinstance(key, HeadShape) and self.runner is not None:
-            place, low, high = self.runner.state.gate.tolist()
+            rows = self.runner.state.rows
+            low, high = self.runner.state.gate.tolist()
             step = (low & 0xFFFFFFFF) + (high << 32)
-            ring = next(hook.ring for hook in self.runner.sized.hooks if isinstance(hook, Mask))
-            if place >= 0 and ring is not None and ring.flags[place] < step:
+            hook = next(hook for hook in self.runner.sized.hooks if isinstance(hook, Mask))
+            lanes = rows.lanes[(rows.lanes >= 0) & ((rows.flags & RowFlag.GATED) != 0)].long()
+            if hook.inputs is not None and (hook.inputs.flags.flags[lanes] < step).any():
                 return False
         return key in self._works
 
@@ -239,7 +242,7 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
         ),
     ],
 )
-def test_the_same_tokens_however_it_runs(
+def test_tokens_are_the_same_in_every_mode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool
 ) -> None:
     expected = run(GatedEngine(folder), jobs(3))
@@ -258,7 +261,7 @@ def test_the_same_tokens_however_it_runs(
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-def test_lanes_that_are_given_away_before_the_mask_comes(
+def test_lanes_reassigned_before_the_mask_arrives(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     work = jobs(5)
@@ -276,15 +279,3 @@ def test_lanes_that_are_given_away_before_the_mask_comes(
     engine.drain()
     tokens_are_allowed(engine, kept)
     assert [request.output.tolist() for request in kept] == expected
-
-
-def test_ranks_can_be_told() -> None:
-    """Head inputs travel as plans do."""
-    import msgspec
-
-    inputs = HeadInputs(3, np.arange(6, dtype=np.int32).reshape(2, 3))
-    data = msgspec.msgpack.Encoder(enc_hook=encode_array).encode(inputs)
-    back = msgspec.msgpack.Decoder(HeadInputs, dec_hook=decode_array).decode(data)
-    assert back.step_id == 3
-    assert np.array_equal(back.mask, inputs.mask)
-    assert StepPlan(0, int32([0]), int32([1]), int32([1]), int32([RowFlag.GATED])).gated

@@ -178,7 +178,7 @@ def test_dequantized_weights_are_exact(kind: str, tmp_path: Path) -> None:
     assert (logits(model) - expected).norm() / expected.norm() < 1e-5
 
 
-def test_what_is_dequantized_may_be_of_floats(tmp_path: Path) -> None:
+def test_a_format_to_dequantize_may_be_a_float(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", "F16")
     loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="float")
 
@@ -227,7 +227,7 @@ def test_generation(tmp_path: Path) -> None:
     llm.shutdown()
 
 
-def test_the_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
+def test_the_folder_is_created_once_per_content(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write(path, "Q8_0")
     first = resolve_model_path(str(path))
@@ -274,10 +274,10 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
         ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),
         ("split.count", 3, "the file is one of 3 parts of its model; merge them"),
-        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer makes no sense: KeyError"),
+        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer is invalid: KeyError"),
     ],
 )
-def test_settings_that_make_no_sense(
+def test_invalid_settings_are_refused(
     name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.gguf"
@@ -408,7 +408,7 @@ def test_byte_level_tokenizers(pre: str) -> None:
     assert files["generation_config.json"] == {"eos_token_id": [end]}
     assert files["tokenizer_config.json"]["eos_token"] == "<|im_end|>"
     assert files["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
-    with pytest.raises(ModelError, match="splits text in the way 'mine'"):
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'mine'"):
         tokenizer_files({**fields, "tokenizer.ggml.pre": "mine"})
     # As llama.cpp begins texts where a file does not say it.
     begins = {**fields, "tokenizer.ggml.bos_token_id": 0}
@@ -457,7 +457,9 @@ def test_a_table_of_tokens_is_dequantized(tmp_path: Path) -> None:
     assert torch.equal(part, whole[3:9])
 
 
-def test_what_weights_become_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_formats_and_sizes_of_loaded_weights_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The bytes of each format add up to those of the model."""
     write(tmp_path / "x.gguf", "Q4_0")
     caplog.set_level("INFO")

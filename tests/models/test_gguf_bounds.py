@@ -61,7 +61,7 @@ def test_a_header_of_too_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve_model_path(str(path))
 
 
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+def test_a_pipe_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "pipe.gguf"
     os.mkfifo(path)
     with pytest.raises(ModelError, match="not a regular file"):

@@ -72,7 +72,7 @@ _WIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", _WIDE)
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
 def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in few bits, those that a file stacks too, against the same ones dequantized."""
+    """Weights in few bits, including stacked ones, against the same weights dequantized."""
     name, changes = CASES[case]
     monkeypatch.setitem(CASES, case, (name, {**changes, **_EVEN, **_WIDE[case]}))
     make(tmp_path, case)

@@ -1,4 +1,4 @@
-"""Models with latent attention: what they keep of a token, their formats, and what is refused."""
+"""Models with latent attention: cached latents, formats, and refused options."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_latents_in_8_bits(
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_the_layer_that_drafts_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_draft_layer_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = deepseek
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -181,12 +181,12 @@ def test_scores_of_extended_positions() -> None:
         ({**LITE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give each of 2 layers"),
     ],
 )
-def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) -> None:
+def test_unsupported_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)
 
 
-def test_drafts_beside_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
+def test_drafts_work_with_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
     """Steps are measured without rows, of which latents are to be widened."""
     found = []
     for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):

@@ -81,7 +81,7 @@ def _stored(harness: Harness) -> list[tuple[int, Tensor]]:
     return found
 
 
-def test_a_token_takes_its_slot_and_reads_no_other(model: Decoder) -> None:
+def test_a_token_writes_its_slot_and_reads_only_its_own_context(model: Decoder) -> None:
     """One cache is huge where nothing is written, the other zero; logits are alike."""
     clean, filled = Harness(model), Harness(model)
     caches = _stored(filled)

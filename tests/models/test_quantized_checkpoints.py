@@ -76,7 +76,7 @@ def logits(model: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_original_layout(case: str, tmp_path: Path) -> None:
     exact = make_quantized(tmp_path, case)
     model = loaded(tmp_path)
     found = {name: own for name, _, own in projections(model)}
@@ -251,7 +251,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED)
-def test_what_is_not_known_is_refused(
+def test_unknown_quantization_settings_are_refused(
     case: str, change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
     make_quantized(tmp_path, case)
@@ -278,7 +278,7 @@ BROKEN: list[tuple[str, str, Callable[[Tensor], object], str]] = [
 
 
 @pytest.mark.parametrize(("case", "tensor", "change", "message"), BROKEN)
-def test_stored_values_that_make_no_sense_are_named(
+def test_insane_stored_values_are_named(
     case: str, tensor: str, change: Callable[[Tensor], object], message: str, tmp_path: Path
 ) -> None:
     make_quantized(tmp_path, case)

@@ -46,7 +46,7 @@ def experts_of(model: Decoder, layer: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_original_layout(case: str, tmp_path: Path) -> None:
     exact = make_quantized(tmp_path, case, "qwen3-moe")
     model = loaded(tmp_path)
     for name, found in experts_of(model, 1).items():

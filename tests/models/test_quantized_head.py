@@ -154,7 +154,7 @@ def test_two_ranks_share_the_head(tmp_path: Path) -> None:
     assert found == [expected, expected]
 
 
-def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_for_the_head_is_refused(tmp_path: Path) -> None:
     for wrong in ("head=int4", "head=", "int8,head=w8a8", ""):
         with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got"):
             EngineArgs(quantization=wrong)
@@ -166,7 +166,7 @@ def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
         loaded(tmp_path, wanted="head=int8,head=int8")
 
 
-def test_a_cpu_holds_it_once() -> None:
+def test_a_cpu_holds_a_tied_head_once() -> None:
     build = Build(SingleGroup(), quantization_of("head=int8"), torch.device("cpu"), torch.float32)
     head = LMHead(512, 512, build.within("head"))
     for part in head.slices():

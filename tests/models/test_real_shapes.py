@@ -142,7 +142,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence() -> None:
         ({"long_factor": ["a"] * 8}, "long_factor must be a positive number"),
     ],
 )
-def test_longrope_that_makes_no_sense(change: dict[str, Any], message: str) -> None:
+def test_invalid_longrope_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config({**PHI, "rope_scaling": {**PHI["rope_scaling"], **change}})
 
@@ -176,7 +176,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
-def test_what_is_refused_is_named(family: str, change: dict[str, Any], message: str) -> None:
+def test_a_refused_option_is_named(family: str, change: dict[str, Any], message: str) -> None:
     config = {**PHI, "rope_scaling": None, "num_hidden_layers": 2, **change}
     config["architectures"] = [f"{family}ForCausalLM"]
     with pytest.raises(ModelError, match=f"config.json: .*{message}"):

@@ -94,7 +94,7 @@ def test_stages_give_the_tokens_of_one_decoder(case: str, tmp_path: Path) -> Non
         assert {each.kind for each in own} == {group.kind}
 
 
-def test_every_stage_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_every_stage_refuses_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

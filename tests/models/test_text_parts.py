@@ -111,7 +111,7 @@ def test_names_of_older_checkpoints() -> None:
     assert not FAMILY.ignored.search("model.embed_tokens.weight")
 
 
-def test_what_the_whole_config_says(tmp_path: Path) -> None:
+def test_end_tokens_and_refusals_come_from_the_outer_config(tmp_path: Path) -> None:
     make(tmp_path, "gemma3")
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"].pop("eos_token_id")

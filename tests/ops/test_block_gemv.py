@@ -79,7 +79,7 @@ def test_products(case: Case, act: str | None, norm: bool, residual: bool) -> No
     assert float((out.double() - wanted).norm() / wanted.norm()) < 5e-3
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     args = LinearArgs(torch.ones(1, 512, device=DEVICE).bfloat16(), drawn(16, 512))
     assert takes(args)
     assert plans_of(args)

@@ -82,7 +82,7 @@ def test_blocks_of_several_tensors_go_and_come_back(places: int) -> None:
     assert copies._in.waited == [STEP]
 
 
-def test_places_come_back_once_they_were_read() -> None:
+def test_staging_buffers_are_returned_after_the_read() -> None:
     copies = copier([torch.randn(8, 16)], 8, places=2)
     for turn in range(5):
         copies.out(0, int32([turn]), int32([turn]))

@@ -86,7 +86,7 @@ def test_products(
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_inputs_and_scales_are_those_that_the_reference_rounds_to(name: str) -> None:
+def test_inputs_and_scales_round_as_in_the_reference(name: str) -> None:
     weight = weight_of(name, 4, 256)
     x = torch.randn(6, 256) * torch.tensor([[1.0], [100.0], [1e-3], [0.0], [3.0], [7.0]])
     q, scales = quantize_inputs(x.to(DEVICE), weight, None)
@@ -108,7 +108,7 @@ def test_integers_are_summed_exactly() -> None:
     assert torch.equal(found, torch.full_like(found, 127.0 * 127 * 4096 - 127))
 
 
-def test_which_weights_are_multiplied_in_8_bits() -> None:
+def test_weights_that_are_multiplied_in_8_bits() -> None:
     for name in FORMATS:
         weight = weight_of(name, 4, 256)
         assert takes(weight)

@@ -108,7 +108,7 @@ def test_a_layer_of_cut_parts(name: str) -> None:
     check(plan, FORMATS[name], torch.bfloat16, 2, hidden=96, width=32)
 
 
-def test_what_it_takes() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     x = noise(1, 256).bfloat16()
     for name, format in FORMATS.items():
         weight = drawn(format, 8, 256)

@@ -62,7 +62,7 @@ def test_the_norm_and_the_rounding_are_those_of_two_kernels(inputs: int) -> None
     assert int((normed != 0).sum()) <= inputs // 1000
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     args = args_of(20, 32, 384)
     assert takes(args)
     assert takes(replace(args, act="silu_and_mul"))

@@ -257,7 +257,7 @@ STORES = {"kernel": qk_norm_rope_store, "reference": reference.qk_norm_rope_stor
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "normed"), [(64, False), (80, True)])
-def test_what_is_stored(
+def test_stored_values_and_scales_are_close_to_the_keys_and_values(
     kernel_device: str,
     kv_format: KVFormat,
     store: object,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from quire.ops import Drafts
 from quire.ops.reference import drafts as twin
+from quire.ops.reference.step import held_position
 from quire.ops.triton.step import drafts as kernel
 
 LANES, WIDTH, MAX_LEN = 5, 8, 40
@@ -48,8 +49,10 @@ def case(seed: int, device: str) -> dict[str, Tensor]:
     }
 
 
-def run(side: object, seed: int, device: str) -> dict[str, Tensor]:
+def run(side: object, seed: int, device: str, *, held: bool = False) -> dict[str, Tensor]:
     c = case(seed, device)
+    if held:
+        c["position"] = held_position(c["position"])
     claims = Drafts(c["ids"], c["start"], torch.zeros_like(c["start"]))
     fill = torch.full((LANES,), 9, dtype=torch.int32, device=device)
     passes = twin.PassRows(
@@ -86,7 +89,7 @@ def test_kernels_and_twins_agree(kernel_device: str, seed: int) -> None:
             assert torch.equal(value, expected[name]), name
 
 
-def test_a_pass_moves_on_what_it_computed() -> None:
+def test_a_pass_advances_by_the_tokens_it_computed() -> None:
     """One row stands at its text's end and wants two drafts, one is two tokens behind."""
     lanes, counts = ints([1, 0], "cpu"), ints([2, 1], "cpu")
     position, own = ints([10, 20], "cpu"), ints([8, 23], "cpu")
@@ -113,3 +116,13 @@ def test_a_pass_moves_on_what_it_computed() -> None:
     assert claims.ids[1].tolist() == [7, 9, -1, -1]
     assert passes.lanes.tolist() == [-1, -1]
     assert own.tolist() == [10, 22]
+
+
+@pytest.mark.parametrize("side", [twin, kernel])
+@pytest.mark.parametrize("seed", range(3))
+def test_lanes_that_are_held_draft_as_before(kernel_device: str, side: object, seed: int) -> None:
+    """The text is the same, and the model's own position stays within it."""
+    expected = run(side, seed, kernel_device)
+    for name, value in run(side, seed, kernel_device, held=True).items():
+        if not name.endswith("position"):
+            assert torch.equal(value, expected[name]), name

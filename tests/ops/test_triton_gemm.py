@@ -244,7 +244,7 @@ def test_no_rows() -> None:
 
 def test_bad_input_is_a_typed_error() -> None:
     args = make_args(2, 8, 16)
-    with pytest.raises(ConfigError, match="1 rows got 2"):
+    with pytest.raises(ConfigError, match="for 1 rows, but x has 2"):
         small.run(args, GEMV)
     with pytest.raises(ConfigError, match="not a kernel of this package"):
         small.run(args, TORCH)

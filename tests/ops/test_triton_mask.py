@@ -1,7 +1,8 @@
-"""The mask kernel against its twin."""
+"""The kernels of masks, and of the wait for them, against their twins."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,14 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from quire.arrays import int32
 from quire.ops.reference.mask import mask_logits as reference
+from quire.ops.reference.mask import wait_for_inputs as wait_twin
+from quire.ops.rows import LogitRows, StepRows
 from quire.ops.triton import mask_logits
 from quire.ops.triton.step import host
-from quire.ops.triton.step.host import wait_for_flag
-from quire.runner.mask_ring import MaskRing
+from quire.ops.triton.step.host import wait_for_inputs
+from quire.runner.host_inputs import HostInputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -70,43 +74,140 @@ def test_lines(kernel_device: str) -> None:
     assert torch.isinf(expected[[0, 2, 3]]).any()
 
 
-@pytest.mark.parametrize("step_id", [0, 7, 2**31, 2**32 + 5, 2**40 - 1])
-def test_a_flag_that_is_there_is_not_waited_for(kernel_device: str, step_id: int) -> None:
-    """The same holds for a later step's flag, and for a gate that names no flag."""
-    ring = MaskRing(torch.device(kernel_device), depth=3, rows=1, words=1)
-    ring.put(step_id, np.zeros((1, 1), dtype=np.int32))
-    flags = ring.flags.clone()
-    for gate in (ring.gate(step_id), ring.gate(max(0, step_id - 3)), (-1, 0, 0)):
-        words = torch.tensor(gate, dtype=torch.int32, device=kernel_device)
-        wait_for_flag(words, ring.flags)
-    assert torch.equal(ring.flags, flags)
+LANES, WIDTH = 8, 5
 
 
-@pytest.mark.parametrize("step_id", [4, 2**31 + 1, 2**33 + 1])
-def test_a_flag_that_comes_late_is_waited_for(
-    monkeypatch: pytest.MonkeyPatch, step_id: int
+def pinned_for(device: str) -> torch.device:
+    """Returns the device that memory of the host is for; without a GPU there is nothing to pin."""
+    return torch.device(device if torch.cuda.device_count() else "cpu")
+
+
+def waiting(device: str, rank: int = 0, world: int = 1) -> SimpleNamespace:
+    """Returns a head's rows: a plain row, three GATED ones (the first with two drafts), a prompt's
+    row, a GATED row of a lane that has ended, and padding."""
+    lanes = [5, 2, 0, 7, 3, 6, -1, -1]
+    flags = [2, 6, 6, 7, 1, 6, 0, 0]
+    starts = [0, 1, 4, 5, 6, 6, 7, 7, 7]
+    of_rows = [5, 2, 2, 2, 0, 7, -1, 99]
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    host = HostInputs(pinned_for(device), LANES, 3, 1, None, rank, world)
+    return SimpleNamespace(
+        rows=StepRows(ints(lanes), ints(starts), ints(starts), ints(flags)),
+        logit_rows=LogitRows(
+            ints(of_rows), ints([*range(8)]), ints([*range(10, 18)]), ints([0] * 8)
+        ),
+        position=torch.arange(100, 100 + LANES, dtype=torch.int32, device=device),
+        last=torch.arange(8.0 * WIDTH, device=device).view(8, WIDTH),
+        held=torch.zeros(LANES, WIDTH, device=device),
+        host=host,
+    )
+
+
+def wait(side: Any, case: SimpleNamespace, step_id: int, patience_us: float = 3.0) -> None:
+    gate = torch.tensor(case.host.gate(step_id), dtype=torch.int32, device=case.held.device)
+    side(
+        case.rows, case.logit_rows, gate, case.host.flags, position=case.position, last=case.last,
+        held=case.held, patience_us=patience_us,
+    )  # fmt: skip
+
+
+SIDES = [pytest.param(wait_twin, id="twin"), pytest.param(wait_for_inputs, id="kernel")]
+STEPS = [0, 7, 2**31 - 1, 2**31, 2**32 + 5, 2**40 - 1]
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("step_id", STEPS)
+def test_inputs_that_are_there(kernel_device: str, side: Any, step_id: int) -> None:
+    """Also those of a later step; lanes without a logit row need none."""
+    case, expected = waiting(kernel_device), waiting(kernel_device)
+    case.host.put(step_id, int32([2, 7]))
+    case.host.put(step_id + 1, int32([0]))
+    wait(side, case, step_id)
+    assert torch.equal(case.position, expected.position)
+    assert torch.equal(case.held, expected.held)
+    assert torch.equal(case.logit_rows.lanes, expected.logit_rows.lanes)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("step_id", STEPS)
+@pytest.mark.parametrize("late", [(2,), (0, 7), (2, 0, 7)])
+def test_rows_that_are_late_sit_out(
+    kernel_device: str, side: Any, step_id: int, late: tuple[int, ...]
 ) -> None:
-    """The kernel looks again until the host has set it, or has failed to for too long."""
-    monkeypatch.setattr(host, "_TRIES", 3)
-    ring = MaskRing(torch.device("cpu"), depth=2, rows=1, words=1)
-    ring.put(step_id - 2, np.zeros((1, 1), dtype=np.int32))
-    before = int(ring.flags[step_id % 2])
-    gate = torch.tensor(ring.gate(step_id), dtype=torch.int32)
-    if torch.cuda.is_available():
-        pytest.skip("looks are counted in the interpreter")
-    looks: list[int] = []
-    load = interpreter.InterpreterBuilder.create_load
+    """Late rows leave the hidden state of their first logit row, and no logit row."""
+    case = waiting(kernel_device)
+    for lane in {2, 0, 7} - set(late):
+        case.host.put(step_id, int32([lane]))
+    if step_id:
+        case.host.put(step_id - 1, int32(late))
+    wait(side, case, step_id)
+    firsts = {2: 1, 0: 4, 7: 5}
+    for lane in range(LANES):
+        first = firsts[lane] if lane in late else None
+        held = torch.zeros(WIDTH) if first is None else case.last[first].cpu()
+        assert torch.equal(case.held[lane].cpu(), held)
+        # The hidden state is of position `length - 1`.
+        place = 100 + lane if first is None else -2 - (10 + first - 1)
+        assert case.position[lane] == place
+    lanes = [-1 if lane in late else lane for lane in [5, 2, 2, 2, 0, 7]]
+    assert case.logit_rows.lanes.tolist() == [*lanes, -1, 99]
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_other_ranks_do_as_the_first_says(kernel_device: str, side: Any) -> None:
+    """Although they see other flags."""
+    memory = np.zeros(HostInputs.size(LANES, 3, 1), dtype=np.int8)
+    cases = [waiting(kernel_device, rank, 2) for rank in range(2)]
+    for rank, case in enumerate(cases):
+        case.host = HostInputs(pinned_for(kernel_device), LANES, 3, 1, memory, rank, 2)
+    for step_id, there in ((8, [0, 2, 7]), (9, [7]), (10, [0, 7]), (11, [0, 2, 7])):
+        for case in cases:
+            case.logit_rows.lanes[1:4], case.logit_rows.lanes[4] = 2, 0
+        cases[0].host.put(step_id, int32(there))
+        wait(side, cases[0], step_id)
+        cases[0].host.put(step_id, int32([0, 2, 7]))
+        wait(side, cases[1], step_id)
+        for name in ("position", "held", "last"):
+            assert torch.equal(*(getattr(case, name) for case in cases))
+        assert torch.equal(*(case.logit_rows.lanes for case in cases))
+
+
+def looks_of(
+    monkeypatch: pytest.MonkeyPatch, case: SimpleNamespace, step_id: int, **options: Any
+) -> int:
+    """Returns how often the kernel looks at the flags."""
+    looks = 0
+    load = interpreter.InterpreterBuilder.create_masked_load
 
     def watched(self: Any, *args: Any) -> Any:
+        nonlocal looks
         found = load(self, *args)
-        if found.data.dtype == np.int64 and args[-1]:
-            looks.append(int(found.data.item()))
+        looks += found.data.dtype == np.int64 and bool(args[-1])
         return found
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_load", watched)
-    wait_for_flag(gate, ring.flags)
-    assert looks == [before] * 4
-    ring.put(step_id, np.zeros((1, 1), dtype=np.int32))
-    looks.clear()
-    wait_for_flag(gate, ring.flags)
-    assert looks == [int(ring.flags[step_id % 2])]
+    with monkeypatch.context() as patch:
+        patch.setattr(interpreter.InterpreterBuilder, "create_masked_load", watched)
+        wait(wait_for_inputs, case, step_id, **options)
+    return looks
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks are counted in the interpreter")
+def test_how_long_rows_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the deadline while a row is ready; without one, for the first, but not for ever."""
+    monkeypatch.setattr(host, "_TRIES", 9)
+    case = waiting("cpu")
+    assert looks_of(monkeypatch, case, 4, patience_us=3.0) == 1 + 4
+    assert looks_of(monkeypatch, waiting("cpu"), 4, patience_us=0.0) == 1 + 1
+    there = waiting("cpu")
+    there.host.put(4, int32([0, 2, 7]))
+    assert looks_of(monkeypatch, there, 4) == 1
+    alone = waiting("cpu")
+    alone.rows.lanes[0] = -1
+    assert looks_of(monkeypatch, alone, 4, patience_us=3.0) == 1 + 9
+    assert (alone.position[[0, 2, 7]] < -1).all()
+    nobody = waiting("cpu")
+    nobody.rows.flags.fill_(2)
+    assert looks_of(monkeypatch, nobody, 4) == 0

@@ -149,9 +149,7 @@ def test_rows_do_not_depend_on_each_other(kernel_device: str) -> None:
 @pytest.mark.parametrize("op", SAMPLERS)
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("place", [0, VOCAB - 1])
-def test_rows_that_are_not_numbers_give_no_token(
-    kernel_device: str, op: Any, cut: bool, place: int
-) -> None:
+def test_rows_with_nan_give_no_token(kernel_device: str, op: Any, cut: bool, place: int) -> None:
     """However they are drawn; an infinity is a number, and the other rows do not mind."""
     rows = [ROWS[0], ROWS[1], ROWS[6]] if cut else ROWS[:3]
     logits = torch.randn(2 * len(rows), VOCAB, generator=torch.Generator().manual_seed(5))
@@ -244,7 +242,7 @@ def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab
 
 @pytest.mark.parametrize("op", LOGPROBS)
 def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
-    """Entries beside the rows do not count."""
+    """Entries outside the rows do not count."""
     table = torch.full((3, 700), 50.0, device=kernel_device)
     table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
     check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quire.ops import Drafts, Expanded, LogitRows, StepRows, reference
 from quire.ops.reference import pool
-from quire.ops.reference.step import ENDED
+from quire.ops.reference.step import ENDED, LATE
+from quire.ops.rows import HELD
 from quire.ops.triton.step import step
 
 PROMPT = 1
@@ -70,6 +71,58 @@ def expanded(
         drafts=drafts,
     )
     return out, found, case
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("drafted", [False, True])
+def test_held_lanes(kernel_device: str, side: Any, drafted: bool) -> None:
+    """Rows of a held lane compute nothing. A HELD row has a logit row, whose hidden state is the
+    one that the lane keeps; after `finish_rows` it goes on, or is late again."""
+    lanes, flags = [1, 0, 2, 3, -1], [HELD, 0, 0, HELD, 0]
+    q_lens = [1, 3 if drafted else 1, 1, 1, 0]
+    rows = step_rows(lanes, q_lens, q_lens, flags, kernel_device)
+    position = ints([-2 - 9, -2 - 5, 12, -1], kernel_device)
+    tokens = torch.arange(4 * 40, dtype=torch.int32, device=kernel_device).view(4, 40)
+    used = ints([2, 0, 0, 0], kernel_device)
+    claims = Drafts(tokens[:, :3].clone(), used.clone(), used) if drafted else None
+    table = ints([[*range(10)]] * 4, kernel_device)
+    found = logit_rows(8, kernel_device)
+    count = sum(q_lens)
+    out = side.expand_rows(
+        rows, position, tokens, [(table, 4)], found, num_tokens=count, max_seq_len=40, drafts=claims
+    )
+    real = count - 2
+    assert (out.ids >= 0).nonzero().flatten().tolist() == [real]
+    assert out.ids[real] == tokens[2, 12]
+    assert (out.groups[0].slots >= 0).nonzero().flatten().tolist() == [real]
+    start = rows.logit_start.tolist()
+    assert found.lanes.tolist()[:count] == [1, *[-1] * q_lens[1], 2, -1]
+    assert (found.tokens[0], found.lengths[0], found.ahead[0]) == (-1, 6, 0)
+    hidden = torch.randn(count, 6, device=kernel_device)
+    held = torch.randn(4, 6, device=kernel_device)
+    last, kept = torch.zeros(8, 6, device=kernel_device), torch.zeros(count, 6).to(kernel_device)
+    side.collect_rows(hidden, rows, found, position, last, kept, held)
+    assert torch.equal(last[0], held[1])
+    assert torch.equal(last[start[2]], hidden[real])
+    assert torch.equal(kept, hidden)
+    assert position.tolist() == [-11, -7, 12, -1]
+    for again in (False, True):
+        if again:  # A kernel before has found the row late, and its lane held as before.
+            found.lanes[0] = -1
+            position[1], position[2] = -7, 12
+        results = torch.zeros(5, 5, dtype=torch.int32, device=kernel_device)
+        zeros = torch.zeros(4, dtype=torch.int32, device=kernel_device)
+        side.finish_rows(
+            rows, found, ints([70 + i for i in range(count)], kernel_device), results,
+            position=position, tokens=tokens, max_total=zeros + 40, min_total=zeros,
+            num_stops=zeros, stops=zeros.view(4, 1),
+        )  # fmt: skip
+        row = [0, LATE, -1, -1, -1] if again else [1, 0, 70, -1, -1]
+        assert results[0].tolist() == row
+        assert results[1].tolist() == [0, LATE, -1, -1, -1]
+        assert results[2].tolist() == [1, 0, 70 + start[2], -1, -1]
+        assert results[3].tolist() == [0, 0, -1, -1, -1]
+        assert position.tolist() == [-11, -7 if again else 6, 13, -1]
 
 
 @pytest.mark.parametrize("side", SIDES)

@@ -71,7 +71,7 @@ def run_rank(rank: int, memory: torch.Tensor, dtype: torch.dtype, out: Any) -> N
 )
 def test_sums_and_their_norms(kernel_device: str, world: int, dtype: torch.dtype) -> None:
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     context = multiprocessing.get_context("fork")
     memory, out = memory_for(world, WIDTH * dtype.itemsize // 4), context.Queue()
     ranks = [
@@ -100,10 +100,10 @@ def test_sums_and_their_norms(kernel_device: str, world: int, dtype: torch.dtype
     assert (memory == sum_norm.EMPTY).all()
 
 
-def test_a_rank_that_never_comes(kernel_device: str) -> None:
+def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
     """The wait ends, the report names whom it was for, and later sums do not wait at all."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2, WIDTH)
     peers, rows = seen_by(0, memory, WIDTH, tries=3)
     x = torch.ones(1, WIDTH)

@@ -1,4 +1,4 @@
-"""`--async-tp`: engines whose long steps are two halves, those that cannot, and the choice."""
+"""`--async-tp`: engines that run long steps as two halves, unsupported engines, and the default."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from tests.tiny_engine import TINY, model_folder
     ids=["2-few-blocks", "4-kv-int8", "2-by-2-stages"],
 )
 def test_halves_give_the_tokens_of_one_rank(ranks: int, settings: dict[str, Any]) -> None:
-    """Chunked prompts beside generating requests, prefix hits, preemption, a grammar."""
+    """Chunked prompts, generating requests, prefix hits, preemption and a grammar in the same
+    steps."""
     found = completions(ranks, async_tp="on", **settings)
     settings.pop("pipeline_parallel_size", None)
     assert found == completions(1, **settings)
@@ -57,7 +58,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("value", ["yes", "ON", 1, None])
-def test_values_that_are_none(value: object) -> None:
+def test_invalid_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^async_tp must be "):
         EngineArgs.from_kwargs(async_tp=value)
 
@@ -75,7 +76,9 @@ def test_values_that_are_none(value: object) -> None:
     ],
     ids=["one-rank", "stages", "lora", "drafts"],
 )
-def test_settings_that_rule_it_out(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_rule_out_async_tp(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = model_folder(tmp_path, TINY)
     assert refusal(folder, async_tp="on", **settings).startswith(reason)
 
@@ -103,7 +106,7 @@ _RECURRENT = {
     ],
     ids=["shared", "norms", "recurrent"],
 )
-def test_models_that_rule_it_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")

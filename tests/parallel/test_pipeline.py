@@ -97,7 +97,7 @@ def test_the_engine_is_in_the_last_stage() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_results_do_in_other_stages_what_they_do_in_the_last(seed: int) -> None:
+def test_results_act_the_same_in_every_stage(seed: int) -> None:
     """Prompts, generating rows with and without drafts, lanes that have ended, stop tokens,
     lengths, broken logits."""
     draw = random.Random(seed)
@@ -176,9 +176,7 @@ def test_stages_give_the_tokens_of_one(
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_requests_that_are_aborted_and_lanes_that_are_taken_again(
-    tmp_path: Path, seed: int
-) -> None:
+def test_aborted_requests_and_reused_lanes(tmp_path: Path, seed: int) -> None:
     """Late results of a lane's last request do nothing to the next one."""
     draw = random.Random(seed)
     folder = model_folder(tmp_path, TINY)
@@ -224,7 +222,7 @@ def refusal(folder: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_what_stages_do_not_go_with(tmp_path: Path) -> None:
+def test_features_that_stages_do_not_support_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, TINY)
     for name, value in (("enable_lora", True), ("host_cache_gb", 1.0), ("lora_dir", "/x")):
         message = refusal(folder, **{name: value})

@@ -206,7 +206,7 @@ def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
     assert found == [expected, expected]
 
 
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_weights_with_nan_or_infinity_are_named(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 4] = float("nan")

@@ -129,7 +129,7 @@ def compute(model: RealModel) -> None:
     where = {"pretrained_model_name_or_path": FOLDER, "gguf_file": model.file}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     oracle: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    # What it was read from is of no interest to those who read what is saved.
+    # The saved model is an ordinary one: it must not mention the GGUF file's quantization.
     oracle.hf_quantizer, oracle.is_quantized = None, False
     if hasattr(oracle.config, "quantization_config"):
         del oracle.config.quantization_config

@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parents[2] / "tools" / "embedded_model"
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[dict[str, ModuleType]]:
-    """Yields the recipe's modules by name; nobody else finds them."""
+    """Yields the recipe's modules by name; they are importable only meanwhile."""
     before = dict(sys.modules)
     sys.path.insert(0, str(RECIPE))
     names = "chat_score", "own_dialogues", "own_stories", "hybrid", "eagle", "model"
@@ -63,7 +63,7 @@ def test_conversations(recipe: dict[str, ModuleType]) -> None:
         assert not any("{" in m["content"] or "  " in m["content"] for m in row)
 
 
-def test_stories_of_others(recipe: dict[str, ModuleType]) -> None:
+def test_exchanging_animals_in_stories(recipe: dict[str, ModuleType]) -> None:
     exchange = recipe["own_stories"].exchange
     assert exchange("A dog met dogs. The Dog ran.", "dog", "owl") == "An owl met owls. The Owl ran."
     assert exchange("An owl's nest", "owl", "mouse") == "A mouse's nest"

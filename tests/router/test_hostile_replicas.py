@@ -55,7 +55,7 @@ async def before(replica: HostileReplica, **settings: Any) -> AsyncIterator[Setu
         (answer(b"x", b"9999"), "to another request"),
     ],
 )
-def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
+def test_malformed_answers_are_not_forwarded(data: bytes, reason: str) -> None:
     async def main() -> None:
         replica = HostileReplica(lambda *_: data)
         async with before(replica) as setup:
@@ -105,7 +105,7 @@ def test_clients_get_no_answer_of_another(apart: bool, tagged: bool) -> None:
     run(main)
 
 
-def test_connections_are_kept_only_where_answers_show_whose_they_are() -> None:
+def test_connections_are_kept_only_after_identifiable_answers() -> None:
     async def main() -> None:
         replica = HostileReplica(lambda target, tag, body: answer(body))
         async with before(replica) as setup:

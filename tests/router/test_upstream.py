@@ -16,7 +16,7 @@ LARGE = b"x" * ((1 << 18) + 100)
 
 
 def test_a_connection_that_is_not_read_from_is_not_kept() -> None:
-    """The end of a large answer has arrived, but nobody has read it."""
+    """The end of a large answer has arrived, but is still unread."""
 
     async def main() -> None:
         length = (b"content-length", b"%d" % len(LARGE))

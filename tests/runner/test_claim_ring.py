@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from quire.runner.mask_ring import ClaimRing
+from quire.runner.host_inputs import ClaimRing
 from tests.slow import examples
 
 DEPTH, LANES, WIDTH = 3, 2, 4
@@ -87,7 +87,7 @@ ClaimsInFlight.TestCase.settings = settings(max_examples=examples(90))
 TestClaimsInFlight = ClaimsInFlight.TestCase
 
 
-def test_a_closed_ring_lets_those_go_who_wait() -> None:
+def test_closing_the_ring_wakes_waiters() -> None:
     ids, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     ring = ClaimRing(2, ids, start)
     ring.send(4)

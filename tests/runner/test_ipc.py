@@ -161,7 +161,7 @@ def test_pages_of_another_process_are_read_and_nothing_else_of_it() -> None:
     mine.close(begin)
 
 
-def test_only_the_pages_that_were_meant_are_opened() -> None:
+def test_only_shared_pages_are_opened() -> None:
     tensor = pages()
     shared = SharedPages([tensor, torch.zeros(0, dtype=torch.uint8)])
     base, size = shared.allocation(tensor.data_ptr())
@@ -190,7 +190,7 @@ def test_only_the_pages_that_were_meant_are_opened() -> None:
         SharedPages([pages()[1:]])
 
 
-def test_an_engine_whose_cache_cannot_be_shared_is_told_so(
+def test_a_cache_that_cannot_be_shared_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*arguments: Any) -> int:
@@ -246,7 +246,7 @@ def memory_of(tensor: torch.Tensor, metadata: bytes) -> RankMemory:
     return RankMemory(metadata, "DRAM", 0, [group_memory(BlockLayout([tensor]), True)])
 
 
-def test_what_cannot_be_opened_or_lies_outside_is_not_read(reader: Reader) -> None:
+def test_memory_out_of_range_or_not_mappable_is_not_read(reader: Reader) -> None:
     source = torch.full((4, 32), 7, dtype=torch.uint8)
     peer = fake_agent([source], CPU)
     good = msgspec.msgpack.decode(peer.metadata, type=ProcessMemory)
@@ -295,7 +295,7 @@ BLOCKS, SIZE = 64, 1 << 20
 
 
 def serve(connection: Connection, device: str) -> None:
-    """Lets its memory be read until it is told to end."""
+    """Offers its memory to readers until it receives the signal to end."""
     tensor = torch.arange(BLOCKS, device=device, dtype=torch.uint8)[:, None].expand(-1, SIZE)
     tensor = tensor.contiguous()
     torch.cuda.synchronize(device)

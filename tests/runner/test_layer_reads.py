@@ -173,7 +173,7 @@ def reader(writer: Writer) -> Iterator[Reader]:
     made.close()
 
 
-def test_the_clock_tells_how_many_layers_have_stored_their_kv(writer: Writer) -> None:
+def test_the_clock_counts_layers_that_have_stored_their_kv(writer: Writer) -> None:
     clock = PeerClock(writer.clock, 0).read
     seen: list[int] = []
     writer.model.nap = lambda: seen.append(clock())
@@ -241,7 +241,7 @@ def test_a_clock_that_stands_still_or_is_not_there_fails(
         writer.hook._handle = None
 
 
-def test_what_waits_for_a_peer_that_has_ended_fails(
+def test_a_read_from_a_peer_that_has_ended_fails(
     writer: Writer, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader.read(0, 0, [0], 1)
@@ -250,7 +250,7 @@ def test_what_waits_for_a_peer_that_has_ended_fails(
     assert reader.ended() == ([], [0])
 
 
-def test_pieces_that_are_due_are_given_out_once() -> None:
+def test_due_pieces_are_returned_once() -> None:
     now = [0]
     clock: Any = SimpleNamespace(read=lambda: now[0], lives=True)
     pieces: Any = lambda layers: layers  # noqa: E731
@@ -263,7 +263,7 @@ def test_pieces_that_are_due_are_given_out_once() -> None:
     assert not given.left
 
 
-def test_only_writers_whose_readers_wait_for_layers_have_a_clock(folders: dict[str, Any]) -> None:
+def test_only_writers_of_layer_reads_have_a_clock(folders: dict[str, Any]) -> None:
     for role, transport, mode, there in (
         ("prefill", "ipc", "async", True),
         ("both", "ipc", "async", True),

@@ -14,7 +14,7 @@ from quire.arrays import int32
 from quire.errors import QuireError
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
-from quire.plan import HeadInputs, KVGroup, RowFlag, StepPlan
+from quire.plan import KVGroup, RowFlag, StepPlan
 from quire.runner.hooks import HeadContext, HostHook, ProgramHook
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step
@@ -124,7 +124,7 @@ def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
     assert again.run(jobs) == expected
 
 
-def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None:
+def test_the_next_turn_of_a_chat_computes_only_new_tokens(folder: Path) -> None:
     engine, known, fed = TinyEngine(folder), random_prompts(1, 61, seed=6)[0], 0
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     for turn in range(5):
@@ -242,7 +242,7 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
     engine.executor.submit(behind)
     mask = np.zeros((1, VOCAB // 32), dtype=np.int32)
     mask[0, 2] = 1 << 3  # token 67 alone
-    engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+    engine.submit_masks(plan.step_id, {int(plan.lanes[0]): mask})
     result = engine.executor.collect()
     assert result.tokens[0, 0] == 67
     assert result.n_tokens.tolist() == [1, 1]

@@ -66,6 +66,8 @@ class Head:
             state=self.state,
             rows=StepRows(own, starts, starts, torch.zeros_like(own)),
             logit_rows=LogitRows(own, starts[:-1], places, torch.zeros_like(own)),
+            last=logits,
+            held=logits,
             raw=logits,
             logits=logits,
         )
@@ -217,7 +219,7 @@ def test_many_stop_tokens() -> None:
     assert head.reasons([59, 59], 5) == [StopReason.NONE, StopReason.STOP_TOKEN]
 
 
-def test_logits_that_are_not_numbers_end_a_row() -> None:
+def test_nan_logits_end_a_row() -> None:
     head = Head([SamplingParams(temperature=0.0), SamplingParams()], [[1, 2], [1, 2]])
     logits = torch.zeros(2, VOCAB)
     logits[:, 40] = torch.nan
@@ -318,7 +320,7 @@ def test_noise_at_entries_is_the_noise_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
-def test_a_narrow_look_keeps_what_the_whole_would(kind: str) -> None:
+def test_a_cut_to_few_logits_gives_the_same_token(kind: str) -> None:
     """The token is that of the definition, and no neighbour changes it."""
     logits = torch.randn(len(CUTS), WIDE, generator=torch.Generator().manual_seed(6))
     logits *= 0.05 if kind == "flat" else 3.0

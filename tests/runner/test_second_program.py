@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Likeliest(ProgramHook):
-    """Moves lanes past what was computed, and keeps the likeliest token of each.
+    """Advances lanes by the computed tokens, and keeps the likeliest token of each lane.
 
     text: int32 [lanes, max_len], gets it behind what is there, or None.
     """

@@ -125,7 +125,7 @@ def column(rows: list[Row], values: list[int]) -> Tensor:
 
 @settings(max_examples=examples(300))
 @given(steps(), st.integers(0, 6), st.booleans())
-def test_the_accepted_run_is_that_of_the_definition(
+def test_the_accepted_run_matches_the_definition(
     rows: list[Row], chunk: int, counted: bool
 ) -> None:
     """With a chunk of another lane's prompt behind, and padding."""

@@ -1,4 +1,4 @@
-"""Plans: mask lines, claims of drafts, and plans without rows."""
+"""Plans: claims of drafts, and plans without rows."""
 
 from __future__ import annotations
 
@@ -6,23 +6,8 @@ import pytest
 
 from quire.arrays import int32
 from quire.features.structured_output.feature import claimed_drafts
-from quire.plan import KVGroup, RowFlag, StepPlan
+from quire.plan import KVGroup, StepPlan
 from tests.fakes import FakeExecutor
-
-_PROMPT, _SAMPLE, _GATED = int(RowFlag.PROMPT), int(RowFlag.SAMPLE), int(RowFlag.GATED)
-
-
-def test_each_logit_row_of_a_gated_row_has_a_mask_line() -> None:
-    flags = [_SAMPLE | _GATED, _SAMPLE, _SAMPLE | _GATED, _PROMPT, _PROMPT | _SAMPLE | _GATED]
-    n_logits = int32([3, 2, 1, 0, 4])
-    plan = StepPlan(0, int32(range(5)), int32([3, 2, 1, 5, 6]), n_logits, int32(flags))
-    # A prompt samples from its last logit row only.
-    assert plan.mask_lines.tolist() == [0, 1, 2, -1, -1, 3, -1, -1, -1, 4]
-
-
-def test_without_gated_rows_there_are_no_lines() -> None:
-    plan = StepPlan(0, int32([0]), int32([2]), int32([2]), int32([_SAMPLE]))
-    assert plan.mask_lines.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize(
@@ -42,7 +27,7 @@ def test_without_gated_rows_there_are_no_lines() -> None:
         ([1], 0, 5, []),
     ],
 )
-def test_a_claim_counts_where_it_agrees_with_what_is_known(
+def test_a_claim_counts_where_it_matches_the_known_tokens(
     ids: list[int], start: int, most: int, drafts: list[int]
 ) -> None:
     assert claimed_drafts(int32(ids), start, int32([1, 2, 3]), most).tolist() == drafts

@@ -293,7 +293,8 @@ class Target:
         return sum(self._counts, Counter())
 
     def leftovers(self) -> dict[str, float]:
-        """Returns what it holds beyond what it holds at rest, once it has had time to end all."""
+        """Returns the server's resources in use beyond those at rest, after a wait for its requests
+        to end."""
         deadline = time.monotonic() + REST_SECONDS
         while found := self._leftovers():
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""One server for all tests that do not kill it, and others for those that do."""
+"""One server for all tests that leave it running, and a new one for each test that stops it."""
 
 from __future__ import annotations
 

@@ -257,7 +257,9 @@ def test_trailers_are_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in seen[0]["headers"]] == [b"host", b"transfer-encoding"]
 
 
-def test_rests_of_refused_bodies_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_rest_of_a_refused_body_is_bounded_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (
         bounded(monkeypatch) as port,
         socket.create_connection(("127.0.0.1", port)) as client,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import get_type_hints
@@ -70,7 +71,7 @@ def test_every_field_is_listed(section: str, taken: type, official: tuple[type, 
     assert theirs - listed == set()
 
 
-def test_completions_are_told_beside_chat() -> None:
+def test_the_page_lists_every_field_of_completions() -> None:
     listed = fields_in("Completions") | fields_in("Chat completions") | fields_in("Sampling")
     official = get_type_hints(legacy_create_params.CompletionCreateParamsStreaming)
     assert set(CompletionRequest.model_fields) - listed == set()
@@ -82,6 +83,13 @@ def test_every_route_is_listed() -> None:
     paths = {re.sub(r"\{[^}]*\}", "{}", route.described_path) for route in ROUTES}
     missing = {path for path in paths if not re.search(rf"{re.escape(path)}(?![\w/])", text)}
     assert missing == set()
+
+
+def test_every_error_code_is_listed() -> None:
+    golden = Path(__file__).parents[1] / "repository" / "golden" / "errors.json"
+    body = DOCS.read_text("utf-8").partition("\n## Errors\n")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|[^|]*\|([^|]*)\|", body, re.M))))
+    assert set(json.loads(golden.read_text())["code"]) - listed == set()
 
 
 def test_the_table_of_sampling_fields_is_the_declared_one() -> None:

@@ -214,7 +214,9 @@ async def content(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
     return lines_of((await http.get(f"/v1/files/{id}/content")).text)
 
 
-def test_below_requests_of_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_wait_for_interactive_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "_LONGEST_PAUSE", 0.01)
     engine = Recorder(busy=1)
 
@@ -313,7 +315,7 @@ def test_after_a_restart(tmp_path: Path) -> None:
     run(go())
 
 
-def test_time_is_over(tmp_path: Path) -> None:
+def test_an_expired_batch_ends(tmp_path: Path) -> None:
     now = [1e9]
 
     async def go() -> None:

@@ -1,4 +1,5 @@
-"""The memory of all bodies together: what is beyond it is refused, what stands still gives way."""
+"""The shared memory of request bodies: bodies beyond the limit are refused, and stalled ones are
+dropped."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def test_a_body_that_stands_still_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     run(go())
 
 
-def test_a_body_that_gave_way_takes_no_more() -> None:
+def test_a_body_that_was_dropped_reserves_no_more_memory() -> None:
     async def go() -> None:
         budget = BodyBudget(100)
         with budget.hold() as held:

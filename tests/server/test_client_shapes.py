@@ -131,7 +131,7 @@ def vocabulary(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_clients_send_is_enforced(
+def test_schemas_in_every_clients_shape_are_enforced(
     name: str, tokenizer: Tokenizer, vocabulary: llguidance.LLTokenizer
 ) -> None:
     path, body, shape = SHAPES[name]

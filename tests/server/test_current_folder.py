@@ -58,7 +58,7 @@ def test_a_servers_processes_run_no_file_of_the_current_folder(folder: Path) -> 
     assert not (folder / "ran").exists()
 
 
-def test_in_the_folder_that_holds_quire_its_processes_are_told_of_that(
+def test_processes_started_in_quires_folder_can_import_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for folder, found in ((str(SOURCE.parent), f"{SOURCE.parent}:/other"), ("/", "/other")):

@@ -1,5 +1,6 @@
-"""Two real servers, one of which has the other compute its prompts: what users, operators and a
-reader that does not match see, and what becomes of requests when either dies."""
+"""Two real servers: the reader lets the writer compute its prompts.
+
+The tests cover answers and metrics, readers that do not match, and requests while a server dies."""
 
 from __future__ import annotations
 
@@ -160,7 +161,7 @@ def test_a_trace_tells_of_a_refusal(servers: tuple[Server, Server], collector: C
     reader.wait_for(lambda: 409 in statuses(), "the span of a refusal")
 
 
-def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Server]) -> None:
+def test_a_mismatch_error_names_both_sides_values(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     status, answer = post(writer, "/kv/handshake", FACTS)
     assert (status, answer["error"]["code"]) == (409, "peer_mismatch")
@@ -214,7 +215,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
             await until(lambda: decoding.state.load.running == 16)
-            # What costs least goes by rates that were measured, which other programs disturb.
+            # The router compares measured rates, which other programs disturb.
             for attempt in range(6):
                 prompt = f"a busy reader {attempt} " + STORY * 3
                 assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)

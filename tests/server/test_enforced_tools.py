@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,23 @@ def test_n_choices_call_each(client: openai.OpenAI) -> None:
 def test_calls_cut_short(client: openai.OpenAI) -> None:
     choice = ask(client, tool_choice=NAMED, max_tokens=14).choices[0]
     assert choice.finish_reason == "length"
+
+
+def test_custom_tools(client: openai.OpenAI) -> None:
+    def tool(definition: str) -> dict[str, Any]:
+        grammar = {"syntax": "lark", "definition": definition}
+        format = {"type": "grammar", "grammar": grammar}
+        return {"type": "custom", "custom": {"name": "edit", "format": format}}
+
+    lines = 'start: line line? "\\"end\\""\nline: "+" /[^\\n]{1,3}/ "\\n"'
+    choice = {"type": "custom", "custom": {"name": "edit"}}
+    options = {"temperature": 1.5, "seed": 1, "max_tokens": 400}
+    answer = ask(client, tools=[tool(lines)], tool_choice=choice, **options).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (call.type, call.custom.name, answer.finish_reason) == ("custom", "edit", "tool_calls")
+    assert re.fullmatch(r'(\+[^\n]{1,3}\n){1,2}"end"', call.custom.input)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        ask(client, tools=[tool("start: (")])
 
 
 def test_strict_tools_in_auto_mode(client: openai.OpenAI) -> None:

@@ -194,7 +194,7 @@ def test_clients_that_leave_and_clients_that_stall(launch: Callable[..., Server]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 400])
-def test_numbers_that_are_none(server: Server, value: str) -> None:
+def test_invalid_numbers_are_refused_by_field(server: Server, value: str) -> None:
     """In every numeric field: refused by name, before anything runs."""
     fields = [
         "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "logprobs",

@@ -56,7 +56,7 @@ def health(server: Server) -> int:
 def test_a_signal_drains_and_exits_with_0(
     launch: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, number: int, bare: bool
 ) -> None:
-    """Also of processes that are started as users start them."""
+    """This includes processes started from the command line."""
     if bare:
         monkeypatch.setenv(BARE, "1")
     server = launch("--drain-timeout", str(WAIT))
@@ -86,7 +86,7 @@ def test_drain_timeout(launch: Callable[..., Server]) -> None:
     assert "Traceback" not in "".join(server.output)
 
 
-def test_a_draining_server_refuses_what_comes_on_open_connections() -> None:
+def test_a_draining_server_refuses_requests_on_open_connections() -> None:
     async def go() -> None:
         app = build_app(FakeClient(), ServerArgs())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app)

@@ -116,7 +116,7 @@ def test_a_unix_socket(launch: Callable[..., Server], tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "precious"
     file.write_text("data")
     with pytest.raises(ConfigError, match="there is a file of that name"):
@@ -133,7 +133,7 @@ def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
         bind(ServerArgs(uds=str(tmp_path / ("x" * 200))))
 
 
-def test_certificates_that_are_none(tmp_path: Path) -> None:
+def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
     ca = trustme.CA()
     write(tmp_path, ca, ca.issue_cert("127.0.0.1"))
     cert, key, junk = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "junk.pem"))
@@ -165,7 +165,7 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
         ({"api_key": ("a b",)}, "api_key"),
     ],
 )
-def test_settings_that_cannot_be_meant(settings: dict[str, Any], param: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         ServerArgs(**settings)
     assert wrong.value.param == param

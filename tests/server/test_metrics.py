@@ -103,7 +103,7 @@ def families(metrics: ServerMetrics) -> dict[str, Any]:
     return found
 
 
-def test_the_table_is_what_there_is(everything: ServerMetrics) -> None:
+def test_the_metrics_table_matches_the_exported_metrics(everything: ServerMetrics) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
     told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows}
@@ -259,7 +259,7 @@ def test_no_gpus(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("gpu" in name for name in families(metrics))
 
 
-def test_worker_that_has_just_begun(tmp_path: Path) -> None:
+def test_the_empty_file_of_a_new_worker_is_no_error(tmp_path: Path) -> None:
     """A file that a worker has made and not yet filled is no error, and the others count."""
     (tmp_path / "counter_1.db").touch()
     values = MmapedDict(str(tmp_path / "counter_2.db"))  # type: ignore[no-untyped-call]

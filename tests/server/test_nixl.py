@@ -46,7 +46,7 @@ def test_prompts_are_read_from_the_peers_cache(servers: tuple[Server, Server]) -
     assert metric(writer, 'quire_kv_blocks{group="0",state="used"}') == 0
 
 
-def test_who_speaks_another_transport_is_told_both(servers: tuple[Server, Server]) -> None:
+def test_a_transport_mismatch_names_both_transports(servers: tuple[Server, Server]) -> None:
     writer, _ = servers
     status, answer = post(writer, "/kv/handshake", {**FACTS, "transport": "tcp"})
     assert (status, answer["error"]["code"]) == (409, "peer_mismatch")

@@ -174,7 +174,7 @@ def test_errors(collector: Collector) -> None:
     assert statuses == {"400": 0, "503": 2}
 
 
-def test_what_is_not_sampled_is_not_sent(collector: Collector) -> None:
+def test_unsampled_traces_are_not_sent(collector: Collector) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert ask(collector.url, "/v1/completions", PROMPT, headers=headers) == 200
     assert collector.spans == []

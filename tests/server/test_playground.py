@@ -43,7 +43,7 @@ def test_nothing_else_is_public() -> None:
     assert statuses == [401] * len(paths)
 
 
-def test_it_can_be_turned_off() -> None:
+def test_the_playground_can_be_turned_off() -> None:
     statuses = [response.status_code for response in get(*FILES, playground=False)]
     assert statuses == [405 if path == "/" else 404 for path in FILES]
 
@@ -59,7 +59,7 @@ def test_clients_may_ask_for_the_root_alone(playground: bool) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
-def test_it_is_there_behind_a_prefix() -> None:
+def test_the_playground_works_under_a_root_path() -> None:
     paths = ["/llm/", "/llm/playground/main.js", "/llm/v1/models"]
     statuses = [r.status_code for r in get(*paths, api_key=("k",), root_path="/llm")]
     assert statuses == [200, 200, 401]

@@ -432,7 +432,7 @@ def test_bad_queries(server: Server, client: openai.OpenAI, query: str) -> None:
     assert answer.json()["error"]["param"] in query
 
 
-def test_a_signal_ends_what_runs_in_the_background(launch: Callable[..., Server]) -> None:
+def test_a_signal_ends_background_responses(launch: Callable[..., Server]) -> None:
     server = launch("--drain-timeout", "1")
     client = server.client()
     response = ask(client, background=True, max_output_tokens=1900)

@@ -62,7 +62,7 @@ def test_errors_in_mid_stream() -> None:
     assert "secret" not in answer.text
 
 
-def test_other_errors_of_messages_have_the_shape_too() -> None:
+def test_other_errors_of_messages_have_the_same_shape() -> None:
     async def go() -> list[httpx.Response]:
         args = ServerArgs(max_body_mb=0.0001)
         async with connect(scripted_engine("hi"), args) as http:

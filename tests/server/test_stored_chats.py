@@ -110,7 +110,7 @@ def test_routes_of_vllm_are_no_ids(server: Server, name: str, instead: str) -> N
     assert instead in answer.json()["error"]["message"]
 
 
-def test_only_what_is_asked_for(client: openai.OpenAI) -> None:
+def test_only_requested_chats_are_stored(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2, store=False)
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.retrieve(answer.id)

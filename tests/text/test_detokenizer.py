@@ -44,7 +44,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
     assert rest.startswith("�")
 
 
-def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
+def test_invalid_utf8_bytes_are_flushed() -> None:
     byte = TOKENIZER.encode("😀").tolist()[-1]  # a continuation byte, which begins no character
     pieces, _ = stream([byte] * 50)
     assert "".join(pieces).count("�") >= 40

@@ -59,7 +59,7 @@ def test_ids_that_name_tools() -> None:
     assert not found("{{ c.function.arguments | tojson }}").ids_name_tools
 
 
-def test_a_call_is_what_follows_the_generation_prompt() -> None:
+def test_a_call_begins_after_the_generation_prompt() -> None:
     source = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"

@@ -134,7 +134,7 @@ def test_ranks_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ranks must be 0, 1, 2"):
         Tokenizer.from_path(tmp_path)
     (tmp_path / "tiktoken.model").write_text("YQ== 0\nYQ== 1\n")
-    with pytest.raises(ModelError, match="tokens that are there twice"):
+    with pytest.raises(ModelError, match="contains a token twice"):
         Tokenizer.from_path(tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_sentencepiece_of_other_kinds_is_refused(
         Tokenizer.from_path(tmp_path)
 
 
-def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     vocabulary = sentencepiece(tmp_path)
     config = {"added_tokens_decoder": {str(len(vocabulary) + 1): {"content": "<|y|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -223,7 +223,7 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_path(tmp_path)
     for content in (b"", b"\x0a\xff", b"nothing of this kind", b"\x0a\x02\x0a\x05"):
         (tmp_path / "tokenizer.model").write_bytes(content)
-        with pytest.raises(ModelError, match="is no SentencePiece model"):
+        with pytest.raises(ModelError, match="is not a SentencePiece model"):
             Tokenizer.from_path(tmp_path)
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tekken.json cannot be read: KeyError"):

@@ -65,7 +65,7 @@ def test_small_vocabularies_and_scales() -> None:
     assert work.lengths == [26] * 6
     assert max(map(max, work.prompts)) < 300
     assert len(NAMED["b1"].workload(300, scale=0.1).prompts) == 1
-    # What decodes still decodes; what is asked for one token gets one.
+    # At a small scale a request of several tokens still decodes, and one of one token gets one.
     assert parse_case("1x9x5").workload(300, scale=0.01).lengths == [2]
     assert parse_case("1x9x1").workload(300).lengths == [1]
 

@@ -51,7 +51,7 @@ def test_figures() -> None:
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "ttft:-1", "itl:5", "ttft:nan"])
-def test_goodput_that_means_nothing(text: str) -> None:
+def test_invalid_goodput_targets_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="goodput takes"):
         parse_goodput([text])
 
@@ -94,7 +94,7 @@ def test_arrivals() -> None:
         assert times[-1] / 4000 == pytest.approx(1 / 20, rel=0.15)
 
 
-def test_plans_that_make_no_sense() -> None:
+def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="text"):
         Plan(endpoint="chat", prompts="ids")
     with pytest.raises(ConfigError, match="endpoint"):
@@ -167,7 +167,7 @@ def test_clients(url: str, send_at: list[float] | None) -> None:
     assert "broke" in answers[5].error
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     (answer,), _ = drive("http://127.0.0.1:9/v1", {}, [b"{}"], concurrency=1, processes=1)
     assert answer.error
 
@@ -180,7 +180,7 @@ def test_servers_of_another_kind(said: bytes) -> None:
                 Server(f"127.0.0.1:{port}{path}").model()
 
 
-def test_what_speaks_no_http() -> None:
+def test_a_server_without_http_is_an_error() -> None:
     with listening(b"SSH-2.0", head=b"") as port, pytest.raises(ConfigError, match="cannot reach"):
         Server(f"127.0.0.1:{port}").model()
 

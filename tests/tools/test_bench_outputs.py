@@ -57,7 +57,7 @@ def test_csv_and_markdown(tmp_path: Path) -> None:
     assert lines[-1] == "c, quire 1, 2026-01-02."
 
 
-def test_what_cannot_be_written_is_said_first(
+def test_unwritable_outputs_are_reported_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="is a folder"):

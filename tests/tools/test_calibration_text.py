@@ -18,7 +18,7 @@ from tests.repository.test_checks import tool
 SCRIPT = tool("make_calibration_text")
 
 
-def test_every_part_is_of_this_project() -> None:
+def test_packed_data_contains_only_files_of_this_project() -> None:
     packed = SCRIPT.OUT.read_bytes()
     assert len(packed) <= SCRIPT.LIMIT
     parts = [json.loads(line) for line in lzma.decompress(packed).splitlines()]

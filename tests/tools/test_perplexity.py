@@ -145,16 +145,16 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     binary.write_bytes(b"abc")
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (empty, {}, "is empty"),
-        (short, {}, "the text has 1 token: too short"),
+        (short, {}, "the text has 1 token, but it needs at least 2"),
         (binary, {}, "cannot read"),
         (damaged, {}, "cannot read"),
         (tmp_path / "absent", {}, "cannot read"),
-        (data, {"window": 257}, "257 tokens, where the model takes 256"),
-        (data, {"window": 1}, "none to predict"),
+        (data, {"window": 257}, "window=257, but the model takes 256"),
+        (data, {"window": 1}, "window must be at least 2"),
         (data, {"window": 16, "stride": 17}, "stride"),
         (data, {"stride": 0}, "stride"),
         (data, {"limit": 1}, "limit"),
-        (data, {"base": str(tmp_path / "other")}, "another tokenizer"),
+        (data, {"base": str(tmp_path / "other")}, "a different tokenizer"),
     ]
     for file, more, message in cases:
         with pytest.raises(ConfigError, match=message):

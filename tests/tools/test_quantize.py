@@ -1,4 +1,4 @@
-"""`quire quantize`: what it makes, what reads it, what it refuses, and what a kill costs."""
+"""`quire quantize`: written checkpoints, their readers, refused options, and runs after a kill."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_blocks_of_floats_have_one_scale() -> None:
         )
 
 
-def test_gptq_refuses_what_is_not_finite() -> None:
+def test_gptq_refuses_values_that_are_not_finite() -> None:
     weight = torch.randn(4, 16)
     scales = find_scales(weight, Grid(4), torch.float32)
     with pytest.raises(ModelError, match="not finite"):
@@ -250,7 +250,7 @@ def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.with_defaults("rtn", group_size=16)
     strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
-    kept = r"out\.partial keeps what was computed: the same command with --force, or .* --gate"
+    kept = r"out\.partial keeps the results: the same command with --force, or .* --gate"
     with pytest.raises(GateError, match=kept):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()
@@ -268,7 +268,7 @@ def test_the_gate(tmp_path: Path) -> None:
     assert loaded(tmp_path / "out") is not None
 
 
-def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
+def test_a_larger_gate_reuses_computed_rows(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     recipe = Recipe.with_defaults("rtn", group_size=16)
     blocks: list[int] = []
@@ -375,7 +375,9 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     recipe = Recipe.with_defaults("rtn", group_size=16)
     with monkeypatch.context() as patched:
         patched.setattr(WorkFolder, "copy", full)
-        with pytest.raises(ConfigError, match="No space left on device; the same command goes on"):
+        with pytest.raises(
+            ConfigError, match="No space left on device; the same command continues"
+        ):
             quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
     blocks: list[int] = []
     options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
@@ -384,7 +386,7 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "cuda0", "tpu"])
-def test_devices_that_are_not_there(
+def test_missing_devices_are_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -393,7 +395,7 @@ def test_devices_that_are_not_there(
         command(method="rtn", out=tmp_path / "out", device=device)
 
 
-def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     first = WorkFolder(tmp_path / "out", {"bits": 4})
     with pytest.raises(ConfigError, match=r"another process is making .*out\.partial"):
         WorkFolder(tmp_path / "out", {"bits": 4})
@@ -440,17 +442,17 @@ def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_recipes_that_make_no_sense() -> None:
+def test_invalid_recipes_are_refused() -> None:
     for choices, message in (
         ({"method": "gguf"}, "expected one of: gptq, awq"),
         ({"method": "gptq", "bits": 3}, "4 or 8"),
         ({"method": "awq", "group_size": 24}, "multiple of 16"),
-        ({"method": "rtn", "weight_only": True}, "nothing but weights"),
+        ({"method": "rtn", "weight_only": True}, "quantizes weights only"),
         ({"method": "int8", "group_size": 64}, "no groups"),
         ({"method": "int8", "bits": 4}, "8 bits"),
         ({"method": "fp8", "symmetric": False}, "symmetric"),
         ({"method": "fp8", "group_size": 8}, "side of its blocks"),
-        ({"method": "smoothquant", "weight_only": True}, "int8 takes weights only"),
+        ({"method": "smoothquant", "weight_only": True}, "use int8 for weights only"),
     ):
         with pytest.raises(ConfigError, match=message):
             Recipe.with_defaults(**choices)

@@ -1,4 +1,4 @@
-"""Predictions of `quire roofline`, beside the records and where there can be none."""
+"""Predictions of `quire roofline`, compared with records, and unsupported cards and dtypes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_refused_cards(card: str, options: dict[str, int], message: str) -> None
 
 
 def test_refused_dtypes_and_lengths() -> None:
-    with pytest.raises(ConfigError, match="no ceilings are known of NVIDIA H200 in float32"):
+    with pytest.raises(ConfigError, match="the ceilings of NVIDIA H200 in float32 are unknown"):
         Roofline(replace(config(), dtype="float32"), "h200")
     with pytest.raises(ConfigError, match="needs sequences of 100001 tokens"):
         Roofline(config(), "h200").case(parse_case("1x100000x1"))
@@ -169,7 +169,7 @@ def test_command() -> None:
     assert np.isclose(sum(kind["percent"] for kind in prediction["kinds"].values()), 100.0)
 
 
-def test_command_says_what_does_not_fit() -> None:
+def test_the_command_names_cases_that_do_not_fit() -> None:
     done = CliRunner().invoke(
         app, ["roofline", str(CONFIGS / "qwen3-8b"), "--card", "l4", "--case", "b64"]
     )
@@ -177,7 +177,7 @@ def test_command_says_what_does_not_fit() -> None:
     assert "do not fit" in " ".join(done.output.split())
 
 
-def test_command_runs_what_it_predicts() -> None:
+def test_the_command_runs_the_predicted_cases() -> None:
     arguments = ["--device", "cpu", "--run", "--kernels", "--case", "2x32x8", "--case", "ttft"]
     status, found = command(*arguments)
     assert status == 0

@@ -130,12 +130,12 @@ def test_a_missing_route_is_not_offered() -> None:
         ("down", "500: down"),
     ],
 )
-def test_checks_that_cannot_be_made(fault: str, message: str) -> None:
+def test_impossible_checks_are_refused(fault: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(fault)
 
 
-def test_one_word_differs() -> None:
+def test_streams_that_end_differently_are_reported() -> None:
     card = checked("stream end")
     details = [outcome.detail for outcome in card.outcomes if outcome.status == "failed"]
     assert details[0] == (

@@ -9,6 +9,8 @@ from torch import Tensor
 
 PROMPT = 1
 SAMPLE = 2
+GATED = 4
+HELD = 8
 """Bits of `StepRows.flags`; the values are those of `quire.plan.RowFlag`."""
 
 
@@ -16,10 +18,11 @@ class StepRows(NamedTuple):
     """A step's R rows, int32 on the device.
 
     Attributes:
-        lanes: [R], the row's lane. It is -1 for padding rows, which come last.
-        query_start: [R + 1], index of each row's first token.
-        logit_start: [R + 1], index of each row's first logit row.
-        flags: [R], bits; PROMPT is set if the host knows the row's tokens.
+        lanes: [R], the row's lane; -1 for rows of padding, which come last.
+        query_start: [R + 1], the first token of each row.
+        logit_start: [R + 1], the first logit row of each row.
+        flags: [R], PROMPT where the host knows the row's tokens, GATED where the head needs inputs
+            of the host, HELD where the head goes on from the hidden state that the lane keeps.
     """
 
     lanes: Tensor
@@ -44,8 +47,9 @@ class LogitRows(NamedTuple):
 
     Attributes:
         lanes: the lane; -1 for an unused place.
-        tokens: index of the hidden state among the step's tokens.
-        lengths: position of the token that is sampled from the logits.
+        tokens: index of the hidden state among the step's tokens; -1 for the one that the lane
+            keeps.
+        lengths: position of the token that the logits give.
         ahead: number of the row's drafts before this place.
     """
 

@@ -16,7 +16,7 @@ from quire.config import EngineConfig
 from quire.errors import QuireError
 from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress, StepSeconds
 from quire.parallel import ProcessGroup, SingleGroup
-from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.plan import StepPlan, StepResult
 from quire.runner.graphs import Graphs
 from quire.runner.hooks import Hook
 from quire.runner.kv_cache import KVCache
@@ -160,22 +160,22 @@ class ModelRunner:
     # -- running -------------------------------------------------------------------------------
 
     def submit(self, plan: StepPlan) -> None:
-        """Launches a step. If it has GATED rows, its head runs when the masks come."""
+        """Launches a step. If it has GATED rows, its head runs when their inputs come."""
         self.running.submit(plan)
 
     def collect(self) -> StepResult:
-        """Returns the oldest step's result. Waits for the device, and for the step's masks."""
+        """Returns the oldest step's result. Waits for the device, and for the step's inputs."""
         return self.running.collect()
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self.running.mask_room(step_id, rows)
+    def input_lines(self) -> Int32:
+        return self.running.input_lines()
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         # Threads that wait for claims may call once more while the engine ends.
         return None if self._running is None else self._running.claimed(step_id, wait=wait)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        self.running.submit_head(inputs)
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        self.running.submit_inputs(step_id, lanes)
 
     def control(self, message: dict[str, Any]) -> Any:
         """Asks the transfer places, then the hooks. Returns the first answer that is not None."""

@@ -137,6 +137,7 @@ class StepProgram:
         hooks: in the order in which they take part.
         hidden: [tokens, width], final hidden states of the last body.
         last: [logit rows, width], the hidden states of its logit rows.
+        held: [lanes, width], the hidden state of the last position of each lane whose row was late.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class StepProgram:
         options = {"dtype": self.model.dtype, "device": state.device}
         self.hidden = torch.zeros(limits.tokens, width, **options)
         self.last = torch.zeros(limits.logit_rows, width, **options)
+        self.held = torch.zeros(limits.lanes, width, **options)
 
     def body(self, shape: BodyShape, *, shallow: bool = False) -> None:
         """Computes the step's tokens.
@@ -167,17 +169,20 @@ class StepProgram:
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
         hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)
-        ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden)
+        ops.collect_rows(hidden, rows, logit_rows, position, self.last, self.hidden, self.held)
 
     def head(self, shape: HeadShape) -> None:
         """Draws tokens for the logit rows, and advances the lanes of all rows."""
         state = self._state
-        raw = self.model.logits(self.last[: shape.logit_rows])
+        last = self.last[: shape.logit_rows]
+        raw = self.model.logits(last)
         ctx = HeadContext(
             level=shape.level,
             state=state,
             rows=state.rows,
             logit_rows=state.logit_rows.first(shape.logit_rows),
+            last=last,
+            held=self.held,
             raw=raw,
             logits=raw,
         )

@@ -44,7 +44,7 @@ class SizedModel:
         hooks: all hooks, in the order in which they take part.
         host_hooks: those that act on the host.
         program_hooks: those that have a part in the programs.
-        gate: the hook that makes heads wait for masks, or None.
+        gate: the hook that makes heads wait for host inputs, or None.
         program: the bodies and heads.
         transfer: moves blocks to and from places outside the device, or None.
         rare: parameters whose hooks do not take part yet.

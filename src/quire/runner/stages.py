@@ -27,7 +27,14 @@ from quire.executor import OnProgress
 from quire.models.decoder import Decoder
 from quire.models.spec import ModelSpec
 from quire.models.stages import build_stage
-from quire.ops.reference.step import BROKEN, ENDED, FIRST_TOKEN
+from quire.ops.reference.step import (
+    BROKEN,
+    ENDED,
+    FIRST_TOKEN,
+    LATE,
+    held_position,
+    text_position,
+)
 from quire.parallel import ProcessGroup
 from quire.parallel.pipeline import Pipeline
 from quire.plan import KVGroup, RowFlag, StepPlan
@@ -229,7 +236,7 @@ def accept_results(
     """
     count, reason, drawn = results[:, 0], results[:, 1], results[:, FIRST_TOKEN:]
     before = position[lanes]
-    first = before + 1 - known.int()
+    first = text_position(before) + 1 - known.int()
     number = torch.arange(drawn.shape[1], device=drawn.device)
     kept = number < count.unsqueeze(1)
     # Columns that are not kept write the first token again, so that no place gets two values.
@@ -240,4 +247,6 @@ def accept_results(
     tokens[owner, at] = torch.where(kept, drawn, again)
     ends = (reason > 0) & (reason != BROKEN)
     moved = torch.where(ends, ENDED, first - 1 + count)
-    position[lanes] = torch.where(count > 0, moved, before)
+    late = (reason == LATE) & (before >= 0)
+    stays = torch.where(late, held_position(first - 1), before)
+    position[lanes] = torch.where(count > 0, moved, stays)

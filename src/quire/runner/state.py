@@ -71,8 +71,9 @@ class BatchState:
         tables: block tables of each KV group, int32 [lanes, blocks].
         inputs: int32, the part of the plan that programs read: `rows`, `lines` and `gate`.
         rows: the step's rows, views of `inputs`.
-        lines: int32 [logit rows], the mask line of each logit row, a view of `inputs`.
-        gate: int32 [3], see `MaskRing.gate`, a view of `inputs`.
+        lines: int32 [logit rows], the line of the host's inputs of each logit row, a view of
+            `inputs`.
+        gate: int32 [2], see `HostInputs.gate`, a view of `inputs`.
         logit_rows: the step's logit rows, which its body fills in.
         results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
             and the tokens.
@@ -105,7 +106,7 @@ class BatchState:
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two hooks keep a column {twice!r}")
         shapes = [(limits.lanes, *spec.shape) for spec in specs]
-        size = 4 * limits.lanes + 2 + limits.logit_rows + 3
+        size = 4 * limits.lanes + 2 + limits.logit_rows + 2
         self.memory, views = _lay_out([*shapes, (size,)], device)
         self.columns: dict[str, Tensor] = {}
         for spec, view in zip(specs, views, strict=False):
@@ -118,7 +119,7 @@ class BatchState:
         self.tables = [self.columns[f"table.{i}"] for i in range(len(self.groups))]
         self.inputs = views[-1]
         lanes = limits.lanes
-        sizes = lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 3
+        sizes = lanes, lanes + 1, lanes + 1, lanes, limits.logit_rows, 2
         self._ends = list(itertools.accumulate(sizes))
         own, query_start, logit_start, flags, self.lines, self.gate = self.split_inputs(self.inputs)
         self.rows = StepRows(own, query_start, logit_start, flags)

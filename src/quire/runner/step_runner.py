@@ -16,7 +16,7 @@ import torch
 from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import QuireError
-from quire.plan import Admit, HeadInputs, RowFlag, StepPlan, StepResult
+from quire.plan import Admit, RowFlag, StepPlan, StepResult
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
 from quire.runner.readback import PinnedRing, Step, Upload, ragged
@@ -40,15 +40,15 @@ class StepRunner:
         self._transfer = sized.transfer
         self._pinned = PinnedRing(self.device, loaded.config.scheduler.steps_in_flight + 1)
         self._steps: deque[Step] = deque()
-        """Launched steps. The head of the last one may wait for masks."""
+        """Launched steps. The head of the last one may wait for host inputs."""
         self._later: deque[StepPlan] = deque()
-        """Plans after a step whose head waits for masks."""
+        """Plans after a step whose head waits for host inputs."""
         self._levels = np.zeros(self.limits.lanes, dtype=np.int8)
         """The `Level` that each lane's request needs."""
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
-        """Launches a step. If it has GATED rows, its head runs when the masks come."""
+        """Launches a step. If it has GATED rows, its head runs when their inputs come."""
         self._check(plan)
         needed = [
             name
@@ -71,13 +71,13 @@ class StepRunner:
             if not any(name in hook.entries for hook in self.sized.features):
                 raise QuireError(f"the plan writes to a column {name!r} that no hook keeps")
         if plan.gated and self.sized.gate is None:
-            raise QuireError("the plan has GATED rows, but no hook makes a head wait for masks")
+            raise QuireError("the plan has GATED rows, but no hook makes a head wait for inputs")
 
     def _advance(self, *, wait: bool = False) -> None:
-        """Launches bodies and heads, up to a head whose masks are missing.
+        """Launches bodies and heads, up to a head whose host inputs are missing.
 
         Args:
-            wait: wait for the masks of the first such head.
+            wait: wait for the inputs of the first such head.
         """
         with ops.use_policy(self._policy):
             while True:
@@ -187,16 +187,16 @@ class StepRunner:
         return packed
 
     def _launch_head(self, step: Step, *, wait: bool) -> None:
-        """Launches the step's head, unless it runs op by op and masks are missing."""
+        """Launches the step's head, unless it runs op by op and host inputs are missing."""
         plan, logit_rows, gate = step.plan, int(step.logit_start[-1]), self.sized.gate
         if logit_rows:
             lane_level = Level(int(self._levels[plan.lanes].max()))
             level = max(lane_level, *(hook.level(plan) for hook in self.sized.host_hooks))
             captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
-            # The device waits for masks within a captured head. Op by op it cannot: the first
+            # The device waits for inputs within a captured head. Op by op it cannot: the first
             # launch of a kernel waits for the device.
             if captured is None and gate is not None:
-                step.waits = gate.masks_missing(plan, wait=wait)
+                step.waits = gate.inputs_missing(plan, wait=wait)
             else:
                 step.waits = False
             if step.waits:
@@ -214,7 +214,7 @@ class StepRunner:
 
     @torch.inference_mode()
     def collect(self) -> StepResult:
-        """Returns the oldest step's result. Waits for the device, and for the step's masks."""
+        """Returns the oldest step's result. Waits for the device, and for the step's inputs."""
         if not self._steps:
             raise QuireError("there is no step to collect")
         if self._steps[0].waits:
@@ -228,22 +228,22 @@ class StepRunner:
             step.result.finished_transfers, step.result.failed_transfers = ended
         return step.result
 
-    # -- masks, from any thread, and control messages -------------------------------------------
+    # -- host inputs, from any thread, and control messages ------------------------------------
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
+    def input_lines(self) -> Int32:
         gate = self.sized.gate
-        buffer = None if gate is None else gate.mask_buffer(step_id, rows)
-        if buffer is None:
-            raise QuireError("no hook of this runner takes masks")
-        return buffer
+        lines = None if gate is None else gate.input_lines()
+        if lines is None:
+            raise QuireError("no hook of this runner takes host inputs")
+        return lines
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         gate = self.sized.gate
         return None if gate is None else gate.claimed(step_id, wait=wait)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         if self.sized.gate is not None:
-            self.sized.gate.submit_masks(inputs)
+            self.sized.gate.submit_inputs(step_id, lanes)
 
     def control(self, message: dict[str, Any]) -> Any:
         """Asks the transfer places, then the hooks. Returns the first answer that is not None."""

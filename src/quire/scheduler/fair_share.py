@@ -31,9 +31,9 @@ class Tenant:
         queued: whether the tenant takes turns.
         share: its weight against other tenants, > 0.
         requests: number of its unfinished requests.
-        lanes: number of lanes that it holds.
-        credit: tokens that it may still start, negative if it owes some.
-        round: the last round that it was granted credit for.
+        lanes: number of its lanes.
+        credit: tokens it may still start; negative if it owes some.
+        round: the last round in which it was granted credit.
     """
 
     def __init__(self, name: str, key: Callable[[Request], SortKey], round: int) -> None:

@@ -17,6 +17,7 @@ from quire.errors import RequestError
 from quire.plan import Admit, RowFlag, StepPlan, StepResult, Transfer
 from quire.request import Request
 from quire.sampling_params import SamplingParams
+from quire.scheduler.lanes import Flags
 from quire.scheduler.step import StepInFlight
 
 
@@ -106,6 +107,22 @@ class Feature:
             accepted: int32 [n], number of tokens that each row produced.
         """
 
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        """Receives the lanes whose rows were late (`StopReason.LATE`), int32 [n] each.
+
+        The scheduler plans no row of such a lane until `inputs_ready`. It comes before `verified`,
+        which does not receive these rows.
+
+        Args:
+            rows: each lane's generating rows that give no token: the late one, unless it is a
+                prompt's, and those in flight after it.
+            tokens: the positions of these rows.
+        """
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        """Returns for which lanes, int32 [n], the host has the inputs that came late, bool [n]."""
+        return np.ones(len(lanes), dtype=bool)
+
     def result(self, request: Request, tokens: Int32) -> int:
         """Returns how many of a row's new tokens, int32 [n], to keep.
 
@@ -188,7 +205,7 @@ class PlanBuilder:
         return self._plan.writes
 
     def gate(self, rows: Sequence[int]) -> None:
-        """Makes the heads of these rows wait for `HeadInputs`."""
+        """Makes the head wait for these rows' inputs (`Executor.submit_inputs`)."""
         # Steady steps share the array of flags, so it is replaced, not changed.
         flags = self._plan.flags.copy()
         flags[list(rows)] |= int(RowFlag.GATED)
@@ -302,6 +319,17 @@ class FeatureSet:
     def forget(self) -> None:
         for forget in self._calls["forget"]:
             forget()
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        for late in self._calls["late"]:
+            late(lanes, rows, tokens)
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        """Returns for which lanes all features have the inputs that came late."""
+        ready: Flags = np.ones(len(lanes), dtype=bool)
+        for inputs_ready in self._calls["inputs_ready"]:
+            ready &= inputs_ready(lanes)
+        return ready
 
     def plan(self, plan: StepPlan, requests: list[Request]) -> None:
         if self._calls["plan"]:

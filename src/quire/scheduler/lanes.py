@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
-from quire.arrays import Int32
+from quire.arrays import Int32, int32
 from quire.request import Request
+
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 class LaneTable:
     """Counts and tokens of running requests, by lane.
 
     Attributes:
-        known: int32 [lanes]; `Request.known` is a view of it.
-        planned: int32 [lanes]; `Request.planned` is a view of it.
-        computed: int32 [lanes]; `Request.computed` is a view of it.
-        tokens: int32 [lanes, longest sequence]. A page takes memory when it is first written.
-        last: int32 [lanes], most positions that the request computes: `max_total - 1`, because its
-            last token is never fed.
-        lane_epoch: int32 [lanes], number of requests that have left the lane. A row with a lower
-            one is stale.
+        known: int32 [lanes]. This and the next two are `Request`'s counts, which are views of them.
+        planned: int32 [lanes].
+        computed: int32 [lanes].
+        tokens: int32 [lanes, longest sequence]. The system gives it pages as they are written.
+        last: int32 [lanes], positions that the request computes at most: `max_total - 1`, because
+            its last token is never fed.
+        lane_epoch: int32 [lanes], number of requests that have left the lane, and of rows in it
+            that were late. A row with a lower one is stale.
         drafted: int32 [lanes], draft tokens in flight. The position is at least
             `planned - drafted`.
         prompt_step: int32 [lanes], the step that computes the last known token of the prompt.
         ready_step: int32 [lanes], the first step that may plan the lane's next generated token.
+        held: bool [lanes], whether the lane's last row was late, and no HELD row has gone on yet.
+        resumed: bool [lanes], whether such a row is in flight.
+        num_held: number of lanes that are held.
     """
 
     def __init__(self, num_lanes: int, max_len: int) -> None:
@@ -35,6 +43,9 @@ class LaneTable:
         self.drafted: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.prompt_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
         self.ready_step: Int32 = np.zeros(num_lanes, dtype=np.int32)
+        self.held: Flags = np.zeros(num_lanes, dtype=bool)
+        self.resumed: Flags = np.zeros(num_lanes, dtype=bool)
+        self.num_held = 0
         self._free = list(range(num_lanes - 1, -1, -1))
 
     @property
@@ -62,9 +73,32 @@ class LaneTable:
     def release(self, request: Request) -> None:
         """Takes the lane back; the request keeps its tokens and counts."""
         request.unbind()
+        self.let_go(int32([request.lane]))
         self.lane_epoch[request.lane] += 1
         self._free.append(request.lane)
         request.lane = -1
+
+    def hold(self, requests: Sequence[Request], step_id: int) -> None:
+        """Takes lanes back to the rows that were late, whose last position counts as uncomputed.
+
+        Rows in flight become stale. The next row is a HELD one.
+        """
+        lanes = int32([request.lane for request in requests])
+        known = self.known[lanes]
+        self.computed[lanes] = self.planned[lanes] = known - 1
+        self.drafted[lanes] = 0
+        self.ready_step[lanes] = step_id
+        self.lane_epoch[lanes] += 1
+        for request in requests:
+            request.lane_epoch += 1
+        self.held[lanes], self.resumed[lanes] = True, False
+        self.num_held = int(self.held.sum())
+
+    def let_go(self, lanes: Int32) -> None:
+        """Ends the hold of lanes that have gone on, or are free."""
+        if self.num_held:
+            self.held[lanes] = self.resumed[lanes] = False
+            self.num_held = int(self.held.sum())
 
     def accept(self, lanes: Int32, tokens: Int32, n: Int32) -> None:
         """Appends each lane's first `n` tokens of `tokens`, int32 [lanes, K + 1]."""

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from quire.arrays import Int32, int32
 from quire.cache import BlockManager
 from quire.config import SchedulerConfig
+from quire.plan import RowFlag
 from quire.request import Request, RequestStatus
-from quire.scheduler.lanes import LaneTable
+from quire.scheduler.lanes import Flags, LaneTable
 from quire.scheduler.order import Order
-from quire.scheduler.step import DecodeRows, PrefillChunk, StepInFlight, wants_prompt_logprobs
+from quire.scheduler.step import (
+    DecodeRows,
+    Index,
+    PrefillChunk,
+    StepInFlight,
+    wants_prompt_logprobs,
+)
 from quire.scheduler.waiting import Entry
 
 
@@ -22,6 +30,7 @@ class RunningSet:
 
     Args:
         lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
+        inputs_ready: `FeatureSet.inputs_ready`.
         logit_rows: most logit rows of a step.
         drafts: most draft tokens of a row.
 
@@ -36,6 +45,7 @@ class RunningSet:
         blocks: BlockManager,
         order: Order,
         lookahead: Callable[[Int32, Int32], Int32] | None,
+        inputs_ready: Callable[[Int32], Flags],
         logit_rows: int,
         drafts: int,
     ) -> None:
@@ -43,6 +53,7 @@ class RunningSet:
         self._blocks = blocks
         self._order = order
         self._lookahead = lookahead
+        self._inputs_ready = inputs_ready
         self._logit_rows = logit_rows
         self._drafts = drafts
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
@@ -120,6 +131,8 @@ class RunningSet:
             return rows
         room = lanes.last[rows.lanes] - lanes.planned[rows.lanes]
         eligible = room > 0
+        if lanes.num_held:
+            eligible &= self._may_go_on(rows.lanes)
         if self._config.pipeline_depth > 1 and not idle:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
         allowed = self._order.allowed_rows(rows.requests)
@@ -135,9 +148,28 @@ class RunningSet:
             order = [(waits[i], *self._order.key(r), i) for i, r in enumerate(rows.requests)]
             first = np.array(sorted(i for *_, i in sorted(order)[:budget]))
             rows, room = rows.select(first), room[first]
+        if lanes.num_held and rows.requests:
+            rows, room = self._with_held(rows, room)
         if self._lookahead is not None and with_drafts and rows.requests:
             rows = self._with_drafts(rows, room)
         return rows
+
+    def _may_go_on(self, lanes: Int32) -> Flags:
+        """Returns which lanes are not held, or have what their late rows lacked, bool [n]."""
+        table = self.lanes
+        free: Flags = ~table.held[lanes] | table.resumed[lanes]
+        held = lanes[~free]
+        if len(held):
+            free[~free] = self._inputs_ready(held)
+        return free
+
+    def _with_held(self, rows: DecodeRows, room: Int32) -> tuple[DecodeRows, Int32]:
+        """Marks the rows of lanes that are held. They have no drafts."""
+        held = self.lanes.held[rows.lanes] & ~self.lanes.resumed[rows.lanes]
+        if not held.any():
+            return rows, room
+        flags = rows.flags | int32(held * int(RowFlag.HELD))
+        return replace(rows, flags=flags), np.where(held, 1, room)
 
     def _with_drafts(self, rows: DecodeRows, room: Int32) -> DecodeRows:
         """Adds drafts, as many as the budgets of tokens and of logit rows allow.
@@ -206,10 +238,21 @@ class RunningSet:
         """Records that the rows' positions are being computed."""
         lanes = self.lanes
         lanes.planned[rows.lanes] += rows.q_len
+        if lanes.num_held:
+            lanes.resumed[rows.lanes[(rows.flags & RowFlag.HELD) != 0]] = True
         if rows.drafts:
             lanes.drafted[rows.lanes] += rows.q_len - 1
         if self._config.pipeline_depth > 1:
             lanes.ready_step[rows.lanes] = step_id + self._config.pipeline_depth
+
+    def hold(self, step: StepInFlight, rows: Index) -> None:
+        """Holds the lanes of rows that were late: see `LaneTable.hold`."""
+        requests = [step.requests[row] for row in rows.tolist()]
+        self.lanes.hold(requests, step.step_id)
+        generating = self.generating
+        if generating.requests:
+            epochs = self.lanes.lane_epoch[generating.lanes]
+            self.generating = replace(generating, lane_epoch=epochs)
 
     def confirm(self, step: StepInFlight, tokens: Int32, n: Int32) -> None:
         """Appends each row's new tokens to its request, and makes whole blocks shareable.
@@ -221,6 +264,8 @@ class RunningSet:
         """
         lanes = self.lanes
         lanes.accept(step.lanes, tokens, n)
+        if lanes.num_held:
+            lanes.let_go(step.lanes[(step.flags & RowFlag.HELD) != 0])
         generating, accepted = step.lanes[: step.num_generating], n[: step.num_generating]
         computed = lanes.computed[generating] + accepted
         lanes.computed[generating] = computed

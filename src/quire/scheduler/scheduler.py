@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from quire.arrays import Int32
+from quire.arrays import Int32, int32
 from quire.cache import BlockManager, DetachedBlocks
 from quire.config import SchedulerConfig
 from quire.errors import ConfigError, RequestError
@@ -45,7 +45,7 @@ from quire.scheduler.feature import Feature, FeatureSet
 from quire.scheduler.order import Order
 from quire.scheduler.progress import SchedulerStats, StepProgress
 from quire.scheduler.running import RunningSet
-from quire.scheduler.step import DecodeRows, PrefillChunk, StepInFlight, make_admit
+from quire.scheduler.step import DecodeRows, Index, PrefillChunk, StepInFlight, make_admit
 from quire.scheduler.waiting import WaitingSet
 
 _REASONS = {
@@ -92,7 +92,13 @@ class Scheduler:
         self._prompts_planned: list[Request] = []
         lookahead = self._features.lookahead if self._features.looks_ahead else None
         self._running = RunningSet(
-            config, self.blocks, self._order, lookahead, logit_rows, capacity.drafts
+            config,
+            self.blocks,
+            self._order,
+            lookahead,
+            self._features.inputs_ready,
+            logit_rows,
+            capacity.drafts,
         )
         self._lanes = self._running.lanes
         self._admission = Admission(
@@ -113,6 +119,7 @@ class Scheduler:
         self._step_id = 0
         self._arrivals = 0
         self._prefix_queries = self._prefix_hits = self._preemptions = self._swapped = 0
+        self._late_rows = 0
 
     def add_feature(self, feature: Feature) -> None:
         """Adds a feature to a scheduler that runs, from the next request on.
@@ -203,7 +210,8 @@ class Scheduler:
         """Frees lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            exact = valid == request.planned
+            # The state of a held lane is one position further.
+            exact = valid == request.planned and not self._lanes.held[request.lane]
             detached = self.blocks.detach(request.lane, request.tokens.view(), valid, exact=exact)
             if self._features.release(request) and ended:
                 self._detached[request.request_id] = detached
@@ -377,12 +385,21 @@ class Scheduler:
             rows = rows[live]
             step, tokens, n, stop = step.select(rows), tokens[rows], n[rows], stop[rows]
         n = np.minimum(n, self._lanes.last[step.lanes] + 1 - self._lanes.known[step.lanes])
+        late = stop == StopReason.LATE
+        any_late = bool(late.any())
+        if any_late:
+            self._features.late(*self._dropped(step, np.flatnonzero(late)))
+            stop = np.where(late, int(StopReason.NONE), stop)
         if step.drafts:
-            own = slice(step.num_generating)
+            own = np.arange(step.num_generating)
+            if any_late:
+                own = own[~late[own]]
             for verified in self._features.verified:
                 verified(step.lanes[own], step.q_len[own] - 1, n[own])
         cut = self._features.cut(step, tokens, n)
         self._running.confirm(step, tokens, n)
+        if any_late:
+            self._running.hold(step, np.flatnonzero(late))
         finished = self._end(step, stop, cut)
         for i in cut:
             self._preempt(step.requests[i])
@@ -400,6 +417,22 @@ class Scheduler:
             prompt_logprobs=result.prompt_logprobs,
             pooled=result.pooled,
         )
+
+    def _dropped(self, step: StepInFlight, late: Index) -> tuple[Int32, Int32, Int32]:
+        """Counts rows that were late.
+
+        Returns what `Feature.late` receives.
+        """
+        self._late_rows += len(late)
+        lanes, epochs = step.lanes[late], step.lane_epoch[late]
+        rows = int32(late < step.num_generating)
+        tokens = step.q_len[late] * rows
+        for later in self._in_flight:
+            for i, (lane, epoch) in enumerate(zip(lanes.tolist(), epochs.tolist(), strict=True)):
+                of_lane = (later.lanes == lane) & (later.lane_epoch == epoch)
+                rows[i] += of_lane.sum()
+                tokens[i] += later.q_len[of_lane].sum()
+        return lanes, rows, tokens
 
     def _end(self, step: StepInFlight, stop: Int32, cut: list[int]) -> list[int]:
         """Ends requests that the device saw end, or that have reached their longest length.
@@ -462,6 +495,7 @@ class Scheduler:
             copied_blocks=self.blocks.copied,
             preemptions=self._preemptions,
             swapped=self._swapped,
+            late_rows=self._late_rows,
         )
 
     def reset_prefix_cache(self) -> bool:

@@ -129,8 +129,8 @@ class StepInFlight:
         requests: R requests, in row order.
         lanes: int32 [R].
         lane_epoch: int32 [R]; a row is stale once its lane has a higher one.
-        q_len: int32 [R], positions that the row computes.
-        n_logits: int32 [R], number of positions that have logits.
+        q_len: int32 [R], number of computed positions.
+        n_logits: int32 [R], number of positions with logits.
         flags: int32 [R], a `RowFlag` each.
         num_generating: number of rows of generating requests.
         drafts: whether any row verifies draft tokens.

@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
 from quire import __version__
@@ -19,6 +20,7 @@ from quire.server.apis.batch.service import BatchService
 from quire.server.apis.batch.store import BatchStore
 from quire.server.apis.openai.convert import model_defaults
 from quire.server.apis.openai.stored_chats import ChatStore
+from quire.server.apis.responses.socket import responses_socket
 from quire.server.apis.responses.store import ResponseStore
 from quire.server.args import ServerArgs
 from quire.server.context.rate_limits import RateLimiter
@@ -119,6 +121,7 @@ def _add_routes(app: FastAPI, settings: frozenset[str], *, playground: bool) -> 
         if route.handler is not None and (playground or not route.playground):
             checks = [] if route.check is None else [Depends(route.check)]
             app.add_api_route(route.path, route.handler, methods=route.methods, dependencies=checks)
+    app.router.routes.append(WebSocketRoute("/v1/responses", responses_socket))
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ from quire.server.errors import (
     engine_dead_error,
     overloaded_error,
     stopping_error,
+    stuck_error,
 )
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
@@ -215,7 +216,7 @@ class ServerState:
         if self.draining:
             raise stopping_error()
         if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
-            raise ApiError(503, "The engine does not respond.", code="engine_stuck")
+            raise stuck_error()
 
     def stop_generations(self) -> None:
         """Ends all running generations with an error that tells clients why."""

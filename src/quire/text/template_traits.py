@@ -1,7 +1,7 @@
-"""Finds out how a chat template takes tools and tool calls, by rendering small conversations.
+"""Finds out how a chat template handles tools and tool calls, by rendering small conversations.
 
-Templates differ, and no standard helps. Some take arguments as an object, others as text. Some want
-no content next to calls, others an empty one. Some need a description of each tool.
+Templates differ, and there is no standard. Some need arguments as an object, others as text. Some
+need no content next to calls, others an empty one. Some need a description of each tool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNDESCRIBED = {
 }
 PROBED_CALL = {"probed_key": "probed_value"}
 """Arguments of the call to `PROBED_TOOL` in the probing conversations."""
-_ID = "probe1234"  # Mistral's templates accept only ids of this length
+_ID = "probe1234"  # Mistral's templates accept only ids of this length.
 _TEXT = '{"probed_key": "probed_value"}'
 
 
@@ -87,8 +87,7 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
 
 
 def _shows_late_system(template: ChatTemplate, special_tokens: Mapping[str, str]) -> bool:
-    """Returns whether a system message after other messages reaches the prompt, as a first one
-    does."""
+    """Returns whether a system message that follows others is written to the prompt."""
     user = {"role": "user", "content": "Hello."}
     system = {"role": "system", "content": "probed_system"}
 

@@ -11,7 +11,7 @@ from quire.features.metric_families import counters
 
 
 class ConstantTokenStats(msgspec.Struct):
-    """Counted since the start. completions: that ended, and had a token to repeat."""
+    """Counts since the start. completions: number of finished completions with a repeated token."""
 
     completions: int = 0
 

@@ -1,4 +1,4 @@
-"""docs/adding-a-sampling-parameter.md, done: its changes make a parameter that its tests pass."""
+"""Applies the changes of docs/adding-a-sampling-parameter.md: the page's tests pass."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts change how fast tokens come, and never which: whatever is drafted, a run gives the tokens,
-log-probabilities and ends of one without drafts. In float64, so that no rounding turns a choice."""
+"""Drafts change only the speed: with any drafts, a run gives the same tokens, log-probabilities and
+ends as without. Models compute in float64, so that rounding cannot change a token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Script(Feature):
         return text + [-1] * (WIDTH - len(text))
 
     def _claim(self, name: str) -> tuple[list[int], int] | None:
-        """Returns what is claimed of a request, None for what is right."""
+        """Returns the drafts of a request, None for each right one."""
         kinds = ["right", "wrong", "partly", "late", "none"]
         kind = self._draw.choice(kinds) if self.kind == "mixed" else self.kind
         if kind == "late":
@@ -191,9 +191,9 @@ def test_drafts_change_nothing_but_speed(
 def test_masks_hold_for_every_draft(
     folder: Path, plain: tuple[Answers, dict[str, list[int]]]
 ) -> None:
-    """A row under masks that allow one token a position gives these tokens, with their drafts
-    right, and only the first where the mask of the draft's own place bars it."""
-    from quire.plan import HeadInputs
+    """With masks that allow one token per position, a row gives these tokens if its drafts are
+    right. If the mask of the first draft's position refuses the draft, it gives only the first
+    token."""
 
     class Gate(Script):
         def plan(self, builder: PlanBuilder) -> None:
@@ -211,7 +211,7 @@ def test_masks_hold_for_every_draft(
             plan = engine.scheduler.plan()
             assert plan is not None
             engine.executor.submit(plan)
-            lines = int((plan.mask_lines >= 0).sum())
+            lines = 1 if plan.flags[0] & RowFlag.PROMPT else int(plan.q_len[0])
             mask = np.zeros((lines, VOCAB // 32), dtype=np.int32)
             for line in range(lines):
                 place = len(request.output) + line
@@ -219,7 +219,7 @@ def test_masks_hold_for_every_draft(
                 if place == barred:
                     token = 99
                 mask[line, token // 32] = np.uint32(1 << (token % 32)).view(np.int32)
-            engine.executor.submit_head(HeadInputs(plan.step_id, mask))
+            engine.submit_masks(plan.step_id, {request.lane: mask})
             engine.scheduler.update(engine.executor.collect())
         expected = [99 if i == barred else token for i, token in enumerate(wanted)]
         assert request.output.tolist() == expected
@@ -244,7 +244,7 @@ def test_the_runner_refuses_more_drafts_than_it_verifies(folder: Path) -> None:
 
 
 def test_dummy_tokens_run_the_body(folder: Path) -> None:
-    """Ranks keep step with others: the model's collectives are entered."""
+    """A rank without rows still enters the model's collectives."""
     engine = TinyEngine(folder)
     engine.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=3)))
     expected = TinyEngine(folder).run(

@@ -360,7 +360,7 @@ def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_settings_that_are_wrong(given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(quire.errors.ConfigError, match=message):
         LLM(speculative=given)
 

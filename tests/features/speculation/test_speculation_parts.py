@@ -195,7 +195,7 @@ def test_a_row_that_fails_drops_out() -> None:
     assert rates.of_kinds()[1] == pytest.approx(0.6, abs=1e-3)
 
 
-def test_what_was_not_measured_is_not_guessed_small() -> None:
+def test_the_cost_of_unmeasured_steps_is_not_underestimated() -> None:
     table = costs({1: 1.0, 2: 0.9, 4: 2.0})
     assert table.decode(1) == table.decode(2) == 0.9  # fewer are never slower
     assert table.decode(3) == 2.0

@@ -74,7 +74,7 @@ def sources(found: TinyEngine) -> dict[str, SourceStats]:
         slow("eagle3", "tiny", 2, 3, {"lanes": 3, "prefix_caching": False}),
     ],
 )
-def test_tokens_are_those_without(
+def test_tokens_equal_those_without_drafts(
     base: Path, way: str, model: str, stages: int, depth: int, settings: dict[str, Any]
 ) -> None:
     """Greedy and sampled, penalties, siblings, chunked prompts, prefix hits, preemption, stop

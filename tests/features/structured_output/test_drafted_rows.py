@@ -1,5 +1,5 @@
-"""Rows with a grammar that verify drafts: their masks are asked for once all tokens before them are
-known, one for each draft."""
+"""Rows with a grammar that verify drafts: masks, one per draft, are built once all earlier tokens
+are known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.config import SchedulerConfig
 from quire.engine.loop.core import EngineCore
 from quire.features.structured_output.feature import GrammarFeature
 from quire.features.structured_output.masks import MaskRow
-from quire.plan import DRAFT_IDS, DRAFT_START, HeadInputs, KVGroup, RowFlag, StepPlan
+from quire.plan import DRAFT_IDS, DRAFT_START, KVGroup, RowFlag, StepPlan
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.scheduler import Feature, PlanBuilder
@@ -27,7 +27,7 @@ _WIDTH = 40
 
 
 class AnyText:
-    """A matcher that takes every token."""
+    """A matcher that accepts every token."""
 
     def deep_copy(self) -> AnyText:
         return self
@@ -53,7 +53,7 @@ class StubCompiler:
 
 
 class Recorder:
-    """Records the rows that masks are built for, in the order of steps."""
+    """Records the rows of built masks, in step order."""
 
     def __init__(self) -> None:
         self.built: list[list[tuple[int, int, list[int]]]] = []
@@ -62,7 +62,7 @@ class Recorder:
         self, rows: Sequence[MaskRow], masks: Int32, vocab: int, entered: Callable[[], None]
     ) -> None:
         entered()
-        assert len(masks) == sum(row.lines for row in rows)
+        assert all(len(masks) >= row.line + row.lines for row in rows)
         self.built.append(
             [(row.state.position, row.lines, list(row.drafts)) for row in rows if row.state]
         )
@@ -75,7 +75,7 @@ class Recorder:
 
 
 class Claims(Feature):
-    """Claims the text of each request, wrong from its ninth token on."""
+    """Drafts the text of each request, which is wrong from its ninth token on."""
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         return int32([3] * len(lanes))
@@ -96,7 +96,7 @@ class Gated(FakeExecutor):
         group = KVGroup(layers=(0,), tokens_per_block=4)
         super().__init__([group], [80], logit_rows=40)
         self.plans: list[StepPlan] = []
-        self.heads: dict[int, Int32] = {}
+        self.ready: dict[int, set[int]] = {}
         self.copies: dict[int, tuple[Int32, Int32]] = {}
         self._ids, self._start = int32([[-1] * _WIDTH] * 4), int32([0] * 4)
         self._more = threading.Condition()
@@ -118,17 +118,18 @@ class Gated(FakeExecutor):
                 assert self._more.wait_for(lambda: step_id in self.copies, 20)
             return self.copies.get(step_id)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         with self._more:
-            self.heads[inputs.step_id] = inputs.mask
+            self.ready.setdefault(step_id, set()).update(lanes.tolist())
             self._more.notify_all()
 
     def collect(self) -> Any:
         plan = self._queue[0]
         if plan.gated:
             with self._more:
-                assert self._more.wait_for(lambda: plan.step_id in self.heads, 20)
-            assert len(self.heads[plan.step_id]) == (plan.mask_lines >= 0).sum()
+                lanes = set(plan.lanes[(plan.flags & RowFlag.GATED) != 0].tolist())
+                ready = self.ready.setdefault(plan.step_id, set())
+                assert self._more.wait_for(lambda: ready == lanes, 20)
         return super().collect()
 
 

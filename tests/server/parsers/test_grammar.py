@@ -439,7 +439,7 @@ def test_headers_of_gpt_oss() -> None:
 
 
 @pytest.mark.parametrize("parser", BARE)
-def test_strings_that_are_written_as_they_are(parser: str) -> None:
+def test_strings_written_without_quotes(parser: str) -> None:
     def params(strict: bool, **keywords: Any) -> SamplingParams:
         text = {"type": "string", "title": "A text.", **keywords}
         schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
@@ -578,7 +578,7 @@ def test_definitions_that_each_property_needs_are_not_too_large() -> None:
     assert (refused.value.param, refused.value.code) == ("tools", "grammar_too_large")
 
 
-def test_many_values_of_strings_that_are_written_as_they_are() -> None:
+def test_many_values_of_strings_written_without_quotes() -> None:
     text = {"type": "string", "enum": [f"v{place}" for place in range(3000)]}
     schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
     for parser, call in BARE.items():
@@ -619,7 +619,7 @@ def test_structured_outputs_after_reasoning(
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), OUTPUTS)
-def test_structured_outputs_beside_tools(
+def test_structured_outputs_together_with_tools(
     wanted: StructuredOutputsParams, good: str, bad: str
 ) -> None:
     one, _, wrong = CALLS["hermes"]
@@ -694,7 +694,7 @@ def test_malformed_schemas_are_named(parser: str, properties: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("parser", CALLS)
-def test_what_a_schema_says_of_all_arguments_together(parser: str) -> None:
+def test_keywords_over_all_arguments_of_a_call(parser: str) -> None:
     schemas = {"f": {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}}
     if not TOOL_PARSERS[parser].by_property:
         params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 
 from quire.arrays import Int32
@@ -15,6 +14,7 @@ from quire.engine.process.placement import Placement, ReplicaRouter
 from quire.engine.process.remote_engine import RemoteEngine
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import OnProgress
+from quire.system import visible_devices
 
 _PARAM = "data_parallel_size"
 
@@ -174,10 +174,8 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         raise ConfigError(
             f"{_PARAM}={count} shares out all visible GPUs, not {args.device!r} alone", "device"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = list(map(str, range(torch.cuda.device_count())))
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")][: len(names)]
+    number, visible = torch.cuda.device_count(), visible_devices()
+    names = list(map(str, range(number))) if visible is None else visible[:number]
     each = args.ranks
     if count * each > len(names):
         raise ConfigError(

@@ -36,7 +36,7 @@ from quire.errors import EngineDeadError
 from quire.executor import Capacity, Executor, OnProgress
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.parallel.torch_group import abort_group, check_no_group, leave_group
-from quire.plan import HeadInputs, StepPlan, StepResult
+from quire.plan import StepPlan, StepResult
 from quire.runner import Hook
 from quire.scheduler import Feature
 
@@ -205,14 +205,14 @@ class WorkerExecutor:
             self._launched.append(plan.step_id)
             self.local.submit(plan)
 
-    def mask_room(self, step_id: int, rows: int) -> Int32:
-        return self.local.mask_room(step_id, rows)
+    def input_lines(self) -> Int32:
+        return self.local.input_lines()
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         return self.local.claimed(step_id, wait=wait)
 
-    def submit_head(self, inputs: HeadInputs) -> None:
-        self.local.submit_head(inputs)
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        self.local.submit_inputs(step_id, lanes)
 
     def collect(self) -> StepResult:
         with self._watched.waiting():

@@ -19,7 +19,7 @@ from quire.models.decoder import Decoder
 from quire.ops import op
 from quire.ops.reference import mask as twins
 from quire.runner.hooks import Hook, HostHook
-from quire.runner.mask_ring import pin, unpin
+from quire.runner.host_inputs import pin, unpin
 from quire.runner.readback import Step
 from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, map_shared
 

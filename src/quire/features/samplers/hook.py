@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.ops.reference import random, truncate
 from quire.plan import Admit, StepPlan
 from quire.runner.hooks import HeadContext, HostHook, Level, ProgramHook
+from quire.runner.hooks.sampling import sampling_columns
 from quire.runner.readback import Upload, logit_starts
 from quire.runner.state import BatchState
 from quire.sampling_params import SamplingParams
@@ -170,6 +171,7 @@ class Samplers(ProgramHook, HostHook):
 
     def bind(self, state: BatchState) -> None:
         self._state = state
+        self._columns = sampling_columns(state)
         self._admits: dict[int, Admit] = {}
         self._plan: StepPlan | None = None
 
@@ -258,18 +260,12 @@ class Samplers(ProgramHook, HostHook):
         temperature = rows.column("temperature").clamp(min=1e-9).unsqueeze(1)
         kept = self._kept(x / torch.where(random.unsqueeze(1), temperature, 1.0), rows)
         masked = torch.where(random.unsqueeze(1), x.masked_fill(~kept, -torch.inf), x)
-        floats, ints = (self._state.columns[f"sampling_{kind}"] for kind in ("floats", "ints"))
         # What is cut off is cut off already.
         tokens = ops.sample(
             masked,
             rows.lanes,
             rows.lengths,
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=ints[:, 0],
-            seed=ints[:, 1:3],
-            sample_index=ints[:, 3],
+            **self._columns,
             truncate_rows=False,
         )
         only = torch.full_like(x, -torch.inf)
@@ -287,10 +283,10 @@ class Samplers(ProgramHook, HostHook):
         if any(params.top_k > 0 or params.top_p < 1.0 for params in rows.params):
             x = truncate.top_k_top_p(x, top_k.int(), top_p)
         if any(params.xtc_probability for params in rows.params):
-            own, ints = rows.lanes.long(), self._state.columns["sampling_ints"]
+            own, columns = rows.lanes.long(), self._columns
             x = without_top_choices(
                 x,
-                (ints[own, 1:3], ints[own, 3], rows.lengths),
+                (columns["seed"][own], columns["sample_index"][own], rows.lengths),
                 probability=rows.column("xtc_probability"),
                 threshold=rows.column("xtc_threshold"),
             )

@@ -51,6 +51,10 @@ class DeviceSource(Protocol):
         `Feature.verified`."""
         ...
 
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        """Takes note of rows that gave no token: see `Feature.late`."""
+        ...
+
 
 class DraftModelSource:
     """A draft model, which may fall behind of a text, and catches up.
@@ -119,6 +123,11 @@ class DraftModelSource:
         self._least_lag[lanes] += np.maximum(accepted - 1, 0)
         self._most_lag[lanes] -= drafts + 1 - np.maximum(accepted, 1)
 
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        # Of rows that were drafted for, both bounds stand: at most one token.
+        self._least_lag[lanes] = np.maximum(self._least_lag[lanes] - rows, 0)
+        self._most_lag[lanes] = np.maximum(self._most_lag[lanes] - tokens, 1)
+
 
 class DraftHeadSource:
     """A draft head, which computes its pairs next to the target or never.
@@ -151,3 +160,6 @@ class DraftHeadSource:
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         pass
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        pass  # The pair of the last position has a wrong token, which costs acceptance only.

@@ -222,6 +222,10 @@ class SpeculationFeature(Feature, LoopFeature):
 
     # -- results -------------------------------------------------------------------------------
 
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        if self._device is not None:
+            self._device.late(lanes, rows, tokens)
+
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
         kinds = self._in_flight.popleft()[lanes]
         if self._device is not None:

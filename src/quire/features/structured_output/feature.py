@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import SimpleQueue
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,11 +22,18 @@ from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.features.structured_output.compiler import Compiler, build_compiler
-from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
-from quire.plan import HeadInputs, RowFlag
+from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
+from quire.features.structured_output.masks import (
+    GrammarState,
+    MaskBuilder,
+    MaskRow,
+    mask_threads,
+)
+from quire.plan import RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
 from quire.scheduler import Feature, PlanBuilder
+from quire.scheduler.lanes import Flags
 
 
 def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
@@ -47,25 +53,35 @@ def claimed_drafts(ids: Int32, start: int, tokens: Int32, most: int) -> Int32:
 # Requests with a grammar: the scheduler's part and the engine loop's.
 
 _FOREVER = 2**31 - 1
-_PATIENCE = 1.0
-"""Seconds that the end of the thread is waited for."""
 _HANDOVER = 0.002
 """Seconds at most that the engine's thread lets the one that builds masks go first."""
 
 
+_NO_MASKS = MaskRow(None)
+
+
 @dataclass(slots=True)
 class _GatedRow:
-    """A row that waits for masks. known: tokens that must be known, of a PROMPT row. q_len: of a
-    generating row, else 0."""
+    """A row that waits for masks.
+
+    Attributes:
+        known: Tokens that must be known, of a PROMPT row.
+        q_len: Positions of a generating row, else 0.
+        masks: What is built for it, once its tokens are known.
+        built: Whether its masks are written.
+    """
 
     request: Request
     lane: int
     lane_epoch: int
     known: int
     q_len: int
+    masks: MaskRow = _NO_MASKS
+    built: bool = False
 
     @property
     def alive(self) -> bool:
+        """Whether the row may still give a token: its request runs, and no row before is late."""
         return self.request.lane == self.lane and self.request.lane_epoch == self.lane_epoch
 
     @property
@@ -112,25 +128,42 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine, which without a tokenizer has no grammars."""
     if config.tokenizer_path is None:
         return NoGrammars()
-    return GrammarFeature(build_compiler(config, walks=True), config.scheduler.max_num_seqs)
+    compiler = build_compiler(config, copies=mask_threads(), walks=True)
+    # Op by op, a step's head cannot run before all its masks are there.
+    late = config.device != "cpu" and not config.eager
+    return GrammarFeature(compiler, config.scheduler.max_num_seqs, late_grammars=late)
 
 
 class GrammarFeature(Feature, LoopFeature):
-    """Belongs to the engine's thread, like the scheduler that calls it."""
+    """Belongs to the engine's thread, like the scheduler that calls it.
 
-    def __init__(self, compiler: Compiler, num_lanes: int) -> None:
+    Args:
+        late_grammars: Whether a request runs its prompt while its grammar is compiled. Else it
+            waits for the grammar.
+    """
+
+    def __init__(self, compiler: Compiler, num_lanes: int, *, late_grammars: bool = False) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
-        self._builds: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # It may wait for a step that never runs, which must not keep a program from ending.
-        thread = threading.Thread(target=_run_all, args=(self._builds,), name="masks", daemon=True)
-        thread.start()
-        self._end = weakref.finalize(self, _end, self._builds, thread)
+        self._threads = MaskThreads()
         self._states: dict[str, GrammarState] = {}
         """By request id."""
         self._gated = np.zeros(num_lanes, dtype=bool)
         self._waiting: deque[_GatedStep] = deque()
-        self._parked: dict[str, tuple[Request, float]] = {}
+        self._current: list[_GatedRow | None] = [None] * num_lanes
+        """By lane, the last row whose masks were begun."""
+        self._held: set[int] = set()
+        """Lanes whose last rows were late, and that have not gone on."""
+        self._compiling: dict[str, tuple[Request, float]] = {}
+        """Requests whose grammars are not compiled, and moments at which that takes too long."""
+        self._late_grammars = late_grammars
+        self._copies: dict[str, tuple[Future[LLMatcher], int]] = {}
+        """By request id, the copy of its grammar."""
+        self._unbuilt: dict[str, _GatedStep] = {}
+        """By request id, a row whose masks are built once its grammar is compiled."""
+        self._unbuilt_lock = threading.Lock()
+        self._checked: list[Future[LLMatcher]] = []
+        self._compile_late_rows = 0
         self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
         self._news = threading.Event()
         self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
@@ -139,14 +172,17 @@ class GrammarFeature(Feature, LoopFeature):
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         self._executor = executor
+        self._per_lane = 1 + capacity.drafts
         return self
 
     def check(self, params: Sequence[SamplingParams]) -> None:
         """Waits until the grammars are compiled, beside each other."""
         asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        self._checked = []
         for one in asked:
             with contextlib.suppress(RequestError):
-                self._compiler.checked(one)
+                # Held until the requests are admitted, however many there are.
+                self._checked.append(self._compiler.compile(one))
         for one in asked:
             self._compiler.check(one)
 
@@ -162,38 +198,50 @@ class GrammarFeature(Feature, LoopFeature):
                 state.rules = TokenRules(
                     params.allowed_token_ids, params.bad_token_ids, self._compiler.vocab_size
                 )
-            compiled = None if asked is None else self._compiler.compile(asked)
+            copy = None if asked is None else self._compiler.acquire(asked)
         except RequestError as error:
             return error
         eos = self._compiler.eos_token_ids
-        if params.ignore_eos and compiled is not None:
+        if params.ignore_eos and copy is not None:
             state.forbidden.append((eos, _FOREVER))
         if params.min_tokens:
             ends = () if params.ignore_eos else eos
             until = request.prompt_len + params.min_tokens
             state.forbidden.append(((*ends, *params.stop_token_ids), until))
-        self._states[request.request_id] = state
-        if compiled is None:
+        name = request.request_id
+        self._states[name] = state
+        if copy is None:
             return None
-        self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
-        compiled.add_done_callback(partial(self._on_compiled, request, state))
+        self._copies[name] = copy
+        self._compiling[name] = request, time.monotonic() + self._compiler.config.timeout
+        copy[0].add_done_callback(partial(self._on_compiled, request, state))
         return None
 
     def _on_compiled(self, request: Request, state: GrammarState, done: Future[LLMatcher]) -> None:
         """Receives a compiled grammar, on any thread."""
-        name = request.request_id
+        name, reason = request.request_id, None
         try:
-            state.begin(done.result(), self._compiler.walk(_grammar_of(request)))
-            self._done.append((name, state, None))
+            matcher, strings = done.result(), self._compiler.walk(_grammar_of(request))
         except GrammarError as error:
-            self._done.append((name, state, error))
+            reason = error
         except BaseException as error:
             reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
-            self._done.append((name, state, reason))
+        with self._unbuilt_lock:
+            if reason is None:
+                state.begin(matcher, strings)
+            else:
+                state.error = reason
+            step = self._unbuilt.pop(name, None)
+            if step is not None:
+                for row in step.rows:
+                    row.masks = self._mask_row(row, state)
+                # Not from the engine's thread, which may wait for these masks.
+                self._threads.put(partial(self._build, step, threading.Event()))
+        self._done.append((name, state, reason))
         self._news.set()
 
     def ready(self, request: Request) -> bool:
-        return request.request_id not in self._parked
+        return self._late_grammars or request.request_id not in self._compiling
 
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
         """Takes over `min_tokens`, and of requests with a grammar `ignore_eos`, which the masks
@@ -212,8 +260,36 @@ class GrammarFeature(Feature, LoopFeature):
         if not rows:
             return
         builder.gate(rows)
+        if self._held:
+            rows = self._go_on(builder, rows)
         gated = [self._gated_row(builder, row) for row in rows]
-        self._waiting.append(_GatedStep(builder.step_id, gated))
+        if gated:
+            self._waiting.append(_GatedStep(builder.step_id, gated))
+
+    def _go_on(self, builder: PlanBuilder, rows: list[int]) -> list[int]:
+        """Gives the rows of held lanes the masks that came late. Returns the other rows."""
+        held = (builder.flags[rows] & RowFlag.HELD) != 0
+        lanes = builder.lanes[rows][held]
+        if len(lanes):
+            self._executor.submit_inputs(builder.step_id, lanes)
+            self._held.difference_update(lanes.tolist())
+        return [row for row, of_held in zip(rows, held.tolist(), strict=True) if not of_held]
+
+    def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
+        self._held.update(lanes.tolist())
+        for lane in lanes.tolist() if self._compiling else ():
+            row = self._current[lane]
+            self._compile_late_rows += row is not None and self._compiles(row.request)
+
+    def _compiles(self, request: Request) -> bool:
+        return request.request_id in self._compiling
+
+    def inputs_ready(self, lanes: Int32) -> Flags:
+        return np.array([self._built(lane) for lane in lanes.tolist()], dtype=bool)
+
+    def _built(self, lane: int) -> bool:
+        row = self._current[lane]
+        return row is None or row.built
 
     def _gated_row(self, builder: PlanBuilder, row: int) -> _GatedRow:
         request, lane = builder.requests[row], int(builder.lanes[row])
@@ -224,18 +300,25 @@ class GrammarFeature(Feature, LoopFeature):
     def release(self, request: Request) -> bool:
         if request.lane >= 0:
             self._gated[request.lane] = False
+            self._current[request.lane] = None
+            self._held.discard(request.lane)
+        with self._unbuilt_lock:
+            self._unbuilt.pop(request.request_id, None)
         return False
 
     def finish(self, request: Request) -> None:
-        self._states.pop(request.request_id, None)
-        if self._parked.pop(request.request_id, None) is not None:
+        name = request.request_id
+        self._states.pop(name, None)
+        if self._compiling.pop(name, None) is not None:
             self._compiler.forget(_grammar_of(request))
+        if (copy := self._copies.pop(name, None)) is not None:
+            self._compiler.release(_grammar_of(request), copy[1])
 
     # -- the engine loop's part: compiling -----------------------------------------------------
 
     @property
     def waits(self) -> bool:
-        return bool(self._parked)
+        return bool(self._compiling or self._held)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         failed: list[Failure] = []
@@ -243,28 +326,28 @@ class GrammarFeature(Feature, LoopFeature):
             row, error = self._broken.popleft()
             if row.alive:
                 failed.append((row.request, error))
-        if not self._parked and not self._done:
+        if not self._compiling and not self._done and not self._held:
             return (), failed
-        if patience and not self._done:
+        if patience and not self._done and not any(map(self._built, self._held)):
             self._news.wait(patience)
         self._news.clear()
         ready = []
         while self._done:
             name, state, reason = self._done.popleft()
-            if name not in self._parked or self._states.get(name) is not state:
+            if name not in self._compiling or self._states.get(name) is not state:
                 continue
-            request, _ = self._parked.pop(name)
+            request, _ = self._compiling.pop(name)
             if reason is not None:
                 failed.append((request, reason))
-                continue
-            ready.append(name)
+            elif not self._late_grammars:
+                ready.append(name)
         return ready, failed + self._late()
 
     def _late(self) -> list[Failure]:
         """Gives up on grammars that took too long to compile."""
         now = time.monotonic()
-        late = [name for name, (_, limit) in self._parked.items() if limit < now]
-        return [self._give_up(self._parked.pop(name)[0]) for name in late]
+        late = [name for name, (_, limit) in self._compiling.items() if limit < now]
+        return [self._give_up(self._compiling.pop(name)[0]) for name in late]
 
     def _give_up(self, request: Request) -> Failure:
         error = self._compiler.late(_grammar_of(request))
@@ -288,83 +371,110 @@ class GrammarFeature(Feature, LoopFeature):
         """Starts to build the masks of every step whose tokens are all known."""
         while self._waiting and all(row.ready for row in self._waiting[0].rows):
             step = self._waiting.popleft()
-            rows = [self._mask_row(row) for row in step.rows]
+            gone = [row.lane for row in step.rows if not row.alive]
+            if gone:
+                # Whatever these rows give is ignored. Another row's masks may lie in their lines.
+                self._executor.submit_inputs(step.step_id, int32(gone))
+                step.rows = [row for row in step.rows if row.alive]
+            for row in step.rows:
+                self._current[row.lane] = row
+            if self._compiling:
+                step.rows = self._compiled_rows(step)
+            if not step.rows:
+                continue
+            for row in step.rows:
+                row.masks = self._mask_row(row, self._states[row.request.request_id])
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
-            self._builds.put(partial(self._build, step, rows, entered))
+            self._threads.put(partial(self._build, step, entered))
             entered.wait(_HANDOVER)
 
-    def _mask_row(self, row: _GatedRow) -> MaskRow:
-        """Advances a row's grammar past all known tokens."""
-        if not row.alive:
-            return MaskRow(None, row.lines)
-        state, tokens = self._states[row.request.request_id], row.request.tokens
-        state.advance(tokens.view(state.position).tolist())
-        return MaskRow(state, row.lines, (), tokens.view() if row.q_len > 1 else None)
+    def _compiled_rows(self, step: _GatedStep) -> list[_GatedRow]:
+        """Puts off the rows whose grammars are being compiled. Returns the others."""
+        rows = []
+        with self._unbuilt_lock:
+            for row in step.rows:
+                name = row.request.request_id
+                state = self._states[name]
+                if name in self._compiling and state.matcher is None and state.error is None:
+                    self._unbuilt[name] = _GatedStep(step.step_id, [row])
+                else:
+                    rows.append(row)
+        return rows
 
-    def _build(self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event) -> None:
-        """Builds a step's masks, on their thread. entered: set when that needs the interpreter no
-        more."""
+    def _mask_row(self, row: _GatedRow, state: GrammarState) -> MaskRow:
+        """Advances a row's grammar past all known tokens."""
+        tokens = row.request.tokens
+        state.advance(tokens.view(state.position).tolist())
+        text = tokens.view() if row.q_len > 1 else None
+        return MaskRow(state, row.lines, (), text, row.lane * self._per_lane)
+
+    def _build(self, step: _GatedStep, entered: threading.Event) -> None:
+        """Builds a step's masks, on the first of their threads.
+
+        Args:
+            entered: Set when that needs the interpreter no more.
+        """
+        if not self._closed:
+            self._add_drafts(step, entered)
+            build = partial(self._build_batch, step.step_id)
+            self._threads.run(step.rows, build, entered.set)
+
+    def _build_batch(
+        self, step_id: int, batch: MaskBatch[_GatedRow], entered: Callable[[], None]
+    ) -> None:
         if self._closed:
             return
-        masks = self._executor.mask_room(step.step_id, sum(row.lines for row in rows))
+        lines = self._executor.input_lines()
+        rows = [each.masks for each in batch.items]
         try:
-            rows = self._with_drafts(step, rows, entered)
-            self._masks.build(rows, masks, self._compiler.tokenizer_vocab, entered.set)
+            self._masks.build(rows, lines, self._compiler.tokenizer_vocab, entered)
         except BaseException as error:  # a grammar must not end the engine, or keep it waiting
-            masks[:] = -1
             reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
             for row in rows:
+                lines[row.line : row.line + row.lines] = -1
                 if row.state is not None:
                     row.state.error = row.state.error or reason
         # Before the step has a result, which gives such rows any token.
-        for gated, row in zip(step.rows, rows, strict=True):
-            if row.state is not None and row.state.error is not None:
-                self._broken.append((gated, row.state.error))
-        self._executor.submit_head(HeadInputs(step.step_id, masks))
+        for each in batch.items:
+            if each.masks.state is not None and each.masks.state.error is not None:
+                self._broken.append((each, each.masks.state.error))
+            each.built = True
+        self._executor.submit_inputs(step_id, int32([each.lane for each in batch.items]))
+        if self._held:
+            self._news.set()
         self._masks.settle(rows)
 
-    def _with_drafts(
-        self, step: _GatedStep, rows: list[MaskRow], entered: threading.Event
-    ) -> list[MaskRow]:
+    def _add_drafts(self, step: _GatedStep, entered: threading.Event) -> None:
         """Adds the drafts that rows verify, once they are made."""
-        if all(row.lines == 1 for row in rows):
-            return rows
-        self._masks.consume(rows)  # before drafts are waited for
+        if all(row.lines == 1 for row in step.rows):
+            return
         claims = self._executor.claimed(step.step_id, wait=False)
         if claims is None:
             entered.set()
             claims = self._executor.claimed(step.step_id, wait=True)
         if claims is None:
-            return rows  # the engine ends
+            return  # the engine ends
         ids, starts = claims
-        found = []
-        for gated, row in zip(step.rows, rows, strict=True):
-            if row.text is not None and row.lines > 1:
-                start, most = int(starts[gated.lane]), row.lines - 1
-                drafts = claimed_drafts(ids[gated.lane], start, row.text, most)
-                row = row._replace(drafts=drafts.tolist())
-            found.append(row)
-        return found
+        for row in step.rows:
+            masks = row.masks
+            if masks.text is not None and masks.lines > 1:
+                start, most = int(starts[row.lane]), masks.lines - 1
+                drafts = claimed_drafts(ids[row.lane], start, masks.text, most)
+                row.masks = masks._replace(drafts=drafts.tolist())
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "grammar_compiles": self._compiler.compiles,
+            "grammar_compile_seconds": self._compiler.compile_seconds,
+            "compile_late_rows": self._compile_late_rows,
+        }
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True
-        self._end()
+        self._threads.close()
         self._compiler.shutdown()
-
-
-def _run_all(works: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Runs what comes, until None comes."""
-    while (work := works.get()) is not None:
-        work()
-
-
-def _end(works: SimpleQueue[Callable[[], None] | None], thread: threading.Thread) -> None:
-    """Ends the thread, which must not wake while the interpreter ends."""
-    works.put(None)
-    if thread is not threading.current_thread():
-        thread.join(_PATIENCE)
 
 
 def _grammar_of(request: Request) -> StructuredOutputsParams:

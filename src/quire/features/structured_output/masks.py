@@ -24,6 +24,8 @@ from quire.sampling_params import TokenRules
 _MOST_THREADS = 16
 _FIRST = 16
 """Words of a mask that are looked at first."""
+_FIRST_COST_US = 1000.0
+"""Cost of a request's first masks, in microseconds: masks of new states cost most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +44,7 @@ class GrammarState:
         start: Position of the matcher's first token.
         pending: Tokens still to be consumed by the matcher.
         strings: Follows the document's strings; None: no use for it.
+        cost_us: Microseconds that batches with the last masks took, an average.
     """
 
     position: int
@@ -54,6 +57,7 @@ class GrammarState:
     start: int = 0
     pending: list[int] = field(default_factory=list)
     strings: StringWalk | None = None
+    cost_us: float = _FIRST_COST_US
 
     def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
         """Takes the compiled grammar."""
@@ -83,14 +87,21 @@ class GrammarState:
 
 
 class MaskRow(NamedTuple):
-    """A gated row's masks. state: None if its request is gone. lines: how many masks it has, one
-    for its next token and one after each draft. drafts: the draft tokens, at most `lines - 1`.
-    text: int32, all tokens of the request; None: not known."""
+    """A gated row's masks.
+
+    Attributes:
+        state: The request's state; None if the request is gone.
+        lines: How many masks the row has: one for its next token and one after each draft.
+        drafts: The draft tokens, at most `lines - 1`.
+        text: int32, all tokens of the request; None: not known.
+        line: The row's first line in the masks; -1: the one after the row before.
+    """
 
     state: GrammarState | None
     lines: int = 1
     drafts: Sequence[int] = ()
     text: Int32 | None = None
+    line: int = -1
 
 
 _Known = tuple[MaskRow, GrammarState, int]
@@ -101,13 +112,18 @@ _Opened = tuple[LLMatcher, StringWalk, LLMatcher, int]
 """A row in a string whose end is not known yet, a matcher at its end, and the row's line."""
 
 
+def mask_threads() -> int:
+    """Returns the number of threads that build masks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(_MOST_THREADS, (cores or 2) - 1))
+
+
 class MaskBuilder:
     """Builds masks on threads of llguidance's own, without the interpreter's lock."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self._executor = LLExecutor(max(1, min(_MOST_THREADS, (cores or 2) - 1)))
+        self._executor = LLExecutor(mask_threads())
 
     def build(
         self,
@@ -116,7 +132,7 @@ class MaskBuilder:
         tokenizer_vocab: int,
         entered: Callable[[], None] = lambda: None,
     ) -> None:
-        """Fills masks, int32 [lines of all rows, ceil(vocab / 32)].
+        """Fills the rows' lines of masks, int32 [at least the lines of all rows, ceil(vocab / 32)].
 
         A mask allows everything in three cases: the row has no state, its state fails, or the mask
         follows a draft that the grammar refuses or that ends it. A failure sets the state's
@@ -130,11 +146,14 @@ class MaskBuilder:
         """
         self.consume(rows)
         wide = -(-tokenizer_vocab // 32)
-        room = masks if wide <= self._words else np.empty((len(masks), wide), dtype=np.int32)
+        places = _first_lines(rows)
+        room, own = masks, places
+        if wide > self._words:
+            own = _first_lines([row._replace(line=-1) for row in rows])
+            room = np.empty((sum(row.lines for row in rows), wide), dtype=np.int32)
         known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
         opened = list[_Opened]()
-        line = 0
-        for row in rows:
+        for row, line in zip(rows, own, strict=True):
             state, lines = row.state, row.lines
             if state is not None and state.error is None:
                 known.append((row, state, line))
@@ -151,8 +170,10 @@ class MaskBuilder:
             if matcher is None or lines > 1:
                 # One call writes one mask: the others of a row, and those of no grammar, allow all.
                 room[line + (matcher is not None) : line + lines] = -1
-            line += lines
         plain += [(end, line) for _, _, end, line in opened]
+        # Matchers of one copy of a grammar share a lock, and a thread takes neighbouring rows.
+        copies = {line: id(state.grammar) for _, state, line in known}
+        plain.sort(key=lambda entry: copies[entry[1]])
         entered()
         # llguidance refuses empty lists.
         if plain:
@@ -161,11 +182,12 @@ class MaskBuilder:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
         self._open(opened, room)
         self._look_through(known, room, tokenizer_vocab)
-        if room is not masks:
-            masks[:] = room[:, : self._words]
         for row, state, line in known:
             if state.error is not None:
-                masks[line : line + row.lines] = -1
+                room[line : line + row.lines] = -1
+        if room is not masks:
+            for row, line, place in zip(rows, own, places, strict=True):
+                masks[place : place + row.lines] = room[line : line + row.lines, : self._words]
 
     @staticmethod
     def _in_string(
@@ -215,7 +237,8 @@ class MaskBuilder:
         for row, state, line in rows:
             if row.drafts and state.matcher is not None and state.matcher.is_error():
                 self._fill_again(row, state, masks[line : line + row.lines], tokenizer_vocab)
-        empty = _empty(masks)
+        every = [line + i for row, _, line in rows for i in range(row.lines)]
+        empty = _empty(masks, every)
         masks[empty] = -1
         ends: dict[tuple[int, ...], list[int]] = {}
         for row, state, line in rows:
@@ -278,11 +301,26 @@ def _bit(token: int) -> np.int32:
     return np.uint32(1 << (token & 31)).view(np.int32)
 
 
-def _empty(masks: Int32) -> list[int]:
-    """Returns the lines that allow nothing. Nearly all allow one of the first tokens, and no more
-    is read of these: they lie in other cores' caches."""
-    doubtful = np.flatnonzero(~masks[:, :_FIRST].any(axis=1))
-    return [int(line) for line in doubtful if not masks[line].any()]
+def _first_lines(rows: Sequence[MaskRow]) -> list[int]:
+    """Returns the first line of each row."""
+    found, line = [], 0
+    for row in rows:
+        line = row.line if row.line >= 0 else line
+        found.append(line)
+        line += row.lines
+    return found
+
+
+def _empty(masks: Int32, lines: Sequence[int]) -> list[int]:
+    """Returns which of these lines allow nothing.
+
+    Nearly all allow one of the first tokens, and no more is read of these: they lie in other cores'
+    caches.
+    """
+    if not lines:
+        return []
+    doubtful = np.flatnonzero(~masks[lines, :_FIRST].any(axis=1))
+    return [lines[i] for i in doubtful.tolist() if not masks[lines[i]].any()]
 
 
 def _allow_some(masks: Int32, places: list[int], tokens: Sequence[int]) -> list[int]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from quire.ops.reference.step import text_position
 from quire.ops.rows import Drafts
 
 
@@ -58,15 +59,13 @@ def begin_drafts(
     """Prepares the first pass.
 
     Args:
-        rows: `DraftRows.lanes`.
-        counts: `DraftRows.counts`.
-        query_start: `DraftRows.query_start`.
-        position: int32 [M], position of the last known token of each lane.
-        own: int32 [M], the draft model's position, set back to the confirmed text.
-        used: int32 [M], output: the number of tokens after the first that a row's pass computes.
-            They end at the last known token, or at the row's last place.
-        claims: the drafts. They are cleared for rows that ask for drafts.
-        passes: output: the rows of the first pass.
+        rows, counts, query_start: see `DraftRows`.
+        position: int32 [M], the position of the text's last known token, also of held lanes.
+        own: int32 [M], the model's position, set back to the confirmed text.
+        used: int32 [M]; gets the number of tokens after the first that a row's pass computes. They
+            end at the last known token, or at the row's last place.
+        claims: drafts; the rows that ask for drafts are emptied.
+        passes: gets the first pass.
     """
     passes.depth.fill_(1)
     passes.lanes.copy_(rows)
@@ -75,7 +74,7 @@ def begin_drafts(
     if not len(at):
         return
     lane = rows[at].long()
-    text = position[lane]
+    text = text_position(position[lane])
     first = torch.minimum(own[lane], text)
     own[lane] = first
     real = torch.minimum(query_start[at + 1] - query_start[at], text + 1 - first)
@@ -83,7 +82,7 @@ def begin_drafts(
     passes.places[at] = query_start[at] + real - 1
     passes.lengths[at] = first + real
     wanted = lane[counts[at] > 0]
-    claims.start[wanted] = position[wanted] + 1
+    claims.start[wanted] = text_position(position[wanted]) + 1
     claims.ids[wanted] = -1
 
 
@@ -108,9 +107,10 @@ def keep_drafts(
     lanes = passes.lanes[: len(drawn)]
     at = torch.nonzero(lanes >= 0).flatten()
     lane, length = lanes[at].long(), passes.lengths[at]
-    live = position[lane] >= 0
+    text = text_position(position[lane])
+    live = text >= 0
     own[lane] = torch.where(live, length, own[lane])
-    place = length - position[lane] - 1
+    place = length - text - 1
     kept = torch.nonzero(live & (counts[at] > 0) & (place >= 0) & (drawn[at] >= 0)).flatten()
     owner, token = lane[kept], drawn[at[kept]]
     tokens[owner, length[kept].long()] = token

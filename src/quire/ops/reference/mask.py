@@ -1,9 +1,35 @@
-"""Masks over the vocabulary, and the wait for them."""
+"""Masks over the vocabulary, and the wait for inputs of the host."""
 
 from __future__ import annotations
 
+import time
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from quire.ops.reference.step import held_position
+from quire.ops.rows import GATED, LogitRows, StepRows
+
+_GLANCE = 5e-5
+"""Seconds between looks at what another process writes."""
+
+
+class InputFlags(NamedTuple):
+    """Flags of the host's inputs, in memory that all ranks map.
+
+    Attributes:
+        flags: int64 [M], by lane: 1 + the last step whose inputs are there.
+        verdicts: int64 [2, M], by parity of that number and by lane: twice the number, and one more
+            if the row is late. The first rank writes them, and the others do as they say.
+        rank: this rank.
+        world: number of ranks.
+    """
+
+    flags: Tensor
+    verdicts: Tensor
+    rank: int = 0
+    world: int = 1
 
 
 def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Tensor:
@@ -22,16 +48,63 @@ def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Te
     return logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
-def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
-    """Makes the stream wait until a flag that the host sets has reached a value.
+def wait_for_inputs(
+    rows: StepRows,
+    logit_rows: LogitRows,
+    gate: Tensor,
+    inputs: InputFlags,
+    *,
+    position: Tensor,
+    last: Tensor,
+    held: Tensor,
+    patience_us: float,
+) -> None:
+    """Holds the stream until the host's inputs of GATED rows are there, but not for long.
 
-    A CPU runs the program only after the flag is set, so the twin does not wait.
+    After `patience_us` it goes on without those that are missing, as soon as one row has all that
+    it needs. The rows that are late give no token in this step: their logit rows become unused, the
+    hidden state of their first logit row goes to `held`, and their lanes' positions become held
+    ones (`reference.step.held_position`).
+
+    A CPU runs heads when the inputs are there, so the twin does not wait. It takes the flags as
+    they are.
 
     Args:
-        gate: int32 [3] on the device: the flag's index (-1 does not wait), and the low and the high
-            word of the value.
-        flags: int64 [n], in host memory that the device can read.
+        gate: int32 [2] on the device, the low and the high word of the value that a lane's flag
+            reaches when its inputs are there.
+        inputs: the flags, in memory of the host that the device can read.
+        position: int32 [M].
+        last: [at least L, width], hidden states of the logit rows.
+        held: [M, width]; gets those of rows that are late.
+        patience_us: microseconds to wait for the last row.
     """
+    gated = torch.nonzero(_gated(rows, logit_rows)).flatten()
+    if not len(gated):
+        return
+    low, high = (int(word) & 0xFFFFFFFF for word in gate.tolist())
+    value = low | high << 32
+    lanes = rows.lanes[gated].long()
+    verdicts = inputs.verdicts[value & 1]
+    if inputs.rank:
+        while bool((verdicts[lanes] < 2 * value).any()):
+            time.sleep(_GLANCE)
+        late = (verdicts[lanes] & 1) != 0
+    else:
+        late = inputs.flags[lanes] < value
+        verdicts[lanes] = 2 * value + late.long()
+    for row, lane in zip(gated[late].tolist(), lanes[late].tolist(), strict=True):
+        start, end = rows.logit_start[row : row + 2].tolist()
+        held[lane] = last[start]
+        position[lane] = held_position(logit_rows.lengths[start] - 1)
+        logit_rows.lanes[start:end] = -1
+
+
+def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
+    """Returns which rows need inputs of the host for a logit row that they have, bool [R]."""
+    start, end = rows.logit_start[:-1].long(), rows.logit_start[1:]
+    some = (rows.lanes >= 0) & (end > start) & ((rows.flags & GATED) != 0)
+    places = start.clamp(max=len(logit_rows.lanes) - 1)
+    return some & (logit_rows.lanes[places] >= 0)
 
 
 # -- a count in host memory of the layers that have finished -----------------------------------

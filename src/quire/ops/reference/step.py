@@ -12,13 +12,31 @@ import torch
 from torch import Tensor
 
 from quire.ops.reference import random, truncate
-from quire.ops.rows import PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
+from quire.ops.rows import HELD, PROMPT, Drafts, Expanded, ExpandedGroup, LogitRows, StepRows
 
-STOP_TOKEN, LENGTH, BROKEN = 1, 2, 3
-"""Reasons for which a row ends. The values are those of `quire.plan.StopReason`."""
+STOP_TOKEN, LENGTH, BROKEN, LATE = 1, 2, 3, 4
+"""Why a row ends or gives no token; the values are those of `quire.plan.StopReason`."""
 
 ENDED = -1
 """The position of a lane whose request has ended. Its later rows compute nothing."""
+
+_FIRST_HELD = -2
+"""The position of a lane that is held at position 0; others follow downwards."""
+
+
+def held_position(position: Tensor) -> Tensor:
+    """Returns the positions of lanes whose row at `position` was late, and the reverse.
+
+    A held position is below `ENDED`, so that rows of the lane compute nothing. A HELD row goes on
+    from it.
+    """
+    return _FIRST_HELD - position
+
+
+def text_position(position: Tensor) -> Tensor:
+    """Returns positions, int32 [n], with those of held lanes as they were before."""
+    return torch.where(position <= _FIRST_HELD, held_position(position), position)
+
 
 FIRST_TOKEN = 2
 """Index of the first token's column in the results."""
@@ -99,8 +117,8 @@ def expand_rows(
     block table holds the blocks for its length. The rest of it is undefined.
 
     Args:
-        position: int32 [M], the first position that each lane computes. If it is `ENDED`, all
-            tokens of the lane's row are padding.
+        position: int32 [M], the first position that each lane computes. All places of a row are
+            padding if its lane has `ENDED` or is held. A HELD row still has its logit row.
         tokens: int32 [M, max_len].
         tables: for each KV group, its block tables, int32 [M, blocks], and the tokens of a block.
         num_tokens: T.
@@ -115,6 +133,7 @@ def expand_rows(
     lane = rows.lanes.long().clamp(min=0)
     first = torch.where(rows.lanes >= 0, position[lane].clamp(min=0), 0)
     live = torch.where(position[lane] >= 0, q_lens, 0)
+    resumes = ((rows.flags & HELD) != 0) & (position[lane] <= _FIRST_HELD) & (rows.lanes >= 0)
     seq_lens = (first + q_lens).int()
     longest = max(1, int(seq_lens.max())) if len(seq_lens) else 1
     own = lane[row]
@@ -125,6 +144,7 @@ def expand_rows(
     places = torch.where(real, positions, 0)
     padding = num_tokens - len(row)
     _fill_logit_rows(rows, logit_rows, first, q_lens, live, lane, drafts)
+    _resume(rows, logit_rows, resumes, position)
     groups = tuple(
         _expand_group(table, size, lane, own, positions, real, longest, padding)
         for table, size in tables
@@ -174,6 +194,18 @@ def _fill_logit_rows(
     logit_rows.ahead[:count] = torch.where(drafted, place, 0).int()
 
 
+def _resume(rows: StepRows, logit_rows: LogitRows, resumes: Tensor, position: Tensor) -> None:
+    """Fills in the logit rows of HELD rows; `resumes` is bool [R]."""
+    which = torch.nonzero(resumes).flatten()
+    if not len(which):
+        return
+    lanes, place = rows.lanes[which], rows.logit_start[which].long()
+    logit_rows.lanes[place] = lanes
+    logit_rows.tokens[place] = -1
+    logit_rows.lengths[place] = held_position(position[lanes.long()]) + 1
+    logit_rows.ahead[place] = 0
+
+
 def _expand_group(
     table: Tensor,
     size: int,
@@ -202,6 +234,7 @@ def collect_rows(
     position: Tensor,
     last: Tensor,
     kept: Tensor,
+    held: Tensor | None = None,
 ) -> None:
     """Keeps hidden states for the heads, and advances PROMPT rows.
 
@@ -210,12 +243,17 @@ def collect_rows(
         position: int32 [M]. A PROMPT row advances its lane's position by the row's tokens.
         last: [at least L, width], output: the hidden states of the logit rows. Lines of logit rows
             without a lane are undefined.
-        kept: [at least T, width], output: all hidden states.
+        kept: [at least T, width]; gets all hidden states.
+        held: [M, width], the hidden states of lanes that are held, for HELD rows; None if there
+            are no such rows.
     """
     kept[: len(hidden)] = hidden
     if len(hidden):
         places = logit_rows.tokens.long().clamp(0, len(hidden) - 1)
         torch.index_select(hidden, 0, places, out=last[: len(places)])
+    if held is not None:
+        resumed = torch.nonzero((logit_rows.lanes >= 0) & (logit_rows.tokens < 0)).flatten()
+        last[resumed] = held[logit_rows.lanes[resumed].long()]
     moved = ((rows.flags & PROMPT) != 0) & (rows.lanes >= 0)
     lanes = rows.lanes[moved].long()
     position[lanes] += (rows.query_start[1:] - rows.query_start[:-1])[moved]
@@ -408,13 +446,12 @@ def finish_rows(
 
     Args:
         sampled: int32 [L].
-        results: int32 [R, 2 + K], output: the number of a row's tokens, the reason for which it
-            ends, the tokens, then -1. Lines of padding are undefined.
-        position: int32 [M]. The position of a lane that ends becomes `ENDED`.
-        tokens: int32 [M, max_len]. The accepted tokens are added.
-        max_total: int32 [M].
-        min_total: int32 [M].
-        num_stops: int32 [M].
+        results: int32 [R, 2 + K]: the number of a row's tokens, why it ends, and the tokens, then
+            -1. A row whose lane is held gives no token, and its reason is LATE. Lines of padding
+            are undefined.
+        position: int32 [M]; the position of a lane that ends becomes `ENDED`.
+        tokens: int32 [M, max_len]; gets the accepted tokens.
+        max_total, min_total, num_stops: int32 [M].
         stops: int32 [M, S].
         counts: int32 [M, vocab], or None. Each accepted token's entry grows by 2.
     """
@@ -422,6 +459,7 @@ def finish_rows(
     results[: len(count)].fill_(-1)
     results[: len(count), :FIRST_TOKEN] = 0
     active = torch.nonzero((rows.lanes >= 0) & (count > 0)).flatten()
+    results[active, 1] = _late(rows, logit_rows, active, position)
     index = 0
     while len(active):
         place = rows.logit_start[active].long() + index
@@ -445,6 +483,13 @@ def finish_rows(
             counts[lane, token.long()] += 2
         index += 1
         active = active[(agreed & (reason == 0))[whole] & (count[active] > index)]
+
+
+def _late(rows: StepRows, logit_rows: LogitRows, active: Tensor, position: Tensor) -> Tensor:
+    """Returns LATE for rows whose lane is held and that have no logit row, else 0: int32 [n]."""
+    held = position[rows.lanes[active].long()] <= _FIRST_HELD
+    absent = logit_rows.lanes[rows.logit_start[active].long()] < 0
+    return (held & absent).int() * LATE
 
 
 def _present(active: Tensor, place: Tensor, logit_rows: LogitRows) -> tuple[Tensor, Tensor]:

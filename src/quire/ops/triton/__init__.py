@@ -22,7 +22,7 @@ from quire.ops.triton.recurrent.gated_delta_net import (
 from quire.ops.triton.step.adjust import adjust
 from quire.ops.triton.step.drafts import begin_drafts, keep_drafts
 from quire.ops.triton.step.embedding import embedding
-from quire.ops.triton.step.host import mask_logits, set_clock, wait_for_flag
+from quire.ops.triton.step.host import mask_logits, set_clock, wait_for_inputs
 from quire.ops.triton.step.sampling import sample, token_logprobs
 from quire.ops.triton.step.step import (
     collect_rows,
@@ -73,5 +73,5 @@ __all__ = [
     "sigmoid_gate",
     "store_latent",
     "token_logprobs",
-    "wait_for_flag",
+    "wait_for_inputs",
 ]

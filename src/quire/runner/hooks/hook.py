@@ -6,7 +6,7 @@ The runner knows hooks by these classes only. A hook inherits the parts that it 
 `Hook`         the base: its start, its settings, control messages
 `ProgramHook`  changes logits or uses tokens within the step's programs, which may be captured
 `HostHook`     acts on the host in every step, and launches work outside of the programs
-`GateHook`     makes a head wait for masks that the host submits
+`GateHook`     makes a head wait for inputs that the host makes while the step runs
 =============  ====================================================================================
 """
 
@@ -24,7 +24,7 @@ from quire.arrays import Int32
 from quire.executor import StepSeconds
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
-from quire.plan import Admit, HeadInputs, StepPlan
+from quire.plan import Admit, StepPlan
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
@@ -58,6 +58,8 @@ class HeadContext:
         level: the abilities of the head.
         rows: the step's rows.
         logit_rows: the L logit rows.
+        last: [L, width], the logit rows' hidden states.
+        held: [lanes, width], the hidden states of lanes that are held.
         raw: [L, vocab], logits as the model gave them.
         logits: [L, vocab], logits that hooks change before tokens are drawn.
         tokens: int32 [L] once they are drawn; -1 where a logit was not a number.
@@ -67,6 +69,8 @@ class HeadContext:
     state: BatchState
     rows: StepRows
     logit_rows: LogitRows
+    last: Tensor
+    held: Tensor
     raw: Tensor
     logits: Tensor
     tokens: Tensor | None = None
@@ -215,23 +219,26 @@ class HostHook(Hook):
 
 
 class GateHook(Hook):
-    """A hook that makes the heads of GATED rows wait for masks. A runner has at most one."""
+    """A hook that makes the heads of GATED rows wait for inputs of the host.
 
-    def masks_missing(self, plan: StepPlan, *, wait: bool) -> bool:
-        """Whether the plan's head needs masks that the host has yet to submit.
+    A runner has at most one.
+    """
+
+    def inputs_missing(self, plan: StepPlan, *, wait: bool) -> bool:
+        """Whether the plan's head needs inputs that the host has yet to submit.
 
         Args:
             wait: wait for them first.
         """
         return False
 
-    def mask_buffer(self, step_id: int, rows: int) -> Int32 | None:
-        """Answers `Executor.mask_room`, from any thread."""
+    def input_lines(self) -> Int32 | None:
+        """Answers `Executor.input_lines`, from any thread."""
         return None
 
     def claimed(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         """Answers `Executor.claimed`, from any thread."""
         return None
 
-    def submit_masks(self, inputs: HeadInputs) -> None:
-        """Receives the masks for the head of a step, from any thread."""
+    def submit_inputs(self, step_id: int, lanes: Int32) -> None:
+        """Receives `Executor.submit_inputs`, from any thread."""

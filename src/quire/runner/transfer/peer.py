@@ -22,8 +22,8 @@ from quire.layers.layout import MixerLayout
 from quire.models.decoder import DecoderLayers
 from quire.parallel import ProcessGroup
 from quire.plan import Transfer
+from quire.runner.host_inputs import pin, unpin
 from quire.runner.kv_cache import KVCache
-from quire.runner.mask_ring import pin, unpin
 from quire.runner.transfer.copier import Copier, HostCopier, PinnedCopier
 from quire.runner.transfer.host import PoolPlace
 from quire.runner.transfer.layout import BlockLayout, HeadCut, HeadRange, head_range

@@ -207,6 +207,7 @@ class ChatGeneration:
             self._tokenizer,
             think,
             tools,
+            custom_tools=dialogue.custom_tools,
             one_call=one_call(dialogue),
             show_reasoning=dialogue.include_reasoning,
             with_tokens=dialogue.with_tokens,

@@ -73,6 +73,8 @@ def render_prompt(
     if dialogue.continue_final_message:
         text = _cut_at_mark(text)
         continued = dialogue.messages[-1]["content"]
+    if dialogue.memo is not None:
+        return RenderedPrompt(text, dialogue.memo.encode(tokenizer, text, most), continued)
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
@@ -107,6 +109,7 @@ def _tools_for_template(
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
+    hidden = dialogue.found_tools
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
         raise _not_shown_error("tools", "tools", traits)
@@ -116,7 +119,8 @@ def _tools_for_template(
         function.setdefault("parameters", {"type": "object", "properties": {}})
         if traits.needs_description:
             function.setdefault("description", "")
-        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+        name, every = function["name"], choice.mode == "required" or choice.names is None
+        if name not in hidden and (every or name in (choice.names or ())):
             shown.append({"type": "function", "function": function})
     return shown
 

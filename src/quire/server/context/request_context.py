@@ -222,7 +222,7 @@ def limit_error(what: str, left: LimitStatus, need: int) -> ApiError:
 
     Args:
         what: "requests" or "tokens".
-        left: the limit, and what is left of it.
+        left: the limit and its rest.
         need: the amount that the request needs.
     """
     if need > left.limit:

@@ -28,6 +28,7 @@ _MANY_FIELDS = 256
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
+ToolName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}\z")]
 """A request id that the client has chosen."""
 

@@ -1,5 +1,6 @@
-"""GPTQ (Frantar et al. 2022): inputs are rounded one after the other, and what an input's rounding
-changes is made good by the weights of those still to come."""
+"""GPTQ (Frantar et al. 2022): rounds the weights of one input after the other.
+
+The weights of later inputs are changed to make up for the rounding of earlier ones."""
 
 from __future__ import annotations
 
@@ -10,18 +11,21 @@ from quire.errors import ModelError
 from quire.tools.quantize.rounding import Rounded, Scales, nearest
 
 _DAMPING = 0.01
-"""The share of the mean square of inputs that is added to each one's, so that inputs that barely
-differ do not make good for one another without bound."""
+"""This fraction of the mean of all inputs' squares is added to each input's. It limits the changes
+between inputs that are nearly equal."""
 _BLOCK = 128
-"""Inputs whose changes are carried on together."""
+"""Number of inputs after which changes are applied to all later inputs."""
 
 
 def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
-    """Returns weights float32 [N, K] rounded with the given scales, such that the outputs change
-    little. products: float32 [K, K], the sums of products of inputs.
+    """Returns weights rounded with the given scales, such that the outputs change little.
 
-    Inputs are taken in the order of their mean squares, the largest first ("act order"). Groups
-    stay where they stand, so that no reader needs the order.
+    Inputs are rounded in the order of their mean squares, largest first ("act order"). Groups keep
+    their places, so readers of the checkpoint need not know the order.
+
+    Args:
+        weight: float32 [N, K].
+        products: float32 [K, K], the sums of products of inputs.
 
     Raises:
         ModelError: the inputs are not finite.

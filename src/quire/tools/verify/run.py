@@ -1,4 +1,4 @@
-"""All checks on all routes of a server."""
+"""Runs all checks on all routes of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnOutcome = Callable[[Outcome], None]
 
 @dataclass(frozen=True, slots=True)
 class ScoreCard:
-    """Outcomes of all checks, by route and in the order of `CHECKS`."""
+    """The outcomes of all checks of a server, by route and in the order of `CHECKS`."""
 
     url: str
     model: str
@@ -35,12 +35,12 @@ def verify(
     """Makes all checks, one request at a time.
 
     Args:
-        model: its name; None takes the first that the server lists.
+        model: name of the model; None takes the first one that the server lists.
         on_outcome: called after each check.
 
     Raises:
-        ConfigError: the server cannot be reached, refuses the key, names no model, or answers the
-            plainest request on no route.
+        ConfigError: the server cannot be reached, refuses the key, names no model, or has no route
+            that answers the simplest request.
     """
     model = model or _first_model(client)
     outcomes: list[Outcome] = []
@@ -82,8 +82,9 @@ def verify_tools(
 
 
 def _absence(session: Session) -> Outcome | None:
-    """Returns the outcome of all checks of a route that the server does not have, or that answers
-    not even the plainest request; None where it answers."""
+    """Returns one outcome for all checks of a route if the route cannot be used, else None.
+
+    The server does not have the route, or the route does not answer the simplest request."""
     try:
         reply = session.probe()
     except FailedError as error:

@@ -23,6 +23,7 @@ def _begin_drafts(
     real_row = lanes >= 0
     lane = tl.maximum(lanes, 0).to(tl.int64)
     text = tl.load(position_ptr + lane, mask=real_row, other=0)
+    text = tl.where(text < -1, -2 - text, text)
     first = tl.minimum(tl.load(own_ptr + lane, mask=real_row, other=0), text)
     start = tl.load(query_start_ptr + at, mask=inside, other=0)
     end = tl.load(query_start_ptr + at + 1, mask=inside, other=0)
@@ -72,6 +73,7 @@ def _keep_drafts(
     length = tl.load(lengths_ptr + at, mask=inside, other=0)
     counts = tl.load(counts_ptr + at, mask=inside, other=0)
     text = tl.load(position_ptr + lane, mask=row, other=-1)
+    text = tl.where(text < -1, -2 - text, text)
     tl.store(own_ptr + lane, length, mask=row & (text >= 0))
     place = length - text - 1
     drawn = tl.load(drawn_ptr + at, mask=row, other=-1)

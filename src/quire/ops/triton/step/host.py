@@ -5,34 +5,122 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, globaltimer
 
+from quire.ops.reference.mask import InputFlags
+from quire.ops.rows import LogitRows, StepRows
 from quire.ops.triton.launch import launch, options, traits
 
 _TRIES = 20_000_000
-"""The most reads of the flag. One takes about a microsecond over PCIe."""
+"""Looks at the flags, of about a microsecond each over PCIe."""
+_ALONE, _FIRST, _OTHER = 0, 1, 2
+"""The only rank, the first of several, and the others."""
 
 
 @triton.jit
-def _wait(flags_ptr, gate_ptr, tries):
-    """Waits for a flag. Grid: (1,). Loads are volatile because the host writes meanwhile."""
-    place = tl.load(gate_ptr)
-    if place >= 0:
-        low = tl.load(gate_ptr + 1).to(tl.int64) & 0xFFFFFFFF
-        value = low | (tl.load(gate_ptr + 2).to(tl.int64) << 32)
-        seen = tl.load(flags_ptr + place, volatile=True)
-        tried = 0
-        while (seen < value) & (tried < tries):
-            seen = tl.load(flags_ptr + place, volatile=True)
-            tried += 1
+def _late_rows(seen, value, gated, ROLE: tl.constexpr):
+    """Returns which rows have no inputs yet, or wait for a verdict of the first rank."""
+    if ROLE == 2:
+        late = gated & (seen < 2 * value)
+    else:
+        late = gated & (seen < value)
+    return late
 
 
-def wait_for_flag(gate: Tensor, flags: Tensor) -> None:
+@triton.jit(do_not_specialize=["num_rows", "num_logits", "patience", "tries"])
+def _wait_for_inputs(
+    lanes_ptr, logit_start_ptr, flags_ptr, logit_lanes_ptr, lengths_ptr, gate_ptr, inputs_ptr,
+    verdicts_ptr, position_ptr, last_ptr, held_ptr, num_rows, num_logits, num_lanes, width,
+    last_stride, held_stride, patience, tries, ROLE: tl.constexpr, CLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Grid (1,). Loads of flags are volatile, as the host writes while this runs."""
+    at = tl.arange(0, BLOCK)
+    inside = at < num_rows
+    lane = tl.load(lanes_ptr + at, mask=inside, other=-1).to(tl.int64)
+    start = tl.load(logit_start_ptr + at, mask=inside, other=0)
+    end = tl.load(logit_start_ptr + at + 1, mask=inside, other=0)
+    real = inside & (lane >= 0) & (start < tl.minimum(end, num_logits))
+    real = real & (tl.load(logit_lanes_ptr + start, mask=real, other=-1) >= 0)
+    gated = real & ((tl.load(flags_ptr + at, mask=inside, other=0) & 4) != 0)
+    if tl.sum(gated.to(tl.int32), 0) == 0:
+        return
+    low = tl.load(gate_ptr).to(tl.int64) & 0xFFFFFFFF
+    value = low | (tl.load(gate_ptr + 1).to(tl.int64) << 32)
+    verdicts = verdicts_ptr + (value & 1) * num_lanes + lane
+    if ROLE == 2:
+        watched = verdicts
+    else:
+        watched = inputs_ptr + lane
+    rows = tl.sum(real.to(tl.int32), 0)
+    seen = tl.load(watched, mask=gated, other=0, volatile=True)
+    late = _late_rows(seen, value, gated, ROLE)
+    missing = tl.sum(late.to(tl.int32), 0)
+    if CLOCK:
+        begun = globaltimer()
+    tried = 0
+    waited = tl.cast(0, tl.int64)
+    # The first row that is ready ends a wait that is over; the others are late.
+    while (
+        (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2))
+    ):
+        seen = tl.load(watched, mask=gated, other=0, volatile=True)
+        late = _late_rows(seen, value, gated, ROLE)
+        missing = tl.sum(late.to(tl.int32), 0)
+        tried += 1
+        if CLOCK:
+            waited = globaltimer() - begun
+        else:
+            waited = tl.cast(tried, tl.int64) * 1000
+    if ROLE == 1:
+        tl.store(verdicts, 2 * value + late.to(tl.int64), mask=gated)
+    if ROLE == 2:
+        late = late | (gated & ((seen & 1) != 0))
+        missing = tl.sum(late.to(tl.int32), 0)
+    length = tl.load(lengths_ptr + start, mask=late, other=0)
+    tl.store(position_ptr + lane, -1 - length, mask=late)
+    row = -1
+    for _ in range(0, missing):
+        row = tl.min(tl.where(late & (at > row), at, BLOCK), 0)
+        first = tl.load(logit_start_ptr + row)
+        until = tl.minimum(tl.load(logit_start_ptr + row + 1), num_logits)
+        source = last_ptr + first.to(tl.int64) * last_stride
+        target = held_ptr + tl.load(lanes_ptr + row).to(tl.int64) * held_stride
+        for begin in range(0, width, WIDTH):
+            column = begin + tl.arange(0, WIDTH)
+            state = tl.load(source + column, mask=column < width)
+            tl.store(target + column, state, mask=column < width)
+        for place in range(first, until):
+            tl.store(logit_lanes_ptr + place, -1)
+
+
+def wait_for_inputs(
+    rows: StepRows,
+    logit_rows: LogitRows,
+    gate: Tensor,
+    inputs: InputFlags,
+    *,
+    position: Tensor,
+    last: Tensor,
+    held: Tensor,
+    patience_us: float,
+) -> None:
     """See `reference.mask`.
 
     It gives up after about twenty seconds, so that a failed host does not leave the device busy for
-    ever. Copies and kernels that are queued after it see what the host wrote before the flag."""
-    launch(_wait, (1,))(flags, gate, _TRIES, num_warps=1)
+    ever. Copies and kernels queued after it see the host's writes before the flags that it saw. The
+    interpreter has no clock: a look counts as a microsecond.
+    """
+    role = _ALONE if inputs.world == 1 else _OTHER if inputs.rank else _FIRST
+    count, width = len(rows.lanes), last.shape[1]
+    patience_ns = int(1000 * patience_us)
+    launch(_wait_for_inputs, (1,))(
+        rows.lanes, rows.logit_start, rows.flags, logit_rows.lanes, logit_rows.lengths, gate,
+        inputs.flags, inputs.verdicts, position, last, held, count, len(logit_rows.lanes),
+        len(inputs.flags), width, last.stride(0), held.stride(0), patience_ns, _TRIES, ROLE=role,
+        CLOCK=traits(rows.device).capability > (0, 0), BLOCK=triton.next_power_of_2(count),
+        WIDTH=min(1024, triton.next_power_of_2(width)), num_warps=1,
+    )  # fmt: skip
 
 
 # -- a count of finished layers in host memory -------------------------------------------------

@@ -117,7 +117,11 @@ def _expand(
             tl.store(seq_lens_ptr + row, 0)
         return
     first = tl.load(position_ptr + lane)
-    generates = (tl.load(flags_ptr + row) & 1) == 0
+    flags = tl.load(flags_ptr + row)
+    generates = (flags & 1) == 0
+    # A HELD row has its logit row without a token.
+    resumes = ((flags & 8) != 0) & (first < -1)
+    last = -2 - first
     computed = length
     if DRAFTS:
         if generates & (length > 1):
@@ -146,12 +150,12 @@ def _expand(
         count = tl.load(logit_start_ptr + row + 1) - logit_start
         asked = at < count
         token = length - count + at
-        tl.store(
-            logit_lanes_ptr + logit_start + at, tl.where(token < computed, lane, -1).to(tl.int32),
-            mask=asked,
-        )  # fmt: skip
-        tl.store(logit_tokens_ptr + logit_start + at, start + token, mask=asked)
-        tl.store(lengths_ptr + logit_start + at, first + token + 1, mask=asked)
+        has = (token < computed) | resumes
+        place = logit_start + at
+        tl.store(logit_lanes_ptr + place, tl.where(has, lane, -1).to(tl.int32), mask=asked)
+        tl.store(logit_tokens_ptr + place, tl.where(resumes, -1, start + token), mask=asked)
+        length = tl.where(resumes, last, first + token) + 1
+        tl.store(lengths_ptr + place, length, mask=asked)
         tl.store(ahead_ptr + logit_start + at, tl.where(generates, at, 0), mask=asked)
 
 
@@ -193,8 +197,8 @@ def expand_rows(
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_logits"])
 def _collect(
     hidden_ptr, lanes_ptr, query_start_ptr, flags_ptr, logit_lanes_ptr, logit_tokens_ptr,
-    position_ptr, last_ptr, kept_ptr, num_tokens, num_rows, num_logits, width, hidden_stride,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    position_ptr, last_ptr, kept_ptr, held_ptr, num_tokens, num_rows, num_logits, width,
+    hidden_stride, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
     chunks of the width)."""
@@ -209,9 +213,14 @@ def _collect(
         state = tl.load(hidden_ptr + place * hidden_stride + at, mask=inside)
         tl.store(kept_ptr + place * width + at, state, mask=inside)
     if row < num_logits:
-        if tl.load(logit_lanes_ptr + row) >= 0:
+        lane_of = tl.load(logit_lanes_ptr + row).to(tl.int64)
+        if lane_of >= 0:
             token = tl.load(logit_tokens_ptr + row).to(tl.int64)
-            state = tl.load(hidden_ptr + token * hidden_stride + at, mask=inside)
+            source = hidden_ptr + token * hidden_stride
+            if HELD:
+                if token < 0:
+                    source = held_ptr + lane_of * width
+            state = tl.load(source + at, mask=inside)
             tl.store(last_ptr + place * width + at, state, mask=inside)
     if (row < num_rows) & (tl.program_id(1) == 0):
         lane = tl.load(lanes_ptr + row).to(tl.int64)
@@ -228,6 +237,7 @@ def collect_rows(
     position: Tensor,
     last: Tensor,
     kept: Tensor,
+    held: Tensor | None = None,
 ) -> None:
     """See `ops.collect_rows`."""
     tokens, width = hidden.shape
@@ -235,8 +245,9 @@ def collect_rows(
     pdl = traits(hidden.device).pdl
     launch(_collect, (max(tokens, count, 1), triton.cdiv(width, _BLOCK)))(
         hidden, rows.lanes, rows.query_start, rows.flags, logit_rows.lanes, logit_rows.tokens,
-        position, last, kept, tokens, count, len(logit_rows.lanes), width, hidden.stride(0),
-        BLOCK=_BLOCK, PDL=pdl, **options(pdl, num_warps=4),
+        position, last, kept, last if held is None else held, tokens, count, len(logit_rows.lanes),
+        width, hidden.stride(0), BLOCK=_BLOCK, HELD=held is not None, PDL=pdl,
+        **options(pdl, num_warps=4),
     )  # fmt: skip
 
 
@@ -305,6 +316,9 @@ def _finish(
         if given > 0:
             ends = (reason == 1) | (reason == 2)
             tl.store(position_ptr + lane, tl.where(ends, -1, first - 1 + given))
+    if (start < end) & (given == 0) & (reason == 0):
+        # The lane is held.
+        reason = tl.where(tl.load(position_ptr + lane) < -1, 4, 0)
     line = tl.where(column == 0, given, tl.where(column == 1, reason, line))
     tl.store(results + column, line, mask=column < results_stride)
 

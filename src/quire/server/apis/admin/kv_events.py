@@ -14,7 +14,7 @@ from quire.errors import EngineDeadError
 from quire.features.disaggregation.calls import set_peers
 from quire.features.kv_events.calls import kv_events
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
-from quire.server.errors import ApiError
+from quire.server.errors import stuck_error
 from quire.server.http.bodies import read_body
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
@@ -51,7 +51,7 @@ async def peers(request: Request) -> Response:
         async with asyncio.timeout(_TIMEOUT):
             return json_response(PeersAnswer(await set_peers(state.client, body.peers)))
     except TimeoutError:
-        raise ApiError(503, "The engine does not respond.", code="engine_stuck") from None
+        raise stuck_error() from None
 
 
 async def events(request: Request) -> Response:

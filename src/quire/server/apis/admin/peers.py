@@ -18,7 +18,7 @@ from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import ClosedGrant, PromptRequest
 from quire.server.context.request_context import RequestContext, context_of
 from quire.server.context.request_trace import Handover, RequestTrace
-from quire.server.errors import ApiError
+from quire.server.errors import stuck_error
 from quire.server.http.bodies import read_body
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import StrictModel
@@ -107,4 +107,4 @@ async def _in_time(answer: Awaitable[Answer]) -> Answer:
         async with asyncio.timeout(_TIMEOUT):
             return await answer
     except TimeoutError:
-        raise ApiError(503, "The engine does not respond.", code="engine_stuck") from None
+        raise stuck_error() from None

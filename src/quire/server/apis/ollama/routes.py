@@ -51,7 +51,6 @@ from quire.server.http.bodies import Model, read_any_body
 from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
 from quire.server.state import ServerState, new_id, state_of
 
-
 _TRUNCATED: dict[str, Any] = {"truncate_prompt_tokens": -1, "truncation_side": "right"}
 """Fields of a request whose texts are cut at their end, as Ollama cuts them."""
 

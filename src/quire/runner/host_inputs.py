@@ -1,4 +1,4 @@
-"""Masks and claims of steps in flight, shared with threads that build masks."""
+"""Inputs that the host makes while a step runs, and the claims that it makes them from."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from quire.arrays import Int32
 from quire.errors import QuireError
+from quire.ops.reference.mask import InputFlags
 
 
 class ClaimRing:
     """A ring of host copies of the claims, each as the body of one step reads them.
 
-    The copy is queued after the step's drafts are made and before its body, so that the host builds
-    masks while the body runs. A step's place is free again when the step was collected, so the ring
-    has more places than there are steps in flight.
+    The copy is queued after the step's drafts are made and before its body, so that the host makes
+    its inputs while the body runs. A step's place is free again when the step was collected, so the
+    ring has more places than there are steps in flight.
 
     Args:
         depth: number of places.
@@ -86,102 +87,107 @@ class ClaimRing:
             self._sent.notify_all()
 
 
-# Masks of steps that have been launched already.
+# Inputs of rows whose steps have been launched already.
 
 _EVER = np.iinfo(np.int64).max
 _WORD = 0xFFFFFFFF
 _GLANCE = 2e-4
 """Seconds between looks at a flag that another process sets."""
 
+Memory = np.ndarray[tuple[int], np.dtype[np.int8]]
 
-class MaskRing:
-    """A ring of masks in host memory, each with a flag that names the last step it was put for.
 
-    A GPU waits by itself: a kernel of the step's head polls the flag, and later steps queue up. A
-    step's place is free again when the step was collected, so the ring has more places than there
-    are steps in flight. All ranks use the same memory.
+class HostInputs:
+    """Lines of words in host memory that the head of a step reads: a few for each lane.
+
+    A lane has a flag, which names the last step whose inputs are there. A GPU waits by itself: a
+    kernel of the step's head polls the flags of the step's rows, and later steps queue up. Inputs
+    of a lane's next row can be made only when the result of the last one is known. So each lane has
+    its lines once, and a row that was late finds its inputs there when it comes again. All ranks
+    use the same memory.
 
     Args:
-        depth: number of places.
-        rows: most lines of a mask; a mask has one for each logit row of a GATED row.
+        lanes: number of lanes.
+        lines: lines of a lane, one for each logit row that a row may have.
         words: 32-bit words of a line.
         memory: int8 [`size`], or None to allocate it.
+        rank, world: this rank, and their number.
 
     Attributes:
-        masks: int32 [depth * rows, words], pinned for a GPU.
-        flags: int64 [depth], pinned for a GPU.
+        lines: int32 [lanes * lines, words], pinned for a GPU.
+        per_lane: lines of a lane.
+        flags: what a head's kernel reads, pinned for a GPU.
     """
 
     def __init__(
         self,
         device: torch.device,
-        depth: int,
-        rows: int,
+        lanes: int,
+        lines: int,
         words: int,
-        memory: np.ndarray[tuple[int], np.dtype[np.int8]] | None = None,
+        memory: Memory | None = None,
+        rank: int = 0,
+        world: int = 1,
     ) -> None:
-        self._rows = rows
+        self.per_lane = lines
         self._shared = memory is not None
         if memory is None:
             pinned = device.type == "cuda"
-            size = self.size(depth, rows, words)
+            size = self.size(lanes, lines, words)
             memory = torch.zeros(size, dtype=torch.int8, pin_memory=pinned).numpy()
         self._pinned = self._shared and device.type == "cuda"
         if self._pinned:
             pin(memory)
         self._memory = torch.from_numpy(memory)
-        self.flags = self._memory[: 8 * depth].view(torch.int64)
-        self.masks = self._memory[8 * depth :].view(torch.int32).view(depth * rows, words)
-        self._host, self._host_flags = self.masks.numpy(), self.flags.numpy()
-        self._brought = threading.Condition()
+        counts = self._memory[: 24 * lanes].view(torch.int64).view(3, lanes)
+        self.flags = InputFlags(counts[0], counts[1:], rank, world)
+        self.lines = self._memory[24 * lanes :].view(torch.int32).view(lanes * lines, words)
+        self._host, self._host_flags = self.lines.numpy(), counts[0].numpy()
+        self._arrived = threading.Condition()
 
     @staticmethod
-    def size(depth: int, rows: int, words: int) -> int:
-        """Returns the bytes of a ring's memory."""
-        return 8 * depth + 4 * depth * rows * words
+    def size(lanes: int, lines: int, words: int) -> int:
+        """Returns the bytes of the memory."""
+        return 24 * lanes + 4 * lanes * lines * words
 
-    def buffer(self, step_id: int, rows: int) -> Int32:
-        """Returns memory to build a step's mask in, int32 [rows, words]. From any thread."""
-        first = self.first_line(step_id)
-        return self._host[first : first + rows]
+    def buffer(self) -> Int32:
+        """Returns the memory of all lines, int32 [lanes * lines, words]. From any thread.
 
-    def put(self, step_id: int, mask: Int32) -> None:
-        """Sets a step's mask, int32 [lines, words]. From any thread."""
-        buffer = self.buffer(step_id, len(mask))
-        if not np.may_share_memory(buffer, mask):
-            buffer[:] = mask
-        place = step_id % len(self._host_flags)
-        with self._brought:
-            self._host_flags[place] = max(step_id + 1, self._host_flags[place])
-            self._brought.notify_all()
-
-    def has(self, step_id: int, *, wait: bool) -> bool:
-        """Whether a step's mask is there. With `wait`, waits for it first."""
-        place = step_id % len(self._host_flags)
-        while True:
-            with self._brought:
-                if self._host_flags[place] > step_id or not wait:
-                    return bool(self._host_flags[place] > step_id)
-                # Another process sets a flag without notifying this one's threads.
-                self._brought.wait(_GLANCE if self._shared else None)
-
-    def first_line(self, step_id: int) -> int:
-        """Returns the line of `masks` at which a step's mask begins."""
-        return step_id % len(self._host_flags) * self._rows
-
-    def gate(self, step_id: int) -> tuple[int, int, int]:
-        """Returns the arguments of the op `wait_for_flag`.
-
-        They are the flag's place, and the low and the high word of the value to wait for.
+        Lane i has the lines from `i * per_lane` on.
         """
+        return self._host
+
+    def put(self, step_id: int, lanes: Int32) -> None:
+        """Records that the inputs of these lanes' rows in a step are in their lines.
+
+        From any thread. A flag never goes back.
+        """
+        with self._arrived:
+            self._host_flags[lanes] = np.maximum(self._host_flags[lanes], step_id + 1)
+            self._arrived.notify_all()
+
+    def has(self, step_id: int, lanes: Int32, *, wait: bool) -> bool:
+        """Whether the inputs of all these lanes are there. With `wait`, waits for them first."""
+        while True:
+            with self._arrived:
+                there = bool((self._host_flags[lanes] > step_id).all())
+                if there or not wait:
+                    return there
+                # Another process sets a flag without notifying this one's threads.
+                self._arrived.wait(_GLANCE if self._shared else None)
+
+    def gate(self, step_id: int) -> tuple[int, int]:
+        """Returns the low and the high word of the value that the op `wait_for_inputs` awaits."""
         low, high = (step_id + 1) & _WORD, (step_id + 1) >> 32
-        return step_id % len(self._host_flags), low - (low >> 31 << 32), high
+        return low - (low >> 31 << 32), high
 
     def close(self) -> None:
         """Sets all flags, for good, so that nothing waits any more. Idempotent."""
-        with self._brought:
+        with self._arrived:
             self._host_flags[:] = _EVER
-            self._brought.notify_all()
+            # An even verdict: the row is not late.
+            self.flags.verdicts.fill_(_EVER - 1)
+            self._arrived.notify_all()
         if self._pinned:
             # A step in flight may still poll a flag.
             torch.cuda.synchronize()
@@ -189,7 +195,7 @@ class MaskRing:
             self._pinned = False
 
 
-def pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
+def pin(memory: Memory) -> None:
     """Lets the device read memory that several processes map."""
     address, size = memory.ctypes.data, memory.nbytes
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -198,7 +204,7 @@ def pin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
         raise QuireError(f"shared memory cannot be pinned for the GPU (CUDA error {int(error)})")
 
 
-def unpin(memory: np.ndarray[tuple[int], np.dtype[np.int8]]) -> None:
+def unpin(memory: Memory) -> None:
     """Undoes `pin`, before the memory is unmapped and its addresses are given to others."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(memory.ctypes.data)

@@ -1,0 +1,91 @@
+"""Masks that come late, on a GPU: the rows sit out, and the bits are those of rows that wait."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from quire import LLM
+from quire.features.structured_output.masks import MaskBuilder
+from tests.gpu.test_grammars import params
+
+FOREVER = {"structured_outputs_wait_us": 1e6}
+DRAFT = {"speculative": {"method": "draft", "num_speculative_tokens": 3}}
+EAGLE3 = {"speculative": {"method": "eagle3", "num_speculative_tokens": 3}}
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+def run(**settings: Any) -> tuple[list[tuple[Any, ...]], int]:
+    """Returns tokens and ends, and the number of late rows."""
+    given = {"num_kv_blocks": 400, "deterministic": True, **settings}
+    llm = LLM(device="cuda", max_num_seqs=24, max_model_len=512, **given)
+    prompts = [f"Here is record {i} of a person:" for i in range(40)]
+    outputs = llm.generate(prompts, [params(i) for i in range(40)], use_tqdm=False)
+    late = llm.stats().late_rows
+    llm.shutdown()
+    return [(o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs], late
+
+
+@pytest.fixture
+def slow_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes some batches of masks take longer than a step."""
+    build, draw = MaskBuilder.build, random.Random(0)
+
+    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int, entered: Any) -> None:
+        entered()
+        if draw.random() < 0.3:
+            time.sleep(draw.choice([1e-3, 3e-3, 8e-3]))
+        build(self, rows, masks, vocab, entered)
+
+    monkeypatch.setattr(MaskBuilder, "build", slow)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"steps_in_flight": 3},
+        {"num_kv_blocks": 80},
+        {"structured_outputs_wait_us": 0.0},
+        DRAFT,
+        EAGLE3,
+        pytest.param({"tensor_parallel_size": 2}, marks=TWO),
+        pytest.param({"pipeline_parallel_size": 2}, marks=TWO),
+    ],
+    ids=str,
+)
+def test_the_bits_of_rows_that_wait(slow_masks: None, settings: dict[str, Any]) -> None:
+    expected, late = run(**{**settings, **FOREVER})
+    assert late == 0
+    found, late = run(**settings)
+    assert found == expected
+    assert late > 20
+
+
+def test_plain_rows_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While masks take long, a row without masks takes every step."""
+    build = MaskBuilder.build
+
+    def slow(self: MaskBuilder, rows: Any, masks: Any, vocab: int, entered: Any) -> None:
+        entered()
+        time.sleep(0.05)
+        build(self, rows, masks, vocab, entered)
+
+    monkeypatch.setattr(MaskBuilder, "build", slow)
+    llm = LLM(device="cuda", max_num_seqs=8, max_model_len=512, num_kv_blocks=400)
+    plain, gated = params(2), params(1)
+    prompts = ["Once upon a time", "A person:"]
+    alone = llm.generate(prompts[0], plain, use_tqdm=False)[0]
+    before = llm.stats()
+    outputs = llm.generate(prompts, [plain, gated], use_tqdm=False)
+    after = llm.stats()
+    llm.shutdown()
+    assert outputs[0].outputs[0].token_ids == alone.outputs[0].token_ids
+    assert after.late_rows > before.late_rows
+    # Where a row waits for the other row's masks, both share nearly every step.
+    longer = max(len(output.outputs[0].token_ids) for output in outputs)
+    assert after.steps - before.steps > longer + 20

@@ -1,0 +1,130 @@
+"""Inputs of the host in lines by lane, with a flag for each lane."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.arrays import Int32, int32
+from quire.plan import RowFlag, StepPlan
+from quire.runner.hooks.mask import Mask
+from quire.runner.host_inputs import HostInputs
+from quire.runner.state import BatchState, Limits
+
+CPU = torch.device("cpu")
+_PROMPT, _SAMPLE, _GATED = int(RowFlag.PROMPT), int(RowFlag.SAMPLE), int(RowFlag.GATED)
+
+
+def test_inputs_are_there_once_they_were_put() -> None:
+    inputs = HostInputs(CPU, lanes=3, lines=2, words=2)
+    lanes = int32([0, 2])
+    inputs.put(3, int32([2]))
+    assert not inputs.has(3, lanes, wait=False)
+    assert inputs.has(3, lanes[1:], wait=False)
+    inputs.put(3, int32([0]))
+    assert inputs.has(3, lanes, wait=False)
+    assert not inputs.has(4, lanes, wait=False)
+    assert not inputs.has(3, int32([1]), wait=False)
+
+
+def test_each_lane_has_its_lines() -> None:
+    inputs = HostInputs(CPU, lanes=3, lines=2, words=2)
+    assert inputs.buffer().shape == (6, 2)
+    inputs.buffer()[:] = np.arange(12).reshape(6, 2)
+    assert inputs.lines.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    assert inputs.flags.flags.tolist() == [0, 0, 0]
+    assert inputs.flags.verdicts.tolist() == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_a_flag_never_goes_back() -> None:
+    """Inputs of a row that is over must not close what a later step has opened."""
+    inputs, lane = HostInputs(CPU, lanes=1, lines=1, words=2), int32([0])
+    inputs.put(4, lane)
+    inputs.put(2, lane)
+    assert inputs.has(4, lane, wait=False)
+    inputs.close()
+    inputs.put(6, lane)
+    assert inputs.has(10**9, lane, wait=False)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 3 * 2**40 + 2**31 + 5])
+def test_a_gate_names_the_value_in_int32(step: int) -> None:
+    """The flag has the value from when the inputs are there."""
+    inputs = HostInputs(CPU, lanes=1, lines=1, words=2)
+    low, high = np.array(inputs.gate(step), dtype=np.int32).tolist()
+    value = (low & 0xFFFFFFFF) + (high << 32)
+    if step:
+        inputs.put(step - 1, int32([0]))
+    assert inputs.flags.flags[0] < value
+    inputs.put(step, int32([0]))
+    assert inputs.flags.flags[0] == value
+
+
+def test_inputs_over_one_memory_are_one() -> None:
+    """Several ranks map one memory, and each looks for itself."""
+    memory = np.zeros(HostInputs.size(3, 2, 2), dtype=np.int8)
+    ours, theirs = (HostInputs(CPU, 3, 2, 2, memory, rank, 2) for rank in range(2))
+    ours.buffer()[4] = 7
+    assert not theirs.has(4, int32([2]), wait=False)
+    waiting = threading.Timer(0.05, ours.put, (4, int32([2])))
+    waiting.start()
+    assert theirs.has(4, int32([2]), wait=True)
+    assert theirs.lines[4].tolist() == [7, 7]
+    waiting.join()
+
+
+def test_waiting_for_another_thread() -> None:
+    inputs = HostInputs(CPU, lanes=2, lines=1, words=1)
+    brings = threading.Thread(target=lambda: [inputs.put(5, int32([i])) for i in (0, 1)])
+    waiting = threading.Timer(0.05, brings.start)
+    waiting.start()
+    assert inputs.has(5, int32([0, 1]), wait=True)
+    waiting.join()
+    brings.join()
+
+
+def test_closing_lets_those_through_who_wait() -> None:
+    inputs = HostInputs(CPU, lanes=2, lines=1, words=1)
+    closes = threading.Timer(0.05, inputs.close)
+    closes.start()
+    assert inputs.has(3, int32([0, 1]), wait=True)
+    closes.join()
+    assert (inputs.flags.verdicts & 1 == 0).all()
+
+
+def packed(plan: StepPlan, drafts: int) -> tuple[list[int], list[int]]:
+    """Returns the lines of the plan's logit rows, and its gate."""
+    limits = Limits(lanes=6, tokens=32, logit_rows=16, length=8, drafts=drafts)
+    config: Any = SimpleNamespace(
+        scheduler=SimpleNamespace(steps_in_flight=1),
+        vocab_size=32,
+        args=SimpleNamespace(structured_outputs_wait_us=30.0),
+    )
+    hook = Mask(config)
+    state = BatchState(limits, [], CPU, [])
+    state.columns["draft_ids"] = state.columns["draft_start"] = torch.zeros(6, dtype=torch.int32)
+    hook.bind(state)
+    inputs: Int32 = state.idle_inputs()
+    hook.pack(plan, inputs)
+    *_, lines, gate = state.split_inputs(inputs)
+    return lines.tolist(), gate.tolist()
+
+
+def test_each_logit_row_of_a_gated_row_has_a_line_of_its_lane() -> None:
+    flags = [_SAMPLE | _GATED, _SAMPLE, _SAMPLE | _GATED, _PROMPT, _PROMPT | _SAMPLE | _GATED]
+    n_logits = int32([3, 2, 1, 0, 4])
+    plan = StepPlan(6, int32([4, 0, 2, 1, 5]), int32([3, 2, 1, 5, 6]), n_logits, int32(flags))
+    lines, gate = packed(plan, 2)
+    # A prompt samples from its last logit row only, and has no other in the head.
+    assert lines == [12, 13, 14, -1, -1, 6, 15, *[-1] * 9]
+    assert gate == [7, 0]
+
+
+def test_without_gated_rows_there_are_no_lines() -> None:
+    plan = StepPlan(0, int32([0]), int32([2]), int32([2]), int32([_SAMPLE]))
+    assert packed(plan, 1)[0] == [-1] * 16
