@@ -18,9 +18,9 @@ class StructuredOutputArgs(FeatureArgs):
         5.0, "Seconds to compile a schema or grammar in.", limit=_TIMEOUT, subject=_SUBJECT
     )
     structured_outputs_wait_us: float = setting(
-        30.0,
-        "Microseconds that a step waits for late masks. Rows whose masks are later still sit the "
-        "step out.",
+        100.0,
+        "Microseconds that a step waits for late masks, for each row without one. Rows whose masks "
+        "are later still sit the step out.",
         limit=Limit(lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
         subject=_SUBJECT,
     )
