@@ -1,115 +1,142 @@
-"""Measures the cost of structured output: 64 streams with 64 schemas, with none, and half and half.
+"""Measures the cost of structured output against the same engine without schemas, in turns.
 
-    python bench/structured.py                        # a GPU: Qwen3-0.6B's shape, random weights
-    python bench/structured.py --tokenizer FOLDER     # with a real vocabulary of its size
-    python bench/structured.py --model FOLDER --streams 4 --output-len 32   # anything else
+    python bench/structured.py --tokenizer FOLDER           # a GPU: Qwen3-0.6B's shape
+    python bench/structured.py --tokenizer FOLDER --streams 1,16,64,256 --output-len 128,256,512
+    python bench/structured.py --tokenizer FOLDER --cpus 4  # the engine and its threads on 4 cores
+    python bench/structured.py --tokenizer FOLDER --trace trace.jsonl      # where the time goes
+    python bench/structured.py --model FOLDER --streams 4 --output-len 32  # anything else
 
-Every timed run has schemas that were never seen before, so their compiling is part of it. Random
-weights write any token that the grammar allows, which is the dearest text to follow: hardly a token
-is forced.
+Cases: `plain` has no schemas. `new` has a schema per stream that no run has had, so compiling is
+part of it. `repeated` has one agent's tools in all streams, and runs before have had them. `mixed`
+is half `new` and half `plain`. The weights are random, unless `--model` names real ones.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
 from quire.outputs import RequestOutput
 from quire.sampling_params import StructuredOutputsParams
-from quire.tools.bench.record import make_record
+from quire.tools.bench.record import BenchRecord, append_jsonl, card_name, make_record
+from structured_loads import NEW, agent_tools
 from tables import print_and_append
 
 SHAPE = Path(__file__).parent / "configs" / "qwen3-0.6b" / "config.json"
 EMBEDDED = Path(__file__).parents[1] / "src" / "quire" / "embedded" / "quire-tiny"
 PROMPT_LEN = 128
-
-
-def schema(salt: int) -> dict[str, Any]:
-    """One of as many as there are numbers: a list of records that never ends by itself."""
-    fields: dict[str, Any] = {
-        f"id_{salt}": {"type": "integer", "minimum": 0, "maximum": 10_000 + salt},
-        "name": {"type": "string", "maxLength": 8 + salt % 24},
-        f"state_{salt % 7}": {"enum": [f"on_{salt}", f"off_{salt}", "unknown"]},
-        "when": {"type": "string", "format": "date-time"},
-        "code": {"type": "string", "pattern": f"^[A-Z]{{2}}-[0-9]{{3,{4 + salt % 5}}}$"},
-        "score": {"type": "number", "minimum": 0, "maximum": 1 + salt},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 4},
-        "owner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/owner"}]},
-    }
-    owner = {
-        "type": "object",
-        "properties": {
-            "email": {"type": "string", "format": "email"},
-            "admin": {"type": "boolean"},
-        },
-        "required": ["email", "admin"],
-        "additionalProperties": False,
-    }
-    record = {
-        "type": "object",
-        "properties": fields,
-        "required": list(fields),
-        "additionalProperties": False,
-    }
-    return {"$defs": {"owner": owner}, "type": "array", "items": record, "minItems": 100_000}
-
-
-def params(salt: int | None, length: int) -> SamplingParams:
-    wanted = None
-    if salt is not None:
-        wanted = StructuredOutputsParams(json=json.dumps(schema(salt)))
-    return SamplingParams(
-        max_tokens=length, ignore_eos=True, temperature=0.8, structured_outputs=wanted
-    )
+CASES = ("plain", "new", "repeated", "mixed")
+TOOLS = json.dumps(agent_tools())
+_FIRST_ID, _IDS = 10, 2000
+"""Token ids that prompts begin with."""
 
 
 class Bench:
-    def __init__(self, llm: LLM, streams: int, length: int) -> None:
-        self.llm = llm
-        self.streams = streams
-        self.length = length
-        self._salt = 0
+    """Runs cases on one engine.
 
-    def run(self, share: float) -> dict[str, float]:
-        """share: of the streams that have schemas. Tokens per second, and what a stream without a
-        schema, and one with, waits for a token."""
-        with_schema = [i % 2 == 0 if share == 0.5 else share > 0 for i in range(self.streams)]
-        asked = [params(self._fresh() if each else None, self.length) for each in with_schema]
-        # Prompts that no run has had, so that none is found in the cache.
-        draw = [(self._fresh() * 31 + i) % 5000 + 10 for i in range(self.streams)]
-        prompts = [{"prompt_token_ids": [first, *range(20, 19 + PROMPT_LEN)]} for first in draw]
+    Args:
+        load: Name of the load of new schemas.
+    """
+
+    def __init__(self, llm: LLM, load: str) -> None:
+        self.llm = llm
+        self._schema = NEW[load]
+        self._salt = 0
+        self._prompts = 0
+        self.asked: list[StructuredOutputsParams | None] = []
+        self.outputs: list[RequestOutput] = []
+
+    def run(self, case: str, streams: int, length: int) -> dict[str, float]:
+        """Runs a case once. Returns its metrics."""
+        self.asked = [self._wanted(case, i) for i in range(streams)]
+        params = [
+            SamplingParams(
+                max_tokens=length, ignore_eos=True, temperature=0.8, structured_outputs=each
+            )
+            for each in self.asked
+        ]
+        prompts = [{"prompt_token_ids": self._prompt()} for _ in range(streams)]
+        before = self.llm.stats()
         start = time.perf_counter()
-        outputs = self.llm.generate(prompts, asked, use_tqdm=False)
+        self.outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - start
-        tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-        if tokens != self.streams * self.length:
-            raise SystemExit(f"{tokens} tokens instead of {self.streams * self.length}")
+        after = self.llm.stats()
+        tokens = sum(len(output.outputs[0].token_ids) for output in self.outputs)
+        if tokens != streams * length:
+            raise SystemExit(f"case {case}: {tokens} tokens instead of {streams * length}")
         metrics = {"seconds": seconds, "output_tok_s": tokens / seconds}
-        for name, wanted in (("plain_itl_ms", False), ("schema_itl_ms", True)):
-            each = [o for o, has in zip(outputs, with_schema, strict=True) if has is wanted]
+        for name, wanted in (("plain", False), ("schema", True)):
+            each = [
+                output
+                for output, asked in zip(self.outputs, self.asked, strict=True)
+                if (asked is not None) is wanted
+            ]
             if each:
-                metrics[name] = statistics.mean(self._itl(output) for output in each)
+                metrics[f"{name}_itl_ms"] = statistics.mean(_itl(output) for output in each)
+                metrics[f"{name}_ttft_ms"] = statistics.median(_ttft(output) for output in each)
+        masked = sum(asked is not None for asked in self.asked) * length
+        if masked:
+            late = after.late_rows - before.late_rows
+            compiling = after.compile_late_rows - before.compile_late_rows
+            metrics["late_percent"] = 100 * (late - compiling) / (masked + late)
+            metrics["compile_late_percent"] = 100 * compiling / (masked + late)
+            spent = after.grammar_compile_seconds - before.grammar_compile_seconds
+            metrics["compile_ms"] = 1e3 * spent
         return metrics
 
-    def _fresh(self) -> int:
+    def _wanted(self, case: str, stream: int) -> StructuredOutputsParams | None:
+        if case == "plain" or (case == "mixed" and stream % 2):
+            return None
+        if case == "repeated":
+            return StructuredOutputsParams(json=TOOLS)
         self._salt += 1
-        return self._salt
+        return StructuredOutputsParams(json=json.dumps(self._schema(self._salt)))
 
-    def _itl(self, output: RequestOutput) -> float:
-        times = output.metrics
-        if times is None or times.first_token is None or times.finished is None:
-            raise SystemExit("a request has no times")
-        return (times.finished - times.first_token) / (self.length - 1) * 1e3
+    def _prompt(self) -> list[int]:
+        """Returns a prompt that no run has had, so that none is found in the cache."""
+        self._prompts += 1
+        first, second = self._prompts % _IDS, self._prompts // _IDS
+        return [_FIRST_ID + first, _FIRST_ID + second, *range(20, 18 + PROMPT_LEN)]
+
+
+def _times(output: RequestOutput) -> tuple[float, float, float]:
+    times = output.metrics
+    if times is None or times.first_token is None or times.finished is None:
+        raise SystemExit("a request has no times")
+    return times.arrival, times.first_token, times.finished
+
+
+def _itl(output: RequestOutput) -> float:
+    _, first, finished = _times(output)
+    return (finished - first) / max(1, len(output.outputs[0].token_ids) - 1) * 1e3
+
+
+def _ttft(output: RequestOutput) -> float:
+    """Returns ms. The check before a run, which compiles grammars, is not part of it."""
+    arrival, first, _ = _times(output)
+    return (first - arrival) * 1e3
+
+
+def hold(cpus: int) -> None:
+    """Holds this process, all its threads and those to come to so many cores."""
+    cores = sorted(os.sched_getaffinity(0))[:cpus]
+    if len(cores) < cpus:
+        raise SystemExit(f"--cpus {cpus}: this machine lends {len(cores)} cores")
+    for task in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(task), cores)
 
 
 def engine(args: argparse.Namespace, folder: Path) -> LLM:
-    settings: dict[str, Any] = {"device": args.device}
+    settings: dict[str, Any] = {"device": args.device, **json.loads(args.settings)}
     if args.model is None:
         shape = json.loads(SHAPE.read_text())
         # The ids of another tokenizer's special tokens mean nothing here.
@@ -118,52 +145,176 @@ def engine(args: argparse.Namespace, folder: Path) -> LLM:
         path = Path(args.tokenizer or EMBEDDED)
         settings["tokenizer"] = str(path.parent if path.is_file() else path)
         settings["load_format"] = "dummy"
-    length = PROMPT_LEN + args.output_len + 1
-    return LLM(args.model or str(folder), max_model_len=length, **settings)
+    settings.setdefault("max_model_len", PROMPT_LEN + max(args.output_len) + 1)
+    settings.setdefault("max_num_seqs", max(args.streams))
+    return LLM(args.model or str(folder), **settings)
 
 
-def main() -> None:
+def measure(bench: Bench, args: argparse.Namespace, streams: int, length: int) -> dict[str, Any]:
+    """Runs all cases in turns. Returns the metrics of each case's best run."""
+    for case in args.cases:  # buffers grow, and what all grammars share is built, once
+        bench.run(case, streams, min(length, 64))
+    rounds: dict[str, list[dict[str, float]]] = {case: [] for case in args.cases}
+    for _ in range(args.repeat):
+        for case in args.cases:
+            rounds[case].append(bench.run(case, streams, length))
+    best = {case: min(runs, key=lambda run: run["seconds"]) for case, runs in rounds.items()}
+    plain = best.get("plain")
+    for case, runs in rounds.items():
+        speeds = [run["output_tok_s"] for run in runs]
+        best[case]["median_tok_s"] = statistics.median(speeds)
+        if plain is not None and case != "plain":
+            best[case]["lost_percent"] = 100 * (
+                1 - best[case]["output_tok_s"] / plain["output_tok_s"]
+            )
+            if "plain_itl_ms" in best[case]:
+                slower = best[case]["plain_itl_ms"] / plain["plain_itl_ms"] - 1
+                best[case]["plain_rows_lost_percent"] = 100 * slower
+    return best
+
+
+def trace(bench: Bench, args: argparse.Namespace, streams: int, length: int) -> list[BenchRecord]:
+    """Runs each case once more under the recorder, and writes its steps to the file."""
+    # It needs PyTorch, and `--cpus` must come before that is imported.
+    from structured_trace import HostRecorder, kernel_waits, replay
+
+    found = []
+    for case in args.cases:
+        recorder = HostRecorder(bench.llm)
+        try:
+            metrics = bench.run(case, streams, length)
+            run = recorder.take()
+        finally:
+            recorder.close()
+        metrics |= run.metrics()
+        asked = [each for each in bench.asked if each is not None]
+        rows = zip(bench.outputs, bench.asked, strict=True)
+        outputs = [output for output, each in rows if each is not None]
+        costs = replay(bench.llm, asked, outputs) if asked else None
+        if costs is not None:
+            metrics |= costs.metrics()
+        if bench.llm.config.device.startswith("cuda"):
+            metrics |= kernel_waits(partial(bench.run, case, streams, length))
+        found.append(record(bench, args, f"structured_trace_{case}", metrics, streams, length))
+        steps = [
+            {
+                "case": case,
+                "streams": streams,
+                "output_len": length,
+                "step": i,
+                "rows": step.rows,
+                "known_s": step.known,
+                "handover_us": 1e6 * (step.taken - step.known),
+                "consume_us": 1e6 * step.consume,
+                "fill_us": 1e6 * step.fill,
+                "fill_calls": step.calls,
+                "filled": step.filled,
+                "masks_us": 1e6 * (step.put - step.known),
+            }
+            for i, step in enumerate(run.steps)
+        ]
+        for i, step in enumerate(steps):
+            if costs is not None and i < costs.first.shape[1]:
+                row = costs.first[:, i]
+                step |= {"slowest_row_us": row.max(), "slowest_row": int(row.argmax())}
+                step |= {"cold": int((row > 30 + 2 * costs.second[:, i]).sum())}
+        with args.trace.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(step) + "\n" for step in steps)
+    return found
+
+
+def show(traces: Sequence[BenchRecord]) -> None:
+    """Prints traces as a table: a row per metric, a column per case."""
+    names = dict.fromkeys(name for each in traces for name in each.metrics)
+    width = max(map(len, names), default=0)
+    print(" " * width, *(each.case.removeprefix("structured_trace_").rjust(10) for each in traces))
+    for name in names:
+        cells = [
+            f"{each.metrics[name]:10.1f}" if name in each.metrics else " " * 10 for each in traces
+        ]
+        print(name.ljust(width), *cells)
+
+
+def record(
+    bench: Bench,
+    args: argparse.Namespace,
+    case: str,
+    metrics: dict[str, float],
+    streams: int,
+    length: int,
+) -> BenchRecord:
+    settings = {
+        "streams": streams,
+        "output_len": length,
+        "load": args.load,
+        "tokenizer_vocab": bench.llm.get_tokenizer().vocab_size,
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": card_name("cpu"),
+        **json.loads(args.settings),
+    }
+    model = args.model or "Qwen3-0.6B (dummy)"
+    return make_record(
+        case, metrics, model=model, device=bench.llm.config.device, settings=settings
+    )
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _cases(text: str) -> list[str]:
+    cases = text.split(",")
+    for case in cases:
+        if case not in CASES:
+            raise argparse.ArgumentTypeError(f"{case!r} is none of {', '.join(CASES)}")
+    return cases
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a folder or hub id, instead of Qwen3-0.6B's shape")
     parser.add_argument("--tokenizer", help="a folder with tokenizer.json, or that file")
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--output-len", type=int, default=512)
-    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--streams", type=_numbers, default=[64], metavar="N,...")
+    parser.add_argument("--output-len", type=_numbers, default=[256], metavar="N,...")
+    parser.add_argument("--cases", type=_cases, default=list(CASES), metavar="CASE,...")
+    parser.add_argument("--load", choices=list(NEW), default="tickets", help="new schemas")
+    parser.add_argument("--repeat", type=int, default=4, help="rounds of all cases")
+    parser.add_argument("--cpus", type=int, help="cores for the engine and its threads")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="trace a run of each case; append its steps"
+    )
+    parser.add_argument("--settings", default="{}", help="further settings of the engine, JSON")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, help="append records to this JSONL file")
-    args = parser.parse_args()
-    shares = {"plain": 0.0, "structured": 1.0, "mixed": 0.5}
+    return parser
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.cpus is not None:
+        hold(args.cpus)
+    for path in (args.trace, args.out):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         llm = engine(args, Path(folder))
-        bench = Bench(llm, args.streams, args.output_len)
-        for share in shares.values():  # buffers grow, and the tokenizer's table is built, once
-            bench.run(share)
-        best: dict[str, dict[str, float]] = {}
-        for _ in range(args.repeat):
-            for case, share in shares.items():
-                metrics = bench.run(share)
-                if case not in best or metrics["seconds"] < best[case]["seconds"]:
-                    best[case] = metrics
-        for case in ("structured", "mixed"):
-            loss = 1 - best[case]["output_tok_s"] / best["plain"]["output_tok_s"]
-            best[case]["lost_percent"] = 100 * loss
-        settings = {
-            "streams": args.streams,
-            "output_len": args.output_len,
-            "tokenizer_vocab": llm.get_tokenizer().vocab_size,
-        }
-        records = [
-            make_record(
-                f"structured_{case}",
-                metrics,
-                model=args.model or "Qwen3-0.6B (dummy)",
-                device=llm.config.device,
-                settings=settings,
-            )
-            for case, metrics in best.items()
-        ]
+        bench = Bench(llm, args.load)
+        for streams in args.streams:
+            for length in args.output_len:
+                best = measure(bench, args, streams, length) if args.repeat else {}
+                records = [
+                    record(bench, args, f"structured_{case}", metrics, streams, length)
+                    for case, metrics in best.items()
+                ]
+                print(f"\n{streams} streams, {length} tokens, {args.load}", flush=True)
+                if records:
+                    print_and_append(records, args.out)
+                if args.trace is not None:
+                    traces = trace(bench, args, streams, length)
+                    show(traces)
+                    if args.out is not None:
+                        append_jsonl(args.out, traces)
         llm.shutdown()
-    print_and_append(records, args.out)
 
 
 if __name__ == "__main__":

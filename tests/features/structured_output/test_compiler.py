@@ -1,4 +1,5 @@
-"""The compiler's queue: grammars are shared, given up with those who wait, and blamed justly."""
+"""The compiler's queue: grammars are shared and cancelled with their requests, and errors name the
+right grammar."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from quire.errors import CompilerBusyError, GrammarError
+from quire.features.structured_output import compiler
 from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.sampling_params import StructuredOutputsParams
 from quire.server.errors import as_api_error
@@ -28,7 +30,7 @@ def gate() -> threading.Event:
 
 @pytest.fixture
 def compiled() -> list[str]:
-    """The grammars that were compiled, in order."""
+    """Returns the compiled grammars, in order."""
     return []
 
 
@@ -36,7 +38,7 @@ def compiled() -> list[str]:
 def gated(
     tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
 ) -> Iterator[Compiler]:
-    """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
+    """A compiler with one thread, which waits for the gate at grammars with the choice 'slow'."""
     config = CompilerConfig(timeout=0.05, cached=2, threads=1)
     made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
     compile = made._compiled_now
@@ -75,7 +77,7 @@ def test_choices(accepts: Accepts, choices: list[str]) -> None:
         assert other in choices or not accepts(params, other)
 
 
-def test_what_nobody_waits_for_is_not_compiled(
+def test_an_abandoned_grammar_is_not_compiled(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     slow = gated.compile(choice("slow"))
@@ -87,14 +89,14 @@ def test_what_nobody_waits_for_is_not_compiled(
     gate.set()
     wait((slow, wanted), 20)
     assert compiled == ["slow", "wanted"]
-    gated.check(choice("left 3"))  # nothing bad was noted of it
+    gated.check(choice("left 3"))  # no failure was recorded for it
     assert compiled == ["slow", "wanted", "left 3"]
 
 
 def test_grammars_are_shared_while_they_wait_and_while_they_run(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
-    """More of them than are kept, and one of two who wait for it leaves."""
+    """More grammars than the cache keeps, and one of two waiting requests is aborted."""
     slow = [gated.compile(choice("slow")) for _ in range(3)]
     asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
     for i in range(5):
@@ -108,7 +110,7 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
     assert compiled == ["slow", *"01234"]
 
 
-def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
+def test_the_error_names_the_slow_grammar(gated: Compiler, gate: threading.Event) -> None:
     gated.compile(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
         gated.check(choice("quick"))
@@ -120,7 +122,7 @@ def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) 
     gate.set()
 
 
-def test_one_that_is_late_keeps_no_others_waiting(
+def test_a_slow_grammar_does_not_delay_others(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     with pytest.raises(GrammarError, match="took longer than"):
@@ -128,3 +130,49 @@ def test_one_that_is_late_keeps_no_others_waiting(
     gated.compile(choice("quick")).result(20)  # on the only thread but one
     assert compiled == ["slow", "quick"]
     gate.set()
+
+
+@pytest.fixture
+def copying(tokenizer: Tokenizer) -> Iterator[Compiler]:
+    config = CompilerConfig(copies=3)
+    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
+    yield made
+    made.shutdown()
+
+
+def test_requests_at_the_same_time_share_few_copies(copying: Compiler) -> None:
+    taken = [copying.acquire(choice("word")) for _ in range(20)]
+    numbers = [copy for _, copy in taken]
+    assert numbers[:12] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [numbers.count(copy) for copy in range(3)] == [7, 7, 6]
+    matchers = [future.result(20) for future, _ in taken]
+    assert len({id(matcher) for matcher in matchers}) == 3
+    assert copying.compiles == 3
+    for copy in numbers:
+        copying.release(choice("word"), copy)
+    assert not copying._users
+    again, copy = copying.acquire(choice("word"))
+    assert (again.result(20), copy) == (matchers[0], 0)
+    assert copying.compiles == 3
+
+
+def test_a_grammar_that_takes_long_has_one_copy(copying: Compiler, monkeypatch: Any) -> None:
+    monkeypatch.setattr(compiler, "_CHEAP", 0.0)
+    taken = [copying.acquire(choice("word"))[0] for _ in range(9)]
+    assert len({id(future.result(20)) for future in taken}) == 1
+    assert copying.compiles == 1
+
+
+def test_copies_of_a_grammar_that_fails(copying: Compiler) -> None:
+    bad = StructuredOutputsParams(regex="(?=a)b")
+    for future, _ in [copying.acquire(bad) for _ in range(9)]:
+        with pytest.raises(GrammarError):
+            future.result(20)
+
+
+def test_a_grammar_in_use_is_found_when_others_have_displaced_it(tokenizer: Tokenizer) -> None:
+    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, CompilerConfig(cached=2))
+    futures = [made.compile(choice(str(i))) for i in range(5)]
+    wait(futures)
+    assert [made.compile(choice(str(i))) for i in range(5)] == futures
+    made.shutdown()

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from quire import LLM, SamplingParams
 from quire.engine.loop.core import EngineCore
 from quire.features.speculation.verifier import Verifier
+from quire.features.structured_output.compiler import Cache
 from quire.features.structured_output.feature import GrammarFeature
 from quire.plan import StepPlan
 from quire.request import Request
@@ -109,13 +110,25 @@ def alone(job: Job) -> list[list[int]]:
     return _alone[key]
 
 
+def forget_grammars(llm: LLM) -> None:
+    """Lets grammars be compiled anew, while their requests' prompts run."""
+    llm._core.check([PARAMS[0]])  # which opens the feature
+    for feature in llm._core._loop_features:
+        if isinstance(feature, GrammarFeature):
+            feature._late_grammars = True
+            feature._checked.clear()
+            feature._compiler._compiled = Cache(feature._compiler.config.cached)
+
+
 class LateMasks(RuleBasedStateMachine):
     @initialize(
         name=st.sampled_from(sorted(ENGINES)), late=st.sampled_from([0.2, 0.6, 1.0]),
-        seed=st.integers(0, 99),
+        seed=st.integers(0, 99), compiled=st.booleans(),
     )  # fmt: skip
-    def begin(self, name: str, late: float, seed: int) -> None:
+    def begin(self, name: str, late: float, seed: int, compiled: bool) -> None:
         self.llm = llm_of(name)
+        if not compiled:
+            forget_grammars(self.llm)
         self.core: EngineCore = self.llm._core
         DEADLINES.share, DEADLINES.random = late, random.Random(seed)
         self.late_before = self.llm.stats().late_rows
@@ -163,6 +176,8 @@ class LateMasks(RuleBasedStateMachine):
             if isinstance(feature, GrammarFeature):
                 assert not feature._held
                 assert not feature._waiting
+                assert not feature._unbuilt
+                assert not feature._copies
 
 
 TestLateMasks = LateMasks.TestCase

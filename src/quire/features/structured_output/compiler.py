@@ -11,8 +11,10 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -39,6 +41,10 @@ _LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 _KEPT_VERDICTS = 1024
+_ROWS_A_COPY = 4
+"""Requests that share a compiled copy of a grammar before there is another one."""
+_CHEAP = 0.05
+"""Seconds. A grammar that took longer is not compiled again."""
 _MOST_GIVEN_UP = 8
 """Grammars that took too long and still run, from which on no more threads are added."""
 
@@ -56,13 +62,25 @@ bounded length would cost a third more."""
 
 @dataclass(frozen=True, kw_only=True)
 class CompilerConfig:
-    """timeout: seconds for one grammar, waiting included. cached: grammars to keep. threads: how
-    many are compiled at once. walks: whether `walk` is asked for."""
+    """Limits of a compiler.
+
+    Attributes:
+        timeout: Seconds for one grammar, waiting included.
+        cached: Compiled grammars to keep, all copies counted.
+        threads: Number of grammars that are compiled at once.
+        copies: Most copies of one grammar.
+        walks: Whether `walk` is called.
+    """
 
     timeout: float = 5.0
     cached: int = 128
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
+    copies: int = 1
     walks: bool = False
+
+
+_Key = tuple[bytes, int]
+"""A grammar's hash and the number of a copy."""
 
 
 class Cache(Generic[K, V]):
@@ -113,6 +131,10 @@ class Compiler:
         tokenizer: gives the text of a `tokenizer.json`. Called once, on a thread.
         vocab_size: of the model; masks have as many bits, rounded up to whole words.
         eos_token_ids: what a grammar allows where the text may end.
+
+    Attributes:
+        compiles: Number of grammars compiled, copies included.
+        compile_seconds: Seconds that threads spent on them.
     """
 
     def __init__(
@@ -129,13 +151,20 @@ class Compiler:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.config.threads, thread_name_prefix="grammar")
         self._tokenizer: Future[LLTokenizer] | None = None
-        self._compiled: Cache[bytes, Future[LLMatcher]] = Cache(self.config.cached)
+        self._compiled: Cache[_Key, Future[LLMatcher]] = Cache(self.config.cached)
+        self._alive: WeakValueDictionary[_Key, Future[LLMatcher]] = WeakValueDictionary()
+        """All that somebody holds. A grammar in use is found when others have displaced it."""
+        self._seconds: Cache[bytes, float] = Cache(self.config.cached)
+        self._users: dict[bytes, list[int]] = {}
+        """Number of requests that use each copy of a grammar."""
         self._places: Cache[bytes, StringPlaces] = Cache(self.config.cached)
         # A thread of its own: it waits for the tokenizer, and grammars must not wait for it.
         self._table_pool = ThreadPoolExecutor(1, thread_name_prefix="string tables")
         self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
+        self.compiles = 0
+        self.compile_seconds = 0.0
 
     def warm_up(self) -> None:
         """Begins to build what all grammars share, which for a large vocabulary takes a second."""
@@ -259,7 +288,7 @@ class Compiler:
         self.warm_up()
         key = _key(params)
         with self._lock:
-            found = self._compiled.get(key)
+            found = self._find((key, 0))
             if found is not None:
                 return found
             job = self._jobs.get(key)
@@ -267,6 +296,82 @@ class Compiler:
                 job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
             job.waiters += 1
             return job.future
+
+    def acquire(self, params: StructuredOutputsParams) -> tuple[Future[LLMatcher], int]:
+        """Returns the copy of a grammar with the fewest requests, and its number, for `release`.
+
+        Masks of one copy are built one after the other, because its matchers share the states of
+        their lexer under a lock. So requests that run at the same time use several copies. See
+        `compile` for the future.
+        """
+        key = _key(params)
+        first = self.compile(params)
+        with self._lock:
+            users = self._users.setdefault(key, [0])
+            copy = min(range(len(users)), key=users.__getitem__)
+            if users[copy] >= _ROWS_A_COPY and len(users) < self.config.copies:
+                copy = len(users)
+                users.append(0)
+            users[copy] += 1
+        if not copy:
+            return first, copy
+        future = Future[LLMatcher]()
+        first.add_done_callback(partial(self._copy_of, params, copy, future))
+        return future, copy
+
+    def release(self, params: StructuredOutputsParams, copy: int) -> None:
+        """Notes that a request has ended that `acquire` gave a copy to."""
+        key = _key(params)
+        with self._lock:
+            users = self._users[key]
+            users[copy] -= 1
+            if not any(users):
+                del self._users[key]
+
+    def _copy_of(
+        self,
+        params: StructuredOutputsParams,
+        copy: int,
+        future: Future[LLMatcher],
+        first: Future[LLMatcher],
+    ) -> None:
+        """Resolves `future` with a copy of a grammar whose first copy is done."""
+        key = _key(params), copy
+        if first.cancelled() or first.exception() is not None:
+            _follow(future, first)
+            return
+        with self._lock:
+            found = self._find(key)
+            if found is None and (self._seconds.get(key[0]) or 0.0) > _CHEAP:
+                found = first
+            if found is None:
+                try:
+                    found = self._pool.submit(self._compile_copy, params)
+                except RuntimeError:  # the engine ends
+                    found = first
+                else:
+                    self._keep(key, found)
+        found.add_done_callback(partial(_follow, future))
+
+    def _find(self, key: _Key) -> Future[LLMatcher] | None:
+        """Returns a compiled copy, if it is kept or in use. The caller holds the lock."""
+        return self._compiled.get(key) or self._alive.get(key)
+
+    def _keep(self, key: _Key, compiled: Future[LLMatcher]) -> None:
+        self._compiled.put(key, compiled)
+        self._alive[key] = compiled
+
+    def _compile_copy(self, params: StructuredOutputsParams) -> LLMatcher:
+        began = time.monotonic()
+        try:
+            return self._compiled_now(_key(params), params)
+        finally:
+            self._count(time.monotonic() - began)
+
+    def _count(self, seconds: float) -> None:
+        with self._lock:
+            self.compiles += 1
+            self.compile_seconds += seconds
 
     def forget(self, params: StructuredOutputsParams) -> None:
         """Notes that one request has stopped waiting for a grammar."""
@@ -286,7 +391,7 @@ class Compiler:
             job = self._jobs.get(key)
             if job is None:  # forgotten at this very moment
                 raise GrammarError("Nobody waits for the grammar.")
-            job.began = time.monotonic()
+            began = job.began = time.monotonic()
         kept = False
         try:
             matcher = self._compiled_now(key, params)
@@ -297,10 +402,13 @@ class Compiler:
         except Exception as error:
             raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
         finally:
+            seconds = time.monotonic() - began
+            self._count(seconds)
             with self._lock:
                 del self._jobs[key]
                 if kept:
-                    self._compiled.put(key, job.future)
+                    self._keep((key, 0), job.future)
+                    self._seconds.put(key, seconds)
 
     def _compiled_now(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
         if self._tokenizer is None:
@@ -342,11 +450,14 @@ def _string_tables(tokenizer: Future[LLTokenizer]) -> StringTables:
 
 
 def build_compiler(
-    config: EngineConfig, *, cached: int | None = None, walks: bool = False
+    config: EngineConfig, *, cached: int | None = None, copies: int = 1, walks: bool = False
 ) -> Compiler:
     """Returns a compiler for the model's vocabulary, which begins with what all grammars share.
 
-    cached: grammars to keep, instead of the setting. walks: whether `Compiler.walk` is asked for.
+    Args:
+        cached: Compiled grammars to keep, instead of the setting.
+        copies: Most copies of one grammar.
+        walks: Whether `Compiler.walk` is called.
 
     Raises:
         ConfigError: the engine has no tokenizer.
@@ -357,6 +468,7 @@ def build_compiler(
     limits = CompilerConfig(
         timeout=config.args.structured_outputs_timeout,
         cached=cached or config.args.structured_outputs_cache,
+        copies=copies,
         walks=walks,
     )
     compiler = Compiler(
@@ -371,6 +483,16 @@ def _key(params: StructuredOutputsParams) -> bytes:
         return hashlib.blake2b(msgspec.msgpack.encode(params), digest_size=32).digest()
     except UnicodeEncodeError:
         raise GrammarError("It holds half of a surrogate pair, which is no character.") from None
+
+
+def _follow(future: Future[LLMatcher], source: Future[LLMatcher]) -> None:
+    """Gives `future` the result of `source`, which is done."""
+    if source.cancelled():
+        future.cancel()
+    elif (error := source.exception()) is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(source.result())
 
 
 def _resolve(verdict: Future[None], error: BaseException | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -27,7 +28,12 @@ from quire.features.structured_output.forced_text import (
     ForcedTextFinder,
 )
 from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
-from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.features.structured_output.masks import (
+    GrammarState,
+    MaskBuilder,
+    MaskRow,
+    mask_threads,
+)
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
@@ -127,13 +133,21 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     """Returns the feature for an engine, which without a tokenizer has no grammars."""
     if config.tokenizer_path is None:
         return NoGrammars()
-    return GrammarFeature(build_compiler(config, walks=True), config.scheduler.max_num_seqs)
+    compiler = build_compiler(config, copies=mask_threads(), walks=True)
+    # Op by op, a step's head cannot run before all its masks are there.
+    late = config.device != "cpu" and not config.eager
+    return GrammarFeature(compiler, config.scheduler.max_num_seqs, late_grammars=late)
 
 
 class GrammarFeature(Feature, LoopFeature):
-    """Belongs to the engine's thread, like the scheduler that calls it."""
+    """Belongs to the engine's thread, like the scheduler that calls it.
 
-    def __init__(self, compiler: Compiler, num_lanes: int) -> None:
+    Args:
+        late_grammars: Whether a request runs its prompt while its grammar is compiled. Else it
+            waits for the grammar.
+    """
+
+    def __init__(self, compiler: Compiler, num_lanes: int, *, late_grammars: bool = False) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
         self._threads = MaskThreads()
@@ -148,7 +162,16 @@ class GrammarFeature(Feature, LoopFeature):
         """By lane, what the rows of the next step are to verify."""
         self._held: set[int] = set()
         """Lanes whose last rows were late, and that have not gone on."""
-        self._parked: dict[str, tuple[Request, float]] = {}
+        self._compiling: dict[str, tuple[Request, float]] = {}
+        """Requests whose grammars are not compiled, and moments at which that takes too long."""
+        self._late_grammars = late_grammars
+        self._copies: dict[str, tuple[Future[LLMatcher], int]] = {}
+        """By request id, the copy of its grammar."""
+        self._unbuilt: dict[str, _GatedStep] = {}
+        """By request id, a row whose masks are built once its grammar is compiled."""
+        self._unbuilt_lock = threading.Lock()
+        self._checked: list[Future[LLMatcher]] = []
+        self._compile_late_rows = 0
         self._done: deque[tuple[str, GrammarState, GrammarError | None]] = deque()
         self._news = threading.Event()
         self._broken: deque[tuple[_GatedRow, GrammarError]] = deque()
@@ -164,9 +187,11 @@ class GrammarFeature(Feature, LoopFeature):
     def check(self, params: Sequence[SamplingParams]) -> None:
         """Waits until the grammars are compiled, beside each other."""
         asked = [p.structured_outputs for p in params if p.structured_outputs is not None]
+        self._checked = []
         for one in asked:
             with contextlib.suppress(RequestError):
-                self._compiler.checked(one)
+                # Held until the requests are admitted, however many there are.
+                self._checked.append(self._compiler.compile(one))
         for one in asked:
             self._compiler.check(one)
 
@@ -183,38 +208,50 @@ class GrammarFeature(Feature, LoopFeature):
                 state.rules = TokenRules(
                     params.allowed_token_ids, params.bad_token_ids, self._compiler.vocab_size
                 )
-            compiled = None if asked is None else self._compiler.compile(asked)
+            copy = None if asked is None else self._compiler.acquire(asked)
         except RequestError as error:
             return error
         eos = self._compiler.eos_token_ids
-        if params.ignore_eos and compiled is not None:
+        if params.ignore_eos and copy is not None:
             state.forbidden.append((eos, _FOREVER))
         if params.min_tokens:
             ends = () if params.ignore_eos else eos
             until = request.prompt_len + params.min_tokens
             state.forbidden.append(((*ends, *params.stop_token_ids), until))
-        self._states[request.request_id] = state
-        if compiled is None:
+        name = request.request_id
+        self._states[name] = state
+        if copy is None:
             return None
-        self._parked[request.request_id] = request, time.monotonic() + self._compiler.config.timeout
-        compiled.add_done_callback(partial(self._on_compiled, request, state))
+        self._copies[name] = copy
+        self._compiling[name] = request, time.monotonic() + self._compiler.config.timeout
+        copy[0].add_done_callback(partial(self._on_compiled, request, state))
         return None
 
     def _on_compiled(self, request: Request, state: GrammarState, done: Future[LLMatcher]) -> None:
         """Receives a compiled grammar, on any thread."""
-        name = request.request_id
+        name, reason = request.request_id, None
         try:
-            state.begin(done.result(), self._compiler.walk(_grammar_of(request)))
-            self._done.append((name, state, None))
+            matcher, strings = done.result(), self._compiler.walk(_grammar_of(request))
         except GrammarError as error:
-            self._done.append((name, state, error))
+            reason = error
         except BaseException as error:
             reason = GrammarError(f"The grammar could not be compiled ({type(error).__name__}).")
-            self._done.append((name, state, reason))
+        with self._unbuilt_lock:
+            if reason is None:
+                state.begin(matcher, strings)
+            else:
+                state.error = reason
+            step = self._unbuilt.pop(name, None)
+            if step is not None:
+                for row in step.rows:
+                    row.masks = self._mask_row(row, state)
+                # Not from the engine's thread, which may wait for these masks.
+                self._threads.put(partial(self._build, step, threading.Event()))
+        self._done.append((name, state, reason))
         self._news.set()
 
     def ready(self, request: Request) -> bool:
-        return request.request_id not in self._parked
+        return self._late_grammars or request.request_id not in self._compiling
 
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
         """Takes over `min_tokens`, and of requests with a grammar `ignore_eos`, which the masks
@@ -299,6 +336,12 @@ class GrammarFeature(Feature, LoopFeature):
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
         self._held.update(lanes.tolist())
+        for lane in lanes.tolist() if self._compiling else ():
+            row = self._current[lane]
+            self._compile_late_rows += row is not None and self._compiles(row.request)
+
+    def _compiles(self, request: Request) -> bool:
+        return request.request_id in self._compiling
 
     def inputs_ready(self, lanes: Int32) -> Flags:
         return np.array([self._built(lane) for lane in lanes.tolist()], dtype=bool)
@@ -318,18 +361,23 @@ class GrammarFeature(Feature, LoopFeature):
             self._gated[request.lane] = False
             self._current[request.lane] = None
             self._held.discard(request.lane)
+        with self._unbuilt_lock:
+            self._unbuilt.pop(request.request_id, None)
         return False
 
     def finish(self, request: Request) -> None:
-        self._states.pop(request.request_id, None)
-        if self._parked.pop(request.request_id, None) is not None:
+        name = request.request_id
+        self._states.pop(name, None)
+        if self._compiling.pop(name, None) is not None:
             self._compiler.forget(_grammar_of(request))
+        if (copy := self._copies.pop(name, None)) is not None:
+            self._compiler.release(_grammar_of(request), copy[1])
 
     # -- the engine loop's part: compiling -----------------------------------------------------
 
     @property
     def waits(self) -> bool:
-        return bool(self._parked or self._held)
+        return bool(self._compiling or self._held)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         failed: list[Failure] = []
@@ -337,7 +385,7 @@ class GrammarFeature(Feature, LoopFeature):
             row, error = self._broken.popleft()
             if row.alive:
                 failed.append((row.request, error))
-        if not self._parked and not self._done and not self._held:
+        if not self._compiling and not self._done and not self._held:
             return (), failed
         if patience and not self._done and not any(map(self._built, self._held)):
             self._news.wait(patience)
@@ -345,20 +393,20 @@ class GrammarFeature(Feature, LoopFeature):
         ready = []
         while self._done:
             name, state, reason = self._done.popleft()
-            if name not in self._parked or self._states.get(name) is not state:
+            if name not in self._compiling or self._states.get(name) is not state:
                 continue
-            request, _ = self._parked.pop(name)
+            request, _ = self._compiling.pop(name)
             if reason is not None:
                 failed.append((request, reason))
-                continue
-            ready.append(name)
+            elif not self._late_grammars:
+                ready.append(name)
         return ready, failed + self._late()
 
     def _late(self) -> list[Failure]:
         """Gives up on grammars that took too long to compile."""
         now = time.monotonic()
-        late = [name for name, (_, limit) in self._parked.items() if limit < now]
-        return [self._give_up(self._parked.pop(name)[0]) for name in late]
+        late = [name for name, (_, limit) in self._compiling.items() if limit < now]
+        return [self._give_up(self._compiling.pop(name)[0]) for name in late]
 
     def _give_up(self, request: Request) -> Failure:
         error = self._compiler.late(_grammar_of(request))
@@ -387,20 +435,36 @@ class GrammarFeature(Feature, LoopFeature):
                 # Whatever these rows give is ignored. Another row's masks may lie in their lines.
                 self._executor.submit_inputs(step.step_id, int32(gone))
                 step.rows = [row for row in step.rows if row.alive]
+            for row in step.rows:
+                self._current[row.lane] = row
+            if self._compiling:
+                step.rows = self._compiled_rows(step)
             if not step.rows:
                 continue
             for row in step.rows:
-                self._current[row.lane] = row
-                row.masks = self._mask_row(row)
+                row.masks = self._mask_row(row, self._states[row.request.request_id])
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
             self._threads.put(partial(self._build, step, entered))
             entered.wait(_HANDOVER)
 
-    def _mask_row(self, row: _GatedRow) -> MaskRow:
+    def _compiled_rows(self, step: _GatedStep) -> list[_GatedRow]:
+        """Puts off the rows whose grammars are being compiled. Returns the others."""
+        rows = []
+        with self._unbuilt_lock:
+            for row in step.rows:
+                name = row.request.request_id
+                state = self._states[name]
+                if name in self._compiling and state.matcher is None and state.error is None:
+                    self._unbuilt[name] = _GatedStep(step.step_id, [row])
+                else:
+                    rows.append(row)
+        return rows
+
+    def _mask_row(self, row: _GatedRow, state: GrammarState) -> MaskRow:
         """Advances a row's grammar past all known tokens."""
-        state, tokens = self._states[row.request.request_id], row.request.tokens
+        tokens = row.request.tokens
         state.advance(tokens.view(state.position).tolist())
         text = tokens.view() if row.q_len > 1 else None
         return MaskRow(state, row.lines, (), text, row.lane * (1 + self._drafts))
@@ -458,6 +522,13 @@ class GrammarFeature(Feature, LoopFeature):
                 start, most = int(starts[row.lane]), masks.lines - 1
                 drafts = claimed_drafts(ids[row.lane], start, masks.text, most)
                 row.masks = masks._replace(drafts=drafts.tolist())
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "grammar_compiles": self._compiler.compiles,
+            "grammar_compile_seconds": self._compiler.compile_seconds,
+            "compile_late_rows": self._compile_late_rows,
+        }
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True

@@ -115,13 +115,18 @@ _Opened = tuple[LLMatcher, StringWalk, LLMatcher, int]
 """A row in a string whose end is not known yet, a matcher at its end, and the row's line."""
 
 
+def mask_threads() -> int:
+    """Returns the number of threads that build masks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(_MOST_THREADS, (cores or 2) - 1))
+
+
 class MaskBuilder:
     """Builds masks on threads of llguidance's own, without the interpreter's lock."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        self._executor = LLExecutor(max(1, min(_MOST_THREADS, (cores or 2) - 1)))
+        self._executor = LLExecutor(mask_threads())
 
     def build(
         self,
@@ -192,6 +197,9 @@ class MaskBuilder:
                 # One call writes one mask: the others of a row, and those of no grammar, allow all.
                 room[line + (matcher is not None) : line + lines] = -1
         plain += [(end, line) for _, _, end, line in opened]
+        # Matchers of one copy of a grammar share a lock, and a thread takes neighbouring rows.
+        copies = {line: id(state.grammar) for _, state, line in known}
+        plain.sort(key=lambda entry: copies[entry[1]])
         entered()
         # llguidance refuses empty lists.
         if plain:

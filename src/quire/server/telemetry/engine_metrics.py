@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
-from quire.engine.loop.features import all_features
 from quire.features.metric_families import counters, gauge
+from quire.features.registry import installed_features
 from quire.features.spec import resolve
 from quire.server.telemetry.metrics import ServerMetrics
 
@@ -36,6 +36,15 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Preemptions of requests to make room for others."),
     "swapped": ("swapped", "Preemptions whose KV was kept, so that it is not computed again."),
     "late_rows": ("late_rows", "Rows that sat a step out because their masks came late."),
+    "compile_late_rows": (
+        "compile_late_rows",
+        "Rows that sat a step out because their grammars were being compiled.",
+    ),
+    "grammar_compiles": ("grammar_compiles", "Grammars compiled, copies included."),
+    "grammar_compile_seconds": (
+        "grammar_compile_seconds",
+        "Seconds that threads spent on compiling grammars.",
+    ),
     "steps": ("engine_steps", "Steps launched."),
     "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
     "generation_tokens": (
@@ -109,7 +118,7 @@ class EngineMetrics(Collector):
             yield from _histograms(self._stats)
             if self._stats.ranks:
                 yield from _ranks(self._stats.ranks)
-            for spec in all_features():
+            for spec in installed_features():
                 found = getattr(self._stats, spec.stats_name) if spec.metrics else None
                 if found:
                     yield from resolve(spec.metrics)(found)

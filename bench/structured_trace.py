@@ -1,0 +1,397 @@
+"""Records where a run with schemas spends its time.
+
+`HostRecorder` costs a few µs a step: it wraps the functions that compile grammars and build masks.
+`kernel_waits` reads torch's profiler: how long the GPU has waited for masks. `replay` builds the
+masks of a finished run once more on one thread, row by row, which tells the cost of each row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity
+
+from quire import LLM
+from quire.features.structured_output import compiler as compiling
+from quire.features.structured_output import feature as grammars
+from quire.features.structured_output import masks as building
+from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
+from quire.outputs import RequestOutput
+from quire.sampling_params import StructuredOutputsParams
+
+_COLD_US = 30.0
+"""A mask is cold if it took this much longer, and twice as long, as at its second visit."""
+_WAIT_KERNELS = ("_wait",)
+"""How the names of kernels begin that wait for masks."""
+_masks: Any = building
+_CALLS = ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens")
+
+now = time.perf_counter
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """What the host did for the masks of one step. All times in seconds.
+
+    Attributes:
+        rows: rows that needed masks.
+        known: moment at which all tokens before the step's rows were known.
+        taken: moment at which the mask thread took the step up.
+        put: moment at which the last masks were handed to the runner.
+        consume: time in which matchers consumed tokens.
+        fill: time in llguidance's calls for masks, waking its threads included.
+        calls: number of these calls.
+        filled: masks that these calls filled. The others came from string tables.
+    """
+
+    step_id: int
+    rows: int
+    known: float = 0.0
+    taken: float = 0.0
+    put: float = 0.0
+    consume: float = 0.0
+    fill: float = 0.0
+    calls: int = 0
+    filled: int = 0
+
+
+@dataclass(slots=True)
+class RunTrace:
+    """What one run did on the host.
+
+    Attributes:
+        steps: those that needed masks.
+        gpu_us: device time of every step, waits included; wall time on a CPU.
+        collected: moment at which each step's result was read.
+        check: seconds of the check before the run, in which grammars are compiled.
+        compiled: seconds of each compiled grammar, on its thread.
+        cpu: seconds that each group of threads spent on a core, by the thread's name.
+        threads: number of threads of the process.
+    """
+
+    steps: list[StepTrace] = field(default_factory=list)
+    gpu_us: list[float] = field(default_factory=list)
+    collected: list[float] = field(default_factory=list)
+    check: float = 0.0
+    compiled: list[float] = field(default_factory=list)
+    cpu: dict[str, float] = field(default_factory=dict)
+    threads: int = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the sums and percentiles that the table shows."""
+        found = {
+            "check_ms": 1e3 * self.check,
+            "compiles": float(len(self.compiled)),
+            "compile_cpu_ms": 1e3 * sum(self.compiled),
+            "compile_max_ms": 1e3 * max(self.compiled, default=0.0),
+            "threads": float(self.threads),
+        }
+        periods = 1e6 * np.diff(self.collected)
+        found |= _spread("period_us", periods.tolist())
+        found |= _spread("device_us", self.gpu_us)
+        for name, value in self._of_steps().items():
+            found |= _spread(name, value)
+        for name, seconds in self.cpu.items():
+            found[f"cpu_{name}_ms"] = 1e3 * seconds
+        return found
+
+    def _of_steps(self) -> dict[str, list[float]]:
+        steps = self.steps
+        return {
+            "handover_us": [1e6 * (step.taken - step.known) for step in steps],
+            "consume_us": [1e6 * step.consume for step in steps],
+            "fill_us": [1e6 * step.fill for step in steps],
+            "masks_us": [1e6 * (step.put - step.known) for step in steps],
+            "fill_calls": [float(step.calls) for step in steps],
+            "filled_rows": [float(step.filled) for step in steps],
+        }
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not len(values):
+        return {}
+    found = {f"{name}_mean": float(np.mean(values))}
+    for percent in (50, 90, 99):
+        found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
+    return found
+
+
+def _thread_seconds() -> dict[str, float]:
+    """Returns the CPU seconds of this process's threads, summed by name."""
+    ticks, seconds = os.sysconf("SC_CLK_TCK"), defaultdict[str, float](float)
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            text = (task / "stat").read_text()
+            name, _, rest = text.partition("(")[2].rpartition(")")
+            fields = rest.split()
+            short = "".join(c if c.isalnum() else "_" for c in name.strip()) or "unnamed"
+            seconds[short.rstrip("_0123456789")] += (int(fields[11]) + int(fields[12])) / ticks
+    return dict(seconds)
+
+
+def _threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+class HostRecorder:
+    """Wraps the engine's functions for masks and grammars. One at a time; call `close`.
+
+    Names that the engine does not have are left out, so it works with any version of the engine.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.trace = RunTrace()
+        self._core = llm._core
+        self._stack = contextlib.ExitStack()
+        self._open: StepTrace | None = None
+        self._known = 0.0
+        for name in ("_compiled_now", "_build_matcher"):
+            self._wrap(compiling.Compiler, name, self._compile)
+        self._wrap(grammars.GrammarFeature, "_begin_masks", self._begin)
+        self._wrap(grammars.GrammarFeature, "_build", self._build)
+        self._wrap(MaskBuilder, "consume", self._consume, static=True)
+        for name in _CALLS:
+            self._wrap(building, name, self._fill)
+        self._wrap(self._core, "check", self._check)
+        self._wrap(self._core._executor, "collect", self._collect)
+        for name in ("submit_head", "submit_inputs"):
+            self._wrap(self._core._executor, name, self._put)
+        self._cpu = _thread_seconds()
+
+    def take(self) -> RunTrace:
+        """Returns what was recorded since the last call."""
+        trace, self.trace = self.trace, RunTrace()
+        cpu = _thread_seconds()
+        trace.cpu = {
+            name: used
+            for name, seconds in cpu.items()
+            if (used := seconds - self._cpu.get(name, 0.0)) > 0.0
+        }
+        self._cpu, trace.threads = cpu, _threads()
+        return trace
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _wrap(self, owner: Any, name: str, by: Callable[..., Any], *, static: bool = False) -> None:
+        if not hasattr(owner, name):
+            return
+        inner = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            return by(inner, *args, **kwargs)
+
+        own = vars(owner).get(name)
+        setattr(owner, name, staticmethod(wrapped) if static else wrapped)
+
+        def undo() -> None:
+            if own is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
+
+        self._stack.callback(undo)
+
+    def _check(self, inner: Any, *args: Any) -> Any:
+        began = now()
+        try:
+            return inner(*args)
+        finally:
+            self.trace.check += now() - began
+
+    def _compile(self, inner: Any, *args: Any) -> Any:
+        began = now()
+        try:
+            return inner(*args)
+        finally:
+            self.trace.compiled.append(now() - began)
+
+    def _collect(self, inner: Any) -> Any:
+        result = inner()
+        self.trace.gpu_us.append(result.gpu_us)
+        self.trace.collected.append(now())
+        return result
+
+    def _begin(self, inner: Any, *args: Any) -> Any:
+        self._known = now()
+        return inner(*args)
+
+    def _build(self, inner: Any, feature: Any, step: Any, *args: Any) -> Any:
+        self._open = StepTrace(step.step_id, len(step.rows), known=self._known, taken=now())
+        self.trace.steps.append(self._open)
+        return inner(feature, step, *args)
+
+    def _put(self, inner: Any, *args: Any) -> Any:
+        done = inner(*args)
+        if self._open is not None:
+            self._open.put = now()
+        return done
+
+    def _consume(self, inner: Any, *args: Any) -> Any:
+        began = now()
+        done = inner(*args)
+        if self._open is not None:
+            self._open.consume += now() - began
+        return done
+
+    def _fill(self, inner: Any, executor: Any, rows: Any, *args: Any) -> Any:
+        began = now()
+        done = inner(executor, rows, *args)
+        if self._open is not None:
+            self._open.fill += now() - began
+            self._open.calls += 1
+            self._open.filled += len(rows)
+        return done
+
+
+def kernel_waits(run: Callable[[], object]) -> dict[str, float]:
+    """Profiles a run on a GPU. Returns how long a step's head waits for masks, and for nothing.
+
+    The profiler slows steps by some percent.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with torch.profiler.profile(activities={ProfilerActivity.CUDA}) as profiler:
+        run()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.start_ns(), event.start_ns() + event.duration_ns(), event.name())
+        for event in profiler.profiler.kineto_results.events()
+        if event.device_type() == DeviceType.CUDA
+    )
+    waits, periods, idles = list[float](), list[float](), list[float]()
+    reached, idle, last = spans[0][0], 0, None
+    for start, end, name in spans:
+        idle += max(0, start - reached)
+        if name.startswith(_WAIT_KERNELS):
+            waits.append((end - start) / 1e3)
+            if last is not None:
+                periods.append((start - last) / 1e3)
+                idles.append(idle / 1e3)
+            last, idle = start, 0
+        reached = max(reached, end)
+    if not periods:
+        return {}
+    found = _spread("profiled_period_us", periods)
+    found |= _spread("wait_us", waits) | _spread("idle_us", idles)
+    found["wait_percent"] = 100 * sum(waits[1:]) / sum(periods)
+    busy = np.array(periods) - np.array(waits[: len(periods)]) - np.array(idles)
+    return found | _spread("body_us", busy.tolist())
+
+
+# The cost of each row's mask.
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Masks of a run, built on one thread.
+
+    Attributes:
+        first: float [requests, tokens], CPU time of each mask in µs.
+        second: of the same masks once more.
+        compile_ms: of each grammar, alone.
+        tables: masks that were put together from string tables.
+    """
+
+    first: np.ndarray[Any, np.dtype[np.float64]]
+    second: np.ndarray[Any, np.dtype[np.float64]]
+    compile_ms: list[float]
+    tables: int
+
+    def metrics(self) -> dict[str, float]:
+        cold = (self.first - self.second > _COLD_US) & (self.first > 2 * self.second)
+        sums, slowest = self.first.sum(axis=0), self.first.max(axis=0)
+        found = {
+            "row_us_mean": float(self.first.mean()),
+            "row_us_p50": float(np.percentile(self.first, 50)),
+            "row_us_p99": float(np.percentile(self.first, 99)),
+            "row_us_max": float(self.first.max()),
+            "warm_row_us_mean": float(self.second.mean()),
+            "cold_percent": 100 * float(cold.mean()),
+            "cold_cpu_percent": 100 * float(self.first[cold].sum() / self.first.sum()),
+            "steps_with_cold_percent": 100 * float(cold.any(axis=0).mean()),
+            "tables_percent": 100 * self.tables / self.first.size,
+            "compile_alone_ms": float(np.mean(self.compile_ms)),
+        }
+        found |= _spread("slowest_row_us", slowest) | _spread("step_cpu_us", sums)
+        found |= _spread("warm_slowest_row_us", self.second.max(axis=0))
+        for limit in (100, 300, 1000):
+            found[f"rows_over_{limit}us_percent"] = 100 * float((self.first > limit).mean())
+        return found
+
+
+def replay(
+    llm: LLM, grammars_of: Sequence[StructuredOutputsParams], outputs: Sequence[RequestOutput]
+) -> Replay:
+    """Builds the masks of requests once more, step by step and row by row, on this thread.
+
+    Each grammar is compiled again, so that its states are as cold as in the run.
+    """
+    feature = next(
+        each for each in llm._core._loop_features if isinstance(each, grammars.GrammarFeature)
+    )
+    compiler: Any = feature._compiler
+    getattr(feature, "_checked", []).clear()
+    with compiler._lock:
+        compiler._compiled = compiling.Cache(compiler.config.cached)
+    states, compile_ms = [], []
+    for each in grammars_of:
+        began = now()
+        matcher = compiler.compile(each).result()
+        compile_ms.append(1e3 * (now() - began))
+        state = GrammarState(position=0)
+        state.begin(matcher, compiler.walk(each))
+        states.append(state)
+    texts = [output.outputs[0].token_ids for output in outputs]
+    steps = min(map(len, texts))
+    words = -(-compiler.vocab_size // 32)
+    room = np.zeros((1, words), dtype=np.int32)
+    builder = MaskBuilder(compiler.vocab_size)
+    tables = 0
+    with _one_thread():
+        visits = []
+        for visit in range(2):
+            found = np.zeros((len(states), steps))
+            for step in range(steps):
+                for i, state in enumerate(states):
+                    began = time.thread_time()
+                    builder.build([MaskRow(state)], room, compiler.tokenizer_vocab)
+                    found[i, step] = 1e6 * (time.thread_time() - began)
+                    strings = state.strings
+                    tables += visit == 0 and strings is not None and strings.short
+                    state.advance([texts[i][step]])
+                    if strings is not None:
+                        MaskBuilder.consume([MaskRow(state)])
+                        strings.settle()
+            visits.append(found)
+            for state, each in zip(states, grammars_of, strict=True):
+                # Its states stay known.
+                state.matcher.reset()  # type: ignore[union-attr]
+                state.position, state.pending = 0, []
+                state.strings = compiler.walk(each)
+    return Replay(visits[0], visits[1], compile_ms, tables)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets masks be built on the thread that asks for them."""
+    own = _masks.fill_next_token_bitmask_par
+
+    def fill(_: Any, rows: Sequence[tuple[Any, int]], room: Any) -> None:
+        for matcher, line in rows:
+            _masks.fill_next_token_bitmask(matcher, room, line)
+
+    _masks.fill_next_token_bitmask_par = fill
+    try:
+        yield
+    finally:
+        _masks.fill_next_token_bitmask_par = own
