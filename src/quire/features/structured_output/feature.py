@@ -267,6 +267,10 @@ class GrammarFeature(Feature, LoopFeature):
         return bool(self._drafts)
 
     @property
+    def drafting(self) -> bool:
+        return bool(self._states)
+
+    @property
     def certain(self) -> bool:
         return True
 
