@@ -43,7 +43,9 @@ _COUNTS = (
     "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
     "max_loras", "max_lora_rank", "pipeline_parallel_size", "nnodes",
 )  # fmt: skip
-_SIZES = ("priority_weight", "host_cache_gb", "disk_cache_gb")
+_SIZES = (
+    "priority_weight", "host_cache_gb", "disk_cache_gb", "structured_outputs_memory_mb",
+)  # fmt: skip
 
 
 _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -161,6 +163,10 @@ class EngineArgs:
         30.0,
         "Microseconds that a step waits for late masks. Rows whose masks are later still sit the "
         "step out.",
+    )
+    structured_outputs_memory_mb: float = _setting(
+        64.0,
+        "MB of the host's memory for masks of schemas that come again; 0: keep none.",
     )
     structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
     deterministic: bool = _setting(

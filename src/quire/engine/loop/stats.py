@@ -40,6 +40,8 @@ class CoreStats(msgspec.Struct):
         compile_late_rows: Those of them whose grammars were still being compiled.
         grammar_compiles: Grammars compiled, copies included.
         grammar_compile_seconds: Seconds that threads spent on compiling them.
+        mask_lookups: Masks looked up in the memory of masks.
+        mask_hits: Masks found there.
         prompt_tokens: Prompt tokens of accepted requests.
         generation_tokens: Generated tokens read from the device.
         broken_logits: Completions that ended because their logits were not numbers.
@@ -64,6 +66,8 @@ class CoreStats(msgspec.Struct):
     compile_late_rows: int = 0
     grammar_compiles: int = 0
     grammar_compile_seconds: float = 0.0
+    mask_lookups: int = 0
+    mask_hits: int = 0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

@@ -465,10 +465,13 @@ class GrammarFeature(Feature, LoopFeature):
                 row.masks = masks._replace(drafts=drafts.tolist())
 
     def stats(self) -> dict[str, Any]:
+        memory = self._compiler.memory
         return {
             "grammar_compiles": self._compiler.compiles,
             "grammar_compile_seconds": self._compiler.compile_seconds,
             "compile_late_rows": self._compile_late_rows,
+            "mask_lookups": memory.lookups if memory else 0,
+            "mask_hits": memory.hits if memory else 0,
         }
 
     def close(self, drain: Callable[[], None] | None) -> None:

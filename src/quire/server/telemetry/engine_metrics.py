@@ -41,6 +41,8 @@ _COUNTERS = {
         "Rows that sat a step out because their grammars were being compiled.",
     ),
     "grammar_compiles": ("grammar_compiles", "Grammars compiled, copies included."),
+    "mask_lookups": ("mask_lookups", "Masks looked up in the memory of masks."),
+    "mask_hits": ("mask_hits", "Masks found in the memory of masks."),
     "grammar_compile_seconds": (
         "grammar_compile_seconds",
         "Seconds that threads spent on compiling grammars.",
