@@ -52,6 +52,7 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "block_size": (lambda size: size > 0 and not size & (size - 1), "a power of two"),
     "gpu_memory_utilization": (lambda share: 0.0 < share <= 1.0, "in (0, 1]"),
     "kv_cache_gb": (lambda size: size > 0.0, "> 0"),
+    "structured_outputs_drafts": (lambda count: 0 <= count <= 16, "from 0 to 16"),
     "structured_outputs_wait_us": (lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
     "structured_outputs_timeout": (lambda seconds: 0.0 < seconds <= 3600.0, "in (0, 3600]"),
     **dict.fromkeys(_COUNTS, (lambda count: count > 0, "at least 1")),
@@ -167,6 +168,11 @@ class EngineArgs:
     structured_outputs_memory_mb: float = _setting(
         64.0,
         "MB of the host's memory for masks of schemas that come again; 0: keep none.",
+    )
+    structured_outputs_drafts: int | None = _setting(
+        None,
+        "Most tokens of a text that a schema forces to compute at once, up to 16. Default: 7 on a "
+        "GPU, 0 for models with recurrent layers, in stages and with --enforce-eager.",
     )
     structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
     deterministic: bool = _setting(

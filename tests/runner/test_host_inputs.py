@@ -103,7 +103,9 @@ def packed(plan: StepPlan, drafts: int) -> tuple[list[int], list[int]]:
     config: Any = SimpleNamespace(
         scheduler=SimpleNamespace(steps_in_flight=1),
         vocab_size=32,
-        args=SimpleNamespace(structured_outputs_wait_us=30.0),
+        args=SimpleNamespace(
+            structured_outputs_wait_us=30.0, structured_outputs_drafts=0, pipeline_parallel_size=1
+        ),
     )
     hook = Mask(config)
     state = BatchState(limits, [], CPU, [])

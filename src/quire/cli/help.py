@@ -130,7 +130,7 @@ SUBJECTS = (
             "response_store_size", "response_store_mb", "response_store_hours",
             "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
             "structured_outputs_timeout", "structured_outputs_cache", "structured_outputs_wait_us",
-            "structured_outputs_memory_mb",
+            "structured_outputs_memory_mb", "structured_outputs_drafts",
         ),
     ),
     Subject(

@@ -90,15 +90,8 @@ class Scheduler:
         self._order = Order(config) if order is None else order
         self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
-        lookahead = self._features.lookahead if self._features.looks_ahead else None
         self._running = RunningSet(
-            config,
-            self.blocks,
-            self._order,
-            lookahead,
-            self._features.inputs_ready,
-            logit_rows,
-            capacity.drafts,
+            config, self.blocks, self._order, self._features, logit_rows, capacity.drafts
         )
         self._lanes = self._running.lanes
         self._admission = Admission(
@@ -125,9 +118,9 @@ class Scheduler:
         """Adds a feature to a scheduler that runs, from the next request on.
 
         Raises:
-            ConfigError: the feature proposes drafts.
+            ConfigError: the feature proposes drafts, and none has from the start.
         """
-        if type(feature).lookahead is not Feature.lookahead:
+        if feature.proposes_drafts and not self._features.looks_ahead:
             raise ConfigError(
                 f"{type(feature).__name__} proposes drafts, so it must be known when the scheduler "
                 "starts"

@@ -14,5 +14,6 @@ FEATURE = FeatureSpec(
     loop="quire.features.structured_output.feature:open_grammars",
     hook="quire.runner.hooks.mask:Mask",
     request_check="quire.features.structured_output.grammar_check:GrammarCheck",
+    enabled=lambda args: bool(args.structured_outputs_drafts),
     requested=lambda params, options: params.masked,
 )

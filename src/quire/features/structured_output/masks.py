@@ -18,6 +18,7 @@ from llguidance.numpy import (
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
+from quire.features.structured_output.forced_text import ForcedTextFinder, write_forced
 from quire.features.structured_output.string_walk import StringWalk
 from quire.sampling_params import TokenRules
 
@@ -45,6 +46,7 @@ class GrammarState:
         pending: Tokens still to be consumed by the matcher.
         strings: Follows the document's strings; None: no use for it.
         cost_us: Microseconds that batches with the last masks took, an average.
+        forced: Finds text that the grammar forces; None: nobody needs it.
     """
 
     position: int
@@ -58,6 +60,7 @@ class GrammarState:
     pending: list[int] = field(default_factory=list)
     strings: StringWalk | None = None
     cost_us: float = _FIRST_COST_US
+    forced: ForcedTextFinder | None = None
 
     def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
         """Takes the compiled grammar."""
@@ -155,21 +158,44 @@ class MaskBuilder:
         if wide > self._words:
             own = _first_lines([row._replace(line=-1) for row in rows])
             room = np.empty((sum(row.lines for row in rows), wide), dtype=np.int32)
+        known = self._fill(rows, own, room, tokenizer_vocab, entered)
+        self._look_through(known, room, tokenizer_vocab)
+        for row, state, line in known:
+            if state.error is not None:
+                room[line : line + row.lines] = -1
+        if room is not masks:
+            for row, line, place in zip(rows, own, places, strict=True):
+                masks[place : place + row.lines] = room[line : line + row.lines, : self._words]
+
+    def _fill(
+        self,
+        rows: Sequence[MaskRow],
+        first_lines: Sequence[int],
+        room: Int32,
+        tokenizer_vocab: int,
+        entered: Callable[[], None],
+    ) -> list[_Known]:
+        """Fills the rows' lines from tables, with forced tokens, and by llguidance.
+
+        Returns the rows whose states are fine.
+        """
         known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
         opened, unknown = list[_Opened](), list[_Unknown]()
-        for row, line in zip(rows, own, strict=True):
+        for row, line in zip(rows, first_lines, strict=True):
             state, lines = row.state, row.lines
+            matcher = None
             if state is not None and state.error is None:
                 known.append((row, state, line))
-                if (matcher := state.matcher) is not None:
-                    drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
-                    if drafts:
-                        drafted.append((matcher, line, drafts))
-                    elif not self._without_matcher(matcher, state, line, room, opened):
-                        plain.append((matcher, line))
-                        unknown.append((state, line))
-            else:
-                matcher = None
+                matcher = state.matcher
+            if state is not None and matcher is not None:
+                drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else []
+                if _forced(state, matcher, drafts, room[line : line + lines]):
+                    continue
+                if drafts:
+                    drafted.append((matcher, line, drafts))
+                elif not self._without_matcher(matcher, state, line, room, opened):
+                    plain.append((matcher, line))
+                    unknown.append((state, line))
             if matcher is None or lines > 1:
                 # One call writes one mask: the others of a row, and those of no grammar, allow all.
                 room[line + (matcher is not None) : line + lines] = -1
@@ -185,13 +211,7 @@ class MaskBuilder:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
         self._remember(unknown, room)
         self._open(opened, room)
-        self._look_through(known, room, tokenizer_vocab)
-        for row, state, line in known:
-            if state.error is not None:
-                room[line : line + row.lines] = -1
-        if room is not masks:
-            for row, line, place in zip(rows, own, places, strict=True):
-                masks[place : place + row.lines] = room[line : line + row.lines, : self._words]
+        return known
 
     def _without_matcher(
         self,
@@ -326,6 +346,15 @@ class MaskBuilder:
                 masks[place, token >> 5] &= ~_bit(token)
             if not masks[place].any():
                 masks[place] = held
+
+
+def _forced(state: GrammarState, matcher: LLMatcher, drafts: Sequence[int], lines: Int32) -> bool:
+    """Writes a row's masks if the grammar forces its next token. Rules may forbid that token."""
+    finder, strings = state.forced, state.strings
+    if finder is None or state.rules is not None or (strings is not None and strings.short):
+        return False
+    tokens = finder.find(matcher, state.position)
+    return bool(tokens) and write_forced(tokens, drafts, lines)
 
 
 def _bit(token: int) -> np.int32:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.models import Decoder
+from quire.errors import ConfigError
+from quire.executor import StepSeconds
+from quire.layers.gated_delta import GatedDeltaSpec
+from quire.models import Decoder, load_config, spec_from_config
 from quire.ops import op
 from quire.ops.reference import mask as twins
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, StepPlan
@@ -19,9 +26,15 @@ from quire.runner.hooks.hook import (
     SharedMemory,
 )
 from quire.runner.host_inputs import ClaimRing, HostInputs
+from quire.runner.program import BodyShape, StepProgram
 from quire.runner.readback import Step, logit_starts
 from quire.runner.state import BatchState, Limits
 
+if TYPE_CHECKING:
+    from quire.runner.graphs import Graphs
+
+FORCED_DRAFTS = 7
+"""A row of eight tokens is the longest that the kernels for short rows take."""
 _mask_logits = op(twins.mask_logits)
 _wait_for_inputs = op(twins.wait_for_inputs)
 
@@ -35,11 +48,16 @@ class Mask(ProgramHook, HostHook, GateHook):
     A row has a mask after each of its drafts, which the device may have made. So the host receives
     the claims of a step whose GATED rows verify drafts.
 
+    A grammar may force several tokens, which are then verified as drafts.
+
     Attributes:
         inputs: holds the masks; made by `bind`.
     """
 
+    rare = True
+
     def __init__(self, config: EngineConfig) -> None:
+        self.drafts = forced_drafts(config)
         self._depth = config.scheduler.steps_in_flight + 1
         self._words = -(-config.vocab_size // 32)
         self._patience = config.args.structured_outputs_wait_us
@@ -56,6 +74,18 @@ class Mask(ProgramHook, HostHook, GateHook):
 
     def attach(self, model: Decoder) -> None:
         self._rank, self._world = model.group.rank, model.group.world
+
+    def seconds(self, program: StepProgram, graphs: Graphs | None) -> StepSeconds:
+        """Measures steps with and without drafts, if no other hook brings drafts."""
+        limits = self._state.limits
+        if graphs is None or not limits.rare:
+            return {}
+        decode = [min(rows, limits.lanes) for rows in (1, 4, 16, 32, 64, 128, 256)]
+        verify = [min(tokens, limits.logit_rows) for tokens in (8, 16, 32, 64, 128, 192, 256, 512)]
+        return {
+            "decode": _measure(graphs, {n: BodyShape(n, n, 1) for n in decode}),
+            "verify": _measure(graphs, {n: BodyShape(n, 1, 2) for n in verify if n > 1}),
+        }
 
     def bind(self, state: BatchState) -> None:
         self._state = state
@@ -122,6 +152,40 @@ class Mask(ProgramHook, HostHook, GateHook):
         for each in (self.inputs, self._claims):
             if each is not None:
                 each.close()
+
+
+def forced_drafts(config: EngineConfig) -> int:
+    """Returns the most forced tokens of a row that a step computes besides its own.
+
+    Raises:
+        ConfigError: the engine is a pipeline, whose earlier stages verify no such drafts.
+    """
+    args = config.args
+    given, stages = args.structured_outputs_drafts, args.pipeline_parallel_size
+    if given and stages > 1 and not args.speculates:
+        raise ConfigError(
+            f"structured_outputs_drafts {given} needs --speculative with --pipeline-parallel-size "
+            f"{stages}",
+            "structured_outputs_drafts",
+        )
+    if given is not None:
+        return given
+    if args.speculates or stages > 1 or config.device == "cpu" or config.eager:
+        return 0  # With speculation, forced text has the drafts of that.
+    spec = spec_from_config(load_config(Path(config.model_path)))
+    # A recurrent state would have to keep what leads back behind any draft.
+    recurrent = any(isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers)
+    return 0 if recurrent else FORCED_DRAFTS
+
+
+def _measure(graphs: Graphs, shapes: Mapping[int, BodyShape]) -> dict[int, float]:
+    """Returns the seconds of bodies with their heads, by size."""
+    found: dict[int, float] = {}
+    for size, wanted in shapes.items():
+        body, head = graphs.body(wanted), graphs.head(size, Level.MASKED)
+        if body is not None and head is not None:
+            found[size] = graphs.seconds(body) + graphs.seconds(head)
+    return found
 
 
 def _gated(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
