@@ -34,6 +34,7 @@ from quire.features.structured_output.masks import (
     MaskRow,
     mask_threads,
 )
+from quire.features.structured_output.stats import GrammarStats
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
@@ -525,13 +526,14 @@ class GrammarFeature(Feature, LoopFeature):
 
     def stats(self) -> dict[str, Any]:
         memory = self._compiler.memory
-        return {
-            "grammar_compiles": self._compiler.compiles,
-            "grammar_compile_seconds": self._compiler.compile_seconds,
-            "compile_late_rows": self._compile_late_rows,
-            "mask_lookups": memory.lookups if memory else 0,
-            "mask_hits": memory.hits if memory else 0,
-        }
+        stats = GrammarStats(
+            compiles=self._compiler.compiles,
+            compile_seconds=self._compiler.compile_seconds,
+            compile_late_rows=self._compile_late_rows,
+        )
+        if memory is not None:
+            stats.mask_lookups, stats.mask_hits = memory.lookups, memory.hits
+        return {"grammars": stats}
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True

@@ -17,16 +17,16 @@ Piece = int | bytes
 class MaskMemory:
     """Keeps the masks of places in documents, up to a number of bytes.
 
-    A place is what a document's text was until there, without the text of strings that only their
-    length bounds: nothing that comes after such a string depends on its text. llguidance looks at
-    one more thing, the last token, when it splits forced text into tokens. Thread-safe.
+    The place is known by the document's text before it. Strings that only their length bounds are
+    left out, because nothing after such a string depends on its text. The last token belongs to the
+    place, because llguidance looks at it when it splits forced text into tokens. Thread-safe.
 
     Args:
         limit: Bytes of masks to keep.
 
     Attributes:
-        lookups: Number of masks that were looked up.
-        hits: Number of those that were found.
+        lookups: Number of lookups.
+        hits: Number of lookups that found a mask.
     """
 
     def __init__(self, limit: int) -> None:
