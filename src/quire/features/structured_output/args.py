@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.config import COUNT, CoreArgs, FeatureArgs, Limit, setting
+from quire.config import COUNT, SIZE, CoreArgs, FeatureArgs, Limit, setting
 from quire.errors import ConfigError
 
 _SUBJECT = "API"
@@ -34,6 +34,12 @@ class StructuredOutputArgs(FeatureArgs):
     )
     structured_outputs_cache: int = setting(
         128, "Compiled schemas and grammars to keep.", limit=COUNT, subject=_SUBJECT
+    )
+    structured_outputs_memory_mb: float = setting(
+        64.0,
+        "MB of the host's memory for masks of schemas that come again; 0: keep none.",
+        limit=SIZE,
+        subject=_SUBJECT,
     )
 
     def check(self, args: CoreArgs) -> None:
