@@ -86,10 +86,10 @@ class Bench:
         masked = sum(asked is not None for asked in self.asked) * length
         if masked:
             late = after.late_rows - before.late_rows
-            compiling = after.compile_late_rows - before.compile_late_rows
+            compiling = after.grammars.late_rows - before.grammars.late_rows
             metrics["late_percent"] = 100 * (late - compiling) / (masked + late)
             metrics["compile_late_percent"] = 100 * compiling / (masked + late)
-            spent = after.grammar_compile_seconds - before.grammar_compile_seconds
+            spent = after.grammars.compile_seconds - before.grammars.compile_seconds
             metrics["compile_ms"] = 1e3 * spent
         return metrics
 

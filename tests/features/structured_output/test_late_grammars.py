@@ -83,9 +83,9 @@ def test_a_prompt_runs_while_its_grammar_is_compiled(
 
     assert run(llm, jobs, open_gate) == alone
     stats = llm.stats()
-    assert stats.compile_late_rows == before.compile_late_rows + 1
-    assert stats.grammar_compiles == before.grammar_compiles + 1
-    assert stats.grammar_compile_seconds > before.grammar_compile_seconds
+    assert stats.grammars.late_rows == before.grammars.late_rows + 1
+    assert stats.grammars.compiles == before.grammars.compiles + 1
+    assert stats.grammars.compile_seconds > before.grammars.compile_seconds
     assert not late._unbuilt
     assert not late._copies
 

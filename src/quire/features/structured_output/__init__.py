@@ -15,5 +15,9 @@ FEATURE = FeatureSpec(
     loop="quire.features.structured_output.feature:open_grammars",
     hook="quire.runner.hooks.mask:Mask",
     request_check="quire.features.structured_output.grammar_check:GrammarCheck",
+    stats="quire.features.structured_output.stats:GrammarStats",
+    stats_name="grammars",
+    live_rows="quire.features.structured_output.stats:LIVE_ROWS",
+    metrics="quire.features.structured_output.metrics:collect",
     requested=lambda params, options: params.masked,
 )

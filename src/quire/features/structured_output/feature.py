@@ -29,6 +29,7 @@ from quire.features.structured_output.masks import (
     MaskRow,
     mask_threads,
 )
+from quire.features.structured_output.stats import GrammarStats
 from quire.plan import RowFlag
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
@@ -465,11 +466,9 @@ class GrammarFeature(Feature, LoopFeature):
                 row.masks = masks._replace(drafts=drafts.tolist())
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "grammar_compiles": self._compiler.compiles,
-            "grammar_compile_seconds": self._compiler.compile_seconds,
-            "compile_late_rows": self._compile_late_rows,
-        }
+        compiler = self._compiler
+        counts = compiler.compiles, compiler.compile_seconds, self._compile_late_rows
+        return {"grammars": GrammarStats(*counts)}
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True

@@ -1,0 +1,27 @@
+"""Metrics of structured output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from quire.features.metric_families import counters
+from quire.features.structured_output.stats import GrammarStats
+
+_COUNTERS = {
+    "compiles": ("grammar_compiles", "Grammars compiled, copies included."),
+    "compile_seconds": (
+        "grammar_compile_seconds",
+        "Seconds that threads spent on compiling grammars.",
+    ),
+    "late_rows": (
+        "compile_late_rows",
+        "Rows that sat a step out because their grammars were being compiled.",
+    ),
+}
+
+
+def collect(stats: GrammarStats) -> Iterator[Metric]:
+    """Yields the families of the statistics."""
+    yield from counters(stats, _COUNTERS)
