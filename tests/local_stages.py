@@ -1,4 +1,4 @@
-"""The workers of a pipeline's stages in one process, each stage as late as it may be."""
+"""The workers of a pipeline's stages in one process; each stage runs as late as possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quire.runner.stages import EarlierStage, LastStage
 
 
 class LocalPipeline:
-    """Stands for `Pipeline`. What a stage needs and does not find it asks for."""
+    """A stand-in for `Pipeline`. A stage that lacks an input runs the earlier stage first."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage = stage
@@ -46,8 +46,8 @@ class LocalPipeline:
 
 
 class LocalStages:
-    """An executor. A stage runs a step when it is submitted, but the last one, and with it the
-    tokens, comes as late as can be: when the step is collected, or another stage needs it."""
+    """An executor. Stages run a step when it is submitted. Only the last stage, which gives the
+    tokens, runs as late as possible: when the step is collected, or when another stage needs it."""
 
     def __init__(self, config: EngineConfig, hooks: Sequence[Hook]) -> None:
         stages = config.args.pipeline_parallel_size

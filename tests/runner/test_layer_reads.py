@@ -1,5 +1,5 @@
-"""Reads behind a peer's layers: the clock that the layers write, and that nothing is read before
-its layer has been written."""
+"""Reads that follow a peer's layers: the layers write a clock, and no layer is read before it was
+written."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 
 class Step:
-    """A step, as far as a hook reads it."""
+    """A step, with the attributes that the hook reads."""
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
@@ -178,7 +178,7 @@ def test_the_clock_counts_layers_that_have_stored_their_kv(writer: Writer) -> No
     seen: list[int] = []
     writer.model.nap = lambda: seen.append(clock())
     writer.model.run()
-    assert max(seen) <= 0  # programs that run before the first step are of no step
+    assert max(seen) <= 0  # programs that run before the first step belong to no step
     seen.clear()
     for step in (0, 1, 5):
         writer.run(step)
@@ -190,7 +190,8 @@ def test_the_clock_counts_layers_that_have_stored_their_kv(writer: Writer) -> No
 
 
 def test_no_layer_is_read_before_it_was_written(writer: Writer, reader: Reader) -> None:
-    """Layers come late, each after a time of its own; the reader has long asked for all."""
+    """Each layer is written after a different delay, and the reader has requested all of them
+    before."""
     draw = random.Random(1)
     writer.run(3)
     for tensor in writer.model.tensors:
@@ -208,7 +209,8 @@ def test_no_layer_is_read_before_it_was_written(writer: Writer, reader: Reader) 
     assert reader.ended() == ([0, 1, 2], [])
     for group, tensor in zip(GROUPS, reader.tensors, strict=True):
         for at, layer in enumerate(group.layers):
-            # A block may be of a later step, as the writer's model writes all blocks in each.
+            # A block may hold a later step's values, because the writer's model writes all blocks
+            # in each step.
             for block, steps in ((0, (4, 5)), (2, (4, 5)), (3, (4, 5))):
                 assert set(tensor[block, at].tolist()) <= {100 * step + layer for step in steps}
     for at, layer in enumerate(GROUPS[0].layers):

@@ -108,7 +108,7 @@ def test_prefix_hits_give_the_same_tokens(folder: Path) -> None:
 def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
     folder: Path,
 ) -> None:
-    """Blocks are of 8 tokens, and windows of 20."""
+    """Blocks have 8 tokens, and windows 20."""
     stem = random_prompts(1, 61, seed=5)[0] * 2
     engine, params = TinyEngine(folder), SamplingParams(temperature=0.0, max_tokens=5)
     jobs, expected = [], []
@@ -151,7 +151,8 @@ def test_the_next_turn_of_a_chat_computes_only_new_tokens(folder: Path) -> None:
     ids=str,
 )
 def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> None:
-    """However few at a time: a block may be written once it was read. Scales go along."""
+    """This holds for any number of staging slots: a block may be overwritten once it was read.
+    Scales are copied, too."""
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
@@ -190,7 +191,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
         before = [engine.runner.cache.block_tensors(0)[0][src].clone() for src in sources]
         submit(plan)
         for src, was in zip(sources, before, strict=True):
-            # Positions up to the last prompt token; the parent may write behind them.
+            # Positions up to the last prompt token; the parent may write after them.
             filled = (len(prompt) - 1) % 8
             now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
@@ -257,7 +258,7 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
     class Forbid(ProgramHook, HostHook):
-        """Lets nothing but token 67 out."""
+        """Masks all tokens except 67."""
 
         def __init__(self) -> None:
             self.steps = 0

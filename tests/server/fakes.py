@@ -1,4 +1,4 @@
-"""An engine whose pace and death a test decides. Everything else is tested on the real one."""
+"""A fake engine whose speed and failures a test controls."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Update:
 
 @dataclass
 class FakeClient:
-    """Says `words`, waiting for `gate` before each but the first `free` ones. `error` comes after
-    the words instead of an end. Words are numbered for token ids, or with `encode` tokenized."""
+    """Generates `words`, and waits for `gate` before each one except the first `free` ones. `error`
+    is raised after the words instead of an end. Token ids are the words' numbers; with `encode`,
+    words are tokenized."""
 
     words: tuple[str, ...] = ("one", " two", " three")
     free: int = 1_000_000

@@ -45,7 +45,7 @@ def snapshot(time: float = 1.0, owner: Any = (0, 0, -2), steps: int = 1) -> Snap
 
 @dataclass
 class LiveClient(FakeClient):
-    """Gives the next of `snapshots`, the last one again and again."""
+    """Returns the next of `snapshots`; repeats the last one."""
 
     snapshots: list[Snapshot | Exception] = field(default_factory=lambda: [snapshot()])
     asked: list[bool] = field(default_factory=list)

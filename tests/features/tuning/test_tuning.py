@@ -373,7 +373,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    """It also ends if the engine was killed without a message to it."""
+    """The process ends even if the engine was killed without a message to it."""
     source = (
         "import sys, time; from quire.features.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"

@@ -68,6 +68,20 @@ _OFF_LOOP_BYTES = 64 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
+async def read_any_body(request: Request, model: type[Model], limit: int) -> Model:
+    """Reads a JSON body of any content type.
+
+    Ollama's clients, such as curl in its documentation, send JSON with the type of a form. Browsers
+    send the header `Origin` with requests to other sites. Such requests need JSON's own type.
+
+    Raises:
+        ApiError: as `read_body`.
+    """
+    if "origin" in request.headers:
+        return await read_body(request, model, limit)
+    return await _read(request, model, limit)
+
+
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     """Reads and validates a body. Large bodies are parsed in a thread, one at a time.
 
@@ -85,6 +99,10 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
+    return await _read(request, model, limit)
+
+
+async def _read(request: Request, model: type[Model], limit: int) -> Model:
     state = state_of(request)
     with state.bodies.hold() as held:
         async with body_time(request, held) as timeout:
