@@ -381,7 +381,7 @@ class EngineConfig:
         matryoshka: sizes that embeddings may be shortened to; () for any, None for no other size.
     """
 
-    args: EngineArgs
+    args: EngineArgs  # a module that makes a type of this one imports `EngineArgs` as well
     model_path: str
     tokenizer_path: str | None
     model_name: str
