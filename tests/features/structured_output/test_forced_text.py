@@ -1,4 +1,4 @@
-"""Text that a grammar forces is drafted: the same texts in fewer steps, and the same distribution."""
+"""Text that a grammar forces is drafted: same texts, fewer steps, the same distribution."""
 
 from __future__ import annotations
 
