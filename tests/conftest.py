@@ -24,10 +24,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets tests know whether the slow ones run too.
+    """Configures Hypothesis, and tells tests whether the slow ones run.
 
-    Hypothesis draws new examples with them only: without, all machines try the same ones. Its
-    examples have no deadline, which a busy machine would miss.
+    Hypothesis draws new examples only when slow tests run; otherwise all machines try the same
+    ones. Examples have no deadline, because a busy machine would miss it.
     """
     hypothesis.settings.register_profile("all", deadline=None)
     hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.executor import Capacity
+from quire.executor import Capacity, WorkerCall
 from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
@@ -112,12 +112,12 @@ class Move:
 
 
 class FakeExecutor:
-    """An `Executor` whose steps run when they are collected, so that results are as late as can be
-    and a plan changed after its submission is noticed.
+    """An `Executor` that runs a step only when its result is collected: as late as possible, and so
+    that changes to a submitted plan are noticed.
 
-    `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
-    that sharing between them is an error. Drafts come from the columns that plans write, and are
-    verified. drafts, logit_rows: see `Capacity`.
+    `salt_of` returns the cache salt of a request id. Requests with different salts hash
+    differently, so sharing between them is an error. Drafts come from the columns that plans write,
+    and are verified. drafts, logit_rows: see `Capacity`.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class FakeExecutor:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         pass
 
-    def control(self, message: dict[str, Any]) -> Any:
+    def call(self, call: WorkerCall[Any, Any], request: Any) -> Any:
         return None
 
     def shutdown(self) -> None:

@@ -49,9 +49,9 @@ _Popen = subprocess.Popen
 
 
 def use() -> None:
-    """Makes this process start Quire's processes by forks, for good.
+    """Makes this process start Quire's processes by forks from now on.
 
-    The fork server starts with the first.
+    The first start also starts the fork server.
     """
     ForkedProcess.environment = _read_at_imports(os.environ)
     subprocess.Popen = ForkedProcess  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter cost a fifth.
+"""Makes Triton's interpreter five times as fast.
 
 At every call of a device function the interpreter replaces the functions of `triton.language`,
 although they stay replaced until the launch ends. For every value it builds a table of all dtypes,
@@ -26,7 +26,7 @@ _numbers: dict[Any, Any] = {}
 
 
 def reuse_what_stays() -> None:
-    """Replaces functions of the interpreter and of the language, in this process, for good."""
+    """Replaces functions of the interpreter and of the language in this process, permanently."""
     _patch_once_a_launch()
     _share_types()
     _shorten_checks()
@@ -85,7 +85,7 @@ def _patch_once_a_launch() -> None:
 
 
 def _share_types() -> None:
-    """Makes types of blocks, and what tensors hold of their type, once for each type."""
+    """Creates block types, and the attributes that tensors derive from them, once per type."""
     made: dict[Any, dict[str, Any]] = {}
     make_type = core.block_type.__init__
     no_shape, one = core.tuple([]), core.constexpr(1)
@@ -143,7 +143,7 @@ def _share_types() -> None:
 
 
 def _held_by_tensors(type: Any) -> tuple[Any, Any]:
-    """Returns the shape and the number of elements of tensors of a type of blocks."""
+    """Returns the shape and the number of elements of a block type."""
     if "_held" not in type.__dict__:
         type._held = core.tuple([core.constexpr(n) for n in type.shape]), core.constexpr(type.numel)
     held: tuple[Any, Any] = type._held
@@ -151,7 +151,7 @@ def _held_by_tensors(type: Any) -> tuple[Any, Any]:
 
 
 def _shorten_checks() -> None:
-    """Answers the common cases of what the language asks of every value first."""
+    """Handles the common types first in the language's type checks of every value."""
     equal_dtypes, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
@@ -179,7 +179,8 @@ def _shorten_checks() -> None:
 
 
 def _call_directly() -> None:
-    """Makes one call of the three with which the interpreter calls a function of the language."""
+    """Replaces the three nested calls with which the interpreter calls a language function by
+    one."""
     language = interpreter.interpreter_semantic
 
     def patch(scope: Any, name: str, member: Any, builder: Any, patches: Any) -> None:
@@ -213,7 +214,7 @@ def _share_numbers() -> None:
             return promote(self, lhs, rhs, *args, **kwargs)
         if type(number) not in (int, float):
             return promote(self, lhs, rhs, *args, **kwargs)
-        # As text, zeros have signs.
+        # The text form distinguishes 0.0 from -0.0.
         shape = tensor.type.shape.values if tensor.type.is_block() else ()
         key = repr(number), tensor.dtype.name, left, args, *kwargs.items(), *shape
         if key not in _numbers:
@@ -249,7 +250,7 @@ def _convert_by_tables() -> None:
 
 
 def _reduce_by_halves(self: Any, given: Any) -> list[Any]:
-    """Combines neighbours, then neighbouring results, until one is left."""
+    """Reduces neighbours in pairs until one value is left."""
     tensors, axis = self.unravel(given, self.axis)
     values = [np.moveaxis(tensor.handle.data, axis, 0) for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]

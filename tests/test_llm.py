@@ -125,7 +125,7 @@ def test_bad_prompts_raise_before_anything_runs(
 
 
 def test_as_many_tokens_as_there_is_room_for(llm: LLM) -> None:
-    """The least number of tokens may be any; the context is what it is."""
+    """`min_tokens` may be any number, but the context's length still ends the text."""
     room = llm.config.scheduler.max_model_len
     ids = [5] * (room - 3)
     params = SamplingParams(temperature=0.0, min_tokens=2**31 - 1, max_tokens=None)
@@ -173,7 +173,7 @@ def test_counts_must_agree(llm: LLM) -> None:
 def test_an_interrupt_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """A real one, wherever in a step it comes."""
+    """A real interrupt, at any point of a step."""
     core = llm._core
     owner = core.scheduler if place in ("plan", "update") else core._executor
     work, calls = getattr(owner, place), itertools.count()
@@ -184,13 +184,13 @@ def test_an_interrupt_leaves_the_engine_usable(
         return work(*arguments)
 
     handler = signal.default_int_handler
-    # Tests that run in the background may have inherited that it is ignored.
+    # Tests that run in the background may have inherited that SIGINT is ignored.
     before = signal.signal(signal.SIGINT, handler)
     with monkeypatch.context() as patch:
         patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True))
-    # It came between two steps, and what was in flight is gone.
+    # It arrived between two steps, and the steps in flight are gone.
     assert next(calls) >= 4
     assert signal.signal(signal.SIGINT, before) is handler
     assert (llm.stats().running, llm.stats().blocks_used) == (0, [0])
@@ -274,7 +274,7 @@ def test_an_engine_that_goes_out_of_scope_gives_its_ranks_up(llm: LLM) -> None:
     settings = {**SETTINGS, "tensor_parallel_size": 2}
     first = LLM(**settings)
     expected = first.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    # Its group is the process's: another is refused, and leaves it whole.
+    # The process has one group of ranks: a second one is refused, and the first one keeps working.
     with pytest.raises(ConfigError, match="has already joined a group of ranks"):
         LLM(**settings)
     assert first.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected

@@ -88,7 +88,7 @@ def test_plans_give_the_product(name: str, dtype: torch.dtype) -> None:
         shape = shape_of(args)
         plans = candidates(shape, traits(DEVICE).num_sms)
         assert multiplies(shape) == any(plan.kernel == "mma" for plan in plans) == (rows <= 8)
-        # Every plan is compiled on its own: some of them stand for all.
+        # Every plan is compiled separately, so only some of them are tested.
         for plan in [small.choose(args), *plans[::5]]:
             if plan.kernel == "torch" or not small._fits(plan.bk, FORMATS[name].group or 1):
                 continue

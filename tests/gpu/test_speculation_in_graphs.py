@@ -1,5 +1,5 @@
-"""A draft model in graphs: the same tokens to the bit where results are deterministic, and drafts
-that are accepted as often as on a CPU."""
+"""A draft model in graphs: with `deterministic`, the same results to the bit, and drafts accepted
+as often as on a CPU."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_grammars_have_drafts(settings: dict[str, Any], monkeypatch: pytest.Monk
     plain.shutdown()
     found, llm = generated(**settings)
     assert found == expected
-    if "enforce_eager" not in settings:  # without graphs drafts may be found to cost too much
+    if "enforce_eager" not in settings:  # without graphs, measured costs may rule drafts out
         stats = llm.stats().speculation
         assert stats is not None
         (source,) = stats.sources.values()

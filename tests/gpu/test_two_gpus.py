@@ -81,7 +81,7 @@ def test_the_bits_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
 def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
-    """Hidden states pass within captured bodies, or, eagerly, between launches."""
+    """Hidden states are sent within captured bodies, or between launches in eager mode."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     one = run(tmp_path, PARAMS + COSTLY)
     for settings in ({}, {"num_kv_blocks": 60}, {"enforce_eager": True}):
@@ -108,7 +108,7 @@ def test_drafts_in_stages() -> None:
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
 def test_long_steps_as_halves(tmp_path: Path, config: dict[str, object]) -> None:
-    """By copies, by NCCL, kernel by kernel, as measured; and to the bit."""
+    """With copies, with NCCL, without graphs, as measured, and with `deterministic`."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
 
     def tokens(**settings: object) -> list[list[int]]:

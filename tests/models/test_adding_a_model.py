@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md, done: its code becomes a family that passes the oracle."""
+"""Applies docs/adding-a-model.md: its code makes a family that passes the oracle."""
 
 from __future__ import annotations
 

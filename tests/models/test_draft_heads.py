@@ -1,5 +1,5 @@
-"""Drafts of draft heads, in whole engines, against a plain twin: what the layers draft after every
-step, from texts that go on with some of their drafts."""
+"""Drafts of draft heads in whole engines, compared with a plain twin after every step, for texts
+that continue with some of the drafts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Twin = Callable[[list[int], int], list[int]]
 
 
 def with_mtp(base: Path, case: str, block: str, names: dict[str, str]) -> tuple[Path, Twin]:
-    """Makes a checkpoint whose last layer is stored as the one that drafts.
+    """Makes a checkpoint whose last layer is stored as the draft layer.
 
-    block: the beginning of its names. names: of its other parts, by what they are.
+    block: prefix of the layer's tensor names. names: names of its other parts, by kind.
     """
     model = checkpoints.make(base / "whole", case)
     inner, config = model.model, json.loads((base / "whole" / "config.json").read_text())
@@ -148,7 +148,7 @@ def mtp(
             patch.setitem(checkpoints.CASES, case, CASES[case])
             block, names = "mtp.layers.0.", {part: f"mtp.{name}" for part, name in QWEN.items()}
         else:
-            # The published models are deeper, and the family knows by how much.
+            # The family expects the number of layers of the published models.
             block = "model.layers.2."
             patch.setattr(module, "FAMILY", replace(module.FAMILY, ignored=re.compile(block)))
             names = {part: block + name for part, name in NEXTN.items()}
@@ -159,8 +159,8 @@ PROMPTS = [[7, 8, 9, 10, 7, 8, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9,
 
 
 def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int, list[int]]]:
-    """Runs requests, and returns what was claimed of their texts: pairs of a text's beginning and
-    the drafts behind it."""
+    """Runs requests, and returns their drafts: pairs of a text's beginning and the drafts after
+    it."""
     core = llm._core
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     requests = [
@@ -200,7 +200,7 @@ def test_mtp_layers_draft_the_expected_tokens(mtp: tuple[Path, Twin]) -> None:
     stats = llm.stats().speculation
     assert stats is not None
     assert stats.sources["mtp"].accepted > 5
-    # The head is the target's over again.
+    # The output head is a copy of the target's.
     assert llm._core._executor.loaded.models[1].head is None
     llm.shutdown()
 
@@ -222,7 +222,7 @@ KNOWN = 90
 
 
 def random_head(norms_before_fc: bool, stem: str) -> dict[str, Tensor]:
-    """Returns the tensors of a head, with the layer's names behind `stem`."""
+    """Returns the tensors of a head; `stem` is the prefix of the layer's names."""
     torch.manual_seed(7)
 
     def matrix(rows: int, columns: int) -> Tensor:

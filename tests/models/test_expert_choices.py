@@ -1,4 +1,4 @@
-"""Checks what `quire info` says of experts' tiles."""
+"""Checks the tiles of experts in `quire info`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Families with experts: published shapes, and what is refused by name."""
+"""Families with experts: published shapes, and refused options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPT_OSS = {**QWEN3, "architectures": ["GptOssForCausalLM"]}
     ],
 )  # fmt: skip
 def test_parameters_as_transformers_counts_them(name: str) -> None:
-    """The defaults of its configs are the shapes of published models."""
+    """The default configs have the shapes of published models."""
     import transformers
 
     more = {"Glm4Moe": {"head_dim": 128}, "DeepseekV2": {"num_experts_per_tok": 6}}.get(name, {})

@@ -1,4 +1,4 @@
-"""Two ranks that share experts, by width or whole, give the tokens of one."""
+"""Two ranks that split experts by width, or divide whole experts, give the tokens of one rank."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _head(tensors: int, entries: int) -> bytes:
 
 
 def _array(item: int, length: int) -> bytes:
-    """Returns a file with one setting: the begin of an array."""
+    """Returns a file with one setting: the beginning of an array."""
     return _head(0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", _ARRAY, item, length)
 
 

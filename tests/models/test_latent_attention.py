@@ -110,7 +110,7 @@ def test_an_engine_that_preempts_and_finds_prefixes(deepseek: tuple[Path, Any]) 
 def test_latents_in_8_bits(
     kind: str, bound: float, size: int, deepseek: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Logits move by little, and answers depend neither on chunks nor on what is cached."""
+    """Logits change only a little, and answers depend neither on chunks nor on cache hits."""
     model = load(deepseek[0])
     scales = head_scales(model, deepseek[0], "auto") if kind == "fp8_e4m3" else None
     assert scales is None or scales.shape == (3, 2, 1)
@@ -187,7 +187,7 @@ def test_unsupported_options_are_refused(config: dict[str, Any], words: str) -> 
 
 
 def test_drafts_work_with_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
-    """Steps are measured without rows, of which latents are to be widened."""
+    """Costs are measured with steps without rows, which have no latents to dequantize."""
     found = []
     for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):
         llm = LLM(

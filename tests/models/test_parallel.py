@@ -1,4 +1,4 @@
-"""Two ranks that share a model's layers give the tokens of one."""
+"""Two ranks with tensor parallelism give the tokens of one."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
 
 
 class Ranked(SingleGroup):
-    """Only says that there are more ranks, to build one rank's share."""
+    """A group that only reports its size, to build one rank's part of a model."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank

@@ -1,4 +1,4 @@
-"""Quantized checkpoints: read to the number, cut for ranks, or refused by name."""
+"""Quantized checkpoints: read exactly, sliced for ranks, or refused with the option's name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ COMPRESSED = [
 
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_the_layouts_are_those_of_the_library(case: str) -> None:
-    """The library, if installed, reads the same numbers as the tests wrote."""
+    """The library, if installed, reads the same weights."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -139,7 +139,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     for folder, given in zip(folders, found[0], strict=True):
         expected = logits(loaded(folder))
         error = (torch.tensor(given) - expected).norm() / expected.norm()
-        # A rank takes the scales of tokens from its own share of the inputs.
+        # A rank computes per-token scales from its own part of the inputs.
         assert error < (0.25 if folder.name in ROUNDS_INPUTS else 1e-5), folder.name
 
 
@@ -205,7 +205,8 @@ def test_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_second_name_of_gptq_formats(tmp_path: Path) -> None:
-    """Reads `format`, as transformers 5 calls `checkpoint_format`: zeros are stored otherwise."""
+    """Reads `format`, which is transformers 5's name of `checkpoint_format` and changes the stored
+    zeros."""
     exact = make_quantized(tmp_path, "gptq-asym-v2")
     configure(tmp_path, lambda own: own.update(format=own.pop("checkpoint_format")))
     for name, _, own in projections(loaded(tmp_path)):

@@ -1,4 +1,4 @@
-"""Experts in few bits, and in all layouts of checkpoints: read to the number, and cut for ranks."""
+"""Experts in few bits, in all layouts of checkpoints: read exactly and sliced for ranks."""
 
 from __future__ import annotations
 
@@ -151,7 +151,8 @@ def test_fused_tensors_are_the_same_experts(tmp_path: Path) -> None:
 
 
 def make_mxfp4(folder: Path) -> Any:
-    """Saves a gpt-oss with random blocks and scales; returns what transformers makes of them."""
+    """Saves a gpt-oss with random blocks and scales; returns the weights that transformers
+    reads."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     oracle = make(folder, "gpt-oss")

@@ -1,4 +1,4 @@
-"""A head in 8 bits: its own copy where it is tied, exact to its format, cut for ranks."""
+"""A head in 8 bits: a separate copy if it is tied, exact in its format, sliced for ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_only_the_head_is_rounded(case: str, form: str, tmp_path: Path) -> None:
     size = exact.abs().amax(1, keepdim=True) if form == "int8" else exact.abs()
     floor = 0.0 if form == "int8" else float(own.head.weight.scales.max()) * 2.0**-10
     assert ((rounded - exact).abs() <= size * STEP[form] * 1.001 + floor).all()
-    # The same hidden states are multiplied by what the format stands for, no more.
+    # Logits equal the hidden states times the dequantized weights.
     expected, found = logits(plain), logits(own)
     hidden = torch.randn(5, plain.spec.hidden_size)
     wanted = hidden.double() @ dequantize(own.head.weight, torch.float64).T
@@ -82,7 +82,7 @@ def test_layers_may_be_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_bring_a_quantized_head(tmp_path: Path) -> None:
-    """compressed-tensors counts the head among `Linear`, where it is not ignored."""
+    """compressed-tensors counts the head as a `Linear`, unless it is ignored."""
     make_quantized(tmp_path, "w8a8-asym")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -180,7 +180,7 @@ def test_a_cpu_holds_a_tied_head_once() -> None:
 
 
 def test_an_engine_with_it_gives_logprobs_and_takes_drafts() -> None:
-    """Both read the head of several positions of a row; drafts change no token."""
+    """Both kinds compute logits of several positions per row, and drafts change no token."""
     settings: dict[str, Any] = {
         "device": "cpu", "quantization": "head=int8", "num_kv_blocks": 64,
         "max_num_batched_tokens": 128,

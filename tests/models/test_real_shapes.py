@@ -1,4 +1,4 @@
-"""Published shapes: what a family builds of a real config.json, without weights."""
+"""Published shapes: models that families build from a real config.json, without weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_parameters_as_transformers_counts_them(name: str) -> None:
     found = sum(parameter.numel() for parameter in model.parameters())
     scalars = [key for key, _ in oracle.named_buffers() if key.endswith("layer_scalar")]
     assert found == sum(parameter.numel() for parameter in oracle.parameters()) + len(scalars)
-    # A window of a published config counts.
+    # The sliding window of a published config is used.
     assert {m.window for m in spec.attention} <= {None, config.to_dict().get("sliding_window")}
 
 

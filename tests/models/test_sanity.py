@@ -38,7 +38,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def rounded(config: dict[str, Any], kind: str) -> Decoder:
-    """Returns a model of random weights that are rounded."""
+    """Returns a model of random weights, quantized."""
     torch.manual_seed(0)
     model = build_model(
         spec_from_config(config),
@@ -116,7 +116,7 @@ def test_a_fixed_scale_of_inputs() -> None:
 
 def test_one_broken_expert_is_named() -> None:
     model = rounded(EXPERTS, "int4")
-    # Expert 70's second projection, behind the first ones that are looked at together.
+    # Expert 70's second projection, which is outside the first group of checked experts.
     place = (70 * 2 + 1) * 64
     weight = part_of(model, "layers.1.mlp.up", place, place + 64)
     weight.scales.zero_()

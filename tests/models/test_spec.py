@@ -1,4 +1,4 @@
-"""config.json in all its forms becomes the right architecture."""
+"""config.json in all its forms gives the right architecture."""
 
 from __future__ import annotations
 

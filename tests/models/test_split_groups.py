@@ -1,4 +1,4 @@
-"""8-bit floats in groups, over ranks whose shares of a layer's inputs cut groups."""
+"""8-bit floats in groups, on ranks whose parts of a layer's inputs split groups."""
 
 from __future__ import annotations
 

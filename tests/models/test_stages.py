@@ -1,4 +1,4 @@
-"""Models in stages give the logits of one decoder, to the bit, and read their checkpoints as
+"""Models in stages give the logits of one decoder, to the bit, and check checkpoints as
 strictly."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZED = ["gptq", "mxfp4", "w8a8"]
 
 
 class Links:
-    """Passes hidden states within the process."""
+    """Sends hidden states within the process."""
 
     def __init__(self) -> None:
         self._sent: deque[Tensor] = deque()
@@ -61,7 +61,7 @@ def stages_of(folder: Path, count: int) -> list[StageDecoder]:
 
 
 class Chain:
-    """All stages of a model, which a `Harness` takes for a decoder."""
+    """All stages of a model, with the interface of a decoder for `Harness`."""
 
     def __init__(self, whole: Any, stages: Sequence[StageDecoder]) -> None:
         self.spec, self.dtype, self.device = whole.spec, whole.dtype, whole.device

@@ -61,7 +61,7 @@ def make(folder: Path, case: str) -> Any:
     redraw(model, 0.15 if name.startswith("Gemma") else 1.0)
     model.save_pretrained(folder)
     if name == "Kimi_K25":
-        # As it is published: transformers writes names of its vision model's layers for these, too.
+        # As published: transformers would save these under names of its vision model's layers.
         file = folder / "model.safetensors"
         tensors = load_file(file)
         names = {key: key.replace(".model.blocks.", ".model.layers.") for key in tensors}

@@ -81,7 +81,8 @@ def test_products(
     args = replace(args, weight=weight_of(name, args.weight.outputs, inputs))
     assert takes(args.weight)
     found, wanted = product(args).double(), expected(args)
-    # A normed input that the kernel rounds to the other neighbour moves by a step of 8 bits.
+    # If the kernel rounds a normed input to the other neighbour, the input changes by one 8-bit
+    # step.
     assert float((found - wanted).norm() / wanted.norm()) < 2 * TOLERANCE[torch.bfloat16]
 
 

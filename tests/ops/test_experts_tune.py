@@ -141,7 +141,7 @@ def layer(width: int = 32, experts: int = 4) -> TunedLayer:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertsPlan, int]]:
-    """Replaces the times of a card by times at which every rule is slow; returns the requests."""
+    """Replaces measured times so that every default plan is slow; returns the measured shapes."""
     asked: list[tuple[ExpertsPlan, int]] = []
 
     def us(timer: Any, plan: ExpertsPlan, tokens: int) -> float:

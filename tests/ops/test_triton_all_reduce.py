@@ -144,7 +144,7 @@ def exchange_memory(world: int, most: int) -> list[torch.Tensor]:
 
 
 def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, out: Any) -> None:
-    """Sums of two halves in turns: each is collected behind the next one's sending."""
+    """Sums of two halves alternate: each is collected after the next one is sent."""
     kernels.COLLECT_TILE = 128
     torch.set_num_threads(1)
     world, most = len(memory), max(ROWS) * WIDTH
@@ -167,7 +167,7 @@ def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, 
     ("world", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float32)]
 )
 def test_sums_by_exchange(kernel_device: str, world: int, dtype: torch.dtype) -> None:
-    """There are more sums than an exchange has places, of different sizes."""
+    """There are more sums than an exchange has buffers, with different sizes."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     context = multiprocessing.get_context("fork")
@@ -206,7 +206,7 @@ def test_a_part_that_never_comes(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
 def test_waiting_for_a_missing_rank_ends(way: str, kernel_device: str) -> None:
-    """The wait ends, the report names whom it was for, and later sums do not wait at all."""
+    """The wait ends, the report names the missing rank, and later sums do not wait at all."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2)

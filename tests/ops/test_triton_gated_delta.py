@@ -170,7 +170,7 @@ def test_single_tokens(kernel_device: str, taps: int) -> None:
 
 
 def test_drafts(kernel_device: str) -> None:
-    """Rows go on from drafts of the last one, with drafts of their own, or with a prompt's rest,
+    """Rows continue after the last step's drafts, with new drafts or with the rest of a prompt,
     short or long."""
     case = make(
         kernel_device,

@@ -1,4 +1,4 @@
-"""The ranks' columns of a matrix side by side, by a kernel.
+"""A kernel that gathers the ranks' columns of a matrix.
 
 Every rank is a process in Triton's interpreter, and all map the same memory.
 """
@@ -83,7 +83,7 @@ def test_columns_of_all_ranks(kernel_device: str, world: int, dtype: torch.dtype
 
 
 def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
-    """The wait ends, and the report names whom it was for."""
+    """The wait ends, and the report names the missing rank."""
     if kernel_device != "cpu":
         pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2, torch.float32)

@@ -136,7 +136,7 @@ def test_activations(plan: GemmPlan, act: str) -> None:
 
 @pytest.mark.parametrize("plan", [GEMV, SKINNY], ids=lambda plan: plan.kernel)
 def test_norm_weights_in_fp32_round_once(plan: GemmPlan) -> None:
-    """The state is then rounded where the twin rounds it, to the bit."""
+    """States are rounded exactly where the twin rounds them."""
     args = make_args(1, 24, 64, torch.float16, norm="exact")
     assert args.norm is not None
     wide = RmsScale(args.norm.weight.float() + 2**-9, args.norm.eps)

@@ -138,7 +138,7 @@ def _check(plan: GemmPlan, shape: Shape) -> None:
 
 
 def test_default_plans_for_untuned_models() -> None:
-    """Each was the best candidate for layers of several models on an H200."""
+    """Each plan was the best candidate for layers of several models on an H200."""
 
     def rule(m: int, n: int, k: int, *, gated: bool = False) -> GemmPlan:
         return heuristic(Shape(m, n, k, torch.bfloat16, norm=gated, gated=gated), H200)

@@ -173,7 +173,7 @@ def test_rules_of_thumb_for_few_bits() -> None:
             plan = heuristic(shape, H200)
             assert plan.kernel == ("integer" if m == 1 else "mma" if m <= 8 else "skinny")
             assert plan.kernel != "skinny" or plan.bm <= 128
-            # Rows that begin anywhere are not for tensor cores.
+            # The tensor-core kernel does not support unaligned rows.
             plan = heuristic(shape._replace(aligned=False), H200)
             assert plan.kernel == ("gemv" if m <= 4 else "skinny")
             rows = plan.bn * (2 if gated else 1)

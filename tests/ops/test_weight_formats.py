@@ -1,5 +1,5 @@
-"""Weights in few bits against float64: every format the twin knows, and the order of what follows
-the product."""
+"""Weights in few bits against float64: every format the twin knows, and the order of the steps
+after the product."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def test_formats_dequantize_as_defined(name: str, before: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [None, "gelu", "silu_and_mul"])
 def test_steps_after_the_product_run_in_order(dtype: torch.dtype, act: str | None) -> None:
-    """Scales, then the bias, which they do not touch, then the activation, then the residual."""
+    """First the scales, then the bias, which is not scaled, then the activation, then the
+    residual."""
     weight = drawn(FORMATS["int8"], 12, 20)
     weight = ops.Weight(weight.format, weight.values, weight.scales * 0.01)
     width = 6 if act == "silu_and_mul" else 12

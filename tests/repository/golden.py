@@ -84,7 +84,7 @@ def _is_own(member: Any) -> bool:
 
 
 def errors() -> dict[str, list[str]]:
-    """Returns the constants that errors are made with: their codes, types and parameters."""
+    """Returns the constants of errors: codes, types and parameters."""
     found: dict[str, set[str]] = {"code": set(), "param": set(), "type": set()}
     for node in _nodes():
         if isinstance(node, ast.Call):

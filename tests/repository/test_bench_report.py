@@ -1,4 +1,4 @@
-"""The report's tables out of records, and the parts of the table on a GPU."""
+"""The report's tables from records, and the parts of the GPU table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def record(
 
 
 def row(table: str, *start: str) -> list[str]:
-    """Returns the cells of the only row that begins so."""
+    """Returns the cells of the only row with this beginning."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     (found,) = [cells for cells in rows if tuple(cells[: len(start)]) == start]
     return found

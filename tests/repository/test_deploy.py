@@ -203,7 +203,7 @@ def test_probes() -> None:
 
 
 def test_pods() -> None:
-    # Else Kubernetes sets QUIRE_PORT=tcp://... where a service is called quire.
+    # Otherwise Kubernetes sets QUIRE_PORT=tcp://... for a service called quire.
     assert "enableServiceLinks: false" in DEPLOYMENT
     assert DEPLOYMENT.count(str(USER)) == 3
     assert load("deploy/helm/quire/values.yaml")["drainTimeout"] == DRAIN_TIMEOUT

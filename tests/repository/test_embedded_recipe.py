@@ -88,7 +88,8 @@ def test_delta_rule_in_chunks(recipe: dict[str, ModuleType]) -> None:
 
 
 def test_head_sees_its_own_drafts(recipe: dict[str, ModuleType]) -> None:
-    """Drafts of one pass over a text are those of a text that goes on with what the head gave."""
+    """One pass over a text gives the same drafts as running the head step by step on its own
+    drafts."""
     eagle, model = recipe["eagle"], recipe["model"]
     torch.manual_seed(0)
     target = model.Shape(32, 2, 2, 1, 48, head_dim=16, vocab_size=50)

@@ -1,4 +1,4 @@
-"""Compares everything that users hold with files; `golden.py` writes them."""
+"""Compares the public interfaces with files written by `golden.py`."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_malformed_answers_are_not_forwarded(data: bytes, reason: str) -> None:
             assert refused.status_code == 502, refused.text
             assert refused.json()["error"]["code"] == "bad_answer"
             assert reason in refused.json()["error"]["message"]
-            # Another replica's answer is as good.
+            # Another replica's answer is acceptable, too.
             async with contextlib.AsyncExitStack() as stack:
                 good = FakeReplica()
                 good.gate.set()
@@ -113,7 +113,7 @@ def test_connections_are_kept_only_after_identifiable_answers() -> None:
             for _ in range(3):
                 known.upstream.close()
                 assert (await setup.ask()).status_code == 200
-            # A kept one is not believed: the request is sent again, on a new one.
+            # An answer on a kept connection is not trusted: the request is sent again on a new one.
             await setup.until(lambda: bool(known.upstream._idle))
             asked = replica.requests
             assert (await setup.ask()).status_code == 200

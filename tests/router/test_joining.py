@@ -75,7 +75,7 @@ def test_addresses_that_are_not_allowed_are_not_contacted() -> None:
             assert refused.json()["error"]["code"] == "replica_not_allowed"
             assert "--replica-hosts" in refused.json()["error"]["message"]
             assert other.server.server_state.total_requests == 0
-            # One that was named may leave and come back.
+            # A replica from the settings may leave and come back.
             assert (await join(setup, replica.url)).status_code == 200
 
     run(main)

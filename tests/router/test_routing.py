@@ -161,7 +161,7 @@ def test_an_unready_replica_is_used_when_no_other_is_left() -> None:
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
             first.status = second.status = (
-                503  # as a server answers that is stopping, asleep or dead
+                503  # the answer of a server that is stopping, asleep or dead
             )
             answer = await setup.ask()
             assert (answer.status_code, answer.content) == (503, b"refused")
@@ -431,7 +431,7 @@ def test_a_router_is_no_replica_of_its_own(caplog: pytest.LogCaptureFixture) -> 
             answer = await setup.http.post("/replicas", json={"url": own}, headers=ADMIN)
             assert answer.status_code == 502
             assert "cannot join: it is this router" in caplog.text
-            # Nor by way of another router.
+            # This holds through another router, too.
             async with routed() as second:
                 (first,) = setup.fleet
                 there = str(second.http.base_url).rstrip("/")
@@ -489,7 +489,7 @@ def test_a_server_of_another_kind_is_dropped_and_cannot_join(
 
 
 def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
-    """A limit counts over all replicas, and the answers' headers show it as a server's do."""
+    """Limits count over all replicas, and answers have the same limit headers as a server's."""
     file = tmp_path / "keys.toml"
     file.write_text('[a]\nkey = "aa"\nrequests_per_minute = 3\n[b]\nkey = "bb"\n')
     file.chmod(0o600)

@@ -57,7 +57,7 @@ def test_requests_are_given_up_where_nothing_is_heard_for_some_looks() -> None:
                 await asyncio.sleep(0)
             assert not waiting.done()
             known.mark_unreachable("it does not accept connections")
-            # It is not sent again on a fresh connection, as behind one that was closed.
+            # The request is not sent again on a fresh connection, unlike after a closed one.
             with pytest.raises(ReplicaLostError):
                 await waiting
             replica.frozen = False

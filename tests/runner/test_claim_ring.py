@@ -18,8 +18,8 @@ DEPTH, LANES, WIDTH = 3, 2, 4
 
 
 class ClaimsInFlight(RuleBasedStateMachine):
-    """Claims change, steps are launched, read and collected, in any order that an engine knows:
-    each step has the claims that stood when it was launched, until it is collected."""
+    """Claims change, and steps are launched, read and collected in any valid order. Each step keeps
+    the claims of its launch until it is collected."""
 
     def __init__(self) -> None:
         super().__init__()

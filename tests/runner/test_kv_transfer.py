@@ -1,4 +1,4 @@
-"""Blocks go to the host's pool and to files, and come back as they were."""
+"""Blocks are copied to the host's pool and to files, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPlace, HostPool
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.places import KVTransfer, tiers
+from quire.runner.transfer.place import KVTransfer
+from quire.runner.transfer.places import tiers
 
 
 def tensors() -> list[list[torch.Tensor]]:
@@ -229,7 +230,7 @@ def test_unfinished_files_of_a_dead_engine_are_removed(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    """Neither their size nor their names make them the cache's."""
+    """Files with the size and names of the cache's files are still not the cache's."""
     store = DiskStore(tmp_path, 3000, "a")
     name = keys(1)[0].tobytes()
     folder = tmp_path / "a" / name.hex()[:2]

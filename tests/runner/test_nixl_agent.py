@@ -1,4 +1,4 @@
-"""Reads of another process's memory by the real library: how they end when that process does."""
+"""Reads of another process's memory with the real library, and their end when that process ends."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_reads_fail_when_the_process_they_read_ends(reader: Reader) -> None:
     writer.kill(signal.SIGKILL)
     wait(lambda: all(read.good is not None for read in reads))
     assert not reads[-1].good
-    # Others are read as ever, and the dead one not at all.
+    # Other processes are still read, and the dead one is not.
     late, fine = reader.read(writer), reader.read(other)
     wait(lambda: late.good is not None and fine.good is not None)
     assert (late.good, fine.good) == (False, True)

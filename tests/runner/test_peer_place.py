@@ -81,7 +81,7 @@ def test_every_rank_count_reads_blocks_of_every_other(
     ]
     wrote, read = places(sources, heads), places(targets, heads)
     move(wrote, Transfer(1, "out", "peer", 0, int32([2, 0]), slots=int32([3, 1])))
-    # The wire: slots have the heads of all ranks, in order, whoever wrote them.
+    # Slots have the heads of all ranks in order, for any number of writing ranks.
     for slot, block in ((3, 2), (1, 0)):
         data = bytes(wrote[0].pool.view(0, slot))
         assert data.startswith(whole[0][block].numpy().tobytes())
@@ -107,7 +107,8 @@ def states(drafts: int, blocks: int = 3) -> list[Tensor]:
 
 
 def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Tensor], HeadRange]:
-    """Returns a rank's part, by the sections of heads that `StateLayer` names, and what it is."""
+    """Returns a rank's part of the states, by the sections of heads in `StateLayer`, and its
+    layout."""
     channels = [16, 16, 48]
     sections = [(2, [16]), (3, channels), (4, channels), (4, [16, 16]), (2, [*channels, 48])]
     found = []
@@ -130,8 +131,8 @@ def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Ten
 def test_any_ranks_read_any_ranks_states(
     writers: int, readers: int, drafts: int, layered: bool
 ) -> None:
-    """Through the memory between engines, where they lie as one rank would have them, and from the
-    writers' own."""
+    """States are read from the memory between engines, where they have the layout of one rank, and
+    directly from the writers' memory."""
     whole = states(drafts)
     sources = [states_of_rank(whole, rank, writers) for rank in range(writers)]
     layouts = [BlockLayout(tensors, heads) for tensors, heads in sources]

@@ -39,7 +39,7 @@ def test_every_step_within_limits_has_captured_shapes(data: st.DataObject) -> No
     own = data.draw(limits())
     buckets = Buckets(own)
     bodies, heads = set(buckets.bodies()), set(buckets.heads())
-    # One of more tokens would write behind what was made for a step.
+    # A step of more tokens would write beyond the buffers.
     assert all(body.tokens <= own.tokens and body.rows <= own.lanes for body in bodies)
     for _ in range(20):
         rows = data.draw(st.integers(1, min(own.lanes, own.tokens)))

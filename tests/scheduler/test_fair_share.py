@@ -1,4 +1,4 @@
-"""Shares that tenants get of an engine."""
+"""Tenants' shares of an engine."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def test_a_long_prompt_leaves_others_their_part_of_a_step() -> None:
 
 
 def test_a_tenant_with_many_small_requests_does_not_starve_others() -> None:
-    """A tenant whose queue is always empty again, as all it asks for is started at once, has one
-    grant a round all the same."""
+    """A tenant whose requests all start immediately, so that its queue is empty, still gets only
+    one grant per round."""
     loop = make(
         fair=True, max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=2048, blocks=2000
     )

@@ -46,12 +46,12 @@ def request(name: str, prompt: int | list[int], output: int = 4, **options: Any)
 
 
 def own(seed: int, length: int) -> list[int]:
-    """A prompt that shares nothing with those of other seeds."""
+    """Returns a prompt without common prefixes with those of other seeds."""
     return [1000 * seed + i for i in range(length)]
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int, int, int]]:
-    """(lane, q_len, n_logits, flags) of each row."""
+    """Returns (lane, q_len, n_logits, flags) of each row."""
     return list(
         zip(
             plan.lanes.tolist(),
@@ -470,7 +470,7 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
     turn = request("turn", own(1, 5) + first.output.tolist() + [1, 2, 3])
     loop.scheduler.add(turn)
     loop.drain()
-    # All but the last answer's last token, which was never fed.
+    # All tokens except the last answer's last one, which was never computed.
     assert turn.num_cached_tokens == 13
     stats = loop.scheduler.stats()
     assert (stats.prefix_hit_tokens, stats.copied_blocks, stats.evicted_blocks) == (13, 1, 0)

@@ -145,7 +145,8 @@ def test_a_request_waits_while_a_feature_loads_its_blocks() -> None:
 
 
 def test_a_request_is_preempted_a_bounded_number_of_times() -> None:
-    """After it fell victim to newcomers' shares of the pool, it takes all it needs."""
+    """After it was preempted for new tenants' shares of the pool, the request takes all blocks it
+    needs."""
     loop = make(blocks=12, max_num_seqs=4)
     for i in range(12):
         loop.scheduler.add(request(f"r{i}", 4, 40))

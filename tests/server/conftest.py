@@ -28,7 +28,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Server]]:
-    """Starts servers of a test's own, and cleans them up."""
+    """Starts servers for one test, and cleans them up."""
     started: list[Server] = []
 
     def start(*flags: str) -> Server:

@@ -1,4 +1,5 @@
-"""A real server under more than it can do: what it refuses, ends, and is free of afterwards."""
+"""A real server under overload: refused and aborted requests, and no resources in use
+afterwards."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def bounded(
 
 
 def ended(sock: socket.socket) -> bytes:
-    """Returns the bytes that came until the server closed."""
+    """Returns the bytes received until the server closed."""
     sock.settimeout(20)
     parts = []
     with contextlib.suppress(ConnectionResetError):
@@ -129,7 +130,7 @@ def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(2):
                 kept.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
                 assert kept.recv(65536).startswith(b"HTTP/1.1 204")
-                time.sleep(0.7)  # idle between requests is another matter
+                time.sleep(0.7)  # idle connections between requests have another limit
 
 
 def test_a_half_closed_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

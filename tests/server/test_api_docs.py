@@ -1,4 +1,4 @@
-"""docs/api.md lists every field that the server takes, and every one of the official APIs."""
+"""docs/api.md lists every field that the server accepts, and every field of the official APIs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "api.md"
 
 
 def fields_in(section: str) -> set[str]:
-    """Names in the first columns of a section's tables; `a.b` stands for `a` too."""
+    """Returns the names in the first columns of a section's tables; `a.b` also counts as `a`."""
     text = DOCS.read_text("utf-8")
     body = re.split(rf"^## {section}$", text, flags=re.MULTILINE)[1]
     body = re.split(r"^## ", body, flags=re.MULTILINE)[0]

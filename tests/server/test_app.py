@@ -1,4 +1,4 @@
-"""The application in this process, over an engine whose pace and death the test decides."""
+"""The application in this process, with the fake engine."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_unexpected_errors_tell_nothing() -> None:
 
 
 async def call_slowly(client: FakeClient, writes: list[bytes], gate: asyncio.Event) -> None:
-    """Speaks ASGI itself, with a socket whose first write waits for `gate`."""
+    """Calls the application by ASGI, with a fake socket whose first write waits for `gate`."""
     app = build_app(client, ServerArgs())  # type: ignore[arg-type]
     body = json.dumps({**PROMPT, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]

@@ -1,4 +1,4 @@
-"""API keys, rate limits and the headers that tell of them, over the fake engine."""
+"""API keys, rate limits and their headers, with the fake engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def requests(
     engine: FakeClient | None = None,
     **options: Any,
 ) -> list[httpx.Response]:
-    """The answers to (method, path, body), one after the other."""
+    """Returns the answers to requests (method, path, body), sent one after the other."""
 
     async def go() -> list[httpx.Response]:
         async with connect(engine or FakeClient(), args, **options) as http:
@@ -54,11 +54,11 @@ def test_every_answer_reports_the_remaining_limits() -> None:
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
     assert first.headers["x-ratelimit-reset-requests"].endswith("s")
     assert first.headers["x-ratelimit-limit-tokens"] == "1000"
-    # Three of the prompt and ten that may be said.
+    # Three prompt tokens and ten that may be generated.
     assert first.headers["x-ratelimit-remaining-tokens"] == "987"
     assert first.headers["x-ratelimit-reset-tokens"].endswith("ms")
     assert models.headers["x-ratelimit-remaining-requests"] == "1"
-    # Six were used; the rest has been given back, and a little has come in.
+    # Six tokens were used, the rest were given back, and a few were refilled.
     assert int(models.headers["x-ratelimit-remaining-tokens"]) in range(994, 1001)
     assert second.headers["x-ratelimit-remaining-requests"] == "0"
     assert_error(third, 429, None, "rate_limit_exceeded")
@@ -70,7 +70,7 @@ def test_every_answer_reports_the_remaining_limits() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_router_receives_the_tokens_used(stream: bool) -> None:
-    """Six tokens: in a header, or in a comment behind the last event."""
+    """Six tokens, reported in a header, or in a comment after the last event."""
 
     async def go() -> list[httpx.Response]:
         body = {**PROMPT, "max_tokens": 10, "stream": stream}
@@ -105,7 +105,7 @@ def test_tokens_run_out() -> None:
 
 
 class Forking(FakeClient):
-    """Says two tokens for each prompt, either of which may follow."""
+    """A fake engine with two alternatives for each next token."""
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any

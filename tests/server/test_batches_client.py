@@ -144,7 +144,7 @@ def test_a_wrong_file(batch_server: Server) -> None:
 
 
 class Recorder(FakeClient):
-    """Notes as whom each request ran, and is too busy for the first `busy` ones."""
+    """Records the tenant of each request, and refuses the first `busy` ones as overloaded."""
 
     def __init__(self, busy: int = 0, **fields: Any) -> None:
         super().__init__(tokenizer=PlainTokenizer(), **fields)
@@ -398,7 +398,7 @@ def test_a_key_leaves_room_for_others(tmp_path: Path) -> None:
             assert_error(refused, 413, None, "store_full")
             assert "--batch-key-gb" in refused.json()["error"]["message"]
             assert (await put("b", 2000)).status_code == 200
-            # What batches write counts, and none begins for a key that has no room.
+            # Output files of batches count, and a key without room cannot start a batch.
             id = await start(http, line("a"), headers=as_key("b"))
             await until(http, id, "completed", headers=as_key("b"))
             files = (await http.get("/v1/files", headers=as_key("b"))).json()["data"]

@@ -23,7 +23,7 @@ LARGE = 400_000
 
 
 async def body(end: asyncio.Event) -> AsyncIterator[bytes]:
-    """Yields a valid body of `LARGE` bytes but its last one, which waits for `end`."""
+    """Yields a valid body of `LARGE` bytes; the last byte waits for `end`."""
     start = b'{"prompt": [1, 2, 3]'
     yield start + b" " * (LARGE - len(start) - 1)
     await end.wait()

@@ -45,7 +45,8 @@ class Pet(BaseModel):
 
 
 def strict(schema: Any) -> Any:
-    """The schema as OpenAI's client makes it strict: closed, all required, without defaults."""
+    """The schema in the strict form of OpenAI's client: no further properties, all required, no
+    defaults."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):

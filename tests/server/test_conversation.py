@@ -1,4 +1,4 @@
-"""Conversations put together from items and blocks."""
+"""Conversations built from items and blocks."""
 
 from __future__ import annotations
 

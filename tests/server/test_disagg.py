@@ -39,7 +39,7 @@ def start_reader(writer: Server, *flags: str) -> Server:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    """Takes the writer's spans."""
+    """Receives the writer's spans."""
     found = Collector()
     yield found
     found.server.shutdown()
@@ -48,7 +48,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def servers(collector: Collector) -> Iterator[tuple[Server, Server]]:
-    """A writer, which wants a key and computes prompts in several steps, and a reader."""
+    """A writer, which requires a key and computes prompts in several steps, and a reader."""
     steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async")
     writer = start_server(
         *("--role", "prefill", "--api-key", KEY, "--otlp-endpoint", collector.url, *steps, *LEASE),
@@ -199,11 +199,11 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
                 )
                 return str(made.choices[0].text)
 
-            # Nothing decodes: what would be late?
+            # Nothing decodes, so a long prompt delays nobody.
             before, prompt = fetches(reader), "an idle reader " + STORY
             assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)
             assert fetches(reader) == before
-            # It holds that now, and says so in the engine's own words.
+            # The server has cached it now, and its events report this.
             held = read_prompt(json.dumps({"model": MODEL, "prompt": prompt}).encode())
             known = fleet.chooser.prefixes.look_up(held)
             assert len(known.blocks) > 0
@@ -225,7 +225,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
             await stream.close()
 
     asyncio.run(main())
-    # A name that is no peer's is refused, also at a server that asks nobody.
+    # An unknown peer's name is refused, even by a server without peers.
     for server, key in ((reader, "none"), (writer, KEY)):
         with pytest.raises(openai.BadRequestError, match=r"no peer|asks no others"):
             ask(server, STORY, key, extra_headers={"x-quire-prefill": "http://127.0.0.1:1"})
@@ -259,7 +259,7 @@ def test_a_reader_that_does_not_match_computes_its_prompts(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 2), (4, 2)])
 def test_servers_of_several_ranks(servers: tuple[Server, Server], ranks: tuple[int, int]) -> None:
-    """Tokens are those of a server with one rank."""
+    """Tokens equal those of a server with one rank."""
     alone, _ = servers
     count = "--tensor-parallel-size"
     writer = start_server("--role", "prefill", "--api-key", KEY, count, str(ranks[0]))
@@ -309,7 +309,8 @@ def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["full", "window", "state"])
 def test_chaos(tmp_path: Path, model: str) -> None:
-    """Servers are killed and clients leave at random. No answer is wrong, and nothing is left."""
+    """Servers are killed and clients leave at random. No answer is wrong, and no resources stay in
+    use."""
     chaos = run_chaos(Plan(150, model=model, jobs=40, each=10, round=75), tmp_path)
     assert chaos.good, chaos.result()
     assert chaos.ends["equal"] > 75

@@ -1,4 +1,4 @@
-"""Calls that the embedded model is made to write: it is too small to think of them itself."""
+"""Calls forced by grammars, because the embedded model is too small to write them by itself."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_every_format_after_reasoning(
     template.write_text(TEMPLATE)
     server = launch("--chat-template", str(template), "--tool-call-parser", parser)
     client = server.client()
-    bias = {"6141": 100}  # the end of reasoning, which the model would never think of
+    bias = {"6141": 100}  # the end of reasoning, which the model would never write by itself
     for choice in (NAMED, "required"):
         answer = ask(
             client,

@@ -1,4 +1,4 @@
-"""Tests that no API key sees, continues, changes or ends what another one stored."""
+"""No API key sees, continues, changes or ends another key's stored objects."""
 
 from __future__ import annotations
 

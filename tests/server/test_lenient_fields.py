@@ -1,4 +1,4 @@
-"""Fields that clients send unasked, and other names of what the server has."""
+"""Fields that clients always send, and alternative names of fields."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_a_signal_drains_and_exits_with_0(
     below = engines(server)
     assert below
     server.process.send_signal(number)
-    chunks = list(stream)  # what runs may finish
+    chunks = list(stream)  # running requests may finish
     assert chunks[-1].choices[0].finish_reason == "length"
     assert server.process.wait(WAIT) == 0
     server.wait_for(lambda: not any(map(_alive, below)), "the engine to end")
@@ -119,7 +119,7 @@ def test_a_worker_that_shows_no_life_is_ended(
     monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
     assert "has not responded for 0.2 s" in caplog.text
-    # One that stands still before its first line.
+    # A process that stalls before its first line.
     monkeypatch.setattr(supervisor, "START_SECONDS", 0.3)
     lines = "import time\n"
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
@@ -129,7 +129,7 @@ def test_a_worker_that_shows_no_life_is_ended(
 def test_a_worker_that_is_stopped_at_its_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first of its processes stands still, the second serves."""
+    """The first of the processes stalls, and the second serves."""
     code = (
         "import pathlib, sys, time\n"
         f"place = pathlib.Path({str(tmp_path / 'once')!r})\n"

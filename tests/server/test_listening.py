@@ -1,4 +1,4 @@
-"""Real servers on TLS and on Unix sockets, with keys from a file, and what they log."""
+"""Real servers with TLS, Unix sockets and keys from a file, and their logs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
 
 
 def write(tmp_path: Path, ca: trustme.CA, cert: trustme.LeafCert) -> list[str]:
-    """The flags of a server with that certificate, which asks its clients for one too."""
+    """Returns flags of a server with that certificate, which requires client certificates."""
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     cert.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
     for i, blob in enumerate(cert.cert_chain_pems):
@@ -105,7 +105,7 @@ def test_a_unix_socket(launch: Callable[..., Server], tmp_path: Path) -> None:
     client = openai.OpenAI(base_url="http://quire/llm/v1", api_key="none", http_client=http)
     assert client.completions.create(**ASK).usage.completion_tokens == 4  # type: ignore[union-attr]
 
-    # Who leaves in the middle gives his lane, the only one, to who comes next.
+    # A client that disconnects frees its lane, the only one, for the next client.
     long = {**ASK, "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with http.stream("POST", "http://quire/v1/completions", json=long) as response:
         next(response.iter_lines())

@@ -1,4 +1,4 @@
-"""Requests with many log-probabilities: what they share, where they are formatted, the bounds."""
+"""Requests with many log-probabilities: shared entries, formatting in threads, and limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page's files as they are served; what they do is tested in a browser."""
+"""The page's files as served; other tests run them in a browser."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ def test_head() -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES.values()))
 def test_files_refer_only_to_each_other(name: str) -> None:
-    """By relative paths, so that a prefix before all routes holds; and each can be read."""
+    """References are relative, so that the page works under a path prefix, and each referenced file
+    exists."""
     text = content(name).decode()
     assert len(text.splitlines()) <= 400
     references = re.findall(r'(?:src|href|from) ?=? ?"([^"]+)"', text)

@@ -175,7 +175,7 @@ def test_mistakes_are_shown_where_they_are(page: Any) -> None:
 
 
 def scripted(*chunks: dict[str, Any]) -> str:
-    """A stream of these chunks, as the server would send them."""
+    """Answers with a stream of these chunks."""
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 

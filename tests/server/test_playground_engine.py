@@ -98,7 +98,7 @@ def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
             page.locator(".tree [role=treeitem][tabindex='0']").focus()
             told = page.inner_text("#tree-readout")
             assert re.search(r"\d+ tokens, \d requests run on it", told)
-            assert "sea" not in page.inner_text("#engine")  # nobody asked to show prompts
+            assert "sea" not in page.inner_text("#engine")  # hidden by default
             page.keyboard.press("ArrowRight")
             assert page.inner_text("#tree-readout") != told
         page.wait_for_selector("#requests:has-text('Nothing runs')")
@@ -186,7 +186,7 @@ def test_an_engine_that_is_started_again_is_seen_again(
     with opened(browser, f"{server.url}/") as page:
         live(page)
         with Load(server, 4):
-            # Whichever process answers this page, it sees the requests of all.
+            # The page shows the requests of all processes, whichever one serves it.
             page.wait_for_selector(".tile:has-text('Running') .value:text-is('4')")
         os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
         page.wait_for_selector("#live-state[data-state=disconnected]")

@@ -1,4 +1,4 @@
-"""Keys, and the buckets that processes share."""
+"""Keys, and rate limits shared by processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server with several engines: one that dies takes only its own requests along."""
+"""A server with several engines: if one dies, only its requests fail."""
 
 from __future__ import annotations
 

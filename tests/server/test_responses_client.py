@@ -163,7 +163,7 @@ def test_fields_of_the_other_routes(client: openai.OpenAI) -> None:
 
 
 class Size(BaseModel):
-    # The tiny model would fill pages with spaces, if it were let.
+    # Without a limit, the tiny model would write pages of spaces.
     model_config = ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
 
     name: Literal["small", "large"]

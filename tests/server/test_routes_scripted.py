@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages` over an engine whose pace and death the test decides."""
+"""`/v1/responses` and `/v1/messages` with the fake engine."""
 
 from __future__ import annotations
 

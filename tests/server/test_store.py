@@ -1,4 +1,4 @@
-"""The bounds of a store, whatever comes in, grows or is pinned."""
+"""The limits of a store, for random additions, growth and pins."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ HELLO: list[Any] = [
 
 @pytest.fixture
 def stored(client: openai.OpenAI) -> Iterator[list[ChatCompletion]]:
-    """Three, of which the second was streamed; gone afterwards."""
+    """Three stored chats, the second one streamed; deleted afterwards."""
     options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 5, "store": True}
     found = []
     for place in range(3):

@@ -1,4 +1,5 @@
-"""Structured output over HTTP: the `openai` client against a real server, and every refusal."""
+"""Structured output over HTTP, with the `openai` client and a real server, and every refused
+field."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def ask(server: Scripted, **options: Any) -> Any:
 
 
 def gathered(chunks: Any) -> dict[str, Any]:
-    """A stream's deltas put together, as clients do it."""
+    """Merges a stream's deltas as clients do."""
     out: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -82,7 +82,7 @@ def test_calls() -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """The engine goes on only once the beginning of the arguments is out."""
+    """The engine continues only once the beginning of the arguments was sent."""
     engine = scripted_engine(*pieces(OSLO), free=18)
     body = {"messages": ASK, "tools": [WEATHER], "stream": True}
     written: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Templates render as `transformers` renders them, and cannot do harm."""
+"""Templates render as in `transformers`, and cannot do harm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers that come without a tokenizer.json, against the methods that they are made for."""
+"""Tokenizers without a tokenizer.json, compared with their original algorithms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def texts(count: int = 80) -> list[str]:
 
 
 def random_ranks(count: int) -> list[bytes]:
-    """Bytes, and pairs of what is there already: as training leaves them."""
+    """Returns a vocabulary of bytes and merged pairs of earlier tokens, as from training."""
     draw = random.Random(1)
     ranks = [bytes([byte]) for byte in range(256)]
     source = "".join(texts()).encode()
@@ -43,7 +43,7 @@ def random_ranks(count: int) -> list[bytes]:
 
 
 def merged(parts: list[Any], order: dict[Any, float]) -> list[Any]:
-    """Merges the neighbours that come first in `order`, until none are in it."""
+    """Merges neighbours in the order of `order`, until none can be merged."""
     while True:
         pairs = [(order.get(a + b), at) for at, (a, b) in enumerate(itertools.pairwise(parts))]
         known = [(rank, at) for rank, at in pairs if rank is not None]
@@ -119,7 +119,7 @@ def test_kimi(tmp_path: Path) -> None:
     words = ["Hello", "中文", " it's", " ", "123", "4", "  ", " DON'T", "...\n", "aBC", "Def"]
     text = "".join(words)
     parts = [part for word in words for part in _whole_or_merged(word.encode(), order)]
-    # By one pattern "aBC" ends before a capital that small letters follow.
+    # In one pattern, "aBC" ends before a capital that is followed by small letters.
     assert tokenizer.encode(text).tolist() == [order[part] for part in parts]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("<|im_end|><|reserved_token_303|>").tolist() == [302, 303]
@@ -246,7 +246,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_ends_of_texts_by_tokenizer_config(
     begins: bool | None, ends: bool | None, tmp_path: Path
 ) -> None:
-    """Gives DeepSeek's tokenizers, whose tokenizer.json has no BOS, what transformers gives."""
+    """Adds the same BOS as transformers to DeepSeek's tokenizers, whose tokenizer.json has none."""
     transformers = pytest.importorskip("transformers")
     hub = HubTokenizer(models.BPE({char: place for place, char in enumerate("abcdef")}, []))
     hub.add_special_tokens(["<s>", "</s>"])

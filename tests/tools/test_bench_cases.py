@@ -1,4 +1,4 @@
-"""The benchmarks' work: which requests a case makes, and which names are none."""
+"""The benchmarks' workloads: the requests of a case, and invalid names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.tools.bench.cases import NAMED, check_lengths, check_scale, parse_cas
 def test_nano_is_the_community_benchmark() -> None:
     work = NAMED["nano"].workload(151936)
     assert work.sampling == {"temperature": 0.6}
-    # Those are its known totals.
+    # These are the known totals of the case.
     assert (len(work.prompts), work.prompt_tokens, work.output_tokens) == (256, 142827, 133966)
     assert all(100 <= len(prompt) <= 1024 for prompt in work.prompts)
     assert all(100 <= length <= 1024 for length in work.lengths)

@@ -1,4 +1,4 @@
-"""The load generator: its arithmetic, its requests, and its clients against a server that lies."""
+"""The load generator: its arithmetic, its requests, and its clients with a faulty server."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def test_figures() -> None:
     assert found["tpot_mean_ms"] == pytest.approx((150.0 + 50.0) / 2)
     assert found["itl_mean_ms"] == pytest.approx((100 + 200 + 200) / 3)
     assert found["e2el_p50_ms"] == pytest.approx(500.0)
-    # The first is too slow between tokens, the third to its first; the second is good.
+    # The first request is too slow between tokens and the third until its first token; the second
+    # is good.
     assert found["goodput_s"] == pytest.approx(1.0)
     assert failures(answers) == ["1 x 503: no room"]
     assert summary([answers[3]]) == {"requests": 0, "failed": 1}
@@ -109,7 +110,7 @@ def test_processes() -> None:
 
 
 class Streams(BaseHTTPRequestHandler):
-    """Answers by what the prompt says."""
+    """Answers as the prompt demands."""
 
     protocol_version = "HTTP/1.1"
 
@@ -187,7 +188,7 @@ def test_a_server_without_http_is_an_error() -> None:
 
 @contextlib.contextmanager
 def listening(said: bytes, head: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> Iterator[int]:
-    """Answers whatever is sent with these bytes, on a port."""
+    """Listens on a port and answers any request with these bytes."""
 
     class Says(socketserver.StreamRequestHandler):
         def handle(self) -> None:

@@ -61,7 +61,7 @@ def test_sequences_of_the_built_in_text() -> None:
     text = calibration(tokenizer, None, 128, 512, tokenizer.vocab_size)
     assert text.sequences.shape == (128, 512)
     assert text.held_out.shape == (18, 512)
-    # Fewer sequences leave as many to measure with.
+    # With fewer sequences, an equal number is left for measuring.
     fewer = calibration(tokenizer, None, 32, 512, tokenizer.vocab_size)
     assert fewer.sequences.shape == (32, 512)
     assert torch.equal(fewer.held_out, text.held_out)

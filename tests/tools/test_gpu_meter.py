@@ -24,9 +24,9 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """GPUs that draw 100 W and 50 W more for each further one.
+    """GPUs that draw 100 W, 150 W, 200 W and so on.
 
-    without: functions that the last GPU does not have.
+    without: functions that the last GPU does not support.
     """
 
     seconds: float | None = None

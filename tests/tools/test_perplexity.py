@@ -1,4 +1,4 @@
-"""`quire eval perplexity` against transformers, and what it refuses."""
+"""`quire eval perplexity` compared with transformers, and refused texts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def checkpoint(folder: Path, case: str) -> Any:
 def expected(
     model: Any, ids: list[int], window: int, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nats of each token that counts, and the logits behind them, in the way of
-    transformers' guide to perplexity."""
+    """Returns the nats of each counted token and their logits, as in transformers' guide to
+    perplexity."""
     nats, logits, seen = [], [], 0
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))

@@ -1,4 +1,4 @@
-"""Profiles charge every moment once, and see the steps that they are asked for."""
+"""Profiles count every moment once, and cover the requested steps."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ Made = Callable[[str, str], tuple[Path, Path, Report]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Makes a case's checkpoint, and one quantized by a recipe, each once. Returns both, and the
+    """Makes a case's checkpoint and a quantized one, each only once. Returns both and the
     report."""
     originals: dict[str, Path] = {}
     reports: dict[tuple[str, str], tuple[Path, Path, Report]] = {}
@@ -110,7 +110,8 @@ def test_a_checkpoint_stands_for_its_model(name: str, case: str, made: Made) -> 
 
 @pytest.mark.parametrize("case", ["gemma2", "cohere2", "exaone4", "granite"])
 def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
-    """Norms with an offset, of what parts give, or shared by both; scaled embeddings and logits."""
+    """Norms with an offset, after attention and MLP, or shared by both; scaled embeddings and
+    logits."""
     source = original(tmp_path / "model", case)
     recipe = Recipe.with_defaults("awq", bits=8, group_size=16)
     report = quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
@@ -121,7 +122,7 @@ def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
-    """Loaded as the library loads by default, every weight becomes the numbers that Quire has."""
+    """Loaded with the library's defaults, every weight equals Quire's."""
     pytest.importorskip("compressed_tensors")
     import transformers
 
@@ -129,7 +130,7 @@ def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     ids = [5, 17, 99, 3, 42, 7, 7, 150, 23]
     with torch.inference_mode():
-        # The first pass decompresses weights that were not when they were loaded.
+        # The first pass decompresses weights that loading did not decompress.
         expected = oracle(torch.tensor([ids])).logits[0]
     weights = dict(oracle.named_parameters())
     model = loaded(out)
@@ -137,7 +138,7 @@ def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
         torch.testing.assert_close(weights[key].double(), own, rtol=1e-5, atol=1e-7)
     found = logits(model)
     recipe = Recipe.with_defaults(**RECIPES[name])
-    # The library, once it has decompressed weights, leaves inputs as they are.
+    # Once the library has decompressed weights, it does not round inputs.
     bound = 1e-4 if recipe.inputs == "none" else 0.2 if recipe.grid.float else 0.05
     assert (found - expected).norm() / expected.norm() < bound
 
@@ -208,7 +209,7 @@ def test_gptq_refuses_values_that_are_not_finite() -> None:
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "mistral-window"])
 def test_moved_scales_change_no_output(method: str, case: str, tmp_path: Path) -> None:
-    """Factors are folded into norms and projections such that the block computes the same."""
+    """Factors are folded into norms and projections so that the block's results stay the same."""
     source = OriginalModel(original(tmp_path / "model", case), torch.device("cpu"), torch.float32)
     block = source.block(0)
     source.fill(block, "layers.0")
@@ -256,7 +257,7 @@ def test_the_gate(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="gate must be a number"):
         quantize(source, "tiny", tmp_path / "out", recipe, replace(strict, gate=math.nan))
-    # What was computed is not computed again.
+    # Computed layers are not computed again.
     blocks: list[int] = []
     force = Options(
         data=TEXT, samples=6, length=32, gate=-99.0, force=True,
@@ -366,7 +367,7 @@ def test_a_link_leads_to_the_folder_that_is_made(there: bool, tmp_path: Path) ->
 
 
 def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends in one line, and what was computed is there for the next run."""
+    """The error is one line, and computed layers are kept for the next run."""
     source = original(tmp_path / "model")
 
     def full(self: WorkFolder, file: Path) -> None:
@@ -537,7 +538,7 @@ def test_static_scales_of_inputs_are_read_back(tmp_path: Path) -> None:
 
 
 def test_stored_and_simulated_numbers_are_one(tmp_path: Path) -> None:
-    """A layout is read back to the numbers that rounding gave."""
+    """Reading a written layout gives the rounded values."""
     torch.manual_seed(0)
     weight = torch.randn(48, 96)
     source = OriginalModel(

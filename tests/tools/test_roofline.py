@@ -111,7 +111,7 @@ def test_few_bits_halve_weights() -> None:
 
 
 def test_a_head_with_weights_of_its_own_leaves_the_embeddings() -> None:
-    """Qwen3-0.6B ties its head to them."""
+    """Qwen3-0.6B ties its head to the embeddings."""
     tied = Roofline(config("qwen3-0.6b"), "h200")
     own = Roofline(config("qwen3-0.6b", quantization="head=int8"), "h200")
     assert tied.work.tied
@@ -262,6 +262,6 @@ def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatc
     ):
         ran.clear()
         monkeypatch.setattr("quire.cli.roofline.card_name", lambda device, name=here: name)
-        # What does not fit is not run.
+        # Cases that do not fit are not run.
         command(folder, "--case", "b1", "--case", "128x8192x2048", *extra)
         assert ran == runs, (here, extra)

@@ -36,7 +36,7 @@ class DetachedBlocks:
 
     Attributes:
         blocks: block ids per group.
-        starts: by group, the block table index of the first block.
+        starts: for each KV group, the block table index of the first block.
         last: the request's last node in the tree; None once the blocks are freed.
         tail: tokens of the partly filled block after that node, packed int32.
         length: number of tokens that stay for reuse.
@@ -161,15 +161,15 @@ class BlockManager:
         never waits for blocks. A group with a window books up to `chunk_end`.
 
         Args:
-            computed: where the request's first row starts, at least `match.length`.
-            chunk_end: where that row ends.
+            computed: first position of the request's first row, at least `match.length`.
+            chunk_end: end of that row.
             known: number of known tokens.
             spare: blocks that must stay available in each group whose lanes grow.
         """
         shares, sources, ends = [], [], []
         for g, group in enumerate(self.groups):
             start, shared = group.share(match, computed)
-            ends.append(group.booked_at_once(known, chunk_end))
+            ends.append(group.admitted_tokens(known, chunk_end))
             needed = group.blocks(ends[g]) - start - len(shared) + spare * group.grows
             if needed + self.reclaimed(g, match, shared) > self.available(g):
                 return False

@@ -70,12 +70,12 @@ class BlockTables:
         """
         return self.blocks(tokens)
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         """Returns the number of tokens that a request books when it is admitted.
 
         Args:
             known: number of known tokens.
-            chunk_end: where its first row ends.
+            chunk_end: end of its first row.
         """
         return known
 

@@ -18,8 +18,8 @@ class LoadingPrefix:
         lane: the loading lane that holds the blocks.
         tokens: int32 [n], the prefix.
         start: number of leading tokens that are on the device already.
-        places: by group, the block table index of the first block to fill.
-        blocks: by group, int32 [n], the blocks to fill. A recurrent state has one.
+        places: for each KV group, the block table index of the first block to fill.
+        blocks: for each KV group, int32 [n], the blocks to fill. A recurrent state has one.
     """
 
     lane: int

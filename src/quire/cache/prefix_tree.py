@@ -34,7 +34,8 @@ class Match:
         length: number of tokens.
         whole: number of whole blocks. The request shares them.
         node: the node that contains the last whole block. It may go on after this block.
-        source: by group, the block to copy for the remaining tokens. None without such tokens.
+        source: for each KV group, the block to copy for the remaining tokens. None without
+            remaining tokens.
         tail: the node of `source` if it is a tail, or None.
         known: number of the prompt's whole blocks in the tree. Some groups may be unable to resume
             after them.
@@ -124,8 +125,8 @@ class PrefixTree:
     its node keeps the blocks of the other groups.
 
     Args:
-        sparse: by group, the blocks that only the tree holds; None for a group whose blocks come
-            and go with their nodes.
+        sparse: for each KV group, the blocks that only the tree holds; None for a group whose
+            blocks are evicted together with their nodes.
 
     Attributes:
         num_idle: number of evictable blocks, in each group that keeps every position.

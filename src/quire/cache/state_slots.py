@@ -188,7 +188,7 @@ class StateSlots(BlockTables):
         self._new: list[int] = []
         """Lanes with checkpoints of the next plan."""
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         return 1
 
     # -- resuming from a checkpoint ------------------------------------------------------------

@@ -95,7 +95,7 @@ class WindowTables(BlockTables):
         # A window and a chunk need not start on a block boundary.
         return min(self.blocks(tokens), self.blocks(self.window - 1 + chunk) + 1)
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         return chunk_end
 
     def can_fork(self, parent: int, length: int) -> bool:

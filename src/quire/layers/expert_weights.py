@@ -61,7 +61,7 @@ def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
 
     Args:
         names: projections that share a weight, such as ("gate", "up"); ("",) for a single one.
-        layout: of the checkpoint.
+        layout: layout of the checkpoint.
         build: see `Build`. Its name is the projection's name.
         count: experts of the layer.
 
@@ -115,7 +115,7 @@ class ExpertLinear(nn.Module):
         names: projections that share the weight, ("",) for a single one.
         shard: the part of the weights that this rank holds.
         scheme: the weight's format and its tensors in the checkpoint.
-        layout: of the checkpoint.
+        layout: layout of the checkpoint.
         build: see `Build`.
         bias: whether the projections have biases. If ranks split the inputs, only the first rank
             adds them.
@@ -251,8 +251,8 @@ class ExpertLinear(nn.Module):
         """Returns the slice of one expert's tensor; it is empty if another rank holds the expert.
 
         Args:
-            name: of the tensor below this module.
-            weight: of the expert, or None if another rank holds it.
+            name: name of the tensor below this module.
+            weight: the expert's weight, or None if another rank holds it.
             stored: how the tensor becomes part of the weight.
             share: this rank's share of the projection.
         """

@@ -57,7 +57,7 @@ class ExpertsSpec:
             experts, not their weights (DeepSeek-V3).
         shared_width: hidden units of the shared expert, which every token gets; 0 without one.
         shared_gate: whether the shared expert's output is multiplied by a sigmoid gate.
-        layout: of the checkpoint's tensors.
+        layout: layout of the checkpoint's tensors.
     """
 
     experts: int

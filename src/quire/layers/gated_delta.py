@@ -58,7 +58,7 @@ class StateLayout:
         value_dim: columns of a head's matrix.
         channels: channels of the convolution on this rank: q, k and v.
         taps: tokens that the convolution spans.
-        dtype: of the convolution's inputs.
+        dtype: dtype of the convolution's inputs.
         drafts: most draft tokens in a row. The next step may continue after any of them
             (`ops/state.py`), so the state keeps what it needs to go back.
     """
@@ -97,7 +97,7 @@ class StateLayout:
 
     @property
     def head_sections(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns, for each of `parts`, where ranks split it.
+        """Returns the dimension and the sections along which ranks split each of `parts`.
 
         The number is the dimension of heads. The tuple has the sizes of the sections along it, and
         ranks split each section by heads.

@@ -176,7 +176,7 @@ class Linear(nn.Module):
         Args:
             x: [T, this rank's inputs].
             norm: applied to x, or None.
-            act: applied to the result, or None. A gated activation halves the width.
+            act: activation applied to the result, or None. A gated activation halves the width.
             residual: [T, outputs], added to the result, or None.
 
         Raises:

@@ -35,7 +35,7 @@ class SampledOutputs:
     """A sample of outputs from projections that share a weight.
 
     Attributes:
-        names: of the projections.
+        names: names of the projections.
         weight: the sample, with equally many outputs of each projection.
         may_be_zero: whether a projection may be zero throughout.
     """

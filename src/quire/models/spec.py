@@ -69,10 +69,10 @@ class ModelSpec:
         vocab_size: token ids.
         hidden_size: numbers in a hidden state.
         norm: kind of the norms between layers' parts and before the head.
-        layers: in order.
+        layers: the layers, in order.
         learned_positions: rows of the learned position table, or None without one.
         tied_head: whether the head uses the token embeddings as weights.
-        dtype: of the checkpoint.
+        dtype: dtype of the checkpoint.
         max_positions: tokens of the longest sequence that the model supports.
         bos_token_id: token that begins a text, or None.
         eos_token_ids: tokens that end a text.

@@ -46,7 +46,7 @@ class Stage:
     """One stage of a pipeline. The first also holds the embeddings, the last also the head.
 
     Attributes:
-        index: from 0.
+        index: index of the stage, from 0.
         count: number of stages.
         layers: indices of its layers.
     """
@@ -196,11 +196,11 @@ def build_stage(
 
     Args:
         spec: the whole model.
-        index: of the stage, from 0.
+        index: index of the stage, from 0.
         count: number of stages.
         links: connections to the neighbouring stages.
         device: see `build_model`.
-        dtype: of activations, by default the checkpoint's.
+        dtype: dtype of activations, by default the checkpoint's.
         group: the ranks that share the stage's layers.
         quantization: chooses weight formats.
         expert_parallel: see `Build`.
@@ -285,9 +285,9 @@ def balanced_ranges(
     """Splits items into `count` ranges such that the largest total cost of a range is minimal.
 
     Args:
-        costs: of the items, in order; at least `count` of them.
+        costs: costs of the items, in order; at least `count` of them.
         count: number of ranges. Each gets at least one item.
-        sizes: of the items, by default their costs.
+        sizes: sizes of the items, by default their costs.
         most: upper limit for the total size of a range, kept if that is possible.
     """
     cost_ends = list(itertools.accumulate(costs, initial=0.0))

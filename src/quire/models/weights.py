@@ -46,10 +46,10 @@ def load_weights(
     """Fills a model's weights.
 
     Args:
-        model: with uninitialized weights.
+        model: a model with uninitialized weights.
         path: folder of the checkpoint.
         load_format: "dummy" fills in random weights instead.
-        seed: of random weights.
+        seed: seed of random weights.
         progress: called with the bytes read so far and the bytes in total.
         family: names the checkpoint's tensors, by default the model's family.
 
@@ -103,8 +103,8 @@ class _Entry:
 
     Attributes:
         file: open.
-        name: of the tensor in the file.
-        nbytes: of the whole tensor.
+        name: name of the tensor in the file.
+        nbytes: size of the whole tensor.
     """
 
     file: Any

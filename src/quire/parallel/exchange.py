@@ -109,7 +109,7 @@ class Exchange:
             x: this rank's term of the sum.
             residual: added to the sum, or None.
             out: like x.
-            name: of the sum in error messages.
+            name: name of the sum in error messages.
         """
         site = self._group.site(name)
         kernels.collect(self._group.peers, self._parts[slot], x, residual, out, site)
@@ -139,8 +139,8 @@ def make_exchange(
         group: the ranks.
         rows: most rows of a sum.
         width: elements of a row.
-        dtype: of the elements.
-        device: of this rank.
+        dtype: dtype of the elements.
+        device: device of this rank.
 
     Returns:
         None if the ranks have no access to each other's memory.

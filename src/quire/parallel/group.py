@@ -19,7 +19,7 @@ class ProcessGroup(Protocol):
     """The ranks that share a model's layers. All call the same collectives in the same order.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this rank, from 0.
         world: number of ranks.
     """
 
@@ -46,7 +46,7 @@ class ProcessGroup(Protocol):
         Args:
             x: this rank's term. Its memory may be overwritten.
             residual: equal on all ranks, or None.
-            name: of the sum in error messages.
+            name: name of the sum in error messages.
         """
         ...
 

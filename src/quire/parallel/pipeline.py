@@ -67,7 +67,7 @@ class Pipeline:
         timeout: time limit of gloo's collectives, in seconds.
 
     Attributes:
-        stage: of this rank, from 0.
+        stage: number of this rank's stage, from 0.
         group: the ranks of this stage.
     """
 

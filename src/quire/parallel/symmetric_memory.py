@@ -47,10 +47,10 @@ class SymmetricGroup(TorchGroup):
     """Sums small tensors with its own kernels, and large ones with NCCL.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         handle: see `TorchGroup`.
         width: elements of a hidden state, for all-reduces that are fused with a norm; 0 for none.
-        dtype: of hidden states and logits.
+        dtype: dtype of hidden states and logits.
         vocab: size of the vocabulary, for gathering logits; 0 for none.
 
     Attributes:
@@ -328,8 +328,8 @@ def symmetric_group(
     All ranks must call it together.
 
     Args:
-        device: of this rank.
-        dtype: of the tensors to sum.
+        device: device of this rank.
+        dtype: dtype of the tensors to sum.
         handle: the ranks; None for the default group.
         width: see `SymmetricGroup`.
         vocab: see `SymmetricGroup`. Only one matrix of gathered logits may be in use at a time.

@@ -94,9 +94,9 @@ def join_group(
     """Joins the other ranks, and returns the group of all.
 
     Args:
-        device: of this rank. It becomes the process's current device.
+        device: device of this rank. It becomes the process's current device.
         rendezvous: URL of a file or of rank 0's port, where ranks find each other.
-        rank: from 0.
+        rank: number of this rank, from 0.
         world: number of ranks.
         timeout: time limit of gloo's collectives, in seconds.
     """

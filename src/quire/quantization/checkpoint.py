@@ -28,7 +28,7 @@ class Method(Protocol):
 
         Args:
             module: its name in the checkpoint.
-            tensors: of the checkpoint.
+            tensors: tensors of the checkpoint.
             head: whether the module is the model's head.
         """
         ...
@@ -65,9 +65,9 @@ class Checkpoint(Unquantized):
     """The checkpoint's own quantization.
 
     Args:
-        method: of the checkpoint.
+        method: method of the checkpoint.
         module_of: returns a module's name in the checkpoint, given a projection's name.
-        tensors: of the checkpoint.
+        tensors: tensors of the checkpoint.
     """
 
     def __init__(self, method: Method, module_of: Callable[[str], str], tensors: Tensors) -> None:

@@ -25,8 +25,8 @@ class ProjectionShare:
     Attributes:
         rows: [first, end) of the outputs.
         columns: [first, end) of the inputs.
-        outputs: of the whole projection.
-        inputs: of the whole projection.
+        outputs: number of outputs of the whole projection.
+        inputs: number of inputs of the whole projection.
     """
 
     rows: Range

@@ -21,7 +21,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         dtype: None if PyTorch does not have it.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     dtype: torch.dtype | None
@@ -104,7 +104,7 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     """Returns the settings of a checkpoint's quantization, or None if weights are not quantized.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: its config.json.
 
     Raises:

@@ -29,7 +29,7 @@ class Gptq:
     """The settings of a GPTQ checkpoint.
 
     Attributes:
-        settings: of the checkpoint.
+        settings: settings of the checkpoint.
         rules: patterns of module names with changed settings, or with None if the modules are not
             quantized. The first match applies.
         head: whether the head is quantized.

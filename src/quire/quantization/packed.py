@@ -24,7 +24,7 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tenso
 
     Args:
         words: int32 [..., n].
-        bits: of an integer.
+        bits: number of bits of an integer.
         order: place of each integer in its word; 0 stands for the lowest bits.
     """
     places = torch.tensor(order[: 32 // bits], dtype=torch.int32, device=words.device)
@@ -71,7 +71,7 @@ class PackedValues(CheckpointTensor):
     """Integers that are packed into int32 along one axis.
 
     Attributes:
-        bits: of an integer.
+        bits: number of bits of an integer.
         axis: the axis along which integers are packed.
         inputs_first: whether the tensor is [inputs, outputs].
         order: see `unpack`.
@@ -140,7 +140,7 @@ class PackedZeros(GroupScales):
     """Zeros that are packed into int32 along the outputs, n in each.
 
     Attributes:
-        bits: of a zero.
+        bits: number of bits of a zero.
         order: see `unpack`.
         outputs_first: whether the tensor is [outputs / n, groups] instead of [groups, outputs / n].
         expected: for symmetric weights, the allowed values of stored zeros. All zeros of a tensor

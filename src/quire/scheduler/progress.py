@@ -49,9 +49,9 @@ class StepProgress:
         n_tokens: int32 [M], number of new tokens; 0 in mid-prompt.
         stop_reason: int32 [M], a `StopReason` each.
         finished: indices of the requests that ended in this step, ascending.
-        logprobs: of the plan's rows, as the device gave them.
-        prompt_logprobs: of the plan's rows, as the device gave them.
-        pooled: of the plan's rows, as the device gave them.
+        logprobs: the device's log-probabilities of the plan's rows.
+        prompt_logprobs: the device's log-probabilities of prompt tokens, for the plan's rows.
+        pooled: the device's vectors of the plan's rows.
     """
 
     step_id: int

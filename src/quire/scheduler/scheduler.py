@@ -10,7 +10,7 @@ from        to          when
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
 WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
-RUNNING     WAITING     `plan`: preempted, when blocks run out or another request is owed the lane
+RUNNING     WAITING     `plan`: preempted, if blocks run out or another tenant is due the lane
                         (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than
                         the device accepted
 RUNNING     FINISHED    `update`: a stop token, or the longest length
@@ -125,9 +125,9 @@ class Scheduler:
         """Adds a feature to a scheduler that runs, from the next request on.
 
         Raises:
-            ConfigError: the feature proposes drafts.
+            ConfigError: the feature proposes drafts, and none has from the start.
         """
-        if type(feature).lookahead is not Feature.lookahead:
+        if feature.proposes_drafts and not self._features.looks_ahead:
             raise ConfigError(
                 f"{type(feature).__name__} proposes drafts, so it must be known when the scheduler "
                 "starts"

@@ -200,7 +200,7 @@ def make_admit(request: Request, tokens: Int32, computed: int, params: SamplingP
     Args:
         tokens: int32 [known].
         computed: number of these tokens that are computed.
-        params: as the device applies them.
+        params: sampling parameters, as the device applies them.
     """
     return Admit(
         lane=request.lane,

@@ -342,8 +342,8 @@ class ChatTemplate:
 
         Args:
             messages: the conversation.
-            variables: of the template. `tools` and `documents` are None by default, as templates
-                expect.
+            variables: variables of the template. `tools` and `documents` are None by default, as
+                templates expect.
 
         Raises:
             RequestError: the template refuses the messages, fails, or exceeds a limit.

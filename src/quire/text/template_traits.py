@@ -104,8 +104,8 @@ def named_id(name: str, number: int) -> str:
     """Returns a call's id with its tool's name, in the form of Kimi K2.
 
     Args:
-        name: of the tool.
-        number: of the call in the conversation.
+        name: name of the tool.
+        number: number of the call in the conversation.
     """
     return f"functions.{name}:{number}"
 

@@ -271,7 +271,7 @@ def check_length(text: str, most: int, longest: int, encode: Callable[[str], Siz
     """Refuses a text with more than `most` tokens if a part of the text already shows that.
 
     Args:
-        text: of the request.
+        text: the request's text.
         most: limit for its tokens.
         longest: upper bound for the characters of a token.
         encode: returns a text's tokens.

@@ -68,7 +68,7 @@ def convert(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
     """Converts a folder's tokenizer. Returns the text of a tokenizer.json, and the settings.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: content of tokenizer_config.json.
 
     Raises:

@@ -26,11 +26,11 @@ class Verifier(Hook):
 
 
 class Script(Feature):
-    """Drafts out of texts that are known from a run before.
+    """Drafts from the texts of an earlier run.
 
-    kind: "right" claims what will come; "wrong" something else; "partly" turns wrong at random;
-    "late" repeats the claim of the plan before; "none" asks for drafts and claims nothing; "mixed"
-    any of these for each row. Rows ask for random numbers of drafts.
+    kind: "right" drafts the right tokens; "wrong" wrong ones; "partly" becomes wrong at random;
+    "late" repeats the previous plan's drafts; "none" asks for drafts and gives none; "mixed" picks
+    one of these for each row. Rows ask for random numbers of drafts.
     """
 
     def __init__(self, texts: dict[str, list[int]], kind: str, seed: int = 0) -> None:

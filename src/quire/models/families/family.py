@@ -33,7 +33,7 @@ class Family:
     """A kind of checkpoint: how to read its config.json and where to find its tensors.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         spec: builds a `ModelSpec` from config.json, or raises ModelError.
         source: returns the place in the checkpoint for the name of a parameter slice.
         prefixes: maps prefixes of the checkpoint's names to those of canonical names. Programs that

@@ -131,7 +131,7 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     `rope_theta` and `rope_scaling`.
 
     Args:
-        config: of the model.
+        config: the model's config.json.
         head_dim: dimensions of a head.
         max_positions: tokens of the longest sequence.
 

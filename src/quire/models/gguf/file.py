@@ -98,7 +98,7 @@ class GgufFile:
         """Gives the tensors the names of the model's parameters, and returns the file.
 
         Args:
-            layout: of the architecture.
+            layout: layout of the architecture.
             config: the model's config.json.
             layers: number of layers; tensors of further layers are ignored.
 
@@ -261,7 +261,7 @@ class GgufTensor:
 
     Args:
         name: the parameter's name, for errors.
-        tensor: of the file.
+        tensor: a tensor of the file.
         order: the parameter's rows of the tensor, or None for all.
         expert: index along the first axis of a tensor for all experts, or None.
         offset: added to the stored values.

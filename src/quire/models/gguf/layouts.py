@@ -476,7 +476,7 @@ def _scaling(settings: Settings, multiplier: float) -> dict[str, Any] | None:
     """Returns the `rope_scaling` of models with YaRN's `mscale`.
 
     Args:
-        settings: of the file.
+        settings: settings of the file.
         multiplier: the file stores `mscale` times this.
     """
     found = rope_scaling(settings)

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.context.body_budget import HeldBody, late_body_error
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError, from_validation
+from quire.server.http.strict_model import StrictModel
 from quire.server.state import state_of
 
 MAX_MEMBERS = 50_000
@@ -109,10 +110,16 @@ async def _read(request: Request, model: type[Model], limit: int) -> Model:
                 held.take(chunk)
         data = held.finish()
         if len(data) <= _OFF_LOOP_BYTES:
-            return parse(data, model)
-        loop, thread = asyncio.get_running_loop(), state.parse_thread
-        run = contextvars.copy_context().run  # The context has the request's hints.
-        return await loop.run_in_executor(thread, run, _parse_large, data, model)
+            body = parse(data, model)
+        else:
+            loop, thread = asyncio.get_running_loop(), state.parse_thread
+            run = contextvars.copy_context().run  # The context has the request's hints.
+            body = await loop.run_in_executor(thread, run, _parse_large, data, model)
+    if isinstance(body, StrictModel):
+        for key, field in body.feature_fields.items():
+            if (value := getattr(body, key)) is not None:
+                context_of(request).fields[field] = value
+    return body
 
 
 @contextlib.asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import signal
 import socket
@@ -60,7 +59,7 @@ def run_server(
             "speculative: simulate_acceptance is for quire bench; its texts mean nothing",
             "speculative",
         )
-    engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
+    engine_args = engine_args.replace(kv_peers=server_args.kv_peers)
     # Loading the model may take minutes. Binding first reports a taken port at once.
     tls = tls_context(server_args)
     sockets = bind_all(server_args)

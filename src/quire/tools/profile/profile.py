@@ -100,7 +100,7 @@ def charged(spans: Sequence[Span]) -> tuple[Counter[str], Counter[str], int]:
     """Returns the ns of each kernel, the idle ns before each kernel, and the total ns.
 
     Args:
-        spans: at least one, in order of their start.
+        spans: at least one span, in order of their starts.
     """
     busy: Counter[str] = Counter()
     idle: Counter[str] = Counter()

@@ -109,7 +109,7 @@ class RoundedBlock:
 
     Attributes:
         tensors: the block's tensors by the checkpoint's canonical names.
-        errors: by module, the relative change of its outputs.
+        errors: for each module, the relative change of its outputs.
         plain: modules that were not rounded.
     """
 

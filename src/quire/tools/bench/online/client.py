@@ -58,9 +58,9 @@ class Answer(msgspec.Struct):
         sent: when the request was sent.
         ended: when the answer ended.
         events: times of the stream's events that have choices, float64 as bytes.
-        prompt_tokens: by the server's usage.
-        output_tokens: by the server's usage.
-        cached_tokens: by the server's usage.
+        prompt_tokens: prompt tokens in the answer's `usage`.
+        output_tokens: generated tokens in the answer's `usage`.
+        cached_tokens: cached prompt tokens in the answer's `usage`.
         error: a description of the failure, or "".
     """
 

@@ -171,7 +171,7 @@ def levels(
 ) -> Iterator[LoadLevel]:
     """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit.
 
-    meter: of the server's GPUs; None adds nothing about them.
+    meter: the meter of the server's GPUs; None: records have no GPU metrics.
     """
     meter = meter or GpuMeter()
     url = server.base_url + _PATHS[plan.endpoint]
