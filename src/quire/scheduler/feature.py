@@ -78,6 +78,11 @@ class Feature:
         return type(self).lookahead is not Feature.lookahead
 
     @property
+    def drafting(self) -> bool:
+        """Whether `lookahead` may ask for drafts in the next step."""
+        return True
+
+    @property
     def certain(self) -> bool:
         """Whether all drafts of the feature are accepted.
 
@@ -309,10 +314,15 @@ class FeatureSet:
             params = device_params(request, params)
         return params
 
+    @property
+    def drafting(self) -> bool:
+        """Whether any feature may ask for drafts in the next step."""
+        return any(feature.drafting for feature in self.looks_ahead)
+
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         """Returns the most drafts that any feature proposes for each row, at most `room`."""
         counts = np.zeros_like(lanes)
-        for feature in self.looks_ahead:
+        for feature in [each for each in self.looks_ahead if each.drafting]:
             own = np.minimum(feature.lookahead(lanes, room), room)
             counts = np.maximum(counts, own)
             if feature.certain and own.any():

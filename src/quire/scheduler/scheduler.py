@@ -90,15 +90,8 @@ class Scheduler:
         self._order = Order(config) if order is None else order
         self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
-        lookahead = self._features.lookahead if self._features.looks_ahead else None
         self._running = RunningSet(
-            config,
-            self.blocks,
-            self._order,
-            lookahead,
-            self._features.inputs_ready,
-            logit_rows,
-            capacity.drafts,
+            config, self.blocks, self._order, self._features, logit_rows, capacity.drafts
         )
         self._lanes = self._running.lanes
         self._admission = Admission(

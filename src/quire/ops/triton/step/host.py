@@ -60,9 +60,12 @@ def _wait_for_inputs(
         begun = globaltimer()
     tried = 0
     waited = tl.cast(0, tl.int64)
-    # The first row that is ready ends a wait that is over; the others are late.
+    # A row that sits out loses two steps or three, a wait costs all rows: so the more rows are
+    # missing, the longer it lasts. It does not end before one row is ready.
     while (
-        (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2))
+        (missing > 0)
+        & (tried < tries)
+        & ((waited <= patience * missing) | (missing == rows) | (ROLE == 2))
     ):
         seen = tl.load(watched, mask=gated, other=0, volatile=True)
         late = _late_rows(seen, value, gated, ROLE)
