@@ -42,10 +42,10 @@ class Feature:
         return True
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        """Returns whether the feature brings blocks for a request that is about to start.
+        """Returns whether the feature loads blocks for a request that is about to start.
 
-        True parks the request until `Scheduler.wake`. The feature brings blocks that the device
-        does not hold.
+        True parks the request until `Scheduler.wake`. The feature loads blocks that the device does
+        not have.
 
         Args:
             tokens: int32 [known].
@@ -276,7 +276,7 @@ class FeatureSet:
 
     @property
     def fetches(self) -> bool:
-        """Whether any feature brings blocks."""
+        """Whether any feature loads blocks."""
         return bool(self._calls["fetch"])
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
