@@ -120,7 +120,7 @@ class Feature:
         """
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes, int32 [n], the host has the inputs that came late, bool [n]."""
+        """Returns whether the host now has the late inputs of each lane, int32 [n]: bool [n]."""
         return np.ones(len(lanes), dtype=bool)
 
     def result(self, request: Request, tokens: Int32) -> int:
@@ -325,7 +325,7 @@ class FeatureSet:
             late(lanes, rows, tokens)
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes all features have the inputs that came late."""
+        """Returns whether all features have the late inputs of each lane by now."""
         ready: Flags = np.ones(len(lanes), dtype=bool)
         for inputs_ready in self._calls["inputs_ready"]:
             ready &= inputs_ready(lanes)

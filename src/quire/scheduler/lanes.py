@@ -79,7 +79,7 @@ class LaneTable:
         request.lane = -1
 
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
-        """Takes lanes back to the rows that were late, whose last position counts as uncomputed.
+        """Resets lanes to their late rows. The rows' last positions count as not computed.
 
         Rows in flight become stale. The next row is a HELD one.
         """
@@ -95,7 +95,7 @@ class LaneTable:
         self.num_held = int(self.held.sum())
 
     def let_go(self, lanes: Int32) -> None:
-        """Ends the hold of lanes that have gone on, or are free."""
+        """Ends the hold of lanes that have continued or are free."""
         if self.num_held:
             self.held[lanes] = self.resumed[lanes] = False
             self.num_held = int(self.held.sum())

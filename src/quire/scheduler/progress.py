@@ -148,7 +148,7 @@ class SchedulerStats:
         copied_blocks: Blocks of all groups copied because requests share them only in part.
         preemptions: Number of times a running request was put back into the queue.
         swapped: Number of preemptions after which a feature restores the blocks.
-        late_rows: Number of rows that sat a step out because their host inputs came late.
+        late_rows: Number of rows that gave no token because their host inputs were late.
     """
 
     running: int

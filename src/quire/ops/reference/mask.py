@@ -100,7 +100,7 @@ def wait_for_inputs(
 
 
 def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
-    """Returns which rows need inputs of the host for a logit row that they have, bool [R]."""
+    """Returns whether each row has a logit row that needs inputs from the host, bool [R]."""
     start, end = rows.logit_start[:-1].long(), rows.logit_start[1:]
     some = (rows.lanes >= 0) & (end > start) & ((rows.flags & GATED) != 0)
     places = start.clamp(max=len(logit_rows.lanes) - 1)
