@@ -19,7 +19,7 @@ import torch
 
 from quire.arrays import int32
 from quire.plan import Transfer
-from quire.runner.transfer.places import KVTransfer
+from quire.runner.transfer.place import KVTransfer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

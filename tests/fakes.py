@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.executor import Capacity
+from quire.executor import Capacity, WorkerCall
 from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
@@ -180,7 +180,7 @@ class FakeExecutor:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         pass
 
-    def control(self, message: dict[str, Any]) -> Any:
+    def call(self, call: WorkerCall[Any, Any], request: Any) -> Any:
         return None
 
     def shutdown(self) -> None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.ranks.ranks import earlier_hooks
-from quire.executor import Capacity
+from quire.engine.loop.features import earlier_hooks
+from quire.executor import Answered, Asked, Capacity, WorkerCall
 from quire.parallel import SingleGroup
 from quire.plan import StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
@@ -101,8 +100,8 @@ class LocalStages:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         self.last.submit_inputs(step_id, lanes)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        return self.last.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        return self.last.call(call, request)
 
     def shutdown(self) -> None:
         for runner in self.runners:

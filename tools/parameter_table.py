@@ -9,11 +9,18 @@ import re
 import sys
 from pathlib import Path
 
-from quire.sampling_params import ANTHROPIC, OPENAI, PARAMETERS, RESPONSES, DeclaredParameter
+from quire.sampling_params import (
+    ANTHROPIC,
+    OLLAMA,
+    OPENAI,
+    PARAMETERS,
+    RESPONSES,
+    DeclaredParameter,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 BEGIN, END = "<!-- sampling:begin -->\n", "<!-- sampling:end -->"
-APIS = {OPENAI: "OpenAI", RESPONSES: "Responses", ANTHROPIC: "Anthropic"}
+APIS = {OPENAI: "OpenAI", RESPONSES: "Responses", ANTHROPIC: "Anthropic", OLLAMA: "Ollama"}
 
 
 def main() -> int:

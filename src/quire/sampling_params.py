@@ -198,8 +198,11 @@ OPENAI = "openai"
 """Completions, chat completions, `/generate`, and batches of them."""
 RESPONSES = "responses"
 ANTHROPIC = "anthropic"
+OLLAMA = "ollama"
+"""`options` of Ollama's API."""
 _OPEN_APIS = (OPENAI, RESPONSES)
-_EVERY_API = (OPENAI, RESPONSES, ANTHROPIC)
+_OPTIONS_TOO = (OPENAI, RESPONSES, OLLAMA)
+_EVERY_API = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -378,13 +381,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 0
     min_p: Annotated[
         float,
-        Parameter(low=0.0, high=1.0, apis=_OPEN_APIS, from_model=True, flag="rare", step=0.01),
+        Parameter(low=0.0, high=1.0, apis=_OPTIONS_TOO, from_model=True, flag="rare", step=0.01),
     ] = 0.0
-    presence_penalty: Annotated[float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS, step=0.1)] = (
-        0.0
-    )
+    presence_penalty: Annotated[
+        float, Parameter(low=-2.0, high=2.0, apis=_OPTIONS_TOO, step=0.1)
+    ] = 0.0
     frequency_penalty: Annotated[
-        float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS, step=0.1)
+        float, Parameter(low=-2.0, high=2.0, apis=_OPTIONS_TOO, step=0.1)
     ] = 0.0
     repetition_penalty: Annotated[
         float,
@@ -400,7 +403,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ] = 1.0
     seed: Annotated[
         int | None,
-        Parameter(low=-(2**63), high=2**63 - 1, apis=_OPEN_APIS, in_beam_search=True, step=1),
+        Parameter(low=-(2**63), high=2**63 - 1, apis=_OPTIONS_TOO, in_beam_search=True, step=1),
     ] = None
     stop: Annotated[tuple[str, ...], Parameter(flag="rare")] = ()
     stop_token_ids: Annotated[
@@ -421,7 +424,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     typical_p: Annotated[
-        float, Parameter(low=0.0, high=1.0, above_low=True, apis=(OPENAI,), sampler=True)
+        float, Parameter(low=0.0, high=1.0, above_low=True, apis=(OPENAI, OLLAMA), sampler=True)
     ] = 1.0
     xtc_probability: Annotated[
         float, Parameter(low=0.0, high=1.0, apis=(OPENAI,), sampler=True)

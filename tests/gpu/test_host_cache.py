@@ -9,7 +9,8 @@ import torch
 
 from quire.arrays import int32
 from quire.plan import Transfer
-from quire.runner.transfer.places import KVTransfer, tiers
+from quire.runner.transfer.place import KVTransfer
+from quire.runner.transfer.places import tiers
 
 
 @pytest.mark.parametrize("staging", [1, 7, 64])

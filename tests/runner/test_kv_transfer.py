@@ -24,7 +24,8 @@ from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPlace, HostPool
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.places import KVTransfer, tiers
+from quire.runner.transfer.place import KVTransfer
+from quire.runner.transfer.places import tiers
 
 
 def tensors() -> list[list[torch.Tensor]]:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quire.arrays import int32
-from quire.features.disaggregation.layer_clock import LayerClock, open_layer_clock
+from quire.features.disaggregation.layer_clock import LAYER_CLOCK, LayerClock, open_hook
 from quire.parallel import SingleGroup
 from quire.plan import KVGroup, Transfer
 from quire.runner.transfer import layer_reads
@@ -96,7 +96,7 @@ class Writer:
         self.model = Model(device)
         self.hook = LayerClock()
         self.hook.attach(self.model)  # type: ignore[arg-type]
-        self.clock: SharedMemory = self.hook.on_control({"op": "layer_clock"})
+        self.clock: SharedMemory = self.hook.calls()[LAYER_CLOCK](None)
 
     def run(self, step: int) -> None:
         self.hook.begin(Step(step))  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ def test_only_writers_of_layer_reads_have_a_clock(folders: dict[str, Any]) -> No
         ("prefill", "tcp", "async", False),
     ):
         peers = {"role": role, "transport": transport, "kv_transfer": mode}
-        hook = open_layer_clock(config_of(folders["full"], peers))
+        hook = open_hook(config_of(folders["full"], peers))
         assert isinstance(hook, LayerClock) == there
 
 

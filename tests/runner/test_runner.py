@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.errors import QuireError
+from quire.executor import WorkerCall
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import KVGroup, RowFlag, StepPlan
@@ -31,6 +34,7 @@ from tests.tiny_engine import (
     random_prompts,
 )
 
+STEPS: WorkerCall[None, int] = WorkerCall("test.steps")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
 WILD = SamplingParams(
     temperature=1.2,
@@ -273,14 +277,14 @@ def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
         def read(self, step: Step) -> None:
             self.seen += step.result.tokens[:, 0].tolist()
 
-        def on_control(self, message: dict[str, object]) -> object:
-            return self.steps if message["op"] == "count" else None
+        def calls(self) -> dict[WorkerCall[Any, Any], Callable[[Any], Any]]:
+            return {STEPS: lambda _: self.steps}
 
     hook = Forbid()
     engine = TinyEngine(model_folder(tmp_path / "model", TINY), hooks=[hook])
     assert engine.run([Job([6, 7], SamplingParams(temperature=0.0, max_tokens=5))]) == [[67] * 5]
     assert hook.seen == [67] * 5
-    assert engine.runner.control({"op": "count"}) == hook.steps == 5
+    assert engine.runner.call(STEPS, None) == hook.steps == 5
     assert "forbid" in engine.runner.state.columns
-    with pytest.raises(QuireError, match="unknown control"):
-        engine.runner.control({"op": "no such thing"})
+    with pytest.raises(QuireError, match="no hook of this worker takes the call 'test'"):
+        engine.runner.call(WorkerCall("test"), None)

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire.engine.loop.embedding import Embedding
-from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.errors import EngineDeadError, QuireError
 from quire.features.call import CallType, NewsType
 from quire.features.lora.calls import NAMES
 from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
-from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.text.chat_template import TemplateTraits
 
@@ -62,6 +61,9 @@ class FakeClient:
             dtype="float32",
             kv_cache_dtype="float32",
             scheduler=SimpleNamespace(max_model_len=64),
+            hidden_size=4,
+            matryoshka=None,
+            pooling="last",
             args=SimpleNamespace(lora_dir=None),
         )
     )
@@ -82,7 +84,7 @@ class FakeClient:
         return self.adapters if news is NAMES else news.default
 
     async def call(self, call: CallType[Any, Any], request: Any, on_end: Any = None) -> Any:
-        raise call.refusal()
+        raise call.refuse()
 
     async def check(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
@@ -127,9 +129,7 @@ class FakeClient:
     ) -> Any:
         return search.best(count, prompt, params, None)
 
-    async def embed(self, prompt: Any, params: PoolingParams, **_: Any) -> Embedding:
-        if params.dimensions not in (None, 4):
-            raise RequestError("four dimensions", param="dimensions")
+    async def vector(self, prompt: Any, **_: Any) -> Embedding:
         return Embedding(np.full(4, 0.5, dtype=np.float32), [1, 2, 3])
 
     async def stats(self) -> Any:

@@ -20,11 +20,16 @@ import httpx
 import pytest
 
 from quire.server.args import ServerArgs
+from quire.server.process.uvicorn_server import BoundedHttpProtocol
 from tests.server.agents.record import OTHER, RECORDINGS, load
 from tests.server.schema import sse
 from tests.server.scripted import Scripted, Speaker, serve
+from tests.server.socket_client import SocketClient
 
-CLIENTS = sorted(path.name.removesuffix(".jsonl.xz") for path in RECORDINGS.glob("*.xz"))
+_NAMES = sorted(path.name.removesuffix(".jsonl.xz") for path in RECORDINGS.glob("*.xz"))
+OVER_SOCKETS = [name for name in _NAMES if name.endswith("-websocket")]
+"""Recordings of clients that open a WebSocket."""
+CLIENTS = [name for name in _NAMES if name not in OVER_SOCKETS]
 WITHOUT_TOOLS = {"aider-0.86.2", "dspy-3.4.1"}
 """Clients that describe tools or edits in texts of their own."""
 HISTORY_AS_TEXT = {"smolagents-1.26.0"}
@@ -70,7 +75,7 @@ def server() -> Iterator[Scripted]:
     engine = Speaker()
     engine.config.scheduler.max_model_len = 200_000
     args = ServerArgs(generation_config="none", served_model_name=("*",))
-    with serve(engine, args) as running:
+    with serve(engine, args, http=BoundedHttpProtocol) as running:
         yield running
 
 
@@ -253,6 +258,42 @@ def test_ignored_hints(replay: Replay, name: str) -> None:
     assert ignored - {""} == IGNORED.get(name, set())
 
 
+@pytest.mark.parametrize("name", OVER_SOCKETS)
+def test_websocket(server: Scripted, name: str) -> None:
+    """A conversation over a WebSocket: the client sends only new items."""
+    engine = server.engine
+    assert isinstance(engine, Speaker)
+    client = SocketClient(server.url)
+    ids: dict[str | None, str | None] = {None: None}
+    prompts: list[str] = []
+    count = 0
+    for exchange in load(name):
+        engine.texts[:] = [exchange["say"]]
+        body = exchange["body"]
+        body.pop("type")
+        # The recording names responses and calls of its own server.
+        body["previous_response_id"] = ids[body.get("previous_response_id")]
+        for item in body["input"]:
+            if "call_id" in item:
+                item["call_id"] = ids[item["call_id"]]
+        events = client.turn(**body)
+        assert events[-1]["type"] == "response.completed", events[-1]
+        response = events[-1]["response"]
+        ids[exchange["id"]] = response["id"]
+        prompts.append(engine.heard[-1])
+        calls = [json.loads(found) for found in _CALL.findall(exchange["say"])]
+        output = [item for item in response["output"] if item["type"] == "function_call"]
+        assert [json.loads(item["arguments"]) for item in output] == [
+            call["arguments"] for call in calls
+        ]
+        ids |= dict(zip(exchange["calls"], (item["call_id"] for item in output), strict=True))
+        count += len(calls)
+    client.close()
+    assert count >= 20
+    for before, prompt in itertools.pairwise(prompts[1:]):
+        assert prompt.startswith(before.removesuffix(_ASSISTANT))
+
+
 FEATURES = {
     "requests": set(CLIENTS),
     "turns": set(CLIENTS),
@@ -270,6 +311,8 @@ def matrix() -> list[str]:
     for name in CLIENTS:
         cells = [f"`test_{test}`" if name in FEATURES[test] else "no" for test in FEATURES]
         lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    for name in OVER_SOCKETS:
+        lines.append(f"| `{name}` |{' `test_websocket` |' * len(FEATURES)}")
     return lines
 
 

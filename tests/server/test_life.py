@@ -144,7 +144,7 @@ def test_a_worker_that_is_stopped_at_its_start_is_replaced(
         host = SimpleNamespace(folder=tmp_path, address="a")
         client: Any = SimpleNamespace(host=host, replicas=[SimpleNamespace(host=host)])
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            running = Supervisor(client, ServerArgs(api_workers=1), sock)
+            running = Supervisor(client, ServerArgs(api_workers=1), [sock])
             serving = asyncio.create_task(running.run(running._stop))
             await asyncio.wait_for(serving, WAIT)
 

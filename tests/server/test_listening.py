@@ -19,7 +19,7 @@ import trustme
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
 from quire.server.process import listen
-from quire.server.process.listen import bind, closing_socket, reachable_urls, tls_context, url_of
+from quire.server.process.listen import bind, closing_sockets, reachable_urls, tls_context, url_of
 from tests.server.server_process import MODEL, Server
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
@@ -124,7 +124,7 @@ def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
     assert file.read_text() == "data"
     args = ServerArgs(uds=str(tmp_path / "sock"))
     sock = bind(args)
-    with closing_socket(sock, args):
+    with closing_sockets([sock], args):
         sock.listen()
         with pytest.raises(ConfigError, match="a server is there already"):
             bind(args)

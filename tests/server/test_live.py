@@ -77,9 +77,21 @@ def test_the_first_event_has_all_fields_and_later_ones_the_changes() -> None:
         snapshots=[snapshot(1), snapshot(2, (0, 1, 1), 2), snapshot(3, (0, 1, 1), 3)]
     )
     first, second, third = events(watch(client))
-    names = {"time", "engine", "stats", "running", "waiting", "step", "firsts", "tree", "pools"}
+    names = {
+        "time",
+        "engine",
+        "rows",
+        "stats",
+        "running",
+        "waiting",
+        "step",
+        "firsts",
+        "tree",
+        "pools",
+    }
     assert set(first) == names | {"prompt_step"}
     assert first["engine"] == {"block_size": 16, "budget": 64, "lanes": 4}
+    assert first["rows"]["tiers.disk_blocks"] == "Blocks in files"
     assert first["pools"][0]["runs"] == [[0, 2, 0, 1, 1], [2, 1, -2, 0, 0]]
     assert set(second) == {"time", "stats", "pools"}
     assert second["pools"][0]["runs"] == [[1, 2, 1, 1, 1]]

@@ -24,6 +24,7 @@ from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError
+from quire.features.registry import clash, origin_of_setting
 from quire.sampling_params import PARAMETERS, DeclaredParameter
 from quire.server.args import ServerArgs
 from quire.system import read_bounded
@@ -43,6 +44,7 @@ class SamplingArgs(dict[str, Any]):
 SCHEMAS: tuple[type[Any], ...] = (EngineArgs, ServerArgs, SamplingArgs)
 """Everything a settings file may hold. A command ignores the schemas it does not use, so that one
 file serves `serve`, `chat` and `bench` alike."""
+
 
 Args = TypeVar("Args")
 
@@ -354,3 +356,14 @@ def _scalar(setting: Setting, value: Any) -> Any:
         expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a text")
         raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
     return value
+
+
+def check_names(engine: type[EngineArgs]) -> None:
+    """Raises ConfigError if a feature's setting has the name of another command's setting."""
+    others = {each.name for schema in (ServerArgs, SamplingArgs) for each in settings_of(schema)}
+    for field in dataclasses.fields(engine):
+        if field.name in others:
+            raise clash("setting", field.name, "the server", origin_of_setting(field.name))
+
+
+check_names(EngineArgs)

@@ -72,6 +72,19 @@ class Feature:
 
     # -- a step --------------------------------------------------------------------------------
 
+    @property
+    def proposes_drafts(self) -> bool:
+        """Whether `lookahead` may ask for drafts."""
+        return type(self).lookahead is not Feature.lookahead
+
+    @property
+    def certain(self) -> bool:
+        """Whether all drafts of the feature are accepted.
+
+        Such features are asked first. A row has the drafts of one feature.
+        """
+        return False
+
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         """Returns the most draft tokens that each row verifies in the next step, int32 [n].
 
@@ -242,7 +255,9 @@ class FeatureSet:
 
     def __init__(self, features: Sequence[Feature]) -> None:
         self._calls: dict[str, list[Callable[..., Any]]] = {
-            name: [] for name in vars(Feature) if not name.startswith("_")
+            name: []
+            for name, method in vars(Feature).items()
+            if not name.startswith("_") and callable(method)
         }
         """By method, the bound methods of the features that override it."""
         self.ready = self._calls["ready"]
@@ -255,8 +270,9 @@ class FeatureSet:
         for name, calls in self._calls.items():
             if getattr(type(feature), name) is not getattr(Feature, name):
                 calls.append(getattr(feature, name))
-        if type(feature).lookahead is not Feature.lookahead:
+        if feature.proposes_drafts:
             self.looks_ahead.append(feature)
+            self.looks_ahead.sort(key=lambda each: not each.certain)
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
         for attach in self._calls["attach"]:
@@ -297,8 +313,11 @@ class FeatureSet:
         """Returns the most drafts that any feature proposes for each row, at most `room`."""
         counts = np.zeros_like(lanes)
         for feature in self.looks_ahead:
-            counts = np.maximum(counts, feature.lookahead(lanes, room))
-        return np.minimum(counts, room)
+            own = np.minimum(feature.lookahead(lanes, room), room)
+            counts = np.maximum(counts, own)
+            if feature.certain and own.any():
+                room = np.where(own > 0, 0, room)
+        return counts
 
     def preempt(self, request: Request) -> bool:
         # A list, because every feature must be called even after one of them has agreed.

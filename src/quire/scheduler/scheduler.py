@@ -125,9 +125,9 @@ class Scheduler:
         """Adds a feature to a scheduler that runs, from the next request on.
 
         Raises:
-            ConfigError: the feature proposes drafts.
+            ConfigError: the feature proposes drafts, and none has from the start.
         """
-        if type(feature).lookahead is not Feature.lookahead:
+        if feature.proposes_drafts and not self._features.looks_ahead:
             raise ConfigError(
                 f"{type(feature).__name__} proposes drafts, so it must be known when the scheduler "
                 "starts"

@@ -156,6 +156,11 @@ class ServerArgs(ApiArgs):
         "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    ollama_api: int | None = _setting(
+        None,
+        "Answer Ollama's API (/api/chat and so on) too, and listen on this port for it; Ollama's "
+        "own is 11434.",
+    )
     uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -288,8 +293,7 @@ class ServerArgs(ApiArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}", "port")
+        self._check_ports()
         if self.response_store_size < 0:
             raise ConfigError(
                 f"response_store_size must be >= 0, got {self.response_store_size}",
@@ -328,6 +332,18 @@ class ServerArgs(ApiArgs):
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
         self._check_listening()
+
+    def _check_ports(self) -> None:
+        for name in ("port", "ollama_api"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name} must be in [0, 65535], got {port}", name)
+        if self.ollama_api and self.ollama_api == self.port and self.uds is None:
+            raise ConfigError(
+                f"ollama_api={self.ollama_api} is also --port, which answers Ollama's API "
+                "anyway; choose another port for one of them",
+                "ollama_api",
+            )
 
     def _check_peers(self) -> None:
         self._one_of("role", "kv_transfer", "transport")

@@ -9,7 +9,7 @@ import torch
 from quire.config import EngineConfig
 from quire.runner.hooks import HeadContext, ProgramHook
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from tests.features.constant_token.calls import NONE
+from tests.features.constant_token.args import NONE
 from tests.features.constant_token.feature import COLUMN
 
 

@@ -16,6 +16,10 @@ class ConstantTokenStats(msgspec.Struct):
     completions: int = 0
 
 
+LIVE_ROWS = {"completions": "Completions of one token"}
+"""The name of the statistic in the live view."""
+
+
 def collect(stats: ConstantTokenStats) -> Iterator[Metric]:
     """Yields the families of the statistics."""
     names = {"completions": ("constant_token_completions", "Completions of one token.")}

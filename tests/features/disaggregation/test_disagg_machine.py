@@ -95,7 +95,7 @@ class Wire:
     def hear(self, message: Message) -> None:
         """The reader's message arrives; the loop handles it in its next iteration."""
         if isinstance(message, OpenGrant) and self.engine.exports is not None:
-            self.engine.exports.meet(self, message.grant)
+            self.engine.exports.greet(self, message.grant)
         if isinstance(message, BatchAck):
             self.taken.add(message.number)
             self.end_if_taken()

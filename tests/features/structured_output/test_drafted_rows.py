@@ -40,10 +40,13 @@ class StubCompiler:
     vocab_size, tokenizer_vocab, eos_token_ids = 32, 32, (0,)
     config = SimpleNamespace(timeout=10.0)
 
-    def compile(self, params: StructuredOutputsParams) -> Future[Any]:
+    def acquire(self, params: StructuredOutputsParams) -> tuple[Future[Any], int]:
         done: Future[Any] = Future()
         done.set_result(AnyText())
-        return done
+        return done, 0
+
+    def release(self, params: StructuredOutputsParams, copy: int) -> None:
+        pass
 
     def walk(self, params: StructuredOutputsParams) -> None:
         return None

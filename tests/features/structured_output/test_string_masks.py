@@ -89,7 +89,10 @@ def _tokens_of(mask: Int32) -> list[int]:
 
 
 strings = st.one_of(
-    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 80)),
+    st.builds(
+        lambda most: {"type": "string", "maxLength": most},
+        st.integers(0, 80) | st.integers(100, 900),
+    ),
     st.builds(
         lambda least, more: {"type": "string", "minLength": least, "maxLength": least + more},
         st.integers(0, 5),
@@ -167,6 +170,7 @@ def test_masks_of_many_documents_equal_llguidances(
     "item",
     [
         {"type": "string", "maxLength": 12},
+        {"type": "string", "maxLength": 300},
         {"type": "string", "minLength": 3, "maxLength": 12},
         {"type": ["null", "string"], "maxLength": 12},
         {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/text"}]},

@@ -32,10 +32,10 @@ from quire.engine.loop.features import features_at_start
 from quire.errors import ConfigError
 from quire.features.tuning import feature, new_entries, table_process
 from quire.features.tuning.feature import TableTuning
-from quire.features.tuning.new_entries import lacking, make_entries, pool_for
+from quire.features.tuning.new_entries import make_entries, missing_shapes, pool_for
 from quire.features.tuning.settings import open_tuning, served
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
-from quire.features.tuning.table_order import TableOrder, packed, products_of
+from quire.features.tuning.table_order import TableOrder, products_of, shapes_as_json
 from quire.models import build_model, spec_from_config
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.products import table
@@ -120,7 +120,9 @@ def test_missing_plans_are_measured_per_bucket_and_in_16_bits() -> None:
     keep(CARD, {key_of(WIDE): PLAN})
     wide = NARROW._replace(dtype=torch.float32)
     many = NARROW._replace(m=300)
-    assert lacking([NARROW, NARROW._replace(m=4), WIDE, wide, many], CARD) == [NARROW._replace(m=4)]
+    assert missing_shapes([NARROW, NARROW._replace(m=4), WIDE, wide, many], CARD) == [
+        NARROW._replace(m=4)
+    ]
 
 
 def test_choices_are_noted_by_where_they_came_from() -> None:
@@ -132,7 +134,7 @@ def test_choices_are_noted_by_where_they_came_from() -> None:
 
 
 def test_an_order_survives_serialization() -> None:
-    order = TableOrder(1, CARD, 5 << 30, 2, packed([NARROW, WIDE]))
+    order = TableOrder(1, CARD, 5 << 30, 2, shapes_as_json([NARROW, WIDE]))
     back = msgspec.json.decode(msgspec.json.encode(order), type=TableOrder)
     assert back == order
     assert back.shapes() == [NARROW, WIDE]
@@ -221,13 +223,13 @@ def test_each_plan_is_saved_at_once_and_failures_are_skipped() -> None:
 
     shapes = [WIDE, NARROW, WIDE._replace(m=1)]
     where = torch.device("cpu")
-    found = make_entries(shapes, CARD, where, room=8 << 30, workers=1, told=note)
+    found = make_entries(shapes, CARD, where, room=8 << 30, workers=1, report=note)
     assert found == (2, 0)
     assert told == [key_of(WIDE._replace(m=1)), key_of(WIDE)]
 
 
 def order_of(*shapes: Shape, memory: int = 8 << 30) -> TableOrder:
-    return TableOrder(0, CARD, memory, 1, packed(shapes))
+    return TableOrder(0, CARD, memory, 1, shapes_as_json(shapes))
 
 
 @pytest.mark.usefixtures("fake")

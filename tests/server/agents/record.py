@@ -19,6 +19,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.server.args import ServerArgs
+from quire.server.process.uvicorn_server import BoundedHttpProtocol
 from tests.server.scripted import Speaker, serve
 
 RECORDINGS = Path(__file__).parent
@@ -44,6 +45,9 @@ class Recorder:
         self.exchanges: list[dict[str, Any]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await self._record_socket(scope, receive, send)
+            return
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -89,6 +93,32 @@ class Recorder:
                 "status": status,
             }
         )
+
+    async def _record_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Keeps the events that the client sends over a WebSocket, each with its response's id."""
+
+        async def watch_events() -> Message:
+            message = await receive()
+            if message.get("text"):
+                event = json.loads(message["text"])
+                text = OTHER if event.get("generate") is False else self.says.pop(0)
+                self.engine.texts[:] = [text]
+                body = shortened(event, self.longest)
+                self.exchanges.append({"body": body, "say": text, "id": ""})
+            return message
+
+        async def watch_answers(message: Message) -> None:
+            if message["type"] == "websocket.send":
+                event = json.loads(message["text"])
+                if event["type"] == "response.completed":
+                    output = event["response"]["output"]
+                    calls = [item["call_id"] for item in output if "call_id" in item]
+                    self.exchanges[-1] |= {"id": event["response"]["id"], "calls": calls}
+                elif event["type"] == "error":
+                    print(event, file=sys.stderr)
+            await send(message)
+
+        await self.app(scope, watch_events, watch_answers)
 
 
 def shortened(value: Any, longest: int) -> Any:
@@ -140,7 +170,7 @@ def main() -> None:
 
     names = tuple(args.model) or ("*",)
     server_args = ServerArgs(generation_config="none", served_model_name=names)
-    with serve(engine, server_args, record) as server:
+    with serve(engine, server_args, record, http=BoundedHttpProtocol) as server:
         command = [part.replace("{url}", server.url) for part in args.command]
         done = subprocess.run(command, cwd=args.cwd, stdin=subprocess.DEVNULL, timeout=540)
     save(args.name, recorders[0].exchanges)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 
 from quire.arrays import Int32
@@ -164,8 +165,9 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         raise ConfigError(f"nnodes is for one engine, not {_PARAM}={count}", "nnodes")
     if args.distributed_executor == "ray":
         raise ConfigError(f"Ray places the ranks of one engine, not {_PARAM}={count}", _PARAM)
-    if args.disk_cache is not None:
-        raise ConfigError(f"disk_cache is for one engine, not {_PARAM}={count}", "disk_cache")
+    for field in dataclasses.fields(args):
+        if field.metadata.get("one_engine") and getattr(args, field.name) is not None:
+            raise ConfigError(f"{field.name} is for one engine, not {_PARAM}={count}", field.name)
     import torch
 
     if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):

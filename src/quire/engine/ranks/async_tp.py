@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.loop.features import enabled_features
 from quire.errors import ConfigError
 from quire.layers.async_tp import HalvesGroup, first_half
 from quire.layers.attention import AttentionSpec
@@ -43,10 +44,9 @@ def obstacle(args: EngineArgs, spec: ModelSpec) -> str | None:
     """Returns what keeps steps from being computed as two halves, or None."""
     if args.tensor_parallel_size == 1:
         return "needs tensor_parallel_size of at least 2: it is about sums over ranks"
-    if args.enable_lora or args.lora or args.lora_dir:
-        return "is not supported with LoRA adapters, which find their rows in a whole step"
-    if args.speculates:
-        return "is not supported with speculation: draft heads read whole steps between layers"
+    for feature in enabled_features(args):
+        if feature.whole_steps:
+            return f"is not supported with {feature.whole_steps}"
     for index, layer in enumerate(spec.layers):
         reason = _of_layer(layer)
         if reason is not None:

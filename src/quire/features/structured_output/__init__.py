@@ -11,6 +11,7 @@ from quire.features.spec import FeatureSpec
 FEATURE = FeatureSpec(
     name="structured_output",
     order=80,  # behind drafts: masks of their positions need what others have written
+    args="quire.features.structured_output.args:StructuredOutputArgs",
     loop="quire.features.structured_output.feature:open_grammars",
     hook="quire.runner.hooks.mask:Mask",
     request_check="quire.features.structured_output.grammar_check:GrammarCheck",

@@ -22,6 +22,11 @@ from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.features.structured_output.compiler import Compiler, build_compiler
+from quire.features.structured_output.forced_text import (
+    DraftCosts,
+    ForcedText,
+    ForcedTextFinder,
+)
 from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
 from quire.features.structured_output.masks import (
     GrammarState,
@@ -29,7 +34,7 @@ from quire.features.structured_output.masks import (
     MaskRow,
     mask_threads,
 )
-from quire.plan import RowFlag
+from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
 from quire.scheduler import Feature, PlanBuilder
@@ -152,6 +157,9 @@ class GrammarFeature(Feature, LoopFeature):
         self._waiting: deque[_GatedStep] = deque()
         self._current: list[_GatedRow | None] = [None] * num_lanes
         """By lane, the last row whose masks were begun."""
+        self._drafts = 0
+        self._claims: dict[int, ForcedText] = {}
+        """By lane, what the rows of the next step are to verify."""
         self._held: set[int] = set()
         """Lanes whose last rows were late, and that have not gone on."""
         self._compiling: dict[str, tuple[Request, float]] = {}
@@ -172,7 +180,8 @@ class GrammarFeature(Feature, LoopFeature):
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         self._executor = executor
-        self._per_lane = 1 + capacity.drafts
+        self._drafts = capacity.drafts
+        self._costs = DraftCosts(capacity.step_seconds)
         return self
 
     def check(self, params: Sequence[SamplingParams]) -> None:
@@ -192,7 +201,8 @@ class GrammarFeature(Feature, LoopFeature):
         asked, params = request.params.structured_outputs, request.params
         if not params.masked:
             return None
-        state = GrammarState(position=request.prompt_len)
+        finder = ForcedTextFinder() if self._drafts and params.speculative != "off" else None
+        state = GrammarState(position=request.prompt_len, forced=finder)
         try:
             if params.allowed_token_ids or params.bad_token_ids:
                 state.rules = TokenRules(
@@ -252,9 +262,54 @@ class GrammarFeature(Feature, LoopFeature):
             return msgspec.structs.replace(params, min_tokens=0)
         return msgspec.structs.replace(params, min_tokens=0, ignore_eos=False)
 
+    @property
+    def proposes_drafts(self) -> bool:
+        return bool(self._drafts)
+
+    @property
+    def certain(self) -> bool:
+        return True
+
+    def lookahead(self, lanes: Int32, room: Int32) -> Int32:
+        """Returns the number of forced tokens behind each row's own, if they pay."""
+        counts = np.zeros_like(lanes)
+        self._claims.clear()
+        for i in np.flatnonzero(self._gated[lanes] & (room > 0)).tolist():
+            lane = int(lanes[i])
+            row = self._current[lane]
+            state = None if row is None else row.masks.state
+            if row is None or state is None or state.forced is None or not row.alive:
+                continue
+            # The row's own token is at `planned + 1` if all drafts in flight are right.
+            text, first = state.forced.text, row.request.planned + 1
+            counts[i] = min(len(text.after(first)), int(room[i]))
+            if counts[i]:
+                self._claims[lane] = text
+        total = int(counts.sum())
+        if not total or not self._costs.pays(len(lanes), total):
+            self._claims.clear()
+            return np.zeros_like(lanes)
+        return counts
+
+    def _claim(self, builder: PlanBuilder) -> None:
+        """Claims the forced texts of the rows that verify them."""
+        drafted = builder.lanes[builder.q_len > 1].tolist()
+        texts = {lane: self._claims[lane] for lane in drafted if lane in self._claims}
+        if texts:
+            ids = np.full((len(texts), claim_width(self._drafts)), -1, dtype=np.int32)
+            for line, text in zip(ids, texts.values(), strict=True):
+                tokens = text.tokens[: len(line)]
+                line[: len(tokens)] = tokens
+            lanes = int32(list(texts))
+            builder.write(DRAFT_IDS, lanes, ids)
+            builder.write(DRAFT_START, lanes, int32([text.start for text in texts.values()]))
+        self._claims.clear()
+
     def plan(self, builder: PlanBuilder) -> None:
         for admit in builder.admits:
             self._gated[admit.lane] = admit.params.masked
+        if self._claims:
+            self._claim(builder)
         samples = (builder.flags & RowFlag.SAMPLE) != 0
         rows = np.flatnonzero(self._gated[builder.lanes] & samples).tolist()
         if not rows:
@@ -408,7 +463,7 @@ class GrammarFeature(Feature, LoopFeature):
         tokens = row.request.tokens
         state.advance(tokens.view(state.position).tolist())
         text = tokens.view() if row.q_len > 1 else None
-        return MaskRow(state, row.lines, (), text, row.lane * self._per_lane)
+        return MaskRow(state, row.lines, (), text, row.lane * (1 + self._drafts))
 
     def _build(self, step: _GatedStep, entered: threading.Event) -> None:
         """Builds a step's masks, on the first of their threads.

@@ -18,6 +18,7 @@ from llguidance.numpy import (
 
 from quire.arrays import Int32
 from quire.errors import GrammarError
+from quire.features.structured_output.forced_text import ForcedTextFinder, write_forced
 from quire.features.structured_output.string_walk import StringWalk
 from quire.sampling_params import TokenRules
 
@@ -45,6 +46,7 @@ class GrammarState:
         pending: Tokens still to be consumed by the matcher.
         strings: Follows the document's strings; None: no use for it.
         cost_us: Microseconds that batches with the last masks took, an average.
+        forced: Finds text that the grammar forces; None: nobody needs it.
     """
 
     position: int
@@ -58,6 +60,7 @@ class GrammarState:
     pending: list[int] = field(default_factory=list)
     strings: StringWalk | None = None
     cost_us: float = _FIRST_COST_US
+    forced: ForcedTextFinder | None = None
 
     def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
         """Takes the compiled grammar."""
@@ -159,6 +162,8 @@ class MaskBuilder:
                 known.append((row, state, line))
                 if (matcher := state.matcher) is not None:
                     drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
+                    if _forced(state, matcher, drafts or (), room[line : line + lines]):
+                        continue
                     if drafts:
                         drafted.append((matcher, line, drafts))
                     elif state.strings is not None and state.strings.short:
@@ -295,6 +300,15 @@ class MaskBuilder:
                 masks[place, token >> 5] &= ~_bit(token)
             if not masks[place].any():
                 masks[place] = held
+
+
+def _forced(state: GrammarState, matcher: LLMatcher, drafts: Sequence[int], lines: Int32) -> bool:
+    """Writes a row's masks if the grammar forces its next token. Rules may forbid that token."""
+    finder, strings = state.forced, state.strings
+    if finder is None or state.rules is not None or (strings is not None and strings.short):
+        return False
+    tokens = finder.find(matcher, state.position)
+    return bool(tokens) and write_forced(tokens, drafts, lines)
 
 
 def _bit(token: int) -> np.int32:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
+import sys
 from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +14,11 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.arrays import Int32, int32
 
-MOST = 64
-"""Characters, the rest of a string, up to which masks are put together from tables."""
-_NEVER = 2 * MOST
+_MOST_FILLED = 64
+"""Characters, the rest of a string, up to which a matcher is moved to the string's end."""
+_MOST_COUNTED = 256
+"""Characters of a token up to which tokens are told apart by their length."""
+_NEVER = _MOST_COUNTED + 1
 _CONTENT = re.compile(rb'(?:[^"\\\x00-\x1F\x7F]|\\["\\bfnrt])*')
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _SPACE = rb"[ \t\r\n]*"
@@ -52,13 +55,15 @@ class StringTables:
     At a whole character in such a string, a token is allowed on two conditions. First, it has at
     most as many characters as are left; if it ends the string, those before the end count. Second,
     the grammar allows the bytes after the string's end. These bytes are the same at every place in
-    the string, so masks are put together from tables: 3 MB of them for 152,000 tokens.
+    the string, so masks are put together from tables: 4 MB of them for 152,000 tokens.
 
-    usable: whether the tokenizer can write a string at all.
-    words: of a mask.
-    characters: int16 by token, of one that goes from a whole character in a string to another; -1:
-        other tokens.
-    quiet: by token, 1 if it has no part in a document's structure.
+    Attributes:
+        usable: Whether the tokenizer can write a string at all.
+        limit: Most characters left for which there are masks.
+        words: Number of 32-bit words of a mask.
+        characters: int16 by token, of one that goes from a whole character in a string to another;
+            -1: other tokens.
+        quiet: By token, 1 if it has no part in a document's structure.
     """
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
@@ -68,6 +73,7 @@ class StringTables:
         self.words = -(-size // 32)
         self.characters = array("h", [-1]) * size
         self.quiet = bytes(not text.translate(None, _OTHERS) for text in texts)
+        self._all_counted = True
         counts, inner = [_NEVER] * size, list[int]()
         endings: dict[bytes, list[int]] = {}
         for token, text in enumerate(texts):
@@ -77,6 +83,7 @@ class StringTables:
             if content is None or (end and (cut or not _END.fullmatch(end))):
                 continue
             counts[token] = min(content + cut, _NEVER)
+            self._all_counted &= counts[token] < _NEVER
             if end:
                 endings.setdefault(end, []).append(token)
                 continue
@@ -85,9 +92,12 @@ class StringTables:
                 self.characters[token] = content
         self._inner = self._mask(inner)
         fits = np.array(counts)
-        self._upto = [self._packed(fits <= left) for left in range(MOST + 1)]
+        longest = int(fits[fits < _NEVER].max(initial=0))
+        self._upto = [self._packed(fits <= left) for left in range(longest + 1)]
+        # Where all tokens fit, their lengths no longer matter.
+        self.limit = sys.maxsize if self._all_counted else longest
         self._sort(endings, counts, texts)
-        self._fillers = [tokenizer.tokenize_bytes(b"a" * left) for left in range(MOST + 1)]
+        self._fillers = [tokenizer.tokenize_bytes(b"a" * left) for left in range(_MOST_FILLED + 1)]
         self.usable = b'"' in endings and all(
             tokenizer.decode_bytes(filler) == b"a" * left
             for left, filler in enumerate(self._fillers)
@@ -126,8 +136,12 @@ class StringTables:
         return text
 
     def at_end(self, matcher: LLMatcher, left: int) -> LLMatcher | None:
-        """Returns a copy of a matcher, at which the string's `left` characters are used up; None
-        where that fails. Costs some microseconds."""
+        """Returns a copy of a matcher, at which the string's `left` characters are used up.
+
+        Returns None where that fails, or where many characters are left. Costs some microseconds.
+        """
+        if left > _MOST_FILLED:
+            return None
         copy = matcher.deep_copy()
         return copy if not left or copy.consume_tokens(self._fillers[left]) else None
 
@@ -135,14 +149,16 @@ class StringTables:
         """Returns the tokens allowed in the string for any number of characters left.
 
         Args:
-            end: The mask of `at_end`, int32 [at least words].
+            end: The mask of `at_end`, int32 [at least words]; where that returned None, the mask of
+                `matcher`.
             matcher: Stands in the string, with `left` characters left.
             left: Characters left. Later calls of `mask` never have more.
 
         Returns:
-            A mask, int32 [words]. None: `end` allows tokens that end no string.
+            A mask, int32 [words]. None: the grammar does not allow what the tables say.
         """
-        if (end[: self.words] & ~self._ends).any():
+        far = left > _MOST_FILLED
+        if not far and (end[: self.words] & ~self._ends).any():
             return None
         fits = end[self._tokens >> 5] >> (self._tokens & 31) & 1
         base = self._inner.copy()
@@ -152,10 +168,14 @@ class StringTables:
             near = fits[other.after] and other.before <= left
             if near and matcher.validate_tokens([other.shortest]):
                 base |= other.tokens
+        if far:
+            same = (base & self._upto[min(left, len(self._upto) - 1)]) == end[: self.words]
+            return base if same.all() else None
         return base
 
     def mask(self, base: Int32, left: int, into: Int32) -> None:
         """Writes the mask of a place with `left` characters left. into: int32 [at least words]."""
+        left = min(left, len(self._upto) - 1)
         np.bitwise_and(base, self._upto[left], out=into[: self.words])
         into[self.words :] = 0
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from quire.arrays import Int32
-from quire.features.structured_output.string_tables import MOST, StringTables, whole_characters
+from quire.features.structured_output.string_tables import StringTables, whole_characters
 from quire.grammar.bounded import resolve, types_of
 
 Json = Any
@@ -237,7 +237,7 @@ class StringWalk:
     @property
     def short(self) -> bool:
         """Whether the text ends in a string whose mask can be put together from tables."""
-        return 0 <= self.left <= MOST
+        return 0 <= self.left <= self.tables.limit
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have come."""

@@ -230,18 +230,18 @@ _LAST_EVENTS_SECONDS = 2.0
 
 async def serve(
     app: FastAPI,
-    sock: socket.socket,
+    sockets: list[socket.socket],
     tls: ssl.SSLContext | None,
     args: ServerArgs,
     on_started: Callable[[], None],
 ) -> None:
-    """Serves an application on a bound socket until SIGINT or SIGTERM.
+    """Serves an application on bound sockets until SIGINT or SIGTERM.
 
     Running requests then have `drain_timeout` seconds to finish. A second signal ends them at once.
     SIGHUP reads the key file again.
 
     Args:
-        on_started: called once the socket listens.
+        on_started: called once the sockets listen.
     """
     config = uvicorn.Config(
         app,
@@ -262,7 +262,7 @@ async def serve(
         loop.add_signal_handler(number, server.handle_exit, number, None)
     loop.add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
     finally:
         if app.state.batches is not None:
             await app.state.batches.close()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.arrays import Int32
-from quire.executor import Capacity, Executor
+from quire.executor import Answered, Asked, Capacity, Executor, WorkerCall
 from quire.plan import KVGroup, RowFlag, StepPlan, StepResult
 from quire.tools.bench.work import Ceilings, ModelWork
 
@@ -81,8 +81,8 @@ class StepRecorder:
         self._done.append(step)
         return result
 
-    def control(self, message: dict[str, Any]) -> Any:
-        return self.inner.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        return self.inner.call(call, request)
 
     def shutdown(self) -> None:
         self.inner.shutdown()

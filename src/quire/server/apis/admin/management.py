@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -90,8 +90,8 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     state = state_of(request)
     config = state.client.config
-    if config.args.kv_peers is not None:  # it has the peers' key
-        config = replace(config, args=replace(config.args, kv_peers=None))
+    secrets = {f.name: f.default for f in fields(config.args) if f.metadata.get("secret")}
+    config = replace(config, args=config.args.replace(**secrets))
     return json_response(ServerInfo(__version__, state.model_name, config))
 
 

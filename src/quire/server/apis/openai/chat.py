@@ -145,7 +145,7 @@ async def chat_completions(request: Request) -> Response:
     with rename_fields(names | chat.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue, context_of(request))
     check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
-    model = context_of(request).adapter or state.model_name
+    model = context_of(request).model or state.model_name
     writer = ChatWriter(model, state.fingerprint, tokenizer, body, reply)
 
     def keep(envelope: CompletionObject[ChatChoice]) -> None:

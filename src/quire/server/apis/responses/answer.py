@@ -73,6 +73,7 @@ class ResponseAnswer:
         self.writer.progress()
         usage = usage_of(self.reply)
         usage.total_tokens, usage.output_tokens = usage.input_tokens, 0
+        usage.output_tokens_details.reasoning_tokens = 0
         self.writer.finish(usage, cut=False, empty=True)
         if self.conversation is not None:
             self.conversation.keep(self.stored)

@@ -97,7 +97,7 @@ async def _answer(
     reply = await prepare(state, dialogue, context_of(request))
     given, found = tools_of(body, items)
     writer = ResponseWriter(
-        response_of(state, body, dialogue, context_of(request).adapter),
+        response_of(state, body, dialogue, context_of(request).model),
         {
             flat_name(namespace, tool.name): (namespace, tool.name)
             for namespace, tool in (*given, *found)

@@ -1,4 +1,4 @@
-"""`/kv/events` and `/kv/peers`: what routers ask of engines, and tell them."""
+"""The route of KV events: what routers ask of engines."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import msgspec
-from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from quire.errors import EngineDeadError
-from quire.features.disaggregation.calls import set_peers
 from quire.features.kv_events.calls import kv_events
 from quire.features.kv_events.messages import EngineLoad, KVEventLine, KVEvents
-from quire.server.errors import stuck_error
-from quire.server.http.bodies import read_body
+from quire.server.apis.route import Route, check_admin
 from quire.server.http.query import Query
-from quire.server.http.sse import json_response
-from quire.server.http.strict_model import StrictModel
 from quire.server.state import ServerState, state_of
 
 _LOOK_SECONDS = 0.1
@@ -29,29 +24,6 @@ _TIMEOUT = 5.0
 """Seconds that the engines get to answer."""
 
 NDJSON = "application/x-ndjson"
-
-
-class PeersBody(StrictModel):
-    """Body of PUT /kv/peers: addresses of the servers that compute prompts for this one."""
-
-    peers: list[str] = Field(max_length=1024)
-
-
-class PeersAnswer(msgspec.Struct):
-    """peers: their addresses, as requests name them (`x-quire-prefill`)."""
-
-    peers: list[str]
-
-
-async def peers(request: Request) -> Response:
-    """Replaces the servers that compute prompts for this one."""
-    state = state_of(request)
-    body = await read_body(request, PeersBody, state.args.max_body_bytes)
-    try:
-        async with asyncio.timeout(_TIMEOUT):
-            return json_response(PeersAnswer(await set_peers(state.client, body.peers)))
-    except TimeoutError:
-        raise stuck_error() from None
 
 
 async def events(request: Request) -> Response:
@@ -82,3 +54,9 @@ async def _lines(state: ServerState) -> AsyncIterator[bytes]:
             yield msgspec.json.encode(KVEventLine(grants, asks, found)) + b"\n"
         await asyncio.sleep(_LOOK_SECONDS)
         silent += _LOOK_SECONDS
+
+
+ROUTES = (
+    Route("get", "/kv/events", events, "What the caches hold, and their changes, for admins",
+          answer=NDJSON, check=check_admin),
+)  # fmt: skip

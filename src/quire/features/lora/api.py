@@ -1,4 +1,4 @@
-"""`/v1/load_lora_adapter` and `/v1/unload_lora_adapter`, as vLLM has them."""
+"""The routes of adapters, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.features.lora import calls
+from quire.server.apis.route import Route
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
@@ -67,3 +68,11 @@ async def check_adapters_key(request: Request) -> None:
 
 def _done(text: str) -> Response:
     return Response(text, media_type="text/plain")
+
+
+ROUTES = (
+    Route("post", "/v1/load_lora_adapter", load_adapter, "Give a name to a LoRA adapter",
+          LoadAdapterRequest, "text/plain", check=check_adapters_key),
+    Route("post", "/v1/unload_lora_adapter", unload_adapter, "Forget a LoRA adapter",
+          UnloadAdapterRequest, "text/plain", check=check_adapters_key),
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""`/kv/handshake` and `/kv/prefill`: prompts that are computed for other engines."""
+"""The routes of peers, which compute prompts for each other, and of routers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pydantic import ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.features.disaggregation.calls import HANDSHAKE, GrantRequest, grant
+from quire.features.disaggregation.calls import HANDSHAKE, GrantRequest, grant, set_peers
 from quire.features.disaggregation.facts import KVFacts
-from quire.features.disaggregation.messages import ClosedGrant, PromptRequest
+from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
+from quire.server.apis.route import Route, check_admin
 from quire.server.context.request_context import RequestContext, context_of
 from quire.server.context.request_trace import Handover, RequestTrace
 from quire.server.errors import stuck_error
@@ -32,8 +33,11 @@ Answer = TypeVar("Answer")
 
 
 class HandshakeBody(StrictModel):
-    """Body of `/kv/handshake`; see `KVFacts`. Facts of other versions are told as what they are,
-    other versions, and not as unknown fields."""
+    """Body of `/kv/handshake`; see `KVFacts`.
+
+    A peer of another version may have other fields. The answer names the version, so unknown
+    fields are no error.
+    """
 
     model_config = ConfigDict(extra="ignore")
 
@@ -57,6 +61,18 @@ class PrefillBody(StrictModel):
     epoch: str = Field(max_length=64)
     cache_salt: str = Field(default="", max_length=1024)
     layers: bool = False
+
+
+class PeersBody(StrictModel):
+    """Body of PUT /kv/peers: addresses of the servers that compute prompts for this one."""
+
+    peers: list[str] = Field(max_length=1024)
+
+
+class PeersAnswer(msgspec.Struct):
+    """peers: their addresses, as requests name them (`x-quire-prefill`)."""
+
+    peers: list[str]
 
 
 async def handshake(request: Request) -> Response:
@@ -108,3 +124,20 @@ async def _in_time(answer: Awaitable[Answer]) -> Answer:
             return await answer
     except TimeoutError:
         raise stuck_error() from None
+
+
+async def peers(request: Request) -> Response:
+    """Replaces the servers that compute prompts for this one."""
+    state = state_of(request)
+    body = await read_body(request, PeersBody, state.args.max_body_bytes)
+    return json_response(PeersAnswer(await _in_time(set_peers(state.client, body.peers))))
+
+
+ROUTES = (
+    Route("post", "/kv/handshake", handshake,
+          "Compare engines, before one reads blocks of the other", HandshakeBody, Welcome),
+    Route("post", "/kv/prefill", prefill, "Compute a prompt for another engine",
+          PrefillBody, Grant),
+    Route("put", "/kv/peers", peers, "Say who computes prompts for this server, for admins",
+          PeersBody, PeersAnswer, check=check_admin),
+)  # fmt: skip

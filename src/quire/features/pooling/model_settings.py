@@ -5,17 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from quire.config import EngineArgs
+from quire.features.pooling.args import PoolingArgs
 from quire.models.config import load_config
 
 
-def embedding_settings(wanted: str, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+def embedding_settings(args: EngineArgs, folder: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
     """Returns the values of `EngineConfig.pooling` and `EngineConfig.matryoshka`.
 
     Args:
-        wanted: the user's setting of pooling; "auto" uses the model's own setting.
-        folder: folder of the model.
+        args: the engine's settings.
+        folder: of the model.
         hf_config: its config.json.
     """
+    wanted = PoolingArgs.of(args).pooling
     pooling = _pooling(folder) if wanted == "auto" else wanted
     return {"pooling": pooling, "matryoshka": _matryoshka(hf_config)}
 
