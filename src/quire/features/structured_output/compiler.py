@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.config import EngineConfig
 from quire.errors import CompilerBusyError, ConfigError, GrammarError
+from quire.features.structured_output.mask_memory import MaskMemory
 from quire.features.structured_output.string_tables import StringTables
 from quire.features.structured_output.string_walk import StringPlaces, StringWalk, string_places
 from quire.grammar.grammar import compilable
@@ -70,6 +71,7 @@ class CompilerConfig:
         threads: Number of grammars that are compiled at once.
         copies: Most copies of one grammar.
         walks: Whether `walk` is called.
+        memory_bytes: Bytes of masks to keep for grammars that come again.
     """
 
     timeout: float = 5.0
@@ -77,6 +79,7 @@ class CompilerConfig:
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
     copies: int = 1
     walks: bool = False
+    memory_bytes: int = 0
 
 
 _Key = tuple[bytes, int]
@@ -163,6 +166,9 @@ class Compiler:
         self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
+        self.memory = MaskMemory(self.config.memory_bytes) if self.config.memory_bytes else None
+        self._seen: Cache[bytes, int] = Cache(_KEPT_VERDICTS)
+        """Number of requests by grammar."""
         self.compiles = 0
         self.compile_seconds = 0.0
 
@@ -307,6 +313,7 @@ class Compiler:
         key = _key(params)
         first = self.compile(params)
         with self._lock:
+            self._seen.put(key, (self._seen.get(key) or 0) + 1)
             users = self._users.setdefault(key, [0])
             copy = min(range(len(users)), key=users.__getitem__)
             if users[copy] >= _ROWS_A_COPY and len(users) < self.config.copies:
@@ -424,20 +431,28 @@ class Compiler:
             raise GrammarError(f"The grammar cannot be enforced: {reason[:500]}")
         if self.config.walks and params.json is not None:
             places = string_places(json.loads(grammar)["grammars"][0]["json_schema"])
-            if places is not None:
-                with self._lock:
-                    self._places.put(key, places)
+            with self._lock:
+                self._places.put(key, places)
         return matcher
 
     def walk(self, params: StructuredOutputsParams) -> StringWalk | None:
         """Returns what follows the strings of a document of a compiled grammar, from its start;
-        None where no string is bounded by its length alone, and while tables are being made."""
+        None while tables are being made.
+
+        Masks are remembered from a grammar's second request on: most grammars come once.
+        """
+        key = _key(params)
         with self._lock:
-            places, made = self._places.get(_key(params)), self._tables
+            places, made = self._places.get(key), self._tables
+            again = (self._seen.get(key) or 0) > 1
         if places is None or made is None or not made.done() or made.exception() is not None:
             return None
         tables = made.result()
-        return StringWalk(places, tables) if tables.usable else None
+        if not tables.usable:
+            return None
+        if self.memory is None or not again:
+            return StringWalk(places, tables)
+        return StringWalk(places, tables, self.memory, self.memory.root(key))
 
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
@@ -470,6 +485,7 @@ def build_compiler(
         cached=cached or config.args.structured_outputs_cache,
         copies=copies,
         walks=walks,
+        memory_bytes=int(1e6 * config.args.structured_outputs_memory_mb) if walks else 0,
     )
     compiler = Compiler(
         lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits
