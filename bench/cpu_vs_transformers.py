@@ -2,11 +2,11 @@
 
     python bench/cpu_vs_transformers.py [--tokens 24] [--rounds 5] [--out bench/results/cpu.jsonl]
 
-SmolLM2-135M's shape with random weights, saved in bfloat16 and in fp32, both computed in fp32 by
-both engines. Rounds alternate between the engines, so that what slows the machine slows both. A
-decoding step is the difference between a long answer and a short one. Seconds are the wall clock's
-and the processor's, which other programs disturb less where there is one thread
-(OMP_NUM_THREADS=1). Ratios are of medians, and the least and the most of a round.
+Both engines compute SmolLM2-135M's shape in fp32, from random checkpoints in bfloat16 and in fp32.
+Rounds alternate between the engines, so other work slows both. A decoding step is the difference
+between a long answer and a short one. Times are wall clock and CPU seconds. Other programs disturb
+CPU seconds less with one thread (OMP_NUM_THREADS=1). Ratios are of medians, with the least and the
+most of a round.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Compares weights of 16, 8 and 4 bits with fp32's on this machine's CPU, as ratios within one
-process.
+"""Compares weights of 16, 8 and 4 bits with fp32 on this CPU, as ratios within one process.
 
     python bench/cpu_weights.py [--widths Qwen3-0.6B] [--layers 6] [--steps 4] [--rounds 3]
                                 [--clock cpu] [--out FILE]
 
-Layers of a model's widths and a tied head of 32 000 tokens, random, saved in fp32 and in bfloat16,
-the latter served as it is and with `--quantization`. Six layers have the head's share of the whole
-model. Rounds go through all engines in
-turn, so that what slows the machine slows all. A decoding step is the difference between a long
-answer and a short one; a prompt is an answer of one token. Seconds are the processor's, which other
-programs disturb less where there is one thread (OMP_NUM_THREADS=1). Ratios are fp32's seconds by an
-engine's within a round: their median, the least and the most.
+Checkpoints have random layers of a model's widths and a tied head of 32 000 tokens, in fp32 and in
+bfloat16. The second also runs with `--quantization`. With six layers the head has its share of the
+whole model. Rounds go through all engines in turns, so other work slows all of them. A decoding
+step is the difference between a long answer and a short one. A prompt is an answer of one token.
+Times are CPU seconds, which other programs disturb less with one thread (OMP_NUM_THREADS=1). Ratios
+are fp32's seconds over an engine's within a round, with median, least and most.
 """
 
 from __future__ import annotations
@@ -96,7 +94,7 @@ def answer(llm: LLM, prompts: int, prompt_tokens: int, tokens: int) -> None:
 
 
 def works(llm: LLM, steps: int, clock: int) -> dict[str, Callable[[], float]]:
-    """Returns what is measured, each as seconds of a clock by its place in `CLOCKS`."""
+    """Returns the measurements by name. Each returns seconds of the clock `CLOCKS[clock]`."""
 
     def step(rows: int) -> float:
         short, long = (

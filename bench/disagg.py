@@ -1,28 +1,28 @@
 """Prefill and decode apart on two GPUs, beside servers that do both on the same two.
 
-    python bench/disagg.py --results bench/results                 # Qwen3-8B's shape, two GPUs
-    python bench/disagg.py --results bench/results --model qwen2.5-1.5b
+        python bench/disagg.py --results bench/results                 # Qwen3-8B's shape, two GPUs
     python bench/disagg.py --results bench/results --only ipc      # setups with that name
     python bench/disagg.py --only ipc-async --part handover        # one part of one setup
-    python bench/disagg.py --results bench/results --table         # of what was measured so far
-    python bench/disagg.py --only ipc-async --part flood --trace /tmp/trace    # causes, by steps
+    python bench/disagg.py --results bench/results --table         # show the records so far
+    python bench/disagg.py --only ipc-async --part flood --trace /tmp/trace    # long steps
     python bench/disagg.py --try                                   # a CPU, the embedded model
 
-Weights are random, prompts are random token ids. Each setup is started by itself, with GPUs of its
-own by CUDA_VISIBLE_DEVICES, and has these parts:
+Weights and prompts are random. Each setup starts by itself and gets its own GPUs through
+CUDA_VISIBLE_DEVICES. It has three parts:
 
-flood     streams decode, at first alone (`rest_itl_…`), then while clients send one long prompt
-          after the other, each new; the times between a stream's tokens (ITL). Contexts grow
-          meanwhile, and steps with them: `…_steady` are ratios to the median of the times within
-          a quarter of a second. With --trace the engine's own steps say what made some of them
-          longer (`disagg_trace.py`)
-handover  prompts that come one at a time: the time to the first token here and at the prefill
-          server, the extra time of the KV transfer, and the transfer's rate
-loads     requests in a closed loop, of long prompts and of long answers: throughput, TTFT, ITL
+flood     Streams decode alone (`rest_itl_…`), then while clients send new long prompts one after
+          the other. Measures the time between a stream's tokens (ITL). Contexts grow during the
+          run, and steps take longer. So `…_steady` are ratios to the median within a quarter of a
+          second. With --trace, `disagg_trace.py` finds the causes of long steps in a trace.
 
-A part that takes too long is ended with its servers, and reported. Setups without time left are
-reported, too. Records are appended to RESULTS/disagg/CARD.jsonl as they are made. A table comes
-last.
+handover  Prompts come one at a time. Measures the time to the first token on both servers, the
+          extra time of the KV transfer, and its rate.
+
+loads     Requests in a closed loop, with long prompts or long answers. Measures throughput, TTFT
+          and ITL.
+
+A part that takes too long is ended with its servers. The report names it, and also the setups
+without time left. Records are appended to RESULTS/disagg/CARD.jsonl. A table comes last.
 """
 
 from __future__ import annotations
@@ -144,8 +144,13 @@ TRIED = Sizes(
 
 @dataclass(frozen=True)
 class Setup:
-    """Servers that answer at one address. transport: "" where one does it all. gpus: of servers
-    that do."""
+    """Servers that answer at one address.
+
+    Attributes:
+        transport, mode: see --transport and --kv-transfer; "" for servers without a split.
+        gpus: replicas of a server without a split.
+        parts: names of the measured parts.
+    """
 
     transport: str = ""
     mode: str = ""
@@ -163,7 +168,7 @@ WAYS = (("ipc", "async"), ("tcp", "async"), ("ipc", "sync"), ("tcp", "sync"))
 
 
 def setups(small: bool) -> list[Setup]:
-    """Returns what is measured, what matters most first. small: only the times between tokens."""
+    """Returns the setups, the most important first; of a small model only the flood."""
     if small:
         alone = Setup(parts=("flood",))
         return [alone, *(Setup(transport, mode, parts=("flood",)) for transport, mode in WAYS)]
@@ -178,8 +183,14 @@ def setups(small: bool) -> list[Setup]:
 
 @dataclass
 class Servers:
-    """Running servers. url: where requests go. writer: of the one that computes prompts, or "".
-    trace: the folder of the first one's trace, None for none."""
+    """Running servers.
+
+    Attributes:
+        url: address for requests.
+        writer: address of the prefill server, or "".
+        trace: folder of the decoding server's trace, or None.
+        said: lines that each server printed.
+    """
 
     url: str = ""
     writer: str = ""
@@ -209,7 +220,7 @@ class Servers:
         return f"http://127.0.0.1:{port}"
 
     def await_ready(self, seconds: float) -> None:
-        """Raises RuntimeError, with the last that a server said, where one does not start."""
+        """Waits for all servers. Raises RuntimeError with the last lines of one that fails."""
         deadline = time.monotonic() + seconds
         for process, said in zip(self.processes, self.said, strict=True):
             ready = threading.Event()
@@ -243,8 +254,12 @@ def _listen(process: subprocess.Popen[str], said: list[str], ready: threading.Ev
 def running(
     setup: Setup, model: Sequence[str], sizes: Sizes, gpus: bool, hidden: bool, trace: Path | None
 ) -> Iterator[Servers]:
-    """Yields the servers of a setup, ready. hidden: neither role sees the other one's GPU. trace: a
-    folder for the trace of the one that decodes."""
+    """Yields the servers of a setup when they are ready.
+
+    Args:
+        hidden: neither role sees the GPU of the other.
+        trace: folder for the trace of the decoding server.
+    """
     flags = [
         *model, "--served-model-name", NAME, "--skip-tokenizer-init", "--max-model-len",
         str(sizes.length), "--log-level", "warning",
@@ -304,8 +319,12 @@ def counters(url: str) -> dict[str, float]:
 
 
 class Flood:
-    """Clients that send prompts one after the other, each new. done: their (begin, end), in seconds
-    of the monotonic clock. failed: how many got no answer."""
+    """Clients that send new prompts one after the other.
+
+    Attributes:
+        done: (begin, end) of each answer, in seconds of the monotonic clock.
+        failed: number of requests without an answer.
+    """
 
     def __init__(self, url: str, tokens: int, clients: int) -> None:
         parts = urlsplit(url)
@@ -420,7 +439,7 @@ def between(answers: Sequence[Answer], begin: float, end: float, name: str) -> d
 
 
 def handover(servers: Servers, sizes: Sizes) -> dict[str, float]:
-    """Times prompts that come one at a time, at the server and at the one that computes them."""
+    """Times single prompts at the decoding server and at the prefill server."""
     count, tokens = sizes.handovers, sizes.handover_prompt
     ask(servers.url, prompts(3, tokens, 2, 2), 1, 30.0)  # the first ones connect
     before = counters(servers.url)
@@ -521,8 +540,12 @@ def link() -> dict[str, float]:
 
 @dataclass
 class Bench:
-    """Measures setups one after the other. end: of the time, on the monotonic clock. rates: see
-    `link_rates`."""
+    """Measures setups one after the other.
+
+    Attributes:
+        end: time limit on the monotonic clock.
+        rates: see `link_rates`.
+    """
 
     model: str
     card: str
@@ -538,7 +561,7 @@ class Bench:
     trouble: list[str] = field(default_factory=list)
 
     def run(self, setup: Setup) -> None:
-        """Starts a setup and measures its parts; what goes wrong is told and not raised."""
+        """Starts a setup and measures its parts. Prints failures and does not raise them."""
         begun = time.monotonic()
         try:
             trace = None if self.trace is None else self.trace / f"{setup.name}-{time.time_ns()}"

@@ -1,9 +1,9 @@
-"""The causes of longer steps of those who decode, from their engine's trace (`--trace-dir`).
+"""Finds why steps of decoding streams take longer, in their engine's trace (`--trace-dir`).
 
-A step of the streams alone grows with their contexts, which a line through the times at rest tells:
-before the flood, and behind it. What steps under the flood take beyond that line is due to it. A
-step's period is the time from the end of the step before it to its own end: the device's time for
-it, and the time for which the device waited for the host.
+A step of the streams alone grows with their contexts. A line through its times before and after the
+flood describes this growth. The flood causes the time of a step above that line. A step's period is
+the time from the end of the previous step to its own end. It consists of the device's time for the
+step and the time in which the device waited for the host.
 """
 
 from __future__ import annotations
@@ -30,16 +30,12 @@ class Step:
     """A step on the device.
 
     Attributes:
-        number: the step's number.
-        end: its end, in seconds of the monotonic clock.
-        period: ms, as described above.
-        device: ms, as described above.
-        idle: ms, as described above.
-        host: ms of the loop's turns after the previous step was planned, without waits for the
-            device.
-        rows: rows of the step.
-        tokens: tokens of the step.
-        moved: blocks that its plan moves.
+    end: in seconds of the monotonic clock.
+    period: ms from the end of the previous step.
+    device: ms of the step on the device.
+    idle: ms in which the device waited for the host.
+    host: ms of the loop since it planned the previous step, without waits for the device.
+    moved: blocks that the plan moves.
     """
 
     number: int
@@ -123,7 +119,7 @@ def line_at_rest(steps: Sequence[Step], rests: Sequence[Window], streams: int) -
 def causes(
     folder: Path, rests: Sequence[Window], flood: Window, streams: int
 ) -> tuple[dict[str, float], list[str]]:
-    """Returns metrics of the steps under the flood, and a table of what made them longer."""
+    """Returns metrics of the steps under the flood, and a table of their causes."""
     steps = read_steps(folder)
     inside = [each for each in steps if flood[0] <= each.end <= flood[1]]
     line = line_at_rest(steps, rests, streams)

@@ -1,13 +1,13 @@
-"""Measures the wait of a second key under another's flood, as a ratio within one run.
+"""Measures how long a second key waits during the flood of another key.
 
     python bench/fair_share.py [--flood 500] [--rounds 3] [--out bench/results/fair_share.jsonl]
 
-One server on the embedded model. The second key sends one request after another: first alone, then
-while another key's 500 requests, all sent at once, are being answered. Its p95 time to first token
-then, by that when alone, is the ratio; what it would be without turns is measured too, by sending
-the single requests under the flood's own key. The flood comes from a process of its own. Rounds
-alternate; the median of their ratios counts, as other work on a machine disturbs both sides.
-Server, flood and second key want two cores for themselves; `load_before` tells what else ran.
+One server runs the embedded model. The second key sends one request after another, first alone,
+then while the server answers 500 requests that the first key sent at once. The ratio is its p95
+time to first token in the flood over that when alone. Sending the single requests with the flood's
+key gives the ratio without fair turns. The flood comes from a separate process. Rounds alternate,
+and the median of their ratios counts, because other work disturbs both sides. The run needs two
+cores of its own. `load_before` records the machine's load.
 """
 
 from __future__ import annotations
@@ -17,45 +17,24 @@ import asyncio
 import json
 import os
 import random
-import re
+import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from quire.tools.bench.online.drive import launched
 from quire.tools.bench.record import make_record
 from tables import print_and_append
 
 VOCAB = 6000
-READY = re.compile(r"Serving \S+ at http://([^:]+):(\d+)\.")
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[tuple[str, int]]:
-    """A server's host and port."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-    )
-    try:
-        for line in process.stdout or ():
-            if (found := READY.search(line)) is not None:
-                yield found[1], int(found[2])
-                return
-        raise SystemExit("the server did not start")
-    finally:
-        process.terminate()
-        process.wait()
 
 
 async def first_token(address: tuple[str, int], key: str, prompt: list[int], output: int) -> float:
-    """Seconds to the first token of a streamed request, which is then read to its end."""
+    """Returns the seconds to the first token of a streamed request, and reads it to its end."""
     body = json.dumps(
         {"prompt": prompt, "max_tokens": output, "stream": True, "ignore_eos": True}
     ).encode()
@@ -89,7 +68,7 @@ def prompt_of(dice: random.Random, tokens: int) -> list[int]:
 def flood(
     address: tuple[str, int], count: int, prompt: int, output: int, seed: int, over: Event
 ) -> None:
-    """All requests at once; `over` is set when the first half has been answered."""
+    """Sends all requests at once. Sets `over` when half of them are answered."""
 
     async def go() -> None:
         dice, done = random.Random(seed), 0
@@ -109,8 +88,10 @@ def flood(
 async def singles(
     address: tuple[str, int], key: str, args: argparse.Namespace, seed: int, until: Event | None
 ) -> list[float]:
-    """Times to first token of requests one after the other: as many as asked for, or until the
-    flood is half answered."""
+    """Returns times to the first token of requests sent one after the other.
+
+    Sends `args.singles` requests, or goes on until the event `until` is set.
+    """
     dice, times = random.Random(seed), []
     while len(times) < args.singles if until is None else not until.is_set():
         prompt = prompt_of(dice, args.prompt)
@@ -122,17 +103,17 @@ async def singles(
 def under_flood(
     address: tuple[str, int], key: str, args: argparse.Namespace, seed: int
 ) -> tuple[list[float], float]:
-    """The single requests' times, and the seconds after which half the flood was answered."""
+    """Returns the single requests' times, and the seconds until half the flood was answered."""
     context = get_context("spawn")
     over = context.Event()
     sizes = (args.flood, args.prompt, args.output)
     sender = context.Process(target=flood, args=(address, *sizes, seed, over))
     sender.start()
     began = time.perf_counter()
-    time.sleep(args.lead)  # until it has the server to itself
+    time.sleep(args.lead)  # the flood then occupies the server
     times = asyncio.run(singles(address, key, args, seed + 1, over))
     seconds = time.perf_counter() - began
-    sender.terminate()  # what it still waits for is aborted
+    sender.terminate()  # this aborts its open requests
     sender.join()
     return times, seconds
 
@@ -187,8 +168,9 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as keys:
         keys.write('[flood]\nkey = "sk-flood"\n[second]\nkey = "sk-second"\n')
         keys.flush()
-        with serving("--api-key-file", keys.name, *args.flags) as address:
-            metrics = measure(args, address)
+        with launched(shlex.join(["--api-key-file", keys.name, *args.flags])) as (url, _):
+            place = urlsplit(url)
+            metrics = measure(args, (place.hostname or "", place.port or 0))
     named = ("flood", "prompt", "output", "single_output", "rounds")
     settings = {name: getattr(args, name) for name in named}
     settings |= {"flags": " ".join(args.flags), "load_before": load, "cores": os.cpu_count()}

@@ -1,13 +1,13 @@
-"""The whole table of targets on one machine with a GPU, then as Markdown.
+"""Measures the table of targets on a machine with a GPU, and prints it as Markdown.
 
     make bench-gpu                                    # all parts, on the shapes in bench/configs
     python bench/gpu_table.py FOLDER ... --list       # the parts, for those folders' models
     python bench/gpu_table.py --part qwen3-8b:cases   # one part; it ends within ten minutes
 
-Weights are random: a folder needs no more than its config.json. With --scratch FOLDER, checkpoints
-are written there, to time starts from files as well. A model whose folder is named as one of the
-targets' gets their cases, any other one `nano`, `b64`, `b1` and `ttft`. Records are appended to
-RESULTS/CARD_throughput.jsonl, _startup.jsonl, _ablation.jsonl and _breakdown.jsonl.
+Weights are random, so a folder needs only its config.json. --scratch FOLDER writes checkpoints to
+time starts from files too. A model named as in targets.py gets the cases of its targets. Other
+models get `nano`, `b64`, `b1` and `ttft`. Records are appended to RESULTS/CARD_throughput.jsonl,
+_startup.jsonl, _ablation.jsonl and _breakdown.jsonl.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b", "llama-2-7b")
 OTHERS = ("nano", "b64", "b1", "ttft")
 PROFILE = "breakdown"
 LIMIT = 590
-"""Seconds a part may take."""
+"""Seconds that a part may take."""
 _DUMMY = ("--load-format", "dummy", "--skip-tokenizer-init")
 
 
@@ -49,9 +49,11 @@ class Part:
 
 
 def parts_of(folder: Path, scratch: Path | None = None) -> list[Part]:
-    """Returns the parts to run for a model: its cases; its start, warm and cold; its switches; what
-    deterministic results cost; a profile; and its start from files, if there is a place for
-    them."""
+    """Returns the parts to run for a model.
+
+    They are its cases, its start (warm and cold), its ablation, its deterministic cases and its
+    profile. With `scratch`, its start from files is added.
+    """
     model = folder.name
     path = (str(folder), *_DUMMY)
     known = [t.case for t in TARGETS if t.model.lower() == model.lower() and t.case != "startup"]
@@ -81,7 +83,7 @@ def _each(flag: str, values: Sequence[str]) -> tuple[str, ...]:
 
 
 def run(part: Part, results: Path, card: str) -> bool:
-    """Whether it went well. Its records are kept as they come, so a late failure loses little."""
+    """Returns whether the part succeeded. Records are stored as they come, so few are lost."""
     file = results / f"{slug(card)}_{part.file}.jsonl"
     print(f"== {part.name}", flush=True)
     if part.config is not None:
@@ -98,7 +100,7 @@ def run(part: Part, results: Path, card: str) -> bool:
 
 
 def card_name() -> str:
-    """The GPU's name, asked in a process of its own, as to ask takes some of its memory."""
+    """Returns the GPU's name, by another process, because the query takes GPU memory."""
     code = "from quire.tools.bench.record import card_name; print(card_name('cuda'))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if asked.returncode:

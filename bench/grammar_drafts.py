@@ -2,8 +2,9 @@
 
     python bench/grammar_drafts.py [--out bench/results/grammar_drafts.jsonl]
 
-The embedded model, its draft model and its EAGLE-3 head, on a CPU, greedy, a request at a time,
-three drafts a row whatever they cost. Texts must be equal. Steps depend on no machine's speed.
+Runs the embedded model, its draft model and its EAGLE-3 head on a CPU, greedily, one request at a
+time, with three drafts a row at any cost. Texts must be equal. The number of steps does not depend
+on the machine.
 """
 
 from __future__ import annotations

@@ -3,13 +3,17 @@
     python bench/hybrid_prefixes.py                                     # print a table
     python bench/hybrid_prefixes.py --output bench/results/hybrid_prefixes.jsonl
 
-The scheduler and the cache are the engine's; the device is the tests' fake, which checks of every
-block and state that is read what it was computed from. Traces: questions behind one prefix; the
-same behind a prefix that loses its last 100 tokens; conversations; and conversations whose next
-prompts leave out what an answer begins with (thoughts). Each runs with all the room that it takes,
-with a third of the device's blocks and states, and with such a third and a host tier for the rest.
-Both kinds of model have the same KV blocks; copies count as free, so that what is reused depends on
-what is kept alone.
+The scheduler and the cache are the engine's. The device is the tests' fake. It checks the origin of
+every block and state that a step reads. The four traces:
+
+- questions after one prefix
+- the same after a prefix that loses its last 100 tokens
+- conversations
+- conversations in which the next prompt omits the beginning of an answer (thoughts)
+
+Each runs with ample room, with a third of the device's blocks and states, and with this third and a
+host tier for the rest. Both kinds of model have the same KV blocks. Copies cost nothing here, so
+the reuse depends only on the kept blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ Trace = Callable[["Served", random.Random], None]
 
 @dataclass(frozen=True)
 class Room:
-    """Blocks on the device and on the host; states likewise, none for attention only."""
+    """Blocks and states on the device and on the host. Attention alone has no states."""
 
     blocks: int = AMPLE
     states: int = 0

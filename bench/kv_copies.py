@@ -3,8 +3,8 @@
     python bench/kv_copies.py                       # Qwen2.5-1.5B's blocks in bf16
     python bench/kv_copies.py --layers 36 --kv-heads 8 --out kv_copies.json
 
-Every move is checked byte for byte before it is timed. "both" moves as many blocks each way at
-once. Without a GPU the same code runs on the CPU's path, which says nothing but that it works.
+Every move is checked byte for byte before it is timed. "both" moves equally many blocks each way at
+once. Without a GPU the code uses the CPU's path, which only shows that it works.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from quire.arrays import int32
 from quire.plan import Transfer
-from quire.runner.transfer.places import KVTransfer
+from quire.runner.transfer.place import KVTransfer
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -81,7 +81,7 @@ class Blocks:
         self.transfer.start([move], direction)
 
     def check(self) -> bool:
-        """Tells whether blocks come back to other places as they went out, also while others go."""
+        """Returns whether blocks return unchanged to other places, also during other moves."""
         before = self.tensor.clone()
         self.go("out", self.first, self.first)
         sync()

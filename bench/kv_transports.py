@@ -1,11 +1,11 @@
-"""Rates at which KV blocks come from another process's cache into the own one, by each transport.
+"""Measures how fast each transport brings KV blocks from the cache of another process.
 
     python bench/kv_transports.py [--blocks 256] [--kilobytes 256] [--rounds 5]
 
-A process of its own has blocks in its cache. By connection and by shared memory they are copied
-there into the memory between engines, in batches of 16, and from it here. NIXL reads them where
-they are, in batches of 64 (it needs the extra `nixl`; `UCX_TLS=tcp` has it use connections).
-Printed are the medians, and their ratios to the connection's.
+The other process holds blocks in its cache. For a connection and for shared memory it copies them
+to the memory between engines, in batches of 16, and this process copies them from there. NIXL reads
+them from the cache itself, in batches of 64. It needs the extra `nixl`; `UCX_TLS=tcp` makes it use
+connections. Prints the medians, and their ratios to the connection's.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Cache:
 
 
 def write(pipe: Connection, blocks: int, size: int) -> None:
-    """Sends its blocks as often as it is asked to."""
+    """Sends its blocks on each request."""
     cache = Cache(blocks, size, 7)
     pool, handle = cache.pool, cache.pool.handle
     assert handle is not None

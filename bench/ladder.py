@@ -1,16 +1,15 @@
-"""The ladder from a loop that recomputes everything to the whole engine, one rung at a time.
+"""Climbs from a loop that recomputes everything to the whole engine, one rung at a time.
 
     python bench/ladder.py                                       # quire-tiny, on this machine's CPU
     python bench/ladder.py --device cuda --out bench/results/h200_ladder.jsonl    # a GPU
     python bench/ladder.py bench/configs/gpt2 --device cuda --tables              # GPT-2's tables
     python bench/ladder.py --device cuda --only qwen3-0.6b --seconds 180      # one of the three
 
-Every rung serves the same requests: prompts with a common beginning, of different lengths, which
-arrive one after the other. The first rungs are `bench/baselines`, the others the engine with ever
-more of its switches on. A rung's tokens are compared with the first one's; some rungs may change
-them. Rungs that need a GPU, that fail or that take too long are named and left out. On a CPU only
-ratios are recorded. Random weights soon repeat themselves, so drafts that are looked up gain more
-from them than from text.
+Every rung serves the same requests. Prompts share a beginning, have different lengths and arrive
+one after the other. The first rungs are `bench/baselines`. The others are the engine with more and
+more switches on. A rung's tokens are compared with the first rung's; some rungs may change them.
+Rungs that need a GPU, fail or take too long are named and left out. On a CPU only ratios are
+recorded. Random weights soon repeat themselves, so lookup drafts gain more than on real text.
 """
 
 from __future__ import annotations
@@ -63,11 +62,13 @@ Runner = Callable[[PlainModel, Sequence[Job], Clock], None]
 
 @dataclass(frozen=True)
 class Rung:
-    """A way to serve the requests: a baseline, or the engine with settings added to those of the
-    rungs before.
+    """A way to serve the requests: a baseline, or the engine.
 
-    on: optimizations that are no longer disabled. gpu: the rung says nothing without one. exact:
-    whether the tokens must stay the same.
+    Attributes:
+        settings: added to the settings of the earlier rungs.
+        on: optimizations that this rung and later ones enable.
+        gpu: the rung needs a GPU to mean anything.
+        exact: the tokens must stay the same.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Rung:
 
 
 def rungs(slots: int, budget: int, draft: str | None) -> list[Rung]:
-    """slots: rows of a batch. budget: tokens of a step where prompts are cut."""
+    """Returns the rungs, for batches of `slots` rows and steps of `budget` tokens."""
     speculative = {"method": "suffix"} if draft is None else {"model": draft}
     return [
         Rung(NAIVE, naive),
@@ -168,7 +169,7 @@ def _drive(core: Any, jobs: Sequence[Job], clock: Clock) -> None:
             params = SamplingParams(temperature=0.0, max_tokens=job.length, ignore_eos=True)
             core.add(str(number), int32(job.prompt), params, max_total=job.total)
             running[f"{number}/0"] = job
-        # What a step brought is read by then; the next one may be under way.
+        # The step has copied its results by then, although the next one may be running.
         for item in clock.run(core.step, settle=False) or ():
             job = running[item.request.request_id]
             job.output += item.new_tokens.tolist()
@@ -379,7 +380,7 @@ def profiled(work: Callable[[], Any], device: torch.device) -> dict[str, float]:
 
 
 def recorded(record: BenchRecord, device: str) -> BenchRecord:
-    """Returns what is worth keeping of a record: of a CPU only ratios, as speeds say nothing
+    """Returns the metrics to keep. A CPU keeps ratios only, because its speeds mean nothing
     elsewhere."""
     if device != "cpu":
         return record

@@ -33,7 +33,7 @@ def attend(q: Tensor, latents: Tensor, keys: Tensor) -> Tensor:
 
 
 def rounded(x: Tensor, name: str) -> Tensor:
-    """Returns what is stored of x [n, width], with a scale of 1 where it is fixed."""
+    """Returns x [n, width] as the cache stores it, with a fixed scale of 1."""
     form = kv_format(name, torch.bfloat16)
     stored, scale = kv8.quantize(x.unsqueeze(1), form, torch.ones(1))
     return kv8.dequantize(stored, scale, form, torch.float64).squeeze(1)

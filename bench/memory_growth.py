@@ -13,43 +13,19 @@ import argparse
 import http.client
 import json
 import random
-import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-_READY = re.compile(r"^Serving \S+ at (\S+)\. ", re.MULTILINE)
+from quire.tools.bench.online.drive import launched
+
+_FLAGS = "--device cpu --kv-cache-gb 0.05 --max-num-seqs 16"
 _MB = 1 << 20
-
-
-@contextmanager
-def _server() -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """Yields the URL of a server that runs while the context does, and its process."""
-    command = [sys.executable, "-m", "quire", "serve", "--port", "0", "--device", "cpu"]
-    with tempfile.NamedTemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [*command, "--kv-cache-gb", "0.05", "--max-num-seqs", "16"],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-        try:
-            while (found := _READY.search(Path(log.name).read_text())) is None:
-                if process.poll() is not None:
-                    raise SystemExit(f"the server did not start:\n{Path(log.name).read_text()}")
-                time.sleep(0.5)
-            yield found[1], process
-        finally:
-            process.terminate()
-            process.wait(60)
 
 
 def _processes(root: int) -> dict[int, int]:
@@ -146,7 +122,7 @@ def main() -> None:
     args = parser.parse_args()
     seen: dict[int, list[int]] = {}
     answers: Counter[str] = Counter()
-    with _server() as (url, server):
+    with launched(_FLAGS) as (url, server):
         end = time.monotonic() + args.minutes * 60
         clients = [
             threading.Thread(target=_client, args=(url, seed, end, answers), daemon=True)
@@ -156,9 +132,9 @@ def main() -> None:
             client.start()
         while time.monotonic() < end:
             time.sleep(args.every)
-            if server.poll() is not None:
+            resident = _processes(server)
+            if not any(resident.values()):
                 raise SystemExit("the server has stopped")
-            resident = _processes(server.pid)
             for id, size in resident.items():
                 seen.setdefault(id, []).append(size)
             shown = ", ".join(f"{id}: {size / _MB:.0f} MB" for id, size in resident.items())
@@ -172,7 +148,7 @@ def main() -> None:
         if len(sizes) < 4:
             continue
         means = "".join(f"{mean:9.0f}" for mean in _quarters(sizes))
-        role = "API" if id == server.pid else "child"
+        role = "API" if id == server else "child"
         sys.stdout.write(f"{role:7}{sizes[0] / _MB:9.0f} {means}\n")
 
 

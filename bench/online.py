@@ -1,12 +1,12 @@
-"""The online table on one GPU: a server, a load from several processes, targets beside it.
+"""Measures a server on one GPU for 1 to 256 streams, and compares it with targets.
 
     python bench/online.py MODEL_FOLDER --tokenizer FOLDER --results bench/results
     python bench/online.py MODEL_FOLDER --quick --flags "--api-workers 4"
 
-Random weights, so the folder needs no more than its config.json. The load is that of the peers'
-figures: random prompts of 512 tokens as text, 256 tokens out, streamed. One server answers all
-levels, first those of the targets, then 1 to 128 users doubling; then the offline API runs the same
-requests as the highest level.
+Weights are random, so the folder needs only its config.json. The load is the one of the peers'
+figures: random prompts of 512 tokens as text, and streamed answers of 256 tokens. One server
+answers all levels: those of the targets, then 1, 2, 4 to 128 users. Then the offline API runs the
+requests of the highest level.
 """
 
 from __future__ import annotations

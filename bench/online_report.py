@@ -1,7 +1,7 @@
 """Tables of the serving speed, out of `bench/results/h200_online.jsonl`, for `report.py`.
 
-All rows are of one configuration of the server, the latest record of each. The other engine's
-figures are in `bench/results/peers_online.json`.
+Rows are the latest records of one configuration of the server. The other engine's figures are in
+`bench/results/peers_online.json`.
 """
 
 from __future__ import annotations

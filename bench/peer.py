@@ -1,8 +1,8 @@
 """Runs Quire's benchmark cases on another engine, into records of the same form.
 
-`vs_vllm.py` and `vs_sglang.py` say how such an engine is built and asked. Of Quire this needs the
-modules of cases and records, not the engine: `PYTHONPATH=src` in the other one's environment is
-enough. See vs_vllm.md.
+`vs_vllm.py` and `vs_sglang.py` build and call such an engine. The script needs Quire's modules of
+cases and records, not its engine. So `PYTHONPATH=src` in the other engine's environment is enough.
+See vs_vllm.md.
 """
 
 from __future__ import annotations
@@ -47,8 +47,13 @@ class PeerEngine(Protocol):
 class Peer:
     """Another engine.
 
-    name: as people write it. package: as it is installed and imported. keywords: whose keywords
-    `--engine-args` are. script: runs it. settings: of its engine, by options. build: makes it.
+    Attributes:
+        name: as people write it.
+        package: name of the package, to install and to import.
+        keywords: the class that takes `--engine-args`.
+        script: the script that runs the engine.
+        settings: returns the engine's settings for options of the command line.
+        build: makes the engine.
     """
 
     name: str

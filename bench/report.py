@@ -55,8 +55,13 @@ class Peer:
 
 @dataclass(frozen=True)
 class Book:
-    """The records of one card. latest: (model in small letters, case) to record. switches: per
-    model, the records of its latest ablations. deterministic: as `latest`, with that setting on."""
+    """The records of one card.
+
+    Attributes:
+        latest: record by (model in small letters, case).
+        switches: records of the latest ablations, by model.
+        deterministic: like `latest`, with `--deterministic`.
+    """
 
     card: str
     latest: dict[tuple[str, str], BenchRecord]
@@ -145,7 +150,7 @@ def shown(value: float | None, target: Target) -> str:
 
 
 def cases(book: Book) -> str:
-    """Every target: what the best other engine reaches, and Quire."""
+    """Returns each target with the figures of the best other engine and of Quire."""
     rows, marked = [], False
     for target in TARGETS:
         (figure, mark), reach, peer = book.ours(target), book.reach(target), book.peer(target)
@@ -237,7 +242,7 @@ _UTILIZATION = {
 
 
 def utilization(book: Book) -> str:
-    """Tells how much of the card each case uses; idle time also from profiles, if there are any."""
+    """Returns the share of the card that each case uses. Profiles add the idle time."""
     rows = []
     for target in TARGETS:
         model = target.model.lower()
@@ -304,7 +309,7 @@ def picture(model: str) -> str:
 
 
 def deterministic(book: Book) -> str:
-    """Tells the cost of bit-identical results, in every case that was run both ways."""
+    """Returns the cost of bit-identical results, for each case with both records."""
     rows = []
     for target in TARGETS:
         record = book.deterministic.get((target.model.lower(), target.case))

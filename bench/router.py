@@ -1,13 +1,13 @@
-"""The costs of a router and its hits: requests a second, added time, reused prompt tokens.
+"""Measures what a router costs, and how many prompt tokens its policies reuse.
 
     python bench/router.py [--seconds 5] [--out bench/results/router.jsonl]
 
-Costs: small requests straight to a server that answers at once, and through `quire route`, from one
-client that keeps 32 open; then one at a time. Server, router and client are processes that share
-this machine, so that only ratios and the router's own CPU time mean something.
+Costs: a client keeps 32 small requests open, then one. They go to a server that answers at once,
+directly and through `quire route`. Server, router and client share the machine. So only ratios and
+the router's own CPU time are meaningful.
 
-Hits: conversations of several turns at 4 replicas, each with a cache of blocks of 16 tokens and
-least recently used ones first out, by each policy; beside one replica with all the memory.
+Hits: conversations of several turns at 4 replicas by each policy, and at one replica with all the
+memory. Each replica has an LRU cache of blocks of 16 tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK = 16
 
 
 class Server(asyncio.Protocol):
-    """Answers whatever comes at once; what a router asks, so that it is content."""
+    """Answers every request at once, also those that the router sends for itself."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
@@ -120,14 +120,14 @@ def cpu_seconds(pid: int) -> float:
 
 
 class Cache:
-    """The blocks of one replica's prompts."""
+    """The cached prompt blocks of one replica."""
 
     def __init__(self, tokens: int) -> None:
         self._most = tokens // BLOCK
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def compute(self, tokens: list[int]) -> int:
-        """Returns how many tokens of a prompt were held; holds all of it then."""
+        """Stores a prompt. Returns how many of its tokens were cached before."""
         key, keys = root_hash((0, "")), []
         for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = next_hash(key, int32(tokens[at : at + BLOCK]).tobytes())
@@ -142,8 +142,10 @@ class Cache:
 
 
 def conversations(users: int, turns: int, seed: int) -> list[list[int]]:
-    """Returns prompts in the order of their arrival: users that share one of eight beginnings, and
-    say more in each turn."""
+    """Returns prompts in the order of arrival.
+
+    Users share eight system prompts. Each turn of a user adds text to the last one.
+    """
     draw = random.Random(seed)
     system = [[draw.randrange(50_000) for _ in range(512)] for _ in range(8)]
     texts = [list(draw.choice(system)) for _ in range(users)]

@@ -3,6 +3,7 @@
     make bench-gpu-scaling                       # on a machine of any number of GPUs, nine minutes
     python bench/scaling.py --list               # the runs, in the order in which they come
     python bench/scaling.py --seconds 500 --only 8b --only start
+    python bench/scaling.py --only async-tp      # long prompts as halves, on two GPUs
     python bench/scaling.py --try                # a CPU: gloo ranks, the embedded model
 
 Weights are random. Runs share the machine: each has GPUs of its own. Runs that need more GPUs than
@@ -45,8 +46,13 @@ _LIMIT = 240
 
 @dataclass(frozen=True)
 class Run:
-    """One engine and what is measured of it. model: a folder of bench/configs, or "" for the
-    embedded one. start: how long it takes to the first token, in place of cases."""
+    """One engine and its measured cases.
+
+    Attributes:
+        model: a folder of bench/configs, or "" for the embedded model.
+        start: measure the time to the first token instead of cases.
+        async_tp: see --async-tp; "" leaves the default.
+    """
 
     model: str
     tensor: int = 1
@@ -55,6 +61,7 @@ class Run:
     quantization: str = ""
     cases: tuple[str, ...] = CASES
     start: bool = False
+    async_tp: str = ""
 
     @property
     def gpus(self) -> int:
@@ -65,6 +72,7 @@ class Run:
         parts = [self.model or "embedded", self.quantization, f"tp{self.tensor}"]
         parts += [f"pp{self.pipeline}"] if self.pipeline > 1 else []
         parts += ["ep"] if self.experts else []
+        parts += [f"async-tp {self.async_tp}"] if self.async_tp else []
         parts += ["start"] if self.start else []
         return " ".join(part for part in parts if part)
 
@@ -79,6 +87,8 @@ class Run:
             found["enable_expert_parallel"] = True
         if self.quantization:
             found["quantization"] = self.quantization
+        if self.async_tp:
+            found["async_tp"] = self.async_tp
         return found
 
     def command(self, records: Path, more: list[str]) -> list[str]:
@@ -95,7 +105,7 @@ class Run:
 
 
 def runs(gpus: int) -> Iterator[Run]:
-    """Yields what to run on so many GPUs, what matters most first."""
+    """Yields the runs for a number of GPUs, the most important first."""
     sizes = [size for size in (8, 4, 2, 1) if size <= gpus]
     for size in sizes:
         # Pipelines are compared with one GPU.
@@ -110,6 +120,8 @@ def runs(gpus: int) -> Iterator[Run]:
     yield Run("qwen3-30b-a3b", cases=("b1-256", "b64"))
     for stages in (2, 4):
         yield Run("qwen3-8b", max(1, min(2, gpus // stages)), stages, cases=("b64", "128x512x256"))
+    for how in ("off", "on", "auto") if gpus >= 2 else ():
+        yield Run("qwen3-8b", 2, cases=("ttft",), async_tp=how)
     for size in sizes:
         yield Run("qwen3-8b", size, quantization="fp8", cases=("b1-256", "b64"))
     for size in sizes:
@@ -156,7 +168,7 @@ class Gpus:
 def measure(
     run: Run, kept: Path, more: list[str], limit: float, gpus: list[int]
 ) -> list[dict[str, Any]]:
-    """Returns the records of a run on these GPUs, and keeps them; none if it fails."""
+    """Stores and returns the records of a run on these GPUs. A failed run has none."""
     with tempfile.TemporaryDirectory() as scratch:
         records = Path(scratch) / "records.jsonl"
         began = time.monotonic()
@@ -180,9 +192,10 @@ def predictions(run: Run, card: str) -> dict[str, float]:
     short = next((name for name, known in CARDS.items() if known.name == card), None)
     if short is None or not run.model or run.start or run.pipeline > 1:
         return {}
+    options = {name: value for name, value in run.options().items() if name != "async_tp"}
     args = EngineArgs(
         model=str(HERE / "configs" / run.model), dtype="bfloat16", device="cpu",
-        load_format="dummy", skip_tokenizer_init=True, **run.options(),
+        load_format="dummy", skip_tokenizer_init=True, **options,
     )  # fmt: skip
     line = Roofline(resolve(args), short)
     found = {}

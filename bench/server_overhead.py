@@ -3,9 +3,9 @@
     python bench/server_overhead.py                  # the embedded model on a CPU, 64 streams
     python bench/server_overhead.py --streams 256 --endpoint chat
 
-A real server and clients in processes of their own; the API process's CPU time, and the engine's,
-by the tokens that were streamed. The engine's includes the model, on a CPU. The kernel's share of
-the API process is sending to sockets, on a machine of few cores with the receiver's half of it.
+Starts a server and clients in separate processes. Divides the CPU time of the API process and of
+the engine by the number of streamed tokens. On a CPU the engine's time includes the model. System
+time of the API process is sending to sockets. With few cores it includes the receiver's part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tables import print_and_append
 
 
 def cpu_seconds(pid: int) -> tuple[float, float]:
-    """User and system time of a process with all its threads."""
+    """Returns user and system seconds of a process with all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = (int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in fields[11:13])
     return user, system

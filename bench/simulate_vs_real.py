@@ -1,10 +1,10 @@
 """Compares `quire simulate` with a real run: four replicas of the embedded model behind a router.
 
-The engine's model is measured at the first replica, before the run. Both get the same trace of
-conversations. The records are ratios, simulated over real, and of the real runs each policy's times
-over those of round-robin. Replicas that share cores slow each other down, which the model knows
-nothing of: `--cores` gives each so many of its own, beside those of the router and the clients.
-Without, the trace has to keep less than one core busy. Other work on the machine shows in either.
+The engine's model is measured at the first replica before the run. Both get the same trace of
+conversations. Records are ratios: simulated over real, and each policy's real times over those of
+round-robin. The model ignores that replicas on shared cores slow each other down. `--cores` gives
+each replica its own cores, apart from router and clients. Without it the trace must keep less than
+one core busy. Other work on the machine disturbs both.
 
     python bench/simulate_vs_real.py --requests 300 --rate 3
     python bench/simulate_vs_real.py --requests 480 --rate 8 --cores 3      # 16 cores
@@ -93,7 +93,7 @@ def router(urls: list[str], policy: str):
 
 @contextlib.contextmanager
 def bound(cores: set[int]):
-    """Has processes that start meanwhile run on these cores only; none: on all."""
+    """Binds processes that start in the block to these cores. An empty set means all cores."""
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or own)
     try:

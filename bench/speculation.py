@@ -3,17 +3,22 @@
     python bench/speculation.py                    # a GPU: some three minutes
     python bench/speculation.py --small --device cpu --batches 1 --output-len 32   # anywhere
 
-The target is quire-tiny, widened (`tools/widen_model.py`) until a step costs what one of an 8B
-model does; the draft is quire-tiny-draft, widened to the same vocabulary. Engines: `plain` has no
-speculation, `auto` looks up texts and has the draft model, `random` a draft model of random
-weights: what speculation costs where it is of no use. Others are `draft`, `suffix` and `eagle3`,
-the embedded EAGLE-3 head, widened with the target (`tools/widen_head.py`).
+The target is quire-tiny, widened (`tools/widen_model.py`) to the step cost of an 8B model. The
+draft is quire-tiny-draft, widened to the same vocabulary. Engines:
 
-Workloads: `chat` asks for stories, greedily and at temperature 0.7; `copy` and `edit` repeat a text
-of their prompt, the latter with a name changed, which a grammar sees to, as quire-tiny would not.
-Each is run by so many requests at once, all of them to their ends; the best of some runs counts.
-`vs_plain` is the ratio of the tokens per second to those of the engine `plain`, `same` the share of
-requests with the same tokens as there: rounding decides near ties, `--deterministic` knows none.
+plain     no speculation
+
+auto      lookup of texts, and the draft model
+
+random    a draft model of random weights; shows the cost of useless drafts
+
+draft, suffix, eagle3    one source; the EAGLE-3 head is widened too (`tools/widen_head.py`)
+
+Workloads: `chat` asks for stories, greedily and at temperature 0.7. `copy` repeats a text of its
+prompt, and `edit` repeats it with another name; a grammar enforces both. A number of requests run
+at once to their ends, and the best of some runs counts. `vs_plain` compares the tokens per second
+with `plain`. `same` is the share of requests with equal tokens. Rounding decides near ties, except
+with `--deterministic`.
 """
 
 from __future__ import annotations

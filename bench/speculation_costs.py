@@ -6,11 +6,16 @@
 TinyLlama-1.1B drafts for Llama-2-7B, and GPT-2 for GPT-2 medium. All weights are random. Steps have
 their real cost, and drafts are accepted with a given probability a.
 
+The table has three figures for each number of drafts:
+
 measured    tokens per second of one request over those without drafts
-predicted   (1 - a^(K+1)) / ((1 - a) (v(K) + c K)), where K is the number of drafts, c the time of
-            one draft and v(K) the time of a step that verifies K drafts. Both are measured at the
-            engine's start, in units of a step without drafts
+
+predicted   (1 - a^(K+1)) / ((1 - a) (v(K) + c K)) for K drafts
+
 error       the difference in percent
+
+c is the time of one draft and v(K) the time of a step that verifies K drafts. The engine measures
+both at its start, in units of a step without drafts.
 """
 
 from __future__ import annotations

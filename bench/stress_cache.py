@@ -1,14 +1,13 @@
-"""Random requests against a tiny KV pool with all tiers on: nothing may leak, no token may differ.
+"""Checks that random requests on a tiny KV pool with all tiers leak no block and change no token.
 
     python bench/stress_cache.py                          # a CPU: tiny random weights, fp32
     python bench/stress_cache.py --model bench/configs/qwen2.5-1.5b --load-format dummy \\
         --deterministic --requests 10000 --blocks 4000 --host-cache-gb 2    # a GPU
 
-Requests share prefixes, come in bursts, ask for n > 1, and are aborted at random points. The same
-requests, without the aborts, run once more with no cache at all, and every completion that ended
-must be the same token for token; one that was aborted must be a beginning of its twin. On a GPU
-that needs --deterministic, on a CPU fp32. Prints one line of JSON; the exit status is 0 if there is
-neither a leak nor a mismatch.
+Requests share prefixes, come in bursts, ask for n > 1, and are aborted at random points. They run
+again without aborts and without a cache. Completions must have the same tokens, and an aborted one
+must be a beginning of its twin. This needs --deterministic on a GPU and fp32 on a CPU. Prints one
+line of JSON. The exit status is 0 without leak and mismatch.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ TINY = {
 
 @dataclass
 class Job:
-    """One request. leaves: output tokens after which it is aborted, or None."""
+    """One request, aborted after `leaves` output tokens unless that is None."""
 
     prompt: list[int]
     params: SamplingParams
@@ -51,7 +50,7 @@ class Job:
 
 
 def make_jobs(count: int, vocab: int, longest: int, seed: int) -> list[Job]:
-    """Prompts are walks down a tree of stems, so that prefixes of any length are shared."""
+    """Returns requests whose prompts share prefixes of any length."""
     draw = np.random.default_rng(seed)
     stems = draw.integers(6, vocab, (12, longest)).tolist()
     jobs = []
@@ -78,7 +77,7 @@ def written(job: Job) -> int:
 
 
 def run(core: EngineCore, jobs: list[Job], aborts: bool, most: int, seed: int) -> dict[str, Any]:
-    """Bursts of requests, at most `most` at a time; the engine drains at the end."""
+    """Runs requests in bursts, at most `most` at a time, until the engine is empty."""
     draw = np.random.default_rng(seed + 1)
     waiting = list(enumerate(jobs))[::-1]
     inside: dict[int, Job] = {}
@@ -113,7 +112,7 @@ def run(core: EngineCore, jobs: list[Job], aborts: bool, most: int, seed: int) -
 
 
 def leaks_after_reset(core: EngineCore) -> int:
-    """Blocks that are not free once every prefix is forgotten."""
+    """Returns the number of blocks that stay used after a reset of the prefix cache."""
     core.scheduler.reset_prefix_cache()
     stats = core.stats()
     return sum(stats.blocks_total) - sum(stats.blocks_free)
@@ -131,7 +130,7 @@ def mismatches(jobs: list[Job], twins: list[Job]) -> int:
 
 
 def stress(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """The whole of it; the figures of both runs, `mismatches` and `leaked_blocks`."""
+    """Returns the figures of both runs, with `mismatches` and `leaked_blocks`."""
     shared: dict[str, Any] = {
         "model": model,
         "load_format": args.load_format,

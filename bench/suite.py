@@ -1,4 +1,4 @@
-"""Models by batch and by prompt, and servers by users, as shares of the card's bandwidth.
+"""Measures models by batch and prompt, and servers by users, as shares of the card's bandwidth.
 
     python bench/suite.py --seconds 540                   # three models on a GPU, random weights
     python bench/suite.py --only qwen3-8b --part grid     # a part of it
@@ -6,12 +6,12 @@
     python bench/suite.py --small --device cpu            # the embedded model, in a moment
     python bench/suite.py --report bench/results/h200_suite.jsonl     # CSV, Markdown, PNG anew
 
-`grid`: for each batch and prompt, requests at once on one engine: the time until all have their
-first token, and the time of a step in which all of them decode. `users`: a server, and clients that
-stream one request after the other: time to the first token and between tokens. Each part has a
-process and a share of the time; points that do not fit the memory or the time are named. Records
-are appended to RESULTS/CARD_suite.jsonl; CSV, Markdown and, with matplotlib, a picture beside it
-show the newest of each.
+The part `grid` sends requests at once to one engine, for each batch and prompt. It measures the
+time until all have their first token, and a step in which all of them decode. The part `users` has
+clients that stream one request after the other from a server. It measures the time to the first
+token and between tokens. Each part has a process and a share of the time. Points that do not fit
+the memory or the time are named. Records are appended to RESULTS/CARD_suite.jsonl. CSV, Markdown
+and, with matplotlib, a picture show the newest record of each point.
 """
 
 from __future__ import annotations
@@ -66,18 +66,22 @@ MODELS = ("qwen3-0.6b", "qwen2.5-1.5b", "qwen3-8b")
 PARTS = {"grid": 2.0, "users": 1.0}
 """Parts, and their shares of the time."""
 _GRACE = 30.0
-"""Seconds after its time that a part is given before it is ended."""
+"""Seconds of grace before a part is ended."""
 _TERM_SECONDS = 5.0
-"""Seconds that it then has to end by itself."""
+"""Seconds from SIGTERM to SIGKILL."""
 _QUICK = 2.0
 """Points that take fewer seconds are measured twice."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Says what is measured.
+    """Sizes of the measured points.
 
-    steps: that only decode. users_prompt, users_output: tokens of a user's prompts and answers.
+    Attributes:
+        rows, prompts: batches and prompt lengths of the grid.
+        steps: steps in which all rows decode.
+        users: numbers of users at once.
+        users_prompt, users_output: tokens of a user's prompts and answers.
     """
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -108,7 +112,7 @@ def step_limits(config: EngineConfig) -> Ceilings | None:
 
 
 class Grid:
-    """One engine and its points. sizes: as far as the model's context goes."""
+    """One engine and its points, as far as the model's context reaches."""
 
     def __init__(self, folder: str | None, device: str, sizes: Sizes) -> None:
         self.sizes = sizes

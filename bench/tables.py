@@ -13,14 +13,14 @@ from quire.tools.bench.record import BenchRecord, append_jsonl, format_table
 RESULTS = Path(__file__).resolve().parent / "results"
 CONFIGS = RESULTS.parent / "configs"
 DTYPE = "bfloat16"
-"""dtype of all rows: a record of another one fills none."""
+"""dtype of all rows. Records of another dtype are ignored."""
 
 
 PLAIN = {
     "model", "load_format", "skip_tokenizer_init", "enable_prefix_caching", "scale", "repeat",
     "dtype", "ceilings", "sweep", "rows", "input_len",
 }  # fmt: skip
-"""Settings of a record that stands for the engine as it comes."""
+"""Settings that a record of the engine's defaults may have."""
 
 
 def dtype_of(model: str, settings: Mapping[str, Any]) -> str | None:
@@ -53,7 +53,7 @@ def replace(page: str, name: str, text: str) -> str:
 
 
 def content(page: str, name: str) -> str:
-    """Returns what stands in the place of that name."""
+    """Returns the text between the marks of that name."""
     begin, end = f"<!-- {name}:begin -->\n", f"<!-- {name}:end -->"
     return page.partition(begin)[2].partition(end)[0]
 

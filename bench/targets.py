@@ -12,8 +12,12 @@ CARD = "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Target:
-    """One figure of one model. reach: in the metric's unit, or None where it is `share` of the
-    model's own figure in the case `share_of`."""
+    """One figure of one model.
+
+    Attributes:
+        reach: in the metric's unit. None means `share` of the model's figure in `share_of`.
+        floor: bound of the hardware, in the metric's unit.
+    """
 
     model: str
     label: str
@@ -91,6 +95,6 @@ TARGETS: tuple[Target, ...] = (
 
 
 def reach(model: str, case: str, metric: str = "output_tok_s") -> float:
-    """The figure to reach where it is a fixed one. Raises KeyError if there is none."""
+    """Returns the figure to reach. Raises KeyError if it is not a fixed one."""
     fixed = {(t.model, t.case, t.metric): t.reach for t in TARGETS if t.reach is not None}
     return fixed[model, case, metric]

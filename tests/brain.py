@@ -18,7 +18,7 @@ from tests.fakes import FakeExecutor
 
 
 def nodes_of(tree: PrefixTree) -> list[Node]:
-    """Every node but the roots."""
+    """Returns all nodes except the roots."""
     found: list[Node] = []
     stack = list(tree._roots.values())
     while stack:
@@ -31,8 +31,8 @@ def nodes_of(tree: PrefixTree) -> list[Node]:
 def check_blocks(
     manager: BlockManager, lanes: Sequence[int], detached: Sequence[DetachedBlocks] = ()
 ) -> None:
-    """No block is lost, freed twice or counted wrongly: the holders are recounted from these
-    occupied lanes and detached blocks."""
+    """Checks that no block is lost, freed twice or counted wrongly. Recounts the holders from the
+    occupied lanes and the detached blocks."""
     tree = manager.tree
     nodes = nodes_of(tree)
     assert len(nodes) == tree.num_nodes
@@ -46,7 +46,7 @@ def check_blocks(
     if manager.caching:
         for lane, last in zip(lanes, lasts, strict=True):
             for g in (g for g in range(len(manager.groups)) if manager.groups[g].sparse is None):
-                # A node that is used without its block would withhold that block from everybody.
+                # A node in use without its block would make the block unusable.
                 table = manager.groups[g].table[lane, : last.end]
                 assert last.path(g, 0, last.end).tolist() == table.tolist()
     for node in nodes:
@@ -85,7 +85,7 @@ def check_blocks(
 
 
 def on_their_way(group: BlockTables) -> list[int]:
-    """The slots of states that are not in the tree yet, but no lane's either."""
+    """Returns the slots of new states that belong neither to the tree nor to a lane."""
     if not isinstance(group, StateSlots):
         return []
     assert not group._new
@@ -123,7 +123,7 @@ def check_free_list(manager: BlockManager) -> None:
 
 
 def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Nothing that a row may read or write is free at the time of its plan."""
+    """Checks that blocks and slots a row may read or write are not free when it is planned."""
     lanes = scheduler._lanes
     for lane in plan.lanes.tolist():
         floor = int(lanes.computed[lane])
@@ -141,7 +141,7 @@ def check_rows_held(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """The invariants that each between any two calls."""
+    """Checks the invariants that hold between any two calls."""
     running = [entry[2] for entry in scheduler._running.entries]
     lanes = [request.lane for request in running]
     assert len(set(lanes)) == len(lanes)
@@ -166,7 +166,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_tenants(queue: FairShare, requests: list[Request]) -> None:
-    """The counts of each tenant are recounted."""
+    """Recounts each tenant's requests, lanes and tokens."""
     assert queue.contested == (len({r.tenant for r in requests}) > 1)
     assert len(queue._turns) == len(set(queue._turns))
     for name, tenant in queue._tenants.items():
@@ -179,7 +179,7 @@ def check_tenants(queue: FairShare, requests: list[Request]) -> None:
 
 
 class Loop:
-    """Drives a scheduler and a fake executor, and collects what requests get."""
+    """Drives a scheduler and a fake executor, and collects the results of requests."""
 
     def __init__(self, scheduler: Scheduler, executor: FakeExecutor) -> None:
         self.scheduler = scheduler
@@ -190,7 +190,7 @@ class Loop:
         self.plans: list[StepPlan] = []
 
     def launch(self) -> bool:
-        """Plan and submit a step; whether there was one."""
+        """Plans and submits a step; returns whether there was one."""
         plan = self.scheduler.plan()
         check_scheduler(self.scheduler)
         if plan is None:
@@ -212,7 +212,7 @@ class Loop:
         return True
 
     def collect(self) -> None:
-        """Take in the oldest result."""
+        """Updates the scheduler with the oldest result."""
         progress = self.scheduler.update(self.executor.collect())
         for one in progress:
             name = one.request.request_id
@@ -233,13 +233,13 @@ class Loop:
         check_scheduler(self.scheduler)
 
     def step(self) -> None:
-        """Launch if possible, else collect."""
+        """Launches a step if possible; otherwise collects a result."""
         if not self.launch():
             assert self.scheduler.num_in_flight, "nothing runs, and nothing can be launched"
             self.collect()
 
     def drain(self, most: int = 100_000) -> None:
-        """Run until every request has ended."""
+        """Runs until every request has ended."""
         for _ in range(most):
             if not self.scheduler.has_work():
                 return

@@ -1,5 +1,5 @@
-"""Shared by all tests. Without a GPU, Triton kernels run in Triton's interpreter, which has to be
-asked for before the first kernel is defined, hence at import."""
+"""Fixtures for all tests. Without a GPU, Triton kernels run in Triton's interpreter. It must be
+turned on before the first kernel is defined, so this module does it at import."""
 
 import gc
 import os
@@ -24,10 +24,10 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Lets tests know whether the slow ones run too.
+    """Configures Hypothesis, and tells tests whether the slow ones run.
 
-    Hypothesis draws new examples with them only: without, all machines try the same ones. Its
-    examples have no deadline, which a busy machine would miss.
+    Hypothesis draws new examples only when slow tests run; otherwise all machines try the same
+    ones. Examples have no deadline, because a busy machine would miss it.
     """
     hypothesis.settings.register_profile("all", deadline=None)
     hypothesis.settings.register_profile("same", deadline=None, derandomize=True, database=None)
@@ -39,7 +39,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keeps what importing all tests has made out of later garbage collections."""
+    """Excludes objects made during imports from later garbage collections."""
     gc.collect()
     gc.freeze()
 

@@ -1,8 +1,10 @@
-"""A body for the brain's tests: no model, but a KV store that knows what every slot must hold.
+"""An executor for the brain's tests: without a model, but with a KV store that checks the contents
+of every slot.
 
 The store keeps, for every slot, a hash of the token prefix that its KV was computed from. Each row
-checks what it reads, each write that it disturbs nobody. The next token is a hash of the prefix, so
-a request's output depends on its prompt alone; `expected_output` computes it without any engine.
+checks the KV it reads, and each write checks that no other row needs the slot. The next token is a
+hash of the prefix, so a request's output depends on its prompt alone; `expected_output` computes it
+without any engine.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from quire.arrays import Int32, int32
-from quire.executor import Capacity
+from quire.executor import Capacity, WorkerCall
 from quire.plan import (
     DRAFT_IDS,
     DRAFT_START,
@@ -67,7 +69,7 @@ def expected_output(request: Request, vocab: int, stop_token: int | None) -> lis
 
 
 class StoreError(AssertionError):
-    """The brain asked for something that would corrupt a real KV cache."""
+    """A plan would corrupt a real KV cache."""
 
 
 @dataclass
@@ -89,7 +91,7 @@ class Lane:
 
 @dataclass
 class Work:
-    """A row about to run: its lane, where it starts, its fed positions, and those that hold."""
+    """A row about to run."""
 
     lane: int
     state: Lane
@@ -102,7 +104,7 @@ class Work:
 
 @dataclass
 class Move:
-    """A transfer under way: the step it ends in, and what it carries, block by block."""
+    """A transfer in progress: the step in which it ends, and its contents by block."""
 
     transfer: Transfer
     due: int
@@ -110,12 +112,12 @@ class Move:
 
 
 class FakeExecutor:
-    """An `Executor` whose steps run when they are collected, so that results are as late as can be
-    and a plan changed after its submission is noticed.
+    """An `Executor` that runs a step only when its result is collected: as late as possible, and so
+    that changes to a submitted plan are noticed.
 
-    `salt_of` gives the cache salt of a request id: requests of different salts hash differently, so
-    that sharing between them is an error. Drafts come from the columns that plans write, and are
-    verified. drafts, logit_rows: see `Capacity`.
+    `salt_of` returns the cache salt of a request id. Requests with different salts hash
+    differently, so sharing between them is an error. Drafts come from the columns that plans write,
+    and are verified. drafts, logit_rows: see `Capacity`.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class FakeExecutor:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         pass
 
-    def control(self, message: dict[str, Any]) -> Any:
+    def call(self, call: WorkerCall[Any, Any], request: Any) -> Any:
         return None
 
     def shutdown(self) -> None:
@@ -208,7 +210,7 @@ class FakeExecutor:
     # -- transfers -----------------------------------------------------------------------------
 
     def _move(self, plan: StepPlan, direction: str) -> None:
-        """Begin transfers: what they write is nothing anybody may read until they end."""
+        """Begins transfers. Blocks that they write must not be read until they end."""
         for transfer in plan.transfers:
             if transfer.direction != direction:
                 continue
@@ -231,12 +233,12 @@ class FakeExecutor:
         return [self.host[slot] for slot in self._slots(transfer)]
 
     def _slots(self, transfer: Transfer) -> list[tuple[str, int, int]]:
-        """Names the slots: those of peers' memory are others than those of the tiers'."""
+        """Returns names of the slots; a peer's slots and a tier's slots have different names."""
         memory = "peer" if transfer.place == "peer" else "host"
         return [(memory, transfer.group, slot) for slot in transfer.slots.tolist()]
 
     def _arrive(self) -> tuple[list[int], list[int]]:
-        """End the transfers that are due, some of them badly."""
+        """Ends the transfers that are due; some of them fail."""
         finished: list[int] = []
         failed: list[int] = []
         due = [move for move in self._moving if move.due <= self.steps]
@@ -360,8 +362,8 @@ class FakeExecutor:
         return work
 
     def _drafts(self, state: Lane, lane: int) -> list[int]:
-        """The tokens that the lane's claim has behind the last known one, if it agrees with all
-        before."""
+        """Returns the lane's claimed tokens after the last known one, if the claim matches all
+        known tokens."""
         claim, start = self.draft_ids.get(lane, []), self.draft_starts.get(lane, 0)
         known = state.tokens[start:] if start >= 0 else []
         if not 0 <= start <= len(state.tokens) or claim[: len(known)] != known:
@@ -404,8 +406,8 @@ class FakeExecutor:
                     store[slot] = -2 - self._garbage
 
     def _advance_state(self, work: Work, group: int) -> None:
-        """The state must be that of the tokens before the row, and becomes that of its last. Copies
-        are left where the table asks for them."""
+        """Checks that the state is that of the tokens before the row, and advances it to the row's
+        last token. Copies it to the slots in the table."""
         table, prefixes = work.state.tables[group], work.state.prefixes
         own, states = table[0], self.store[group]
         if work.start and states[own] != prefixes[work.start - 1]:
@@ -420,7 +422,7 @@ class FakeExecutor:
                 states[table[pair + 1]] = prefixes[table[pair] - 1]
 
     def _check_alone(self, work: Work, group: int, slot: int, before: dict[int, int]) -> None:
-        """No other lane relies on what this write replaces."""
+        """Checks that no other lane needs the overwritten contents."""
         kv = self.capacity.groups[group]
         block, offset = divmod(slot, kv.tokens_per_block)
         for lane, other in self.lanes.items():
@@ -436,7 +438,7 @@ class FakeExecutor:
                     raise StoreError(f"lane {work.lane} wrote into a block of lane {lane}")
 
     def _read(self, work: Work) -> None:
-        """Every position that a fed token attends to holds its own prefix."""
+        """Checks that every attended position holds the hash of its own prefix."""
         for group, store in enumerate(self.store):
             if self._is_state(group):
                 continue  # `_advance_state` has
@@ -466,7 +468,8 @@ class FakeExecutor:
         )
 
     def _prompt_logprobs(self, plan: StepPlan, rows: list[Work]) -> Logprobs | None:
-        """For the prompt's tokens only; the value is the hash of the prefix that predicts it."""
+        """Returns values for the prompt's tokens only; each is the hash of the prefix that predicts
+        it."""
         found = []
         for i, work in enumerate(rows):
             admit = work.state.admit

@@ -1,10 +1,10 @@
 """Starts processes of Quire by a fork of one that has imported what they need.
 
-A process of Quire spends most of its start in imports, and tests start hundreds. Where a test, or a
-process of Quire that runs in it, starts `python -m quire...`, a fork server makes that process: a
-child of who asks, with the arguments, environment, folder and descriptors it was to have. Each such
-process gets a fork server of its own, forked before it does anything. What a fork cannot stand for
-is started as ever: other programs, and environments that libraries read at their import.
+A process of Quire spends most of its start in imports, and tests start hundreds. If a test or one
+of its processes starts `python -m quire...`, a fork server makes the new process. The new process
+is a child of the caller. It has the arguments, environment, folder and descriptors of a normal
+start. Each such process also gets its own fork server, forked before the process does anything.
+Other programs start normally, and so do processes with variables that libraries read on import.
 
 `BARE`, set in the environment, asks for a start from a bare interpreter.
 """
@@ -49,17 +49,17 @@ _Popen = subprocess.Popen
 
 
 def use() -> None:
-    """Makes this process start Quire's processes by forks, for good.
+    """Makes this process start Quire's processes by forks from now on.
 
-    The fork server starts with the first.
+    The first start also starts the fork server.
     """
     ForkedProcess.environment = _read_at_imports(os.environ)
     subprocess.Popen = ForkedProcess  # type: ignore[misc]
 
 
 def context() -> ForkServerContext:
-    """Returns where tests start functions of their own, in forks of a process that has imported
-    what ranks need."""
+    """Returns a context that starts tests' functions in forks of a process with the ranks'
+    imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_RANKS_IMPORT)
     return context
@@ -82,7 +82,7 @@ def _start() -> socket.socket:
 
 
 class ForkedProcess(_Popen):  # type: ignore[type-arg]
-    """A `Popen` whose process is forked, where that gives the same."""
+    """A `Popen` that forks its process if the result is the same."""
 
     server: socket.socket | None = None
     environment: ClassVar[dict[str, str]] = {}
@@ -129,8 +129,7 @@ def _is_quire(words: list[str]) -> bool:
 
 
 def _without_flag(words: list[str]) -> list[str]:
-    """Returns a command of Python without `-P`, with which it imports nothing from the current
-    folder."""
+    """Returns a command of Python without its `-P` option."""
     return words[:1] + words[2:] if words[1:2] == ["-P"] else words
 
 
@@ -147,12 +146,12 @@ def _pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _adopt_orphans() -> None:
-    """Makes this process the parent of each process below it whose parent ends."""
+    """Makes this process the parent of descendants whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _main(connection: socket.socket) -> None:
-    """Serves in this process, and is the forked process in each fork."""
+    """Runs the fork server; in each fork, runs the forked process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _show(_COMMAND)
     _import_all()
@@ -162,7 +161,7 @@ def _main(connection: socket.socket) -> None:
 
 
 def _import_all() -> None:
-    """Imports what processes of Quire import, but what they run as `__main__`."""
+    """Imports the modules of Quire's processes, except those run as `__main__`."""
     import quire.cli.main
     import quire.cli.serve
     import quire.engine.loop.features
@@ -172,8 +171,8 @@ def _import_all() -> None:
 
 
 def _forks(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], list[int]]:
-    """Answers requests by forks. Returns in each fork, with its request and descriptors, and where
-    to answer."""
+    """Answers each request with a fork. Returns only in the forks: the request, its descriptors,
+    and the connection for the answer."""
     while True:
         data, given, _, _ = socket.recv_fds(connection, _MOST_BYTES, _MOST_DESCRIPTORS)
         if not data:
@@ -184,7 +183,7 @@ def _forks(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], li
             for descriptor in given:
                 os.close(descriptor)
             continue
-        # The parent ends at once, so that who asks becomes the parent of the process.
+        # The parent ends immediately, so that the caller becomes the parent of the process.
         pid = os.getpid()
         if os.fork():
             os._exit(0)
@@ -209,7 +208,7 @@ def _forks(connection: socket.socket) -> tuple[socket.socket, dict[str, Any], li
 
 
 def _run(connection: socket.socket, request: dict[str, Any], given: list[int]) -> None:
-    """Becomes the process that was asked for."""
+    """Turns the fork into the requested process."""
     command = request["command"]
     _show(command)
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in given]
@@ -239,7 +238,7 @@ def _run(connection: socket.socket, request: dict[str, Any], given: list[int]) -
 
 
 def _end(status: int) -> None:
-    """Ends the process as the interpreter does, but does not take apart what it has imported."""
+    """Ends the process as the interpreter does, but without tearing down modules."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -263,7 +262,7 @@ def _close_all_but(*kept: int) -> None:
 
 
 def _show(command: list[str]) -> None:
-    """Makes this process show a command line, by which tests find it."""
+    """Sets this process's command line, so that tests can find it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     shown = b"\0".join(word.encode() for word in command)[: end - start - 1]

@@ -1,4 +1,4 @@
-"""Runs a function on ranks that gloo joins, each a process."""
+"""Runs a function on ranks connected by gloo, each in a process."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Makes Triton's interpreter cost a fifth.
+"""Makes Triton's interpreter five times as fast.
 
-At every call of a device function the interpreter replaces the functions of `triton.language` anew,
-although they stay replaced until the launch ends; for every value it builds a table of all dtypes,
-the value's type and shape, and wrappers of both; and it computes whether sums of integers overflow,
-to tell nobody, unless it is asked to debug. Here the first is done once per launch and module, the
-second once per dtype, the third once per type, and the last only where it is asked for. Where it
-reduces with a kernel's own function, it calls that for each element; here for each half of them.
-Operands of one type, and numbers beside tensors, skip the promotion of types that changes nothing,
-and floats of 8 and 16 bits are converted by tables and by shifts.
+At every call of a device function the interpreter replaces the functions of `triton.language`,
+although they stay replaced until the launch ends. For every value it builds a table of all dtypes,
+the value's type and shape, and wrappers of both. It also computes whether integer sums overflow,
+even when it does not debug. Here functions are replaced once per launch and module, tables are
+built once per dtype, and types once. Overflow is computed only for debugging. Where it reduces with
+a kernel's own function, it calls that for each element; here for each half of them. Operands of one
+type, and numbers beside tensors, skip the promotion of types that changes nothing, and floats of 8
+and 16 bits are converted by tables and by shifts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _numbers: dict[Any, Any] = {}
 
 
 def reuse_what_stays() -> None:
-    """Replaces functions of the interpreter and of the language, in this process, for good."""
+    """Replaces functions of the interpreter and of the language in this process, permanently."""
     _patch_once_a_launch()
     _share_types()
     _shorten_checks()
@@ -85,7 +85,7 @@ def _patch_once_a_launch() -> None:
 
 
 def _share_types() -> None:
-    """Makes types of blocks, and what tensors hold of their type, once for each type."""
+    """Creates block types, and the attributes that tensors derive from them, once per type."""
     made: dict[Any, dict[str, Any]] = {}
     make_type = core.block_type.__init__
     no_shape, one = core.tuple([]), core.constexpr(1)
@@ -143,7 +143,7 @@ def _share_types() -> None:
 
 
 def _held_by_tensors(type: Any) -> tuple[Any, Any]:
-    """Returns the shape and the number of elements of tensors of a type of blocks."""
+    """Returns the shape and the number of elements of a block type."""
     if "_held" not in type.__dict__:
         type._held = core.tuple([core.constexpr(n) for n in type.shape]), core.constexpr(type.numel)
     held: tuple[Any, Any] = type._held
@@ -151,7 +151,7 @@ def _held_by_tensors(type: Any) -> tuple[Any, Any]:
 
 
 def _shorten_checks() -> None:
-    """Answers the common cases of what the language asks of every value first."""
+    """Handles the common types first in the language's type checks of every value."""
     equal_dtypes, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
     broadcast = semantic.TritonSemantic.broadcast_impl_value
 
@@ -179,7 +179,8 @@ def _shorten_checks() -> None:
 
 
 def _call_directly() -> None:
-    """Makes one call of the three with which the interpreter calls a function of the language."""
+    """Replaces the three nested calls with which the interpreter calls a language function by
+    one."""
     language = interpreter.interpreter_semantic
 
     def patch(scope: Any, name: str, member: Any, builder: Any, patches: Any) -> None:
@@ -195,7 +196,8 @@ def _call_directly() -> None:
 
 
 def _share_numbers() -> None:
-    """Makes the tensor of a number that is beside tensors of one type and shape once a launch."""
+    """Makes the tensor of a number once per launch for all tensor operands of one type and
+    shape."""
     promote = semantic.TritonSemantic.binary_op_type_checking_impl
 
     def operands(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,13 +208,13 @@ def _share_numbers() -> None:
         if type(tensor.dtype) is not core.dtype:
             return promote(self, lhs, rhs, *args, **kwargs)
         if left and right:
-            # Of what else is told, whether pointers are allowed changes nothing here.
+            # The third argument, whether pointers are allowed, changes nothing here.
             if lhs.dtype is rhs.dtype and len(args) < 3 and not kwargs:
                 return self.broadcast_impl_value(lhs, rhs)
             return promote(self, lhs, rhs, *args, **kwargs)
         if type(number) not in (int, float):
             return promote(self, lhs, rhs, *args, **kwargs)
-        # As text, zeros have signs.
+        # The text form distinguishes 0.0 from -0.0.
         shape = tensor.type.shape.values if tensor.type.is_block() else ()
         key = repr(number), tensor.dtype.name, left, args, *kwargs.items(), *shape
         if key not in _numbers:
@@ -248,7 +250,7 @@ def _convert_by_tables() -> None:
 
 
 def _reduce_by_halves(self: Any, given: Any) -> list[Any]:
-    """Combines neighbours, then neighbouring results, until one is left."""
+    """Reduces neighbours in pairs until one value is left."""
     tensors, axis = self.unravel(given, self.axis)
     values = [np.moveaxis(tensor.handle.data, axis, 0) for tensor in tensors]
     dtypes = [tensor.dtype for tensor in tensors]

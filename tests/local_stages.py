@@ -1,18 +1,17 @@
-"""The workers of a pipeline's stages in one process, each stage as late as it may be."""
+"""The workers of a pipeline's stages in one process; each stage runs as late as possible."""
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.engine.ranks.ranks import earlier_hooks
-from quire.executor import Capacity
+from quire.engine.loop.features import earlier_hooks
+from quire.executor import Answered, Asked, Capacity, WorkerCall
 from quire.parallel import SingleGroup
 from quire.plan import StepPlan, StepResult
 from quire.runner import Hook, ModelRunner
@@ -20,7 +19,7 @@ from quire.runner.stages import EarlierStage, LastStage
 
 
 class LocalPipeline:
-    """Stands for `Pipeline`. What a stage needs and does not find it asks for."""
+    """A stand-in for `Pipeline`. A stage that lacks an input runs the earlier stage first."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage = stage
@@ -47,8 +46,8 @@ class LocalPipeline:
 
 
 class LocalStages:
-    """An executor. A stage runs a step when it is submitted, but the last one, and with it the
-    tokens, comes as late as can be: when the step is collected, or another stage needs it."""
+    """An executor. Stages run a step when it is submitted. Only the last stage, which gives the
+    tokens, runs as late as possible: when the step is collected, or when another stage needs it."""
 
     def __init__(self, config: EngineConfig, hooks: Sequence[Hook]) -> None:
         stages = config.args.pipeline_parallel_size
@@ -101,8 +100,8 @@ class LocalStages:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         self.last.submit_inputs(step_id, lanes)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        return self.last.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        return self.last.call(call, request)
 
     def shutdown(self) -> None:
         for runner in self.runners:

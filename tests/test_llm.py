@@ -125,7 +125,7 @@ def test_bad_prompts_raise_before_anything_runs(
 
 
 def test_as_many_tokens_as_there_is_room_for(llm: LLM) -> None:
-    """The least number of tokens may be any; the context is what it is."""
+    """`min_tokens` may be any number, but the context's length still ends the text."""
     room = llm.config.scheduler.max_model_len
     ids = [5] * (room - 3)
     params = SamplingParams(temperature=0.0, min_tokens=2**31 - 1, max_tokens=None)
@@ -146,18 +146,18 @@ def test_a_stop_string_that_begins_too_early(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("ids", [[-(2**32) + 5, 7], [2**40, 7], [-1, 7]])
-def test_ids_that_are_none(llm: LLM, ids: list[int]) -> None:
+def test_invalid_ids_are_refused(llm: LLM, ids: list[int]) -> None:
     with pytest.raises(RequestError, match="token id"):
         llm.generate([ids], GREEDY)
 
 
-def test_a_priority_of_any_size_is_told(llm: LLM) -> None:
+def test_a_priority_out_of_range_is_refused(llm: LLM) -> None:
     with pytest.raises(RequestError, match="priority"):
         llm.generate("a", GREEDY, priority=[10**400])
 
 
 @pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self", "eos_token"])
-def test_what_the_template_is_given_anyway(llm: LLM, name: str) -> None:
+def test_template_arguments_that_quire_sets_are_refused(llm: LLM, name: str) -> None:
     with pytest.raises(RequestError, match="chat_template_kwargs"):
         llm.chat([{"role": "user", "content": "a"}], GREEDY, chat_template_kwargs={name: 1})
 
@@ -173,7 +173,7 @@ def test_counts_must_agree(llm: LLM) -> None:
 def test_an_interrupt_leaves_the_engine_usable(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    """A real one, wherever in a step it comes."""
+    """A real interrupt, at any point of a step."""
     core = llm._core
     owner = core.scheduler if place in ("plan", "update") else core._executor
     work, calls = getattr(owner, place), itertools.count()
@@ -184,13 +184,13 @@ def test_an_interrupt_leaves_the_engine_usable(
         return work(*arguments)
 
     handler = signal.default_int_handler
-    # Tests that run in the background may have inherited that it is ignored.
+    # Tests that run in the background may have inherited that SIGINT is ignored.
     before = signal.signal(signal.SIGINT, handler)
     with monkeypatch.context() as patch:
         patch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b"], SamplingParams(max_tokens=500, ignore_eos=True))
-    # It came between two steps, and what was in flight is gone.
+    # It arrived between two steps, and the steps in flight are gone.
     assert next(calls) >= 4
     assert signal.signal(signal.SIGINT, before) is handler
     assert (llm.stats().running, llm.stats().blocks_used) == (0, [0])
@@ -274,8 +274,8 @@ def test_an_engine_that_goes_out_of_scope_gives_its_ranks_up(llm: LLM) -> None:
     settings = {**SETTINGS, "tensor_parallel_size": 2}
     first = LLM(**settings)
     expected = first.generate(prompt, GREEDY)[0].outputs[0].token_ids
-    # Its group is the process's: another is refused, and leaves it whole.
-    with pytest.raises(ConfigError, match="has a group of ranks already"):
+    # The process has one group of ranks: a second one is refused, and the first one keeps working.
+    with pytest.raises(ConfigError, match="has already joined a group of ranks"):
         LLM(**settings)
     assert first.generate(prompt, GREEDY)[0].outputs[0].token_ids == expected
     del first

@@ -157,7 +157,7 @@ class TinyEngine:
             self.runner = self.executor.local
         capacity = self.executor.start()
         if speculative is not None:
-            # Nothing measured: drafts cost nothing, so that there are many.
+            # Without measured costs, drafts count as free, so there are many.
             free = msgspec.structs.replace(capacity, step_seconds={})
             drafting = open_speculation(config).start(self.executor, free)
             features = [*features, *([] if drafting is None else [drafting])]
@@ -206,7 +206,7 @@ class TinyEngine:
             self.step()
 
     def run(self, jobs: Sequence[Job]) -> list[list[int]]:
-        """All jobs at once; the outputs of each job's completions, one after the other."""
+        """Runs all jobs together; returns the outputs of each job's completions in order."""
         requests = [r for i, job in enumerate(jobs) for r in self.add(str(i), job)]
         self.drain()
         stats = self.scheduler.stats()

@@ -43,6 +43,7 @@ CORE = (
     "features/loop_feature.py",
     "features/call.py",
     "features/spec.py",
+    "features/registry.py",
     "text/tokenizer.py",
     "text/tokenizer_files.py",
     "text/sentencepiece.py",
@@ -86,6 +87,7 @@ CORE = (
     "runner/program.py",
     "runner/state.py",
     "runner/readback.py",
+    "runner/transfer/place.py",
     "runner/kv_cache.py",
     "runner/memory.py",
     "runner/graphs.py",
@@ -134,7 +136,7 @@ CORE = (
     "parallel/sharding.py",
     "parallel/torch_group.py",
     "ops/arguments.py",
-    "ops/beside.py",
+    "ops/branch.py",
     "ops/choose.py",
     "ops/experts.py",
     "ops/kv.py",
@@ -164,8 +166,8 @@ PLUGIN_POINTS = {
     "__init__.py:__getattr__": "public names: `import quire` loads neither torch nor the engine",
     "engine/builder.py": "settings: it puts an engine together from the parts that they ask for",
     "engine/loop/core.py:stats": "features: each has its part of the statistics",
+    "config.py:_engine_args": "features: their settings are settings of an engine",
     "features/spec.py:resolve": "features: a part is a module:name string",
-    "llm.py:_adapter_names": "features: the adapters that a call names",
     "models/config.py:family_named": "families",
     "ops/choose.py:implementation": "the device's ops",
     "ops/launches.py:compiling": "the device's ops: kernels are compiled before graphs",
@@ -173,8 +175,7 @@ PLUGIN_POINTS = {
     "models/files.py": "weight formats: GGUF",
     "models/quantization.py": "weight formats: GGUF",
     "runner/loaded_model.py:_log_missing_kernels": "the device's ops: what Triton lacks",
-    "runner/graphs.py:_tune": "the device's ops: the fastest tiles and halves are measured",
-    "runner/sized_model.py:_open_places": "places outside the device that blocks are moved to",
+    "runner/graphs.py:_tune": "the device's ops: the fastest tiles are measured",
 }
 """By function (or a whole file), what comes in there."""
 
@@ -274,6 +275,8 @@ def imports(file: Path, source: Path = SOURCE) -> list[Import]:
     def visit(node: ast.AST, function: str) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                for other in child.orelse:
+                    visit(other, getattr(other, "name", function))
                 continue
             line = getattr(child, "lineno", 0)
             if isinstance(child, ast.Import):

@@ -1,4 +1,4 @@
-"""Counts files, lines of code and imports of the rooms of `src/quire`.
+"""Counts files, lines of code and imports of the rooms of `src/quire`, and lines of scripts.
 
     tools/count_rooms.py           prints the counts of the working tree
     tools/count_rooms.py REVISION  prints the counts of a commit
@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("bench", "tools")
 FOLDERS = ("quire", "quire.ops.triton", "quire.engine", "quire.server", "quire.features")
 LAYOUT = (
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
@@ -30,7 +31,8 @@ LAYOUT = (
 def main() -> int:
     parser = argparse.ArgumentParser(description="Counts the rooms of src/quire.")
     parser.add_argument("revision", nargs="?", help="a commit; left out, the working tree")
-    modules = dict(sources(parser.parse_args().revision))
+    revision = parser.parse_args().revision
+    modules = dict(sources(revision))
     for folder in FOLDERS:
         rooms, arrows = count_rooms(modules, folder)
         both_ways = sum((after, before) in arrows for before, after in arrows) // 2
@@ -38,18 +40,27 @@ def main() -> int:
         for room, lines in sorted(rooms.items()):
             print(f"  {room:24}{lines:7}")
     print(f"{len(modules)} files, {sum(map(code_lines, modules.values()))} lines of code")
+    for folder in SCRIPTS:
+        texts = [text for _, text in files(folder, revision)]
+        print(f"{folder}/: {len(texts)} files, {sum(map(code_lines, texts))} lines of code")
     return 0
 
 
 def sources(revision: str | None) -> Iterator[tuple[str, str]]:
     """Yields (module, text) of each Python file of the package."""
+    for name, text in files("src/quire", revision):
+        yield module_name(name.removeprefix("src/")), text
+
+
+def files(folder: str, revision: str | None) -> Iterator[tuple[str, str]]:
+    """Yields (path, text) of each Python file of a folder."""
     if revision is None:
-        for path in sorted((ROOT / "src/quire").rglob("*.py")):
-            yield module_name(path.relative_to(ROOT / "src").as_posix()), path.read_text("utf-8")
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT).as_posix(), path.read_text("utf-8")
         return
-    for name in git("ls-tree", "-r", "--name-only", revision, "src/quire").split():
+    for name in git("ls-tree", "-r", "--name-only", revision, folder).split():
         if name.endswith(".py"):
-            yield module_name(name.removeprefix("src/")), git("show", f"{revision}:{name}")
+            yield name, git("show", f"{revision}:{name}")
 
 
 def git(*arguments: str) -> str:

@@ -22,7 +22,7 @@ INTERNALS = ("rooms", "scheduling", "cache", "step", "models", "kernels", "serve
 PROJECT = ("WRITEUP.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 USE = (
     "deploy", "operations", "api", "models", "adapters", "quantization", "speculation", "kv-cache",
-    "structured-output", "tools-and-reasoning", "parallel",
+    "structured-output", "tools-and-reasoning", "agents", "parallel",
 )  # fmt: skip
 """Documents that come first among those for users, in this order."""
 INSIDE = ("adding-a-model", "adding-a-sampling-parameter", "design-decisions", "roofline")

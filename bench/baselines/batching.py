@@ -20,9 +20,12 @@ T = TypeVar("T")
 
 @dataclass
 class Job:
-    """A request: `length` tokens behind a prompt, from the time of its arrival, in seconds.
+    """A request for `length` tokens after a prompt.
 
-    output: its tokens. times: when each was there.
+    Attributes:
+        arrival: in seconds.
+        output: generated tokens.
+        times: seconds at which each token arrived.
     """
 
     prompt: list[int]

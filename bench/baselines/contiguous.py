@@ -1,13 +1,12 @@
-"""KV memory reserved at full length against blocks on demand, GPT-2 124M shape.
+"""Compares a KV cache that reserves full lengths with blocks on demand, on GPT-2 124M's shape.
 
     python bench/baselines/contiguous.py --results DIR          # a GPU
     python bench/baselines/contiguous.py --device cpu --batches 4 8 --repeats 1
 
-Both run the same requests, all at once, greedily, with random weights. The baseline is what a
-static batch over one tensor [batch, heads, longest, head_dim] per layer is: every sequence has room
-for the model's 1024 positions; attention by PyTorch over the positions in use. Quire has blocks for
-the tokens there are. Each run has a process of its own; memory is `max_memory_allocated`, weights
-and activations included. The last record has the batches from which on blocks win. Dummy weights.
+Both run the same requests at once, greedily, with random weights. The baseline is a static batch
+with a tensor [batch, heads, 1024, head_dim] for each layer and PyTorch's attention. Quire has
+blocks for the live tokens. Each run has its own process. Memory is `max_memory_allocated`, with
+weights and activations. The last record has the smallest batch from which blocks win.
 """
 
 from __future__ import annotations
@@ -59,8 +58,12 @@ class Contiguous:
         self.cache = torch.zeros(shape, dtype=dtype, device=device)
 
     def step(self, ids: Tensor, start: int) -> Tensor:
-        """ids: int64 [batch, new], which stand at positions from `start` on. Returns the likeliest
-        next tokens, int64 [batch, 1]."""
+        """Returns the likeliest next tokens, int64 [batch, 1].
+
+        Args:
+            ids: int64 [batch, new].
+            start: position of the first of the new tokens.
+        """
         batch, new = ids.shape
         end = start + new
         x = self.tokens[ids] + self.positions[start:end]
@@ -130,7 +133,7 @@ def run_quire(args: argparse.Namespace, batch: int) -> list[float]:
 
 
 def _prompts(args: argparse.Namespace, batch: int) -> list[np.ndarray[Any, Any]]:
-    """One more than the repeats: the first warms up."""
+    """Returns the prompts of each repeat, and first those of a run to warm up."""
     shape = args.repeats + 1, batch, args.prompt_len
     return list(np.random.default_rng(0).integers(0, VOCAB, shape))
 
@@ -149,7 +152,7 @@ def one(args: argparse.Namespace, kind: str, batch: int) -> dict[str, float]:
 
 
 def apart(kind: str, batch: int) -> dict[str, float] | None:
-    """`one` in another process; None where memory did not suffice."""
+    """Runs `one` in another process. Returns None if memory ran out."""
     command = [sys.executable, __file__, *sys.argv[1:], "--one", kind, str(batch)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:

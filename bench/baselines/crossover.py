@@ -1,4 +1,4 @@
-"""Two caches beside each other, and the batches from which on blocks on demand win."""
+"""Compares two caches, and finds the batches from which blocks on demand win."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ def crossover(records: Sequence[BenchRecord]) -> BenchRecord:
 
 
 def beside(found: dict[str, dict[str, float] | None]) -> dict[str, float]:
-    """Returns the figures of two kinds, by name, and the first kind's over the second's. A kind
-    without figures did not fit."""
+    """Returns the figures of two kinds by name, and their ratios, first over second.
+
+    A kind without figures did not fit the memory.
+    """
     metrics = {
         f"{kind}_{name}": value
         for kind, values in found.items()

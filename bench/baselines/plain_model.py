@@ -55,9 +55,12 @@ class PlainModel:
     ) -> Tensor:
         """Returns the likeliest next token of each row, int64 [rows].
 
-        ids, positions: int64 [rows, new]. cache: of these rows; None: the rows are whole texts.
-        slots: int64 [rows, new], the cache's columns of the new tokens. mask: bool [rows, 1, new,
-        columns], which of the cache's first columns each token sees; None: causal.
+        Args:
+            ids, positions: int64 [rows, new].
+            cache: the cache of these rows. None means that the rows are whole texts.
+            slots: int64 [rows, new], columns of the cache for the new tokens.
+            mask: bool [rows, 1, new, columns], the first columns of the cache that each token sees.
+                None is causal.
         """
         table = self.decoder.embedding.weight
         x = table[ids]
@@ -125,7 +128,7 @@ def _norm(norm: nn.Module | Any, x: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [rows, new, heads, head_dim], of which pairs i and i + width turn."""
+    """Rotates pairs i and i + width of x [rows, new, heads, head_dim]."""
     width = cos.shape[-1]
     a, b, rest = x.float().split([width, width, x.shape[-1] - 2 * width], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=-1).to(x.dtype)

@@ -1,11 +1,10 @@
-"""Times linear layers with low-rank adapters on a GPU, after checking them against float64.
+"""Times linear layers with low-rank adapters on a GPU, after comparing them with float64.
 
-    python bench/kernels/adapters.py [--sweep]
+    python bench/kernels/adapters.py
 
-Layers have Qwen3-8B's shapes and rank 16. Times are µs of a call in a CUDA graph of calls whose
-weights lie in memory, not in L2. The floor is the layer's own time without adapters and the time
-that the active adapters' bytes take at the bandwidth given. `--sweep` tries tiles at 64 rows.
-Tables end the output. Without a GPU only the checks run, on small layers.
+Layers have Qwen3-8B's shapes and rank 16. Times are µs of a call in a CUDA graph, with weights read
+from memory. The floor adds the read time of the active adapters to the layer's own time. Without a
+GPU the script only compares small layers with float64.
 """
 
 from __future__ import annotations
@@ -13,15 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent))
 from timing import DEVICE, graph_us
+from torch import Tensor
 
 from quire import ops
 from quire.ops.adapters import HEAD, WORDS, AdapterRows, SlotWeights, scale_bits
@@ -166,35 +162,9 @@ def line(layer: Layer, rows: AdapterRows, active: int, base: float) -> str:
     return f"{found:.1f} | {found - base:.1f} | {found / floor:.2f}"
 
 
-def sweep(layers: dict[str, Layer], cases: dict[int, AdapterRows]) -> None:
-    """Prints times of tiles: µs with one and with all adapters."""
-    choices = [(2048, 4), (4096, 4), (8192, 4)]
-
-    def each() -> Iterator[str]:
-        kept = adapters.VALUES, adapted_gemm.STAGES
-        for values, stages in choices:
-            adapters.VALUES, adapted_gemm.STAGES = values, stages
-            yield f"{values} values, {stages} stages"
-        adapters.VALUES, adapted_gemm.STAGES = kept
-
-    with compiling(12):
-        for _ in each():
-            for layer in layers.values():
-                layer.adapted(cases[1])[0]()
-    print("\n| tiles | layer | 1 active, µs | 64 active, µs |\n| --- | --- | ---: | ---: |")
-    for text in each():
-        for layer in layers.values():
-            times = [
-                graph_us(layer.adapted(cases[active]), target_ms=1.0, at_least=12)
-                for active in (1, SLOTS)
-            ]
-            print(f"| {text} | {layer.name} | {times[0]:.1f} | {times[1]:.1f} |", flush=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true")
-    options = parser.parse_args()
+    parser.parse_args()
     torch.manual_seed(0)
     began = time.monotonic()
     most = 5 if SMALL else 64
@@ -228,9 +198,6 @@ def main() -> int:
                     pair[1] += float(text.split(" |")[0])
     for active, (base, found) in sums.items():
         print(f"| all | 64 | {base:.1f} | {active} | {found:.1f} | {found - base:.1f} | |")
-    if options.sweep:
-        cases = {n: grouped([row % n for row in range(SLOTS)]) for n in (1, SLOTS)}
-        sweep(layers, cases)
     print(f"({time.monotonic() - began:.0f} s)", flush=True)
     return 0
 

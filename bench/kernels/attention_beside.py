@@ -73,8 +73,14 @@ class Case:
 
 @dataclass
 class Row:
-    """us: by the kernel's name. refused: why a library has none. repeated: libraries that do not
-    take fewer heads of keys and values than of queries, and got them repeated."""
+    """The times of one case.
+
+    Attributes:
+        us: by the kernel's name.
+        rates: in `unit`, by the kernel's name.
+        refused: reasons of libraries that do not take the case.
+        repeated: libraries that got keys and values repeated for each head of queries.
+    """
 
     name: str
     unit: str
@@ -107,7 +113,7 @@ def calls_of_ours(batch: Batch) -> list[Callable[[], Tensor]]:
 
 
 def difference(got: Tensor, want: Tensor) -> float:
-    """Returns the largest difference, as a share of what is allowed."""
+    """Returns the largest difference as a share of the tolerance."""
     return float(((got.double() - want.double()).abs() / (1 + want.abs())).max()) / _ALLOWED
 
 

@@ -3,7 +3,7 @@
     python bench/kernels/budget.py    # prints the tables, which bench/report.py puts in place
 
 The costs come from a small model over measured ceilings of one H200 (constants below), not from a
-fit to Quire: the budget is what the kernels must reach, and is compared with what they measure.
+fit to Quire. The kernels must reach the budget. The tables compare it with their measured times.
 """
 
 from __future__ import annotations
@@ -157,7 +157,12 @@ def nano(shape: Shape) -> tuple[Budget, float]:
 
 @dataclass(frozen=True)
 class Target:
-    """reach: output tokens/s, or for `ttft` ms. size: output tokens (b1) or prompt tokens."""
+    """A case to reach.
+
+    Attributes:
+        reach: output tokens per second, or ms for TTFT.
+        size: output tokens of b1, prompt tokens of TTFT.
+    """
 
     shape: Shape
     case: str

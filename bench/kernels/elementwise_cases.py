@@ -1,4 +1,4 @@
-"""Kernels that only move bytes: checks, and times beside the bandwidth that they reach."""
+"""Times the kernels that only move bytes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,13 @@ from shapes import Shape
 from timing import DEVICE, copies_beyond_l2, graph_us
 from torch import Tensor
 
-from quire.ops import Activation, KVLayer, reference
+from quire.ops import KVLayer
 from quire.ops.triton import activation, norm
 from quire.ops.triton.attention.rope_store import qk_norm_rope_store
-from quire.ops.triton.step.embedding import embedding
 
 
 def random_bf16(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.bfloat16, device=DEVICE)
-
-
-def error(got: Tensor, want: Tensor) -> float:
-    """In units of 3 roundings of bf16."""
-    allowed = 3 * torch.finfo(got.dtype).eps * (1 + want.abs())
-    return float(((got.double() - want).abs() / allowed).max())
 
 
 class Rope:
@@ -47,56 +40,6 @@ class Rope:
             q_weight=self.weights[0], k_weight=self.weights[1], **tuning,  # type: ignore[arg-type]
         )  # fmt: skip
 
-    def error(self, interleaved: bool = False) -> float:
-        wide = self.cache.double()
-        weights = [None if w is None else w.double() for w in self.weights]
-        want = reference.qk_norm_rope_store(
-            self.qkv[0].double(), KVLayer(wide[:, 0, 0], wide[:, 0, 1]), positions=self.positions,
-            slots=self.slots, cos_sin=self.cos_sin.double(), q_weight=weights[0],
-            k_weight=weights[1], eps=1e-6, interleaved=interleaved, scratch=None,
-        )  # fmt: skip
-        return max(error(self.run(interleaved=interleaved), want), error(self.cache, wide))
-
-
-def norm_error(tokens: int, width: int) -> float:
-    x, weight, bias = (random_bf16(*s) for s in [(tokens, width), (width,), (width,)])
-    layer = torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double())
-    residual, wide = random_bf16(tokens, width), 1 + weight.float()
-    summed = reference.rms_norm(x.double(), wide.double(), 1e-6, residual.double())
-    return max(
-        error(norm.rms_norm(x, wide, 1e-6, residual), summed),
-        error(
-            norm.rms_norm(x, weight, 1e-6),
-            reference.rms_norm(x.double(), weight.double(), 1e-6),
-        ),
-        error(norm.layer_norm(x, weight, bias, 1e-5), layer),
-    )
-
-
-def activation_error(tokens: int, width: int) -> float:
-    x = random_bf16(tokens, 2 * width)
-    acts: tuple[Activation, ...] = ("silu_and_mul", "gelu_tanh_and_mul", "gelu_tanh")
-    return max(error(activation.run(x, act), reference.activate(x.double(), act)) for act in acts)
-
-
-def embedding_error() -> float:
-    table = random_bf16(1000, 1536)
-    ids = torch.randint(-1, 1100, (300,), dtype=torch.int32, device=DEVICE)
-    return error(embedding(ids, table), reference.embedding(ids, table.double(), 0))
-
-
-def checks(models: tuple[Shape, ...]) -> Iterator[tuple[str, Callable[[], float]]]:
-    for shape in models:
-        for tokens in (3, 700):
-            rope = Rope(shape, tokens)
-            yield f"rope + store, {shape.name}, {tokens}", rope.error
-            neighbours = functools.partial(rope.error, interleaved=True)
-            yield f"rope of neighbours + store, {shape.name}, {tokens}", neighbours
-    yield "norms", functools.partial(norm_error, 77, 1536)
-    yield "norms, wide", functools.partial(norm_error, 5, 8200)
-    yield "activations", functools.partial(activation_error, 33, 8960)
-    yield "embedding", embedding_error
-
 
 Trial = tuple[str, Callable[[int], object]]
 
@@ -104,13 +47,12 @@ Trial = tuple[str, Callable[[int], object]]
 def timed(
     kernel: str, model: str, tokens: int, bytes_: float, copies: int, variants: list[Trial]
 ) -> Row:
-    """variants: (label, call that takes the index of its buffers)."""
+    """Times variants of a kernel, each a label and a call that takes the index of its buffers."""
     trials = tuple(
         (label, graph_us([functools.partial(call, i) for i in range(copies)]))
         for label, call in variants
     )
-    best = min(us for _, us in trials)
-    return Row(kernel, model, str(tokens), bytes_ / best / 1e6, "TB/s", trials)
+    return Row(kernel, model, str(tokens), bytes_ / trials[0][1] / 1e6, "TB/s", trials)
 
 
 def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
@@ -118,13 +60,8 @@ def time_all(shape: Shape, tokens: int) -> Iterator[Callable[[], Row]]:
         bytes_ = 4 * tokens * shape.qkv_width
         copies = copies_beyond_l2(bytes_, 16)
         case = Rope(shape, tokens, copies)
-        widths = (1, 4) if tokens <= 64 else (1, 4, 8, 16)
-        variants: list[Trial] = [("default", case.run)]
-        variants += [
-            (f"{w} heads", functools.partial(case.run, heads_per_program=w)) for w in widths
-        ]
-        variants.append(("default, no PDL", functools.partial(case.run, pdl=False)))
-        variants.append(("neighbours", functools.partial(case.run, interleaved=True)))
+        neighbours = functools.partial(case.run, interleaved=True)
+        variants: list[Trial] = [("default", case.run), ("neighbours", neighbours)]
         return timed("rope + store", shape.name, tokens, bytes_, copies, variants)
 
     def norms() -> Row:

@@ -68,7 +68,7 @@ class Measured:
 
 
 def load() -> Measured:
-    """The latest of each; empty where there are no results yet."""
+    """Returns the latest measurements; empty without results."""
     cases: dict[tuple[str, str], float] = {}
     for record in _lines(RESULTS / "h200_throughput.jsonl"):
         model, metrics = record["model"].lower(), record["metrics"]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
+
+from timing import DEVICE
+
+from quire.ops.triton.launch import compiling
 
 T = TypeVar("T")
 
@@ -33,7 +39,7 @@ class Session:
         return time.monotonic() - self._began
 
     def each(self, parts: Iterable[tuple[str, Callable[[], T]]], until: float) -> Iterator[T]:
-        """Yields the results of parts that do not fail. Begins none after `until` seconds."""
+        """Yields the results of parts that succeed. Begins no part after `until` seconds."""
         for name, part in parts:
             if self.seconds > until:
                 self.skipped.append(name)
@@ -46,8 +52,20 @@ class Session:
             else:
                 yield found
 
+    def compile(self, parts: Iterable[tuple[str, Callable[[], object]]]) -> None:
+        """Compiles the kernels of parts on all cores. A failure shows when the part runs."""
+        if DEVICE != "cuda":
+            return
+        with compiling(os.cpu_count() or 4):
+            for _, part in parts:
+                with contextlib.suppress(Exception):
+                    part()
+        print(f"compiled after {self.seconds:.0f} s", flush=True)
+
     def check(self, checks: Iterable[tuple[str, Callable[[], float]]], until: float) -> None:
-        """Checks give their worst error, as a share of what is allowed."""
+        """Runs checks. Each returns its worst error as a share of the allowed error."""
+        checks = list(checks)
+        self.compile(checks)
 
         def judged(name: str, check: Callable[[], float]) -> None:
             worst = check()
@@ -60,3 +78,11 @@ class Session:
 
         count = sum(1 for _ in self.each(all_of_them(), until))
         print(f"{count} checks, {len(self.failed)} failures, {self.seconds:.0f} s", flush=True)
+
+    def report(self) -> int:
+        """Prints what failed and what no time was left for. Returns the exit status."""
+        if self.skipped:
+            print(f"skipped for lack of time: {', '.join(self.skipped)[:2000]}")
+        print(f"{self.seconds:.0f} s; {len(self.failed)} failures")
+        print("".join(f"  {failure}\n" for failure in self.failed), end="")
+        return 1 if self.failed else 0

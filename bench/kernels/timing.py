@@ -9,14 +9,20 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Without a GPU only the checks run, under TRITON_INTERPRET=1."""
 L2_BYTES = 64 << 20
-"""A little more than an H200's L2: what is rotated over more than this comes from memory."""
+"""A little more than an H200's L2. Buffers that rotate over more come from memory."""
 
 
 def graph_us(
     calls: Sequence[Callable[[], object]], target_ms: float = 4.0, at_least: int = 32
 ) -> float:
-    """µs per call of a CUDA graph that runs the calls one after the other, `at_least` of them.
-    Several calls on different buffers keep L2 as cold as the rest of a model would leave it."""
+    """Returns the µs per call of a CUDA graph that runs the calls one after the other.
+
+    Calls on different buffers keep L2 as cold as the rest of a model would.
+
+    Args:
+        target_ms: time of a measurement.
+        at_least: calls in the graph; the given ones repeat.
+    """
     for call in calls[:2]:
         call()
     torch.cuda.synchronize()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -38,27 +38,25 @@ QUANTIZATIONS = ("float", "fp8", "int4", "int8", "w8a8", "w8a8_fp8", "head=fp8",
 """The values of `EngineArgs.quantization`: one for layers, one for the head, or both."""
 
 
-_COUNTS = (
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_kv_blocks", "max_queue",
-    "max_queue_tokens", "steps_in_flight", "tensor_parallel_size", "structured_outputs_cache",
-    "max_loras", "max_lora_rank", "pipeline_parallel_size", "nnodes",
-)  # fmt: skip
-_SIZES = (
-    "priority_weight", "host_cache_gb", "disk_cache_gb", "structured_outputs_memory_mb",
-)  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Limits a setting that is not None.
+
+    Attributes:
+        allows: whether a value is allowed.
+        wording: what errors say that it must be.
+    """
+
+    allows: Callable[[Any], bool]
+    wording: str
 
 
-_LIMITS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "block_size": (lambda size: size > 0 and not size & (size - 1), "a power of two"),
-    "gpu_memory_utilization": (lambda share: 0.0 < share <= 1.0, "in (0, 1]"),
-    "kv_cache_gb": (lambda size: size > 0.0, "> 0"),
-    "structured_outputs_drafts": (lambda count: 0 <= count <= 16, "from 0 to 16"),
-    "structured_outputs_wait_us": (lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
-    "structured_outputs_timeout": (lambda seconds: 0.0 < seconds <= 3600.0, "in (0, 3600]"),
-    **dict.fromkeys(_COUNTS, (lambda count: count > 0, "at least 1")),
-    **dict.fromkeys(_SIZES, (lambda size: size >= 0.0, ">= 0")),
-}
-"""Limits of settings that are not None: a check, and its wording in errors."""
+COUNT = Limit(lambda count: count > 0, "at least 1")
+SIZE = Limit(lambda size: size >= 0.0, ">= 0")
+POSITIVE = Limit(lambda size: size > 0.0, "> 0")
+SHARE = Limit(lambda share: 0.0 < share <= 1.0, "in (0, 1]")
+POWER_OF_TWO = Limit(lambda size: size > 0 and not size & (size - 1), "a power of two")
+
 
 _SPELLINGS = {
     "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32",
@@ -66,172 +64,149 @@ _SPELLINGS = {
 """Other names of dtypes, which errors translate."""
 
 
-def _setting(default: Any, help: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": help, **metadata})
+def setting(default: Any, help: str, *, limit: Limit | None = None, **metadata: Any) -> Any:
+    """Declares a setting: a field of a class of settings.
+
+    Args:
+        default: its value where users give none.
+        help: the text of the flag's help.
+        limit: what its values must be.
+        metadata: `argument=True` makes it positional. `internal=True` leaves it to keywords: it has
+            no flag, no variable and no YAML key. `secret=True` hides it in `/server_info`.
+            `one_engine=True` refuses values of it with several engines (`data_parallel_size`).
+            `subject` is the panel of the help that shows it.
+    """
+    return field(default=default, metadata={"help": help, "limit": limit, **metadata})
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs:
-    """An engine's settings, as users give them. None: chosen from the model and the device."""
+class CoreArgs:
+    """The settings of an engine without features. None: chosen from the model and the device."""
 
-    model: str | None = _setting(
+    model: str | None = setting(
         None, "Model folder or hub id. Left out: the embedded model.", argument=True
     )
-    tokenizer: str | None = _setting(None, "Tokenizer folder or hub id, if not the model's.")
-    revision: str | None = _setting(None, "Hub revision of the model (branch, tag or commit).")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = _setting(
+    tokenizer: str | None = setting(None, "Tokenizer folder or hub id, if not the model's.")
+    revision: str | None = setting(None, "Hub revision of the model (branch, tag or commit).")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
         "auto", "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU."
     )
-    quantization: str | None = _setting(
+    quantization: str | None = setting(
         None,
         "How linear layers store weights, rounded when read. fp8, int8: 8 bits and a scale per "
         "output. int4: 4 bits and scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, inputs too. "
         "float: those of a GGUF file as floats. The head too: int4,head=int8. Default: as stored.",
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = _setting(
+    load_format: Literal["auto", "safetensors", "dummy"] = setting(
         "auto", "dummy gives random weights for a folder that holds only config.json."
     )
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N.")
-    seed: int = _setting(0, "Seed of the engine: of dummy weights and of requests without one.")
-    max_model_len: int | None = _setting(None, "Longest sequence, prompt and output together.")
-    max_num_seqs: int | None = _setting(
-        None, "Most requests in one step. Default: 256 on a GPU, 64 on CPU."
+    device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
+    seed: int = setting(0, "Seed of the engine: of dummy weights and of requests without one.")
+    max_model_len: int | None = setting(
+        None, "Longest sequence, prompt and output together.", limit=COUNT
     )
-    max_num_batched_tokens: int | None = _setting(
-        None, "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU, fewer in stages."
+    max_num_seqs: int | None = setting(
+        None, "Most requests in one step. Default: 256 on a GPU, 64 on CPU.", limit=COUNT
     )
-    gpu_memory_utilization: float = _setting(0.9, "Share of the GPU's memory Quire may use.")
-    block_size: int = _setting(16, "Tokens per KV block.")
-    num_kv_blocks: int | None = _setting(None, "KV blocks to allocate, instead of measuring.")
-    kv_cache_gb: float | None = _setting(
-        None, "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less."
+    max_num_batched_tokens: int | None = setting(
+        None,
+        "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU, fewer in stages.",
+        limit=COUNT,
     )
-    kv_cache_dtype: str = _setting(
+    gpu_memory_utilization: float = setting(
+        0.9, "Share of the GPU's memory Quire may use.", limit=SHARE
+    )
+    block_size: int = setting(16, "Tokens per KV block.", limit=POWER_OF_TWO)
+    num_kv_blocks: int | None = setting(
+        None, "KV blocks to allocate, instead of measuring.", limit=COUNT
+    )
+    kv_cache_gb: float | None = setting(
+        None,
+        "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less.",
+        limit=POSITIVE,
+    )
+    kv_cache_dtype: str = setting(
         "auto",
         "How KV is stored. auto: in dtype. fp8: e4m3 with the checkpoint's scales per head, or 1; "
         "fp8_dynamic, int8: with a scale per token and head.",
     )
-    enable_prefix_caching: bool = _setting(True, "Reuse KV blocks of equal prefixes.")
-    host_cache_gb: float = _setting(
-        0.0, "Host memory, in GB, for KV blocks that the device has no room to keep."
-    )
-    disk_cache: str | None = _setting(
-        None, "Folder for KV blocks that the host has no room to keep; survives restarts."
-    )
-    disk_cache_gb: float = _setting(32.0, "Most that the disk cache's folder may hold, in GB.")
-    kv_peers: Mapping[str, Any] | None = _setting(None, "See `DisaggSettings`.", internal=True)
-    enable_lora: bool = _setting(False, "Take LoRA adapters; so do lora and lora_dir.")
-    lora: tuple[str, ...] = _setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
-    lora_dir: str | None = _setting(None, "Folder of LoRA adapters, named by their own folders.")
-    max_loras: int = _setting(8, "Most LoRA adapters that the device holds.")
-    max_lora_rank: int = _setting(16, "Largest rank of LoRA adapters, up to 256.")
-    lora_cache_gb: float = _setting(4.0, "Host memory, in GB, for LoRA adapters that were read.")
-    enable_chunked_prefill: bool = _setting(True, "Split long prompts over steps, beside decodes.")
-    speculative: Mapping[str, Any] | None = _setting(
-        None, "Speculative decoding, as JSON: see docs/speculation.md for its keys."
-    )
-    speculative_model: str | None = _setting(
-        None, "Draft model or EAGLE-3 head, folder or hub id: short for speculative's key model."
-    )
-    scheduling_policy: Literal["fcfs", "priority"] = _setting(
+    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal prefixes.")
+    enable_chunked_prefill: bool = setting(True, "Split long prompts over steps, beside decodes.")
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
     )
-    priority_weight: float = _setting(
-        10.0, "Ageing: one unit of priority is worth this many seconds of waiting."
+    priority_weight: float = setting(
+        10.0, "Ageing: one unit of priority is worth this many seconds of waiting.", limit=SIZE
     )
-    max_queue: int | None = _setting(
+    max_queue: int | None = setting(
         None,
         "Most requests that may wait; more are refused with 503, unless their key has less than "
         "its share of the queue. Default: no limit.",
+        limit=COUNT,
     )
-    max_queue_tokens: int | None = _setting(None, "Most prompt tokens that may wait, as max_queue.")
-    steps_in_flight: int | None = _setting(
-        None, "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU."
+    max_queue_tokens: int | None = setting(
+        None, "Most prompt tokens that may wait, as max_queue.", limit=COUNT
     )
-    enforce_eager: bool = _setting(
+    steps_in_flight: int | None = setting(
+        None,
+        "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU.",
+        limit=COUNT,
+    )
+    enforce_eager: bool = setting(
         False, "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start)."
     )
-    tune_tables: Literal["auto", "on", "off"] = _setting(
-        "auto", "Measure plans of linear layers that tables lack, while idle. auto: in servers."
-    )
-    pooling: Literal["auto", "last", "mean"] = _setting(
-        "auto",
-        "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
-        "1_Pooling/config.json says, else last.",
-    )
-    structured_outputs_timeout: float = _setting(5.0, "Seconds to compile a schema or grammar in.")
-    structured_outputs_wait_us: float = _setting(
-        30.0,
-        "Microseconds that a step waits for late masks. Rows whose masks are later still sit the "
-        "step out.",
-    )
-    structured_outputs_memory_mb: float = _setting(
-        64.0,
-        "MB of the host's memory for masks of schemas that come again; 0: keep none.",
-    )
-    structured_outputs_drafts: int | None = _setting(
-        None,
-        "Most tokens of a text that a schema forces to compute at once, up to 16. Default: 7 on a "
-        "GPU, 0 for models with recurrent layers, in stages and with --enforce-eager.",
-    )
-    structured_outputs_cache: int = _setting(128, "Compiled schemas and grammars to keep.")
-    deterministic: bool = _setting(
+    deterministic: bool = setting(
         False,
         "Make results depend on the request alone, to the bit: not on the batch, on chunking, "
         "preemption, prefix hits or the number of ranks. Slower.",
     )
-    disable: tuple[str, ...] = _setting(
+    disable: tuple[str, ...] = setting(
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
-    tensor_parallel_size: int = _setting(1, "GPUs that share each layer.")
-    pipeline_parallel_size: int = _setting(1, "Layers' stages, each on tensor_parallel_size GPUs.")
-    nnodes: int = _setting(1, "Machines, each with as many whole stages.")
-    node_rank: int = _setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
-    master_addr: str = _setting("127.0.0.1", "Address of machine 0.")
-    master_port: int = _setting(29600, "Port there for other machines; the next one is used, too.")
-    distributed_executor: Literal["process", "ray"] = _setting(
+    tensor_parallel_size: int = setting(1, "GPUs that share each layer.", limit=COUNT)
+    pipeline_parallel_size: int = setting(
+        1, "Layers' stages, each on tensor_parallel_size GPUs.", limit=COUNT
+    )
+    nnodes: int = setting(1, "Machines, each with as many whole stages.", limit=COUNT)
+    node_rank: int = setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
+    master_addr: str = setting("127.0.0.1", "Address of machine 0.")
+    master_port: int = setting(29600, "Port there for other machines; the next one is used, too.")
+    distributed_executor: Literal["process", "ray"] = setting(
         "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
     )
-    async_tp: Literal["auto", "on", "off"] = _setting(
+    async_tp: Literal["auto", "on", "off"] = setting(
         "off", "Long prompts as two halves, one's sums over ranks beside the other's products."
     )
-    enable_expert_parallel: bool = _setting(False, "Ranks hold whole experts, not parts of all.")
-    redundant_experts: int = _setting(0, "Further copies of experts that many tokens choose.")
-    trace_dir: str | None = _setting(
+    enable_expert_parallel: bool = setting(False, "Ranks hold whole experts, not parts of all.")
+    trace_dir: str | None = setting(
         None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
     )
-    skip_tokenizer_init: bool = _setting(False, "Serve token ids only; load no tokenizer.")
+    skip_tokenizer_init: bool = setting(False, "Serve token ids only; load no tokenizer.")
+
+    feature_args: ClassVar[tuple[type[FeatureArgs], ...]] = ()
+    """The classes of features' settings, which `EngineArgs` has."""
+    feature_errors: ClassVar[list[ConfigError]] = []
+    """Why features of other packages were left out."""
 
     def __post_init__(self) -> None:
-        for name, kind in get_type_hints(type(self)).items():
-            object.__setattr__(self, name, _checked(name, getattr(self, name), kind))
-            if get_origin(kind) is Literal:
-                _one_of(name, getattr(self, name), get_args(kind))
-        for name, (fine, wanted) in _LIMITS.items():
-            value = getattr(self, name)
-            if value is not None and not fine(value):
-                raise ConfigError(f"{name} must be {wanted}, got {value}", name)
-        self._check_tiers()
+        for error in self.feature_errors:
+            raise error
+        hints = get_type_hints(type(self))
+        for each in dataclasses.fields(self):
+            name, hint, limit = each.name, hints[each.name], each.metadata.get("limit")
+            value = _checked(name, getattr(self, name), hint)
+            object.__setattr__(self, name, value)
+            if get_origin(hint) is Literal:
+                _one_of(name, value, get_args(hint))
+            if value is not None and limit is not None and not limit.allows(value):
+                raise ConfigError(f"{name} must be {limit.wording}, got {value}", name)
+        for kind in self.feature_args:
+            kind.of(self).check(self)
         for name in self.disable:
             _one_of("disable", name, OPTIMIZATIONS)
         for part in () if self.quantization is None else self.quantization.split(","):
             _one_of("quantization", part, QUANTIZATIONS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-
-    def _check_tiers(self) -> None:
-        if self.host_cache_gb and not self.enable_prefix_caching:
-            raise ConfigError(
-                f"host_cache_gb={self.host_cache_gb:g} needs enable_prefix_caching", "host_cache_gb"
-            )
-        if self.disk_cache is not None and not self.host_cache_gb:
-            raise ConfigError(
-                "disk_cache needs host_cache_gb > 0: blocks travel through the host's memory",
-                "disk_cache",
-            )
-        if self.disk_cache is not None and not self.disk_cache_gb:
-            raise ConfigError(
-                f"disk_cache needs disk_cache_gb > 0, got {self.disk_cache_gb:g}", "disk_cache_gb"
-            )
 
     @property
     def ranks(self) -> int:
@@ -241,17 +216,16 @@ class EngineArgs:
     @property
     def parallel(self) -> bool:
         """Whether any setting of several ranks or machines is used."""
-        sizes = self.ranks, self.nnodes, self.node_rank + 1, self.redundant_experts + 1
+        sizes = self.ranks, self.nnodes, self.node_rank + 1
         others = self.distributed_executor != "process" or self.async_tp == "on"
         return self.enable_expert_parallel or others or max(sizes) > 1
 
-    @property
-    def speculates(self) -> bool:
-        """Whether the settings ask for speculative decoding."""
-        return self.speculative is not None or self.speculative_model is not None
+    def replace(self, **settings: Any) -> Self:
+        """Returns a copy with other values of these settings."""
+        return dataclasses.replace(self, **settings)
 
     @classmethod
-    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+    def from_kwargs(cls, **kwargs: Any) -> Self:
         """Builds settings by name.
 
         Raises:
@@ -290,6 +264,88 @@ def _one_of(name: str, value: str, allowed: tuple[str, ...]) -> None:
         better = _SPELLINGS.get(value)
         hint = f"; use {better}" if better in allowed else ""
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}{hint}", name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureArgs:
+    """The base of a feature's settings.
+
+    A subclass is a frozen dataclass whose fields `setting` declares. Each field is a setting of
+    `EngineArgs`, and so a keyword, a flag, a variable and a YAML key.
+    """
+
+    @classmethod
+    def of(cls, args: CoreArgs) -> Self:
+        """Returns the feature's part of an engine's settings."""
+        return cls(**{each.name: getattr(args, each.name) for each in dataclasses.fields(cls)})
+
+    def check(self, args: CoreArgs) -> None:
+        """Raises ConfigError where the feature's settings contradict others.
+
+        Args:
+            args: all settings of the engine.
+        """
+
+
+_ENGINE_ARGS = (
+    "An engine's settings, as users give them. None: chosen from the model and the device."
+)
+
+if TYPE_CHECKING:
+
+    class EngineArgs(CoreArgs):
+        """An engine's settings, as users give them: `CoreArgs`, and the settings of features.
+
+        `FeatureSpec.args` names a feature's settings, `FeatureArgs.of` returns them with types.
+        """
+
+        def __init__(self, **settings: Any) -> None: ...
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+
+    def __getattr__(name: str) -> Any:
+        # The class is made when it is first needed, because features' settings import this module.
+        if name != "EngineArgs":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if "_features_load" in globals():
+            raise ImportError(
+                "a feature's FeatureSpec and settings are parts of EngineArgs: their modules must "
+                "not import it"
+            )
+        globals()["_features_load"] = True
+        globals()["EngineArgs"] = made = _engine_args()
+        return made
+
+    def _engine_args() -> type[CoreArgs]:
+        # A plugin point: every feature may add settings.
+        from quire.features.registry import feature_args, refused_features
+
+        parts = feature_args(CoreArgs)
+        fields = [
+            (
+                each.name,
+                get_type_hints(part)[each.name],
+                field(default=each.default, metadata=each.metadata),
+            )
+            for part in parts
+            for each in dataclasses.fields(part)
+        ]
+
+        return dataclasses.make_dataclass(
+            "EngineArgs",
+            fields,
+            bases=(CoreArgs,),
+            namespace={
+                "__doc__": _ENGINE_ARGS,
+                "__module__": __name__,
+                "feature_args": tuple(parts),
+                "feature_errors": refused_features(),
+            },
+            frozen=True,
+            kw_only=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -13,6 +14,21 @@ from quire.plan import KVGroup, StepPlan, StepResult
 OnProgress = Callable[[str, int, int], None]
 """Called during a start with ("weights", bytes loaded, bytes in all) or ("graphs", number captured,
 number in all)."""
+
+
+Asked = TypeVar("Asked")
+Answered = TypeVar("Answered")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerCall(Generic[Asked, Answered]):
+    """Declares a call that an executor answers: its own, or a hook's of the first rank.
+
+    Attributes:
+        name: unique, "owner.noun", for errors.
+    """
+
+    name: str
 
 
 FULL_STEP = 512
@@ -95,8 +111,8 @@ class Worker(Protocol):
         """Waits for the oldest step not yet collected, and returns its result."""
         ...
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Answers a message that is not a step."""
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        """Answers a call of a hook."""
         ...
 
     def shutdown(self) -> None:
@@ -155,8 +171,12 @@ class Executor(Protocol):
         """Waits for the oldest step not yet collected, and returns its result."""
         ...
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Answers a message that is not a step (statistics, adapters, profiling)."""
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        """Answers a call, its own or a hook's.
+
+        Raises:
+            QuireError: nobody takes the call.
+        """
         ...
 
     def shutdown(self) -> None:

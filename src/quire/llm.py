@@ -15,6 +15,7 @@ from quire.config import EngineArgs
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from quire.engine.loop.embedding import embed_all
+from quire.engine.loop.features import keyword_options
 from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
 from quire.engine.loop.prompts import (
     Prompt,
@@ -29,7 +30,7 @@ from quire.engine.loop.terminal import interrupts_held, request_bar
 from quire.errors import RequestError, integer
 from quire.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from quire.pooling_params import PoolingParams
-from quire.request import Request
+from quire.request import Request, RequestOptions
 from quire.sampling_params import SamplingParams
 from quire.scheduler import RequestProgress, StepProgress
 from quire.text.tokenizer import Tokenizer
@@ -122,11 +123,11 @@ class LLM:
             raise RequestError(
                 f"priority has {len(priorities)} entries for {len(many)} prompts", "priority"
             )
-        adapters = self._adapter_names(lora_request, len(many))
+        options = keyword_options(self._core, len(many), lora_request=lora_request)
         self._core.check(params)
         jobs = [self._job(prompt, p) for prompt, p in zip(many, params, strict=True)]
         with self._requests([job.output.request_id for job in jobs]) as let_interrupt:
-            self._start(jobs, priorities, adapters)
+            self._start(jobs, priorities, options)
             with _progress_bar(len(jobs), use_tqdm) as advance:
                 self._run(jobs, advance, let_interrupt)
         return [job.output for job in jobs]
@@ -211,17 +212,6 @@ class LLM:
 
     # -- jobs ----------------------------------------------------------------------------------
 
-    def _adapter_names(
-        self, lora_request: LoRARequest | Sequence[LoRARequest | None] | None, count: int
-    ) -> list[str]:
-        """Loads the adapters of a call. Returns their names, one for each of `count` prompts."""
-        if lora_request is None:
-            return [""] * count
-        # A plugin point: a call may use a feature.
-        from quire.features.lora.lora_request import load_requested
-
-        return load_requested(self._core, lora_request, count)
-
     @contextlib.contextmanager
     def _requests(self, names: Sequence[str]) -> Iterator[Callable[[], None]]:
         """Aborts these requests at the end of a block of code, if they are unfinished.
@@ -259,15 +249,17 @@ class LLM:
             open=params.n,
         )
 
-    def _start(self, jobs: list[_Job], priorities: list[int], adapters: list[str]) -> None:
-        for job, priority, adapter in zip(jobs, priorities, adapters, strict=True):
+    def _start(
+        self, jobs: list[_Job], priorities: list[int], options: list[RequestOptions]
+    ) -> None:
+        for job, priority, others in zip(jobs, priorities, options, strict=True):
+            others["priority"] = priority
             job.requests = self._core.add(
                 job.output.request_id,
                 job.ids,
                 job.params,
                 max_total=max_total(len(job.ids), job.params, self.config),
-                priority=priority,
-                adapter=adapter,
+                **others,
             )
 
     def _run(

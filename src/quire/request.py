@@ -88,21 +88,21 @@ class Request:
     operation changes many requests.
 
     Attributes:
-        known: number of tokens that the host has: prompt and confirmed output.
-        planned: upper bound of the positions that are computed once every launched step has run.
-        computed: number of positions whose KV is confirmed.
-        max_total: length, prompt included, at which it must end.
+        known: number of tokens on the host: prompt and confirmed output.
+        planned: upper bound of the computed positions after every launched step.
+        computed: number of positions with confirmed KV.
+        max_total: most tokens, prompt included.
         priority: lower runs first, as in vLLM.
         arrival: time of its arrival, in seconds.
-        order: its number by arrival, which the scheduler assigns; breaks ties of `arrival`.
-        tenant: the API key that it runs for.
+        order: its number by arrival, from the scheduler. It breaks ties of `arrival`.
+        tenant: its API key.
         share: the tenant's weight in sharing the engine, > 0.
-        charged: number of tokens that its tenant was charged for.
-        leader: the sibling whose prompt this one shares (n > 1), or None.
+        charged: number of tokens charged to its tenant.
+        leader: the sibling that computes their shared prompt (n > 1), or None.
         adapter: name of its LoRA adapter, or "".
         lora_id: stands for the adapter's contents; 0 without one. Set before the request is queued.
         pooling: how its prompt becomes one vector in place of tokens, or None.
-        times: times of its events, which the engine records.
+        times: times of its events, recorded by the engine.
         lane_epoch: `Admit.lane_epoch` of its lane, while it has one.
     """
 

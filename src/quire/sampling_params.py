@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import reprlib
 from collections.abc import Collection, Iterable, Sequence, Sized
 from dataclasses import dataclass
@@ -196,17 +198,21 @@ OPENAI = "openai"
 """Completions, chat completions, `/generate`, and batches of them."""
 RESPONSES = "responses"
 ANTHROPIC = "anthropic"
+OLLAMA = "ollama"
+"""`options` of Ollama's API."""
 _OPEN_APIS = (OPENAI, RESPONSES)
-_EVERY_API = (OPENAI, RESPONSES, ANTHROPIC)
+_OPTIONS_TOO = (OPENAI, RESPONSES, OLLAMA)
+_EVERY_API = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
     """Declares the values of a field of `SamplingParams`, and the requests that may set it.
 
-    The field's type and default say the rest. The field's checks, the request fields of the APIs
-    and the copying from them come from this declaration; `docs/adding-a-sampling-parameter.md`
-    shows how. A field without one is set under its own rules.
+    The field's type, its default and its text in the class's docstring say the rest. From all this
+    come the field's checks, the request fields of the APIs and the copying from them, the flags of
+    `quire chat`, the form of the playground and the table in `docs/api.md`.
+    `docs/adding-a-sampling-parameter.md` shows how. A field without one is set under its own rules.
 
     Attributes:
         low: least number, of each entry if the field is a list.
@@ -218,6 +224,12 @@ class Parameter:
         in_beam_search: whether a beam search takes or ignores it. If not, only values that change
             nothing are allowed: null, the default, and `neutral`.
         neutral: further values that change nothing, or nothing in a beam search.
+        sampler: whether any value but the default needs the hook of `features/samplers`, which runs
+            outside of CUDA graphs.
+        flag: whether `quire chat` and `quire generate` have a flag for it. `--help` shows a
+            "common" one, only `--help-all` a "rare" one.
+        step: by how much the arrows of its field in the playground change it; 0: the playground has
+            no field for it.
     """
 
     low: Any = None
@@ -228,6 +240,9 @@ class Parameter:
     from_model: bool = False
     in_beam_search: bool = False
     neutral: tuple[float, ...] = ()
+    sampler: bool = False
+    flag: Literal["common", "rare"] | None = None
+    step: float = 0
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -276,19 +291,23 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         n: completions per prompt. They share the prompt's KV blocks.
-        temperature: 0, or less than `MIN_TEMPERATURE`, means greedy.
+        temperature: divides the logits; 0 is greedy. Less than 1e-5 is greedy too.
         top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
         top_p: keep the likeliest tokens up to this total probability (nucleus sampling).
         min_p: keep tokens with at least this probability, relative to the likeliest token's.
-        presence_penalty: OpenAI's, over generated tokens.
-        frequency_penalty: OpenAI's, over generated tokens.
-        repetition_penalty: CTRL's (Keskar et al., 2019), over prompt and generated tokens.
-        seed: the same request with the same seed gives the same tokens. None: the engine draws one.
+        presence_penalty: subtracted from the logits of tokens that were generated (OpenAI's).
+        frequency_penalty: subtracted from a token's logit for each time that it was generated
+            (OpenAI's).
+        repetition_penalty: above 1, makes tokens of the prompt and of the output less likely (CTRL,
+            Keskar et al., 2019).
+        seed: the same request with the same seed gives the same tokens. Without one the engine
+            draws it.
         stop: strings that end the completion. They are not part of the text, unless
             `include_stop_str_in_output`.
-        stop_token_ids: token ids that end it, besides the model's end-of-sequence ids.
+        stop_token_ids: token ids that end the completion, besides the model's end-of-sequence ids.
+        include_stop_str_in_output: keep the stop string that ends the completion in the text.
         ignore_eos: generate past the model's end-of-sequence ids.
-        max_tokens: most tokens to generate; None: as many as the context holds.
+        max_tokens: most tokens to generate; without a limit, as many as the context holds.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many tokens.
         logprobs: how many of the likeliest tokens to return per position. The sampled token is
             always included. None: no logprobs. -1, the whole vocabulary, is refused.
@@ -300,21 +319,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             probability (Meister et al., 2023); 1 keeps all.
         xtc_probability: probability with which a position excludes top choices: of the tokens with
             a probability of at least `xtc_threshold`, only the least likely one stays.
-        xtc_threshold: above 0.5 no token is ever excluded.
+        xtc_threshold: least probability of a top choice; above 0.5 no token is ever excluded.
         dry_multiplier: weight of the penalty on tokens that would repeat a sequence of the text
             ("don't repeat yourself"); 0 turns it off. The penalty is this weight times `dry_base`
             to the power of the sequence's length minus `dry_allowed_length`.
+        dry_base: base of that power.
+        dry_allowed_length: shorter sequences cost nothing. No sequence counts as longer than 50.
         dry_penalty_last_n: search only so many last tokens for the sequence; -1: all.
         dry_breaker_ids: tokens that end a sequence.
         logits_processors: functions of the generated tokens (a list) and the logits (float32
             [vocab]) that return logits. Only in the caller's process. Every step then waits for
             the device.
         skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: put spaces between special tokens in the text.
+        spaces_between_special_tokens: changes nothing, because a `tokenizer.json` puts its own
+            spaces.
         detokenize: False leaves `text` empty; stop strings are then refused.
         structured_outputs: the rule that the text must match; a dict becomes
             `StructuredOutputsParams`.
-        speculative: "off": no drafts are verified for this request.
+        speculative: "off" verifies no drafts for this request.
 
     Raises:
         RequestError: a field has the wrong type, is not finite or out of bounds; `param` names it.
@@ -322,25 +344,68 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     n: Annotated[int, Parameter(low=1, high=MAX_N)] = 1
     temperature: Annotated[
-        float, Parameter(low=0.0, high=100.0, apis=_EVERY_API, from_model=True, neutral=(0.0,))
+        float,
+        Parameter(
+            low=0.0,
+            high=100.0,
+            apis=_EVERY_API,
+            from_model=True,
+            neutral=(0.0,),
+            flag="common",
+            step=0.1,
+        ),
     ] = 1.0
     top_p: Annotated[
-        float, Parameter(low=0.0, high=1.0, above_low=True, apis=_EVERY_API, from_model=True)
+        float,
+        Parameter(
+            low=0.0,
+            high=1.0,
+            above_low=True,
+            apis=_EVERY_API,
+            from_model=True,
+            flag="common",
+            step=0.05,
+        ),
     ] = 1.0
     top_k: Annotated[
-        int, Parameter(low=-1, high=_INT32_MAX, apis=_EVERY_API, from_model=True, neutral=(-1,))
+        int,
+        Parameter(
+            low=-1,
+            high=_INT32_MAX,
+            apis=_EVERY_API,
+            from_model=True,
+            neutral=(-1,),
+            flag="rare",
+            step=1,
+        ),
     ] = 0
-    min_p: Annotated[float, Parameter(low=0.0, high=1.0, apis=_OPEN_APIS, from_model=True)] = 0.0
-    presence_penalty: Annotated[float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS)] = 0.0
-    frequency_penalty: Annotated[float, Parameter(low=-2.0, high=2.0, apis=_OPEN_APIS)] = 0.0
+    min_p: Annotated[
+        float,
+        Parameter(low=0.0, high=1.0, apis=_OPTIONS_TOO, from_model=True, flag="rare", step=0.01),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Parameter(low=-2.0, high=2.0, apis=_OPTIONS_TOO, step=0.1)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float, Parameter(low=-2.0, high=2.0, apis=_OPTIONS_TOO, step=0.1)
+    ] = 0.0
     repetition_penalty: Annotated[
-        float, Parameter(low=0.0, high=100.0, above_low=True, apis=_OPEN_APIS, from_model=True)
+        float,
+        Parameter(
+            low=0.0,
+            high=100.0,
+            above_low=True,
+            apis=_OPEN_APIS,
+            from_model=True,
+            flag="rare",
+            step=0.05,
+        ),
     ] = 1.0
     seed: Annotated[
         int | None,
-        Parameter(low=-(2**63), high=2**63 - 1, apis=_OPEN_APIS, in_beam_search=True),
+        Parameter(low=-(2**63), high=2**63 - 1, apis=_OPTIONS_TOO, in_beam_search=True, step=1),
     ] = None
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[str, ...], Parameter(flag="rare")] = ()
     stop_token_ids: Annotated[
         tuple[int, ...],
         Parameter(
@@ -351,19 +416,25 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         False
     )
     ignore_eos: Annotated[bool, Parameter(apis=_OPEN_APIS, in_beam_search=True)] = False
-    max_tokens: Annotated[int | None, Parameter(low=1, high=_INT32_MAX)] = 16
-    min_tokens: Annotated[int, Parameter(low=0, high=_INT32_MAX, apis=_OPEN_APIS)] = 0
+    max_tokens: Annotated[int | None, Parameter(low=1, high=_INT32_MAX, flag="common", step=1)] = 16
+    min_tokens: Annotated[int, Parameter(low=0, high=_INT32_MAX, apis=_OPEN_APIS, step=1)] = 0
     logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
     prompt_logprobs: Annotated[int | None, Parameter(low=0, high=MAX_LOGPROBS)] = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: tuple[int, ...] = ()
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
-    typical_p: Annotated[float, Parameter(low=0.0, high=1.0, above_low=True, apis=(OPENAI,))] = 1.0
-    xtc_probability: Annotated[float, Parameter(low=0.0, high=1.0, apis=(OPENAI,))] = 0.0
+    typical_p: Annotated[
+        float, Parameter(low=0.0, high=1.0, above_low=True, apis=(OPENAI, OLLAMA), sampler=True)
+    ] = 1.0
+    xtc_probability: Annotated[
+        float, Parameter(low=0.0, high=1.0, apis=(OPENAI,), sampler=True)
+    ] = 0.0
     xtc_threshold: Annotated[
         float, Parameter(low=0.0, high=1.0, apis=(OPENAI,), in_beam_search=True)
     ] = 0.1
-    dry_multiplier: Annotated[float, Parameter(low=0.0, high=100.0, apis=(OPENAI,))] = 0.0
+    dry_multiplier: Annotated[
+        float, Parameter(low=0.0, high=100.0, apis=(OPENAI,), sampler=True)
+    ] = 0.0
     dry_base: Annotated[
         float, Parameter(low=1.0, high=16.0, apis=(OPENAI,), in_beam_search=True)
     ] = 1.75
@@ -376,7 +447,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     dry_breaker_ids: Annotated[
         tuple[int, ...], Parameter(low=0, high=_INT32_MAX, entries=MAX_STOP_TOKENS)
     ] = ()
-    logits_processors: tuple[Any, ...] = ()
+    logits_processors: Annotated[tuple[Any, ...], Parameter(sampler=True)] = ()
     skip_special_tokens: Annotated[bool, Parameter(apis=(OPENAI,), in_beam_search=True)] = True
     spaces_between_special_tokens: Annotated[
         bool, Parameter(apis=(OPENAI,), in_beam_search=True)
@@ -437,6 +508,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
     @property
+    def truncates(self) -> bool:
+        """Whether tokens are drawn from the likely ones only."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def penalizes(self) -> bool:
         """Whether token counts must be kept for this request."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
@@ -444,8 +520,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def reshapes(self) -> bool:
         """Whether any field needs a sampler that graphs are not captured with."""
-        extra = self.typical_p < 1.0, self.xtc_probability, self.dry_multiplier
-        return any(extra) or bool(self.logits_processors)
+        return any(getattr(self, name) != default for name, default in _SAMPLERS)
 
     @property
     def masked(self) -> bool:
@@ -460,6 +535,7 @@ class DeclaredParameter(NamedTuple):
     Attributes:
         kind: its type, without None.
         optional: whether it may be None.
+        text: what it does, from the docstring of `SamplingParams`.
     """
 
     name: str
@@ -467,17 +543,36 @@ class DeclaredParameter(NamedTuple):
     optional: bool
     default: Any
     declared: Parameter
+    text: str
+
+    @property
+    def summary(self) -> str:
+        """The first sentence of its text, for people who do not write Python."""
+        first = re.split(r"(?<=\.)\s", self.text, maxsplit=1)[0].replace("`", "")
+        return first[:1].upper() + first[1:]
+
+
+def _attribute_texts(docstring: str) -> dict[str, str]:
+    """Returns the text of each attribute that a class's docstring describes."""
+    text = inspect.cleandoc(docstring)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
 
 
 def _declared_parameters(params: type[msgspec.Struct]) -> tuple[DeclaredParameter, ...]:
     found = []
+    # Python leaves docstrings out under -OO: flags then have no help.
+    texts = _attribute_texts(params.__doc__ or "")
     for field in msgspec.structs.fields(params):
         if get_origin(field.type) is Annotated:
             kind, declared = get_args(field.type)[:2]
             options = get_args(kind)
             optional = type(None) in options
             (kind,) = (o for o in options if o is not type(None)) if optional else (kind,)
-            found.append(DeclaredParameter(field.name, kind, optional, field.default, declared))
+            text = texts.get(field.name, "")
+            found.append(
+                DeclaredParameter(field.name, kind, optional, field.default, declared, text)
+            )
     return tuple(found)
 
 
@@ -485,6 +580,7 @@ PARAMETERS = _declared_parameters(SamplingParams)
 
 # The checks of a request, by kind, so that each request only loops over them.
 _LISTS = [f.name for f in msgspec.structs.fields(SamplingParams) if f.default == ()]
+_SAMPLERS = [(p.name, p.default) for p in PARAMETERS if p.declared.sampler]
 _FLAGS = [p.name for p in PARAMETERS if p.kind is bool]
 _WORDS = {p.name: get_args(p.kind) for p in PARAMETERS if get_origin(p.kind) is Literal}
 _NUMBERS = [

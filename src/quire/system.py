@@ -45,6 +45,20 @@ def end_with(owner: int) -> None:
     threading.Thread(target=watch, daemon=True, name="owner-watch").start()
 
 
+def visible_devices() -> list[str] | None:
+    """Returns the GPUs that `CUDA_VISIBLE_DEVICES` names; None if it is not set."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if names is None else [name.strip() for name in names.split(",")]
+
+
+def cache_folder() -> Path:
+    """Returns the folder for what Quire makes once and reads again: `QUIRE_CACHE_DIR`, or `quire`
+    in the user's cache folder."""
+    root = os.environ.get("QUIRE_CACHE_DIR")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    return base.expanduser()
+
+
 # Files of a model, and how files that a user names are read.
 
 MOST_SETTINGS = 16 << 20

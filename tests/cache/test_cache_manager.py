@@ -31,8 +31,8 @@ def make(
 def begin(
     manager: BlockManager, lane: int, tokens: list[int], *, spare: int = 0, end: int | None = None
 ) -> int | None:
-    """Admit a request as the scheduler does, up to `end` tokens in its first row; the tokens
-    matched, or None."""
+    """Admits a request as the scheduler does, with up to `end` tokens in its first row. Returns the
+    number of matched tokens, or None."""
     array = int32(tokens)
     match = manager.match(_BASE, array, len(tokens) - 1)
     end = len(tokens) if end is None else end
@@ -131,7 +131,7 @@ def test_release_is_idempotent() -> None:
 
 
 def plan(manager: BlockManager) -> list[tuple[int, int]]:
-    """Completes the plan; its copies in the first group."""
+    """Completes the plan; returns its copies in the first group."""
     manager.take_appends()
     copies = manager.take_copies()[0]
     return list(zip(copies.src.tolist(), copies.dst.tolist(), strict=True))
@@ -151,7 +151,7 @@ def test_a_shared_prefix_that_ends_anywhere_is_found_to_the_token(shared: int) -
     assert manager.copied == (2 if shared % _SIZE else 0)
 
 
-def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
+def test_a_block_this_plan_computes_is_shared_by_reference_only() -> None:
     manager = make(16)
     tokens = [1] * 11
     for lane in range(2):
@@ -164,7 +164,7 @@ def test_what_this_plan_computes_is_shared_by_reference_only() -> None:
     assert manager.match(_BASE, int32([1] * 7), 6).length == 6
 
 
-def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
+def test_a_finished_requests_prefix_matches_to_the_token() -> None:
     manager = make(8)
     begin(manager, 0, [1] * 6)
     plan(manager)
@@ -179,7 +179,7 @@ def test_what_a_finished_request_leaves_is_found_to_the_token() -> None:
     assert begin(manager, 1, chat) == 10
     ((source, target),) = plan(manager)
     assert (source, target) == (tail, manager.groups[0].table[1, 2])
-    # The block that continues it takes its place.
+    # The full block that continues the tail replaces it.
     assert manager.usage()[0].cached == 0
     assert [node.tokens for node in nodes_of(manager.tree)] == [12]
     check_blocks(manager, [1])
@@ -191,7 +191,8 @@ def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
     manager.release(0, int32([1] * 10), 10)
     plan(manager)
     tail = manager.match(_BASE, int32([1] * 11), 10).source
-    # Three cached, one free: two are shared, and the two others hold what is new.
+    # Three blocks are cached and one is free: two are shared, and the two others take the new
+    # tokens.
     assert begin(manager, 1, [1] * 10 + [2] * 6) == 10
     ((source, _),) = plan(manager)
     assert [source] == tail
@@ -200,7 +201,7 @@ def test_a_copys_source_may_be_given_up_in_the_same_plan() -> None:
     check_blocks(manager, [1])
 
 
-def test_nothing_is_kept_of_a_tail_that_is_there_already() -> None:
+def test_a_tail_that_is_already_cached_is_not_kept_again() -> None:
     manager = make(12)
     for lane in range(2):
         begin(manager, lane, [1] * 6)
@@ -230,7 +231,7 @@ def test_a_window_that_has_moved_on_leaves_no_tail() -> None:
     manager = make(8, 8, groups=(_FULL, narrow))
     begin(manager, 0, [1] * 7)
     manager.book(int32([0]), int32([9]))
-    # A step that is under way is two tokens further than what is confirmed.
+    # A step in flight is two tokens ahead of the confirmed tokens.
     manager.slide(int32([0]), int32([8]))
     manager.release(0, int32([1] * 7), 7)
     assert [node.tokens for node in nodes_of(manager.tree)] == [4]
@@ -248,14 +249,14 @@ def test_a_tails_window_block_can_be_taken_alone() -> None:
     assert manager.match(_BASE, int32([1] * 8), 8).length == 0
 
 
-def test_evictions_are_counted_and_told_by_name() -> None:
+def test_evictions_are_counted_and_reported_by_hash() -> None:
     manager = make(4)
     told: list[Evicted] = []
     manager.on_evict = [told.extend]
     begin(manager, 0, [1] * 10)
     manager.release(0, int32([1] * 10), 10)
     begin(manager, 0, [2] * 16)
-    # The tail went first, and nobody wants it: hashes are of whole blocks.
+    # The tail was evicted first, and is not reported: only whole blocks have hashes.
     hashes = [next_hash(root_hash(_BASE), int32([1] * 4).tobytes())]
     hashes.append(next_hash(hashes[0], int32([1] * 4).tobytes()))
     assert [one.block_hash for one in told] == hashes[::-1]
@@ -323,11 +324,12 @@ def test_equal_work_done_twice_is_entered_once() -> None:
     check_blocks(manager, [0])
 
 
-def test_a_window_group_frees_what_fell_out() -> None:
+def test_a_window_group_frees_blocks_outside_the_window() -> None:
     manager = make(8, 8, groups=(_FULL, _WINDOW))
     begin(manager, 0, [1] * 16)
     manager.slide(int32([0]), int32([16]))
-    # A query at 16 reads positions 11 to 16: blocks 0 and 1 are out, held by the tree alone.
+    # A query at 16 reads positions 11 to 16: blocks 0 and 1 are outside the window, and only the
+    # tree holds them.
     assert manager.groups[1].start[0] == 2
     assert [u.used for u in manager.usage()] == [4, 2]
     assert manager.usage()[1].cached == 2
@@ -341,7 +343,7 @@ def test_a_match_is_where_every_group_can_resume() -> None:
     begin(manager, 0, [1] * 16)
     manager.slide(int32([0]), int32([16]))
     manager.release(0)
-    # Take three window blocks away from the cached prefix: one free, and the two let go first.
+    # Use three more window blocks: the free one and the two that were released first.
     assert begin(manager, 1, [2] * 12) == 0
     assert manager.match(_BASE, int32([1] * 16), 16).length == 16
     # A window of 6 needs the 5 tokens before, and the third block is the first that is left.
@@ -370,7 +372,7 @@ def test_unsupported_groups_are_refused() -> None:
         make(groups=())
 
 
-def test_reset_forgets_what_nobody_uses() -> None:
+def test_reset_drops_blocks_that_no_request_uses() -> None:
     manager = make(8)
     begin(manager, 0, [1] * 8)
     begin(manager, 1, [2] * 8)
@@ -383,7 +385,8 @@ def test_reset_forgets_what_nobody_uses() -> None:
 
 
 class ManagerMachine(RuleBasedStateMachine):
-    """Requests of few distinct prompts come, grow, fork and go, in a cache too small for them."""
+    """Requests with few distinct prompts start, grow, fork and end in a cache too small for
+    them."""
 
     groups: tuple[KVGroup, ...] = (_FULL,)
     blocks: tuple[int, ...] = (10,)

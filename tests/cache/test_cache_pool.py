@@ -1,4 +1,4 @@
-"""The block pool: ids, holders, and nothing that grows with its size."""
+"""The block pool: ids, holders, and costs independent of its size."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_misuse_is_noticed() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Against a dictionary of holder counts."""
+    """Compares the pool with a dictionary of holder counts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,8 +28,8 @@ def grow(
     namespace: Namespace = _BASE,
     ahead: bool = False,
 ) -> Node:
-    """A request runs through the whole blocks of `tokens`; returns its last node, still in use.
-    Block i of the sequence gets the id `first_block + i`, unless it is known."""
+    """Enters the whole blocks of `tokens` as a request does; returns the last node, still in use.
+    Block i of the sequence gets the id `first_block + i`, unless it is cached already."""
     match = tree.match(namespace, int32(tokens), len(tokens), whole_only=True)
     last = tree.enter(namespace, match.node, match.whole)
     whole = len(tokens) // _SIZE
@@ -80,7 +80,7 @@ def test_a_match_is_whole_blocks_and_a_block_to_copy() -> None:
     assert (whole.length, whole.source) == (4, None)
 
 
-def test_the_child_that_shares_most_is_copied_from() -> None:
+def test_the_child_with_the_longest_common_prefix_is_copied() -> None:
     tree = PrefixTree(8, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     for block, first in enumerate([[1, 2, 3, 9], [1, 2, 7, 7], [1, 2, 3, 4], [5, 5, 5, 5]]):
@@ -96,7 +96,7 @@ def test_the_child_that_shares_most_is_copied_from() -> None:
         assert (match.length, match.source) == (length, source)
 
 
-def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
+def test_a_block_this_plan_computes_is_shared_but_not_copied() -> None:
     tree = PrefixTree(_SIZE, [None])
     grow(tree, [1, 2, 3, 4], 0, ahead=True)
     assert find(tree, [1, 2, 3, 9]).length == 2
@@ -104,7 +104,7 @@ def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     tree.mark_written()
     assert find(tree, [1, 2, 3, 9]).length == 3
     assert find(tree, [1, 9]).length == 1
-    # The first part of a node is written, the rest is not; and so it stays when the node is cut.
+    # The first part of a node is written and the rest is not; a split preserves this.
     grow(tree, [1, 2, 3, 4, 5, 6, 7, 8], 0, ahead=True)
     assert find(tree, [1, 2, 3, 9]).length == 3
     assert find(tree, [1, 2, 3, 4, 5, 9]).length == 4
@@ -116,7 +116,7 @@ def test_what_this_plan_computes_is_shared_but_not_copied() -> None:
     assert find(tree, [1, 2, 3, 4, 5, 6, 7, 9]).length == 7
 
 
-def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
+def test_a_node_grows_in_place_until_it_has_a_child() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0)
     again = tree.extend(last, int32([3, 4, 5, 6]).tobytes(), ids([1, 2]), False)
@@ -131,7 +131,7 @@ def test_a_node_grows_in_place_until_something_else_hangs_on_it() -> None:
     assert [node.users for node in (last.parent, last, third) if node] == [3, 2, 1]
 
 
-def test_a_cut_keeps_what_ended_below_it() -> None:
+def test_a_split_keeps_the_prefixes_that_end_below_it() -> None:
     tree = PrefixTree(_SIZE, [None])
     first = grow(tree, [1, 2, 3, 4, 5, 6], 0)
     tree.leave(first)
@@ -140,11 +140,11 @@ def test_a_cut_keeps_what_ended_below_it() -> None:
     assert (tree.num_idle, tree.num_nodes) == (2, 3)
     assert shared(tree, find(tree, [1, 2, 3, 4, 5, 6])) == [0, 1, 2]
     tree.leave(second)
-    # The rest of the first is oldest, its end before its beginning; then the second.
+    # The rest of the first is oldest and is evicted from its end; then comes the second.
     assert evict(tree, 4) == [2, 1, 11, 0]
 
 
-def test_what_was_cut_is_joined_when_nothing_else_hangs_there() -> None:
+def test_a_split_node_is_merged_with_its_only_child() -> None:
     windows = WindowBlocks(1, 3, _SIZE)
     tree = PrefixTree(_SIZE, [None, windows])
     tokens = list(range(8))
@@ -184,7 +184,7 @@ def test_an_idle_node_is_joined_too() -> None:
     check_node(last, _SIZE)
 
 
-def test_a_namespace_is_a_tree_of_its_own_and_leaves_no_trace() -> None:
+def test_a_namespace_has_its_own_tree_that_is_removed_when_empty() -> None:
     tree = PrefixTree(_SIZE, [None])
     last = grow(tree, [1, 2], 0, (0, "salt"))
     assert tree.match(_BASE, int32([1, 2]), 2).length == 0
@@ -206,7 +206,7 @@ def test_least_recently_used_leaves_go_first() -> None:
     assert tree.num_idle == 1
     tree.leave(second)
     tree.leave(grow(tree, [1, 2, 3, 4], 0))
-    # [5, 6] was left before [3, 4], and [1, 2] hangs above both.
+    # [5, 6] was released before [3, 4], and [1, 2] is the parent of both.
     assert evict(tree, 3) == [11, 1, 0]
     assert tree.num_nodes == tree.num_idle == 0
 
@@ -228,7 +228,7 @@ def test_nodes_in_use_are_not_given_up() -> None:
         evict(tree, 1)
 
 
-def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
+def test_a_tail_is_copied_and_dropped_once_a_full_block_covers_it() -> None:
     tree = PrefixTree(4, [None])
     root = tree.enter(_BASE, find(tree, []).node, 0)
     last = tree.extend(root, int32([1, 1, 1, 1]).tobytes(), ids([0]), False)
@@ -237,7 +237,8 @@ def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
     match = find(tree, [1, 1, 1, 1, 5, 6, 7, 8])
     assert (match.length, match.whole, match.source, match.tail) == (6, 1, [7], one)
     assert find(tree, [1, 1, 1, 1, 5]).length == 5
-    # The start of a tail is not entered. A longer tail replaces one that it begins with.
+    # The start of a tail is not entered. A longer tail replaces a shorter one with the same
+    # beginning.
     assert tail(tree, last, [5], 8) is None
     assert tail(tree, last, [5, 6], 8) is None
     other = tail(tree, last, [5, 6, 7], 9)
@@ -246,8 +247,8 @@ def test_a_tail_is_copied_from_and_goes_when_it_is_covered() -> None:
     assert tree.num_idle == 1
     assert tail(tree, last, [5, 9], 10) is not None
     assert find(tree, [1, 1, 1, 1, 5, 9, 9, 9]).source == [10]
-    # A request that goes on through a tail's tokens takes its place, and grows its own node if
-    # nothing else is left.
+    # A request that continues through a tail's tokens replaces the tail, and grows its own node if
+    # it has no other child.
     evicted = evict(tree, 2)
     assert evicted == [9, 10]
     tail(tree, last, [5, 6], 11)
@@ -304,8 +305,8 @@ def test_a_window_needs_only_its_last_tokens() -> None:
         windows.add(last, place, place)
     assert len(windows) == 3
     assert windows.take() == 0
-    # The last 2 tokens before 8 are there, and so are those before 6 and 4; not before 2, of whose
-    # only block the second token would be copied.
+    # The last 2 tokens before 8, 6 and 4 are cached. Those before 2 are not: the second one would
+    # have to be copied from its block.
     assert [find(tree, tokens, n).length for n in (8, 7, 6, 5, 4)] == [8, 7, 6, 5, 4]
     assert [find(tree, tokens, n).length for n in (3, 2, 1)] == [0, 0, 0]
     assert windows.take() == 1
@@ -363,8 +364,8 @@ def test_a_hub_of_many_children_is_searched_to_the_token() -> None:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Against a list of the prefixes that must be there, in the order of their last use, and
-    against the tokens of all tails."""
+    """Compares the tree with a list of its prefixes in order of last use, and with the tokens of
+    all tails."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -401,13 +402,13 @@ class TreeMachine(RuleBasedStateMachine):
                 self.order.append(tuple(tokens))
 
     def drop_tail(self, tokens: tuple[int, ...]) -> None:
-        """Drops a tail that is no whole block, and is covered now."""
+        """Drops a tail that a full block now covers."""
         if tokens in self.present and len(tokens) % _SIZE:
             self.present.remove(tokens)
             self.order.remove(tokens)
 
     def longest(self, tokens: tuple[int, ...]) -> int:
-        """The most tokens that anything present begins with."""
+        """Returns the longest cached prefix of the tokens."""
         lengths = range(len(tokens), 0, -1)
         return next((n for n in lengths if any(p[:n] == tokens[:n] for p in self.present)), 0)
 

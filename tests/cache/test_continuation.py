@@ -20,7 +20,7 @@ def ahead(manager: BlockManager, lane: int, tokens: list[int], count: int = 50) 
 
 @settings(max_examples=150)
 @given(st.lists(TEXT, min_size=1, max_size=6), TEXT, TEXT)
-def test_what_is_found_is_how_a_text_goes_on(
+def test_found_tokens_continue_a_known_text(
     texts: list[list[int]], prompt: list[int], more: list[int]
 ) -> None:
     manager = make(200)
@@ -45,6 +45,6 @@ def test_texts_are_followed_to_their_ends() -> None:
         assert ahead(manager, 1, text[:length]) == text[length:]
         assert ahead(manager, 1, text[:length], 3) == text[length : length + 3]
     assert ahead(manager, 1, [*text[:10], 99]) == []
-    # Whole blocks of a text that runs are there as soon as they are filled.
+    # Whole blocks of a running request are available as soon as they are filled.
     begin(manager, 2, [*text[:9], 50, 51, 52, 53, 54])
     assert ahead(manager, 1, [*text[:9], 50]) == [51, 52]

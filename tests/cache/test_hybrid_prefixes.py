@@ -1,5 +1,5 @@
-"""Tokens taken from the cache where there are recurrent states, against attention only: on traces
-of shared and shortened prefixes and of conversations."""
+"""Cache hits of models with recurrent states, compared with attention only, on traces of shared
+prefixes, shortened prefixes and conversations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_reused_tokens(name: str, states: int) -> None:
 
 @pytest.mark.parametrize("name", ["conversations", slow("shortened prefix")])
 def test_reused_tokens_with_a_host_tier(name: str) -> None:
-    """The device has a third of the blocks and states that the trace fills."""
+    """The device has only a third of the blocks and states that the trace needs."""
     room = Room(blocks=207, states=26, host_blocks=700, host_states=76)
     hybrid = served(TRACES[name], room)
     attention = by_attention(name, room.blocks, room.host_blocks)

@@ -63,11 +63,11 @@ def test_a_prompt_leaves_states_near_its_end_and_at_growing_distances() -> None:
     assert not copies
     assert sorted(left) == [144, 336, 400]
     cache.end(0, 401)
-    # One that loses its last tokens goes on from the checkpoint before.
+    # A prompt without its last tokens continues from the checkpoint before.
     assert cache.start(1, [*prompt[:390], 7, 7]) == 336
     copies, left = cache.plan()
     assert [dst for _, dst in copies] == [int(cache.manager.groups[1].table[1, 0])]
-    # The tree knew 388 tokens of it: there a state is left for the next.
+    # The tree had 388 of its tokens: a state is kept there for the next request.
     assert 388 in left
     cache.end(1, 392)
     assert cache.start(2, [*prompt[:390], 8, 8]) == 388
@@ -104,7 +104,7 @@ def test_a_state_that_steps_in_flight_change_is_lost() -> None:
     assert cache.start(1, [*range(10), 50]) == 8
 
 
-def test_what_saves_least_goes_first() -> None:
+def test_the_state_that_saves_least_is_evicted_first() -> None:
     cache = Cache(3)
     cache.start(0, list(range(60)))  # one state, behind 56 tokens
     cache.plan()

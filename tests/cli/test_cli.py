@@ -1,4 +1,4 @@
-"""The commands, as far as they go without an engine."""
+"""The commands, as far as they run without an engine."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_taken_port_says_what_to_do() -> None:
         assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
         assert "--port" in done.stderr
 
-        # The model is looked at first: with another port it would still be missing.
+        # The model is checked first: on another port it would still be missing.
         done = quire("serve", "/no/such/model", "--port", str(port))
         assert done.returncode == 2
         assert "no such model folder: /no/such/model" in done.stderr
@@ -110,7 +110,7 @@ def test_time_left() -> None:
     now[0] = 30.0
     assert left.text(1, 4) == "1 of 4 done, about 2 min left"
     assert left.text(4, 4) == "4 of 4 done"
-    # What an earlier run has done took no time in this one.
+    # Layers of an earlier run took no time in this one.
     resumed = TimeLeft(before=2, clock=lambda: now[0])
     assert resumed.estimate(2, 4) == ""
     now[0] = 70.0
@@ -301,7 +301,7 @@ def test_unknown_key_in_the_file(tmp_path: Path) -> None:
 
 
 class FakeBackend:
-    """Answers with the number of messages, and does what a test tells it in between."""
+    """Answers with the number of messages, and calls a test's function in between."""
 
     model = "fake"
 

@@ -59,7 +59,7 @@ def test_sizes_without_weights(tmp_path: Path) -> None:
 
 
 def test_a_head_in_8_bits_is_counted(tmp_path: Path) -> None:
-    """The head is tied: its copy comes to the embeddings, in weights and in bytes."""
+    """The head is tied: its copy adds to the embeddings' weights and bytes."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     plain = model_of(str(tmp_path))
     own = model_of(str(tmp_path), "--quantization", "head=int8")
@@ -84,7 +84,7 @@ def test_a_model_of_the_hub_is_described_without_its_weights(
 
 
 def test_a_download_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends in one line, whatever the hub's HTTP client raises."""
+    """Errors of the hub's HTTP client become one line."""
 
     class ProxyError(Exception):
         pass
@@ -115,7 +115,7 @@ def test_experts_in_four_bits_count_as_the_weights_they_stand_for(tmp_path: Path
     assert plain["weight_bytes"] - few["weight_bytes"] == experts * 2 - experts * 17 // 32
 
 
-def test_what_ranks_would_hold(tmp_path: Path) -> None:
+def test_info_lists_weights_and_kv_per_rank(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 500_000}))
     found = info(str(tmp_path))["ranks"]
     assert found["1 rank"] == "0.06 GB of weights, 1.5 KB of KV a token"

@@ -12,7 +12,7 @@ PICTURE = Path(__file__).resolve().parents[2] / "docs" / "images" / "terminal.sv
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_rows_are_shown_while_they_stand() -> None:
+def test_terminal_rows_are_drawn_while_they_are_visible() -> None:
     first, second = (("$ a & b", "default", False),), (("done", "green", True),)
     drawn = record_terminal.draw([[(0.0, [()]), (2.0, [first]), (4.0, [second])]])
     texts = ElementTree.fromstring(drawn).iter(f"{SVG}text")

@@ -1,4 +1,4 @@
-"""Whether a request got what it gets alone."""
+"""Compares a request's results with those it gets alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ _CLOSE = 1e-4
 
 
 def difference(asked: Asked, alone: Answer, found: Answer) -> str:
-    """Returns what differs, or nothing. A request that was aborted has the beginning of it."""
+    """Returns a description of the first difference, or nothing. An aborted request has only the
+    beginning of the results."""
     if alone.refused != found.refused:
         return f"refused: {found.refused!r}, alone {alone.refused!r}"
     for index, (one, other) in enumerate(zip(alone.choices, found.choices, strict=True)):
@@ -66,7 +67,7 @@ def _entries(
 
 
 def _like(alone: Alternatives, found: Alternatives) -> bool:
-    """Whether values agree; of alternatives that are as good as equal, others may be named."""
+    """Returns whether values agree; nearly equal alternatives may be in another order."""
     if next(iter(alone)) != next(iter(found)) or len(alone) != len(found):
         return False
     pairs = zip(

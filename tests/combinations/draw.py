@@ -49,9 +49,17 @@ GRAMMARS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Setting:
-    """An engine. numbers: settings that decide about what is computed, and so are the plain
-    engine's, too. others: those that must not. dtype: of the model. stages: of a pipeline in this
-    process. speculative: method, or ""."""
+    """Settings of one engine.
+
+    Attributes:
+        family: the model's family.
+        dtype: the model's dtype.
+        numbers: settings that change tokens, so the plain engine has them, too.
+        others: settings that must not change tokens.
+        stages: number of pipeline stages in this process.
+        speculative: speculation method, or "".
+        tenants: whether requests have tenants.
+    """
 
     family: str
     dtype: str
@@ -74,8 +82,8 @@ class Setting:
 
 @dataclass
 class Asked:
-    """A request. arrives: the step before which it comes. leaves: steps after that at which it is
-    aborted, None: never; whose: the completion, None: all. pooling: a vector is wanted."""
+    """A request. arrives: the step before which it arrives. leaves: steps until it is aborted,
+    None: never; whose: the aborted completion, None: all. pooling: whether it asks for a vector."""
 
     prompt: list[int]
     params: SamplingParams
@@ -90,7 +98,7 @@ class Asked:
 
 
 def draw_setting(draw: Random, ranks: int = 1) -> Setting:
-    """ranks: processes that share the model's layers, or each have some of them."""
+    """ranks: number of processes, for tensor or pipeline parallelism."""
     family = draw.choice(tuple(FAMILIES))
     adapters = family in ADAPTED and draw.random() < 0.35
     deterministic = not adapters and draw.random() < 0.15
@@ -174,7 +182,8 @@ Probe = Callable[[Asked], tuple[list[int], str]]
 
 
 class Requests:
-    """Draws requests for one engine. Prompts begin as others do, or go on from others' answers."""
+    """Draws requests for one engine. Prompts share prefixes with others, or continue from their
+    answers."""
 
     def __init__(self, draw: Random, setting: Setting, probe: Probe) -> None:
         self._draw = draw
@@ -232,7 +241,7 @@ class Requests:
         return self._tokens(draw.choice([1, 2, 3, 8, 17, 40, 60]))
 
     def _params(self) -> dict[str, Any]:
-        """Returns what is drawn before the text is known."""
+        """Returns parameters that do not depend on the text."""
         draw = self._draw
         params: dict[str, Any] = {"temperature": 0.0, "max_tokens": draw.randint(1, 36)}
         if draw.random() < 0.5:
@@ -248,7 +257,7 @@ class Requests:
         return params
 
     def _shape(self, params: dict[str, Any]) -> None:
-        """Adds what is drawn of n, penalties, masks and rare samplers."""
+        """Adds random values of n, penalties, masks and rare samplers."""
         draw = self._draw
         if draw.random() < 0.25:
             params["n"] = draw.choice([2, 2, 3, 5])
@@ -280,7 +289,7 @@ class Requests:
             params["logits_processors"] = (push,)
 
     def _decorate(self, params: dict[str, Any], tokens: list[int], text: str) -> None:
-        """Adds what is drawn from the text: what ends it, and what it may not say."""
+        """Adds stop conditions and forbidden words, drawn from the text."""
         draw = self._draw
         if text and draw.random() < 0.5:
             start = draw.randrange(len(text))
@@ -294,7 +303,7 @@ class Requests:
             params["bad_token_ids"] = bad
 
     def _add(self, params: dict[str, Any]) -> None:
-        """Adds what is drawn without the text."""
+        """Adds random parameters that do not depend on the text."""
         draw = self._draw
         if draw.random() < 0.2:
             params["min_tokens"] = draw.randint(1, params["max_tokens"])
@@ -311,7 +320,7 @@ class Requests:
 
 
 def draw_neutral(draw: Random, params: SamplingParams) -> SamplingParams:
-    """Returns parameters that ask for more, none of which makes a difference."""
+    """Returns further parameters, which must not change the results."""
     never = (209, 210, 209, 210)
     more: dict[str, Any] = draw.choice(
         [

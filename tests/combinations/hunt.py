@@ -1,6 +1,6 @@
 """Random engines with random requests, one after another.
 
-`python -m tests.combinations.hunt 0 --seconds 600` begins with seed 0 and tells what went wrong.
+`python -m tests.combinations.hunt 0 --seconds 600` begins with seed 0 and prints failures.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ANSWERS = 200
 
 
 class Plain:
-    """Engines without anything special, by what decides about numbers, which answer one request
-    at a time. Keeps the latest engines and answers."""
+    """Engines without features, one per combination of settings that change tokens. They answer one
+    request at a time. The latest engines and answers are kept."""
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
@@ -67,7 +67,7 @@ class Plain:
 
 
 class DifferenceError(AssertionError):
-    """A request got something else than alone."""
+    """A request's results differ from those it gets alone."""
 
 
 def run(
@@ -79,7 +79,8 @@ def run(
     show: bool = False,
     ranks: int = 1,
 ) -> None:
-    """Draws an engine, and rounds of requests. tally: counts what happened.
+    """Draws an engine and rounds of requests, and compares the results. tally: counts what
+    happened.
 
     Raises:
         DifferenceError, or whatever goes wrong.
@@ -120,7 +121,7 @@ def _round(
     tally: Counter[str],
     show: bool,
 ) -> None:
-    """Runs requests, compares what they get, and looks for what is left of them."""
+    """Runs requests, compares their results, and checks that nothing of them stays behind."""
     asked = [requests.one() for _ in range(draw.choice([3, 6, 9]))]
     expected = [plain.answer(engine.setting, each) for each in asked]
     if show:
@@ -143,7 +144,7 @@ def _round(
 
 
 def _neutral(draw: Random, setting: Setting, plain: Plain, asked: Asked) -> None:
-    """Checks that what is to make no difference changes nothing."""
+    """Checks that parameters without an effect change nothing."""
     if asked.pooling is not None:
         return
     more = dataclasses.replace(asked, params=draw_neutral(draw, asked.params))
@@ -154,7 +155,7 @@ def _neutral(draw: Random, setting: Setting, plain: Plain, asked: Asked) -> None
 
 
 def _last(engine: Engine, plain: Plain) -> None:
-    """A plain request still works, and leaves nothing."""
+    """Checks that a plain request still works and that nothing of it stays behind."""
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     last = Asked([5, 6, 7, 8], greedy)
     what = difference(last, plain.answer(engine.setting, last), engine.play([last])[0])
@@ -179,7 +180,8 @@ def _count(engine: Engine, tally: Counter[str]) -> None:
 
 
 def patch_costs(patch: pytest.MonkeyPatch) -> None:
-    """Lets lower tiers always pay: what a tiny model measures is of no use here."""
+    """Makes lower tiers always worthwhile, because rates measured with a tiny model mean
+    nothing."""
     for name in ("fetch_pays", "swap_pays", "state_worth_keeping"):
         patch.setattr(CostModel, name, lambda self, *_: True)
     patch.setattr(CostModel, "worth_keeping", True)

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints with a tokenizer, adapters, and what drafts for them."""
+"""Tiny random checkpoints with a tokenizer, adapters, and draft models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Checkpoints:
         self.folder = folder
 
     def model(self, family: str) -> Path:
-        """Returns the folder of a family's model, with its adapters beside it."""
+        """Returns the folder of a family's model; its adapters are next to it."""
         folder = self.folder / family
         if not (folder / "made").is_file():
             self._make(family, folder)
@@ -61,7 +61,8 @@ class Checkpoints:
         return self.model(family).parent / name
 
     def draft(self, family: str) -> Path:
-        """Returns the folder of a draft model that mostly agrees: the model with some noise."""
+        """Returns the folder of a draft model, which is the model with some noise, so that most
+        drafts are right."""
         folder = self.model(family).parent / "draft"
         if not folder.is_dir():
             folder.mkdir()
@@ -97,8 +98,8 @@ class Checkpoints:
 
 
 def save_words(folder: Path) -> None:
-    """Writes a tokenizer of characters and, behind them, of bytes and pairs of letters, which no
-    text is made into but a model may write. The model has some tokens more."""
+    """Writes a tokenizer of characters, bytes and pairs of letters. It encodes texts as characters,
+    but a model may also generate the others. The model's vocabulary has some further tokens."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": EOS}
     vocab.update({character: 3 + place for place, character in enumerate(CHARACTERS)})
     letters = "etaoinshrdlu"

@@ -1,4 +1,4 @@
-"""Engines that are driven step by step, and what their requests get."""
+"""Engines driven step by step, and the results of their requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PATIENCE = 60.0
 
 @dataclass
 class Choice:
-    """A completion. finish: its reason, None while it runs; "error" where it failed."""
+    """A completion. finish: its finish reason, "error" if it failed, None while it runs."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""
@@ -50,8 +50,8 @@ class Choice:
 
 @dataclass
 class Answer:
-    """Holds what a request got. refused: the error at its arrival. failure: the error that ended
-    it. vector: where one was asked for."""
+    """The results of a request. refused: the error on arrival. failure: the error that ended it.
+    vector: the vector, if it asked for one."""
 
     choices: list[Choice] = field(default_factory=list)
     prompt_logprobs: list[Alternatives | None] | None = None
@@ -94,7 +94,8 @@ class Job:
         return self._answer
 
     def read(self, item: Any) -> bool:
-        """Takes in a step's part. Returns whether its text ended a completion that still runs."""
+        """Handles a step's results. Returns whether a stop string ended a completion that still
+        runs."""
         if item.pooled is not None:
             self._answer.vector = item.pooled.tolist()
         if self._about_prompt is not None and item.prompt_logprobs is not None:
@@ -135,7 +136,7 @@ class Engine:
 
     @classmethod
     def plain(cls, checkpoints: Checkpoints, setting: Setting, *, adapters: bool) -> Engine:
-        """Builds an engine with none of a setting's features, and the same numbers."""
+        """Builds an engine without a setting's features, which gives the same tokens."""
         config = _config(
             checkpoints, setting, enable_prefix_caching=False, num_kv_blocks=200, max_num_seqs=8,
             enable_lora=adapters, max_loras=len(ADAPTERS),
@@ -190,7 +191,7 @@ class Engine:
     def play(
         self, asked: Sequence[Asked], *, checks: bool = False, forgets: Collection[int] = ()
     ) -> list[Answer]:
-        """Runs requests to their ends. checks: look through the scheduler behind each step.
+        """Runs requests until they end. checks: whether to check the scheduler after each step.
         forgets: steps before which the prefix cache is reset."""
         core = self.core
         waiting = sorted(range(len(asked)), key=lambda i: asked[i].arrives)
@@ -256,7 +257,7 @@ class Engine:
     # -- the end -------------------------------------------------------------------------------
 
     def check_idle(self) -> None:
-        """Nothing is held beyond what the prefix tree owns."""
+        """Checks that only the prefix tree holds blocks."""
         core, scheduler = self.core, self.core.scheduler
         core.step()  # news of requests that are gone
         assert not core.has_work()
@@ -277,7 +278,7 @@ class Engine:
         self._check_events()
 
     def _check_events(self) -> None:
-        """Checks that what was told of the cache is what it holds."""
+        """Checks the reported cache events against the cache's contents."""
         blocks = self.core.scheduler.blocks
         if self._events is None or not blocks.caching:
             return
@@ -291,7 +292,7 @@ class Engine:
         assert told == held, f"told {len(told)}, held {len(held)}, both {len(told & held)}"
 
     def check_empty(self) -> None:
-        """Once the cache is forgotten, all blocks are free."""
+        """Checks that all blocks are free after a reset of the prefix cache."""
         scheduler = self.core.scheduler
         assert scheduler.reset_prefix_cache()
         check_scheduler(scheduler)
@@ -340,7 +341,7 @@ _HELD = {
 
 
 def check_feature(feature: Any) -> None:
-    """A feature holds nothing of requests that are gone."""
+    """Checks that a feature keeps no state of finished requests."""
     kind = type(feature).__name__
     for name in _HELD.get(kind, ()):
         assert not getattr(feature, name), f"{kind}.{name}: {getattr(feature, name)}"

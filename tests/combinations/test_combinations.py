@@ -1,4 +1,4 @@
-"""Many features at once: what a request gets is what it gets alone, in an engine with none."""
+"""Requests with many features give the same results as alone in an engine without features."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plain]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_requests_get_what_they_get_alone(plain: Plain, seed: int) -> None:
+def test_requests_get_the_tokens_they_get_alone(plain: Plain, seed: int) -> None:
     pytest.importorskip("peft")
     run(seed, plain, Counter())

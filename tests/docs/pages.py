@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [
     *(ROOT / f"{name}.md" for name in ("README", "ARCHITECTURE", "CONTRIBUTING", "WRITEUP")),
+    ROOT / "bench" / "README.md",
     ROOT / "bench" / "vs_vllm.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "lessons").rglob("README.md")),

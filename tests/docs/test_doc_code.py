@@ -18,7 +18,9 @@ from tests.server.server_process import Server
 NOT_RUN = {
     "ModelSpec": "a module to write; tests/models/test_adding_a_model.py does",
     "starcoder2": "the same page's test",
+    "constant_token": "parts of a folder; tests/features/test_one_folder.py compares them",
     "top_n_sigma": "a parameter to add; tests/features/samplers/test_adding_a_parameter.py does",
+    "from ollama import": "a client that the tests do not need; tests/server/test_ollama.py",
     "reasoning_content": "a model that thinks; tests/server/test_tools_and_thinking.py",
 }
 """Parts of blocks that are not run, and why."""

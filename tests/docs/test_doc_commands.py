@@ -36,6 +36,10 @@ OTHER_PROGRAMS = {
     "pip": "installs; package.yml installs the wheel in an environment of its own",
     "unzip": "takes a model out of a package of the index; tests/real does so",
     "python3": "makes the environment that everything here runs in",
+    **dict.fromkeys(
+        ("codex", "claude", "opencode", "qwen", "aider", "cline", "cn", "llm"),
+        "a client; tests/server/test_agents.py replays its requests",
+    ),
 }
 """Programs of commands that are not run, and why."""
 
@@ -69,7 +73,7 @@ def text_of(command: Command) -> str:
 
 
 def quire_commands() -> list[Command]:
-    """Returns the commands of `quire`, also those that a profiler starts."""
+    """Returns the commands of `quire`, including those started by a profiler."""
     found = []
     for command in COMMANDS:
         if command.program == "nsys":

@@ -1,4 +1,4 @@
-"""Beam search: the same sequences as transformers, and the algorithm's bounds."""
+"""Beam search: the same sequences as transformers, and the ends of the search."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_sequences_are_those_of_transformers(
             assert scores == pytest.approx(theirs.sequences_scores.tolist(), abs=1e-4)
 
 
-def test_what_a_sequence_tells(llm: LLM) -> None:
+def test_a_sequence_has_text_tokens_and_logprobs(llm: LLM) -> None:
     params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
     (output,) = llm.beam_search("Once upon a time", params)
     best = output.sequences[0]
@@ -141,7 +141,7 @@ def _advance(search: BeamSearch, *found: dict[int, float]) -> None:
     search.advance([{token: Logprob(value, 1) for token, value in each.items()} for each in found])
 
 
-def test_a_search_goes_on_while_a_longer_sequence_may_score_better(llm: LLM) -> None:
+def test_a_search_continues_while_a_longer_sequence_may_score_better(llm: LLM) -> None:
     """Scores are normalized by length: -1.34 of two tokens is better than -0.7 of one."""
     end = llm.config.eos_token_ids[0]
     search = BeamSearch(BeamSearchParams(beam_width=2, max_tokens=9), llm.config, 1)

@@ -24,7 +24,7 @@ def engine(**config: Any) -> EngineCore:
 
 
 class Clients:
-    """Two clients of an engine, and all that they were sent."""
+    """Two clients of an engine, and the messages sent to them."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core

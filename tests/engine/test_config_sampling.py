@@ -1,4 +1,4 @@
-"""SamplingParams refuses what cannot be meant, naming the field."""
+"""SamplingParams refuses invalid values and names the field."""
 
 from __future__ import annotations
 

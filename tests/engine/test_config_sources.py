@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from quire.cli.settings import SCHEMAS, SamplingArgs, read_file, settings_of, with_settings
 from quire.config import EngineArgs
 from quire.errors import ConfigError
+from quire.sampling_params import SamplingParams
 from quire.server.args import ServerArgs
 
 
 @pytest.fixture
 def resolve(monkeypatch: pytest.MonkeyPatch):
-    """Runs a command with all schemas and returns what it was given."""
+    """Runs a command with all schemas and returns its settings."""
     seen: dict[str, Any] = {}
     app = typer.Typer()
 
@@ -60,12 +61,23 @@ def test_precedence(resolve, tmp_path: Path) -> None:
     assert resolve(env={"QUIRE_CONFIG": str(file)})["server"].port == 1
 
 
-@pytest.mark.parametrize("schema", [EngineArgs, ServerArgs, SamplingArgs])
+@pytest.mark.parametrize("schema", [EngineArgs, ServerArgs])
 def test_every_field_is_a_setting(schema: type[Any]) -> None:
     settings = {setting.name: setting for setting in settings_of(schema)}
     fields = [f.name for f in dataclasses.fields(schema) if not f.metadata.get("internal")]
     assert list(settings) == fields
     assert all(setting.help for setting in settings.values())
+
+
+def test_flags_of_sampling_are_declared_parameters(resolve, tmp_path: Path) -> None:
+    settings = {setting.name: setting for setting in settings_of(SamplingArgs)}
+    assert set(settings) <= set(SamplingParams.__struct_fields__)
+    assert all(setting.help.endswith(".") for setting in settings.values())
+    file = tmp_path / "c.yaml"
+    file.write_text("top_k: 5\nmax_tokens: null\nstop: []\n")
+    got = resolve("--config", str(file), "--temperature", "0", "--stop", "a", "--stop", "b")
+    assert got["sampling"].given() == {"top_k": 5, "temperature": 0.0, "stop": ("a", "b")}
+    assert resolve("--config", str(file))["sampling"].given() == {"top_k": 5}
 
 
 def test_booleans_and_lists_from_all_sources(resolve, tmp_path: Path) -> None:
@@ -154,7 +166,7 @@ def test_the_example_file(resolve) -> None:
     assert got["server"].served_model_name == ("assistant",)
     assert got["server"].request_timeout == 120.0
     assert got["engine"].max_num_seqs == 32
-    # What is commented out are settings as well.
+    # Commented-out lines are settings as well.
     commented = re.findall(r"^# (\w+): ", file.read_text(), re.MULTILINE)
     known = {setting.name for schema in SCHEMAS for setting in settings_of(schema)}
     assert commented

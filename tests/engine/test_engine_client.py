@@ -152,7 +152,7 @@ def test_broken_logits_end_a_stream_with_an_error_after_its_text() -> None:
     assert (update.token_ids, update.finish_reason) == ([5, 6], None)
 
 
-def test_what_can_never_fit_is_refused_by_the_engine() -> None:
+def test_the_engine_refuses_a_request_that_can_never_fit() -> None:
     async def work(client: EngineClient) -> None:
         params = SamplingParams(max_tokens=1000)
         with pytest.raises(RequestError, match="KV cache blocks") as caught:
@@ -282,8 +282,8 @@ def test_errors_of_the_start_are_the_engines_own(
 
 
 def test_adapters_of_several_engines() -> None:
-    """A load ends with the first refusal; an unload asks all, and one that knew the name is
-    enough."""
+    """A load ends with the first refusal. An unload goes to all engines and succeeds if one of them
+    knew the name."""
     refusal = RequestError("no")
     asked: list[CallType[Any, Any]] = []
 

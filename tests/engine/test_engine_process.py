@@ -1,4 +1,4 @@
-"""The engine's process answers every call, also where a feature fails at what the call holds."""
+"""The engine's process answers every call, even if a feature fails on its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Features that the first request to ask for them turns on, in an engine that runs."""
+"""Features turned on by the first request that uses them, in a running engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_plain_run_imports_no_feature() -> None:
     outside = ("engine.process.", "runner.host_inputs", "ops.triton", "router", "server", "tools")
     assert [n for n in names if n.removeprefix("quire.").startswith(outside)] == []
     features = [n for n in names if n.startswith("quire.features.") and n.count(".") > 2]
-    data = (".stats", ".messages", ".facts")
+    data = (".args", ".model_settings", ".stats", ".messages", ".facts")
     assert [n for n in features if not n.endswith(data)] == []
 
 

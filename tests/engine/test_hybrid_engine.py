@@ -1,5 +1,5 @@
-"""A model with recurrent states in the real engine: the tokens do not depend on what is cached, on
-how prompts are cut, or on what else runs."""
+"""A model with recurrent states in the real engine: tokens do not depend on cache hits, chunks of
+the prompt, or other requests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _tokens: dict[str, list[list[int]]] = {}
 
 
 def alone(folder: Path, jobs: list[Job]) -> list[list[int]]:
-    """Each job's tokens from an engine that keeps nothing and does nothing else."""
+    """Each job's tokens from an engine without a cache or other requests."""
     new = [job for job in jobs if repr(job) not in _tokens]
     engine = TinyEngine(folder, prefix_caching=False) if new else None
     for job in new:
@@ -77,7 +77,7 @@ def test_batches_chunks_and_hits(folder: Path, depth: int, budget: int) -> None:
 
 @pytest.mark.parametrize("step", [slow(3), 7])
 def test_every_length_of_a_shared_prefix(folder: Path, step: int) -> None:
-    """Blocks are of 8 tokens: prefixes end at each place of one."""
+    """Blocks have 8 tokens, and prefixes end at every position of a block."""
     engine = TinyEngine(folder, budget=64)
     prompt = random_prompts(1, 100, seed=7)[0][:40] * 2
     for length in range(1, len(prompt), step):
@@ -136,8 +136,8 @@ def _hits(engine: TinyEngine, folder: Path, tokens: list[int]) -> int:
 
 
 def test_an_abort_keeps_the_state_of_a_chunk_in_flight(folder: Path) -> None:
-    """The device computes the chunk before anything that comes later, so its end is a place to go
-    on from."""
+    """The device computes the chunk before any later step, so later requests can continue from its
+    end."""
     prompt = random_prompts(1, 120, seed=3)[0][:60]
     engine = TinyEngine(folder, depth=2, budget=13)
     (request,) = engine.add("a", Job(prompt, greedy()))
@@ -156,8 +156,8 @@ def test_an_abort_keeps_the_state_of_a_chunk_in_flight(folder: Path) -> None:
 def test_an_abort_while_tokens_are_in_flight(
     tmp_path: Path, config: dict[str, object], length: int, in_flight: int
 ) -> None:
-    """All but the last known token can be reused. A state that steps in flight change cannot: then
-    only checkpoints of the prompt are left. Blocks are of 8 tokens."""
+    """All tokens except the last known one can be reused. A state that steps in flight change
+    cannot, so only the prompt's checkpoints remain. Blocks have 8 tokens."""
     folder = model_folder(tmp_path / "model", config)
     prompt = random_prompts(1, 120, seed=3)[0][:length]
     engine = TinyEngine(folder, depth=2)
@@ -201,7 +201,7 @@ def test_penalties_and_logprobs(folder: Path) -> None:
 def test_drafts_change_nothing(
     folder: Path, kind: str, settings: dict[str, int], without: tuple[Answers, dict[str, list[int]]]
 ) -> None:
-    """States go on from any draft, in the next step or from a checkpoint."""
+    """States continue after any draft, in the next step or from a checkpoint."""
     expected, texts = without
     engine = TinyEngine(
         folder, hooks=[Verifier()], features=[Script(texts, kind)], dtype="float64",
@@ -220,7 +220,7 @@ def without(folder: Path) -> tuple[Answers, dict[str, list[int]]]:
 
 
 def test_requests_that_end_behind_drafts_leave_a_state(folder: Path) -> None:
-    """The next turn goes on from what the last row's drafts have left."""
+    """The next turn continues from the state after the last row's accepted drafts."""
     prompt = random_prompts(1, 50, seed=9)[0]
     params = SamplingParams(temperature=1.0, max_tokens=80)
     for seed in range(2):

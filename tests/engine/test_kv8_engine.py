@@ -84,7 +84,7 @@ def test_answers_do_not_depend_on_company_chunks_or_prefixes(
 
 @kinds
 def test_completions_part_from_a_shared_block(tmp_path: Path, kind: str) -> None:
-    """Scales are copied with their block: else the children would read the parent's bytes wrong."""
+    """Scales are copied with their block; otherwise children would misread the parent's bytes."""
     folder = model_folder(tmp_path / "model", TINY)
     prompt = random_prompts(1, 61, seed=2)[0][:21]
     params = SamplingParams(temperature=1.0, max_tokens=12, n=3, ignore_eos=True, seed=4)
@@ -138,7 +138,7 @@ def test_files_of_another_kind_are_not_read(tmp_path: Path) -> None:
 
 @kinds
 def test_a_trained_models_answers_stay_close(kind: str) -> None:
-    """The embedded model: its next tokens' log-probabilities move by little."""
+    """With the embedded model, log-probabilities change only a little."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     text = (
         "Once upon a time, there was a little girl named Lily. She liked to play in the park. " * 3
@@ -162,7 +162,7 @@ def test_a_trained_models_answers_stay_close(kind: str) -> None:
     assert difference.max() < 0.3
 
 
-def test_blocks_take_the_bytes_they_are_booked_with(tmp_path: Path) -> None:
+def test_blocks_have_the_size_the_budget_assumes(tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "model", TINY)
     sizes = {}
     for kind in ("auto", *KINDS):
@@ -184,7 +184,7 @@ def test_unknown_kinds_are_refused(name: str) -> None:
         EngineArgs(kv_cache_dtype=name)
 
 
-def test_what_a_setting_resolves_to(tmp_path: Path) -> None:
+def test_kv_cache_dtype_resolves_by_device_and_dtype(tmp_path: Path) -> None:
     folder = str(model_folder(tmp_path / "model", TINY))
 
     def resolved(**settings: Any) -> object:
@@ -204,7 +204,7 @@ def test_heads_of_an_odd_size_are_refused(tmp_path: Path) -> None:
     config = TINY | {"head_dim": 15, "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {"n_embd": 30, "n_head": 2, "n_layer": 1, "n_positions": 64}
     folder = str(model_folder(tmp_path / "model", config))
-    with pytest.raises(ConfigError, match="heads of an even size"):
+    with pytest.raises(ConfigError, match="an even head size"):
         resolve(EngineArgs(model=folder, device="cpu", kv_cache_dtype="int8",
                            skip_tokenizer_init=True))  # fmt: skip
 
@@ -289,7 +289,7 @@ def test_no_scales_are_ones(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
         (torch.tensor(1.0), 9, "config.json does not have"),
     ],
 )
-def test_scales_that_make_no_sense(
+def test_invalid_kv_scales_are_refused(
     tmp_path: Path, value: torch.Tensor, layers: int | None, error: str
 ) -> None:
     make(tmp_path, "llama")

@@ -20,7 +20,7 @@ from tests.fakes import FakeExecutor
 
 
 class Slow(Feature, LoopFeature):
-    """Parks all requests until a byte can be read; then wakes those of an even number."""
+    """Parks all requests until a byte can be read; then wakes those with even numbers."""
 
     def __init__(self) -> None:
         self.parked: list[Request] = []
@@ -117,7 +117,7 @@ def test_a_feature_holds_steps_back() -> None:
     assert progress.finished == [0]
 
 
-def test_the_base_does_nothing() -> None:
+def test_the_base_class_has_no_effect() -> None:
     base = LoopFeature()
     executor = FakeExecutor([KVGroup(layers=(0,))], [4])
     assert base.start(executor, executor.start()) is None

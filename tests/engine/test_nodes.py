@@ -1,4 +1,4 @@
-"""Engines on several machines, which here are groups of processes that share nothing but ports."""
+"""Engines on several machines, simulated by groups of processes that share only ports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def settings_of(port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def machine(port: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs the machine that is not the engine's, as users start it."""
+    """Runs the machine without the engine, started as users start it."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings_of(port).items()]
     command = [sys.executable, "-m", "quire", "serve", "--device=cpu", "--node-rank=1", *flags]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -60,7 +60,8 @@ def child_of(process: subprocess.Popen[bytes]) -> int:
 
 
 def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
-    """Two give the tokens of one. A lost machine ends the engine, and waits for the next."""
+    """Two machines give the tokens of one. If a machine is lost, the engine ends, and the other
+    machine waits for the next engine."""
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=12, ignore_eos=True)
     prompts = [f"Page {index} of a book" for index in range(6)]
     found = []
@@ -83,8 +84,8 @@ def test_two_machines(machine: subprocess.Popen[bytes], port: int) -> None:
 
 
 def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker tries again where the engine ends before it has said who it is. One that has ended
-    while others were waited for does not count as come."""
+    """A worker connects again if the engine ends before the worker has sent its rank. A worker that
+    ends while the engine waits for others does not count."""
     tries: list[int] = []
     with socket.create_server(("127.0.0.1", port)) as server:
 
@@ -111,7 +112,7 @@ def test_an_engine_that_dies_as_workers_connect(port: int, monkeypatch: pytest.M
         assert not found
 
 
-def test_who_does_not_finish_a_word_is_not_waited_for(
+def test_a_worker_that_stalls_in_its_first_message_is_dropped(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nodes, "_HELLO", 1)
@@ -133,7 +134,7 @@ def test_who_does_not_finish_a_word_is_not_waited_for(
     assert [worker.rank for worker in found] == [1]
     assert pipe.poll(5.0)
     pipe.recv_bytes()
-    # The limit was for who had not said who it is.
+    # The time limit applied only to workers that had not sent their rank.
     assert not found[0]._pipe.poll(2.0)
     pipe.send_bytes(b"x")
     assert found[0]._pipe.recv_bytes() == b"x"

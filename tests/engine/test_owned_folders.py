@@ -24,7 +24,7 @@ sys.stdin.read()
 
 
 @pytest.mark.parametrize("place", ["temporary", "memory"])
-def test_what_a_dead_process_owns_is_removed(
+def test_folders_of_dead_processes_are_removed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "memory":
@@ -37,7 +37,7 @@ def test_what_a_dead_process_owns_is_removed(
     ]
     for folder in folders:
         folder.mkdir()
-    # As an owner of another namespace, or of an earlier version, left it.
+    # As left by a process in another PID namespace, or by an earlier version.
     (old / "owner").write_text("999999999")
     lock = take_ownership(mine)
     assert lock is not None

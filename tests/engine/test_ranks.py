@@ -159,7 +159,7 @@ def bits(ranks: int, **settings: Any) -> list[tuple[list[int], list[float]]]:
     ids=["4", "2-w8a8", "2-by-2-stages"],
 )
 def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> None:
-    """Also where one rank runs other steps."""
+    """This holds even if one rank runs other steps."""
     found = bits(ranks, **settings)
     alike = {"quantization", "kv_cache_dtype"} & set(settings)
     assert found == bits(1, **{name: settings[name] for name in alike})
@@ -179,7 +179,7 @@ def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> Non
     ],
     ids=["lora", "experts", "width", "groups", "scales"],
 )  # fmt: skip
-def test_results_to_the_bit_that_cannot_be_had(
+def test_settings_that_rule_out_deterministic_results_are_refused(
     tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], reason: str
 ) -> None:
     folder = model_folder(tmp_path, config)
@@ -228,8 +228,8 @@ def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
     assert all(other.process.returncode is not None for other in others)
 
 
-def test_what_keeps_ranks_from_starting_is_told() -> None:
-    """All ranks fail alike; the error is not that another has ended."""
+def test_an_error_at_the_start_of_ranks_is_reported() -> None:
+    """All ranks fail in the same way; the error must not be that another rank has ended."""
     reason = "the draft head: 2 attention heads cannot be shared out over 4 ranks"
     with pytest.raises(ConfigError, match=reason) as raised:
         LLM(device="cpu", tensor_parallel_size=4, speculative={"method": "eagle3"})

@@ -1,5 +1,5 @@
-"""Ranks placed by Ray: what it is asked for, and an engine on two machines of a cluster, which here
-are two raylets."""
+"""Ranks placed by Ray: the requested resources, and an engine on two machines, simulated by two
+raylets."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def test_two_machines_of_a_cluster(
     cluster: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Two machines give the tokens of one; an actor that is killed ends the engine, and the cluster
-    has its devices back. Three machines are not there. No worker imports from the
-    current folder."""
+    has its devices back. A request for three machines fails. No worker imports from the current
+    folder."""
     import ray
 
     from quire.engine.ranks import ray_placement

@@ -20,7 +20,7 @@ class LoadingEngine:
 
 
 @pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)])
-def test_one_that_cannot_load_is_told_at_once_and_the_others_are_left(
+def test_a_replica_that_fails_to_load_is_reported_at_once(
     failing: tuple[int, ...],
 ) -> None:
     said: list[dict[str, Any]] = []
@@ -40,7 +40,7 @@ def test_one_that_cannot_load_is_told_at_once_and_the_others_are_left(
     assert not said
 
 
-def test_the_first_ones_settings_are_returned() -> None:
+def test_settings_of_the_first_replica_are_returned() -> None:
     async def main() -> Any:
         engines = [LoadingEngine(), LoadingEngine()]
         for engine, config in zip(engines, "ab", strict=True):

@@ -39,7 +39,7 @@ class Cache:
 
 
 def dialogues(seed: int) -> list[Int32]:
-    """Returns prompts of dialogues that go on beside each other, under a few system prompts."""
+    """Returns prompts of interleaved dialogues with a few system prompts."""
     draw = random.Random(seed)
 
     def text(length: int) -> list[int]:
@@ -89,7 +89,7 @@ def test_load_outweighs_a_prefix() -> None:
     assert [(each.running, each.waiting) for each in router.replicas] == [(0, 0), (0, 0)]
 
 
-def test_what_a_replica_holds_is_bounded_and_may_be_lost() -> None:
+def test_tokens_held_by_a_replica_are_bounded_and_may_be_lost() -> None:
     router = ReplicaRouter(2)
     first, second = int32(range(3 * PIECE)), int32(range(1000, 1000 + 3 * PIECE))
     router.replicas[0].has_room(4 * PIECE)
@@ -102,7 +102,7 @@ def test_what_a_replica_holds_is_bounded_and_may_be_lost() -> None:
     assert router.replicas[0].held(keys_of(second, "")) == 0
 
 
-def test_routers_that_know_nothing_agree() -> None:
+def test_empty_routers_place_prompts_alike() -> None:
     prompts = [int32(np.random.default_rng(seed).integers(0, 999, 100)) for seed in range(20)]
     chosen = [
         [ReplicaRouter(4).place(prompt, "", range(4)).index for prompt in prompts] for _ in range(2)
@@ -111,7 +111,7 @@ def test_routers_that_know_nothing_agree() -> None:
     assert len(set(chosen[0])) > 1
 
 
-def test_only_the_able_are_chosen() -> None:
+def test_only_allowed_replicas_are_chosen() -> None:
     router = ReplicaRouter(3)
     for index in (2, 0, 2):
         assert router.place(int32(range(100)), "", (index,)).index == index
@@ -154,6 +154,8 @@ def test_replicas_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (2, {"host_cache_gb": 1.0, "disk_cache": "/x"}, "disk_cache is for one engine"),
     ],
 )
-def test_replicas_that_cannot_be(count: int, settings: dict[str, Any], reason: str) -> None:
+def test_impossible_replica_counts_are_refused(
+    count: int, settings: dict[str, Any], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         environments(EngineArgs(**settings), count)

@@ -61,7 +61,7 @@ def test_cells_are_free_cached_or_a_lanes() -> None:
     assert summarize_pool(tables, 100).owner[3] == FREE
 
 
-def test_a_large_pool_is_told_in_larger_cells() -> None:
+def test_a_large_pool_is_summarized_in_larger_cells() -> None:
     tables = BlockTables(GROUP, 1001, 2, 4004)
     tables.append(int32([1]), int32([5]), 5)
     found = summarize_pool(tables, 100)

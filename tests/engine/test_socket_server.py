@@ -1,4 +1,4 @@
-"""The engine's connections: whole messages, no waiting, and who has left."""
+"""The engine's connections: whole messages, sends that never block, and disconnects."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_without_anything_to_read_it_does_not_wait(tmp_path: Path) -> None:
     server.close(0)
 
 
-def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_client_that_does_not_read_delays_no_other(tmp_path: Path) -> None:
     server, client, connection = _connected(tmp_path / "engine")
     messages = [bytes([i]) * 100_000 for i in range(100)]
     for message in messages:
@@ -80,7 +80,7 @@ def test_a_client_that_does_not_read_holds_nobody_up(tmp_path: Path) -> None:
     server.close(0)
 
 
-def test_a_client_that_leaves_is_told_once_and_sent_nothing(tmp_path: Path) -> None:
+def test_a_disconnect_is_reported_once_and_nothing_more_is_sent(tmp_path: Path) -> None:
     server, client, connection = _connected(tmp_path / "engine")
     client.sendall(framed(b"last"))
     client.close()
@@ -100,7 +100,7 @@ def test_a_client_that_left_is_noticed_by_sending_too(tmp_path: Path) -> None:
     server.close(0)
 
 
-def test_last_words_reach_who_listens(tmp_path: Path) -> None:
+def test_last_messages_reach_connected_clients(tmp_path: Path) -> None:
     server, client, connection = _connected(tmp_path / "engine")
     deaf = [_connected(tmp_path / "engine", server)[1:] for _ in range(5)]
     for each in (connection, *(other for _, other in deaf)):

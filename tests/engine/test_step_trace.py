@@ -1,4 +1,4 @@
-"""Traces hold every step and request, and can be read whatever happens to their writer."""
+"""Traces contain every step and request, and stay readable if their writer dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNTERS = {"batch", "tokens", "queue", "running", "blocks used"}
 
 
 def assert_valid(events: list[dict[str, Any]]) -> None:
-    """Checks that events are as the trace-event format wants them, without contradictions."""
+    """Checks that events follow the trace-event format and are consistent."""
     named = set()
     ends: dict[tuple[int, int], float] = {}
     spans = [event for event in events if event["ph"] == "X"]
@@ -126,7 +126,8 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's file in a folder with the sticky bit is one, a folder of such a name too."""
+    """Examples: another user's file in a folder with the sticky bit, and a folder with a trace
+    file's name."""
     others = [tmp_path / "quire-1.trace.json", tmp_path / "quire-2.trace.json"]
     others[0].mkdir()
     others[1].write_text("")
@@ -148,7 +149,7 @@ def test_files_that_cannot_be_removed_stay(tmp_path: Path, monkeypatch: pytest.M
     assert all(path.exists() for path in others)
 
 
-def test_what_fails_as_a_file_is_closed_ends_nothing(
+def test_an_error_on_close_does_not_end_the_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     close = os.close

@@ -13,5 +13,5 @@ def test_threads_do_not_spin() -> None:
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
-def test_what_the_user_sets_stays(name: str) -> None:
+def test_thread_counts_set_by_the_user_stay(name: str) -> None:
     assert thread_variables({name: "1"}) == {}

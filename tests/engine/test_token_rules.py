@@ -32,7 +32,7 @@ def bits(mask: Int32) -> set[int]:
 
 
 def expected(allowed: list[int], bad: list[list[int]], before: list[int]) -> set[int]:
-    """Every token that is allowed and completes no bad sequence."""
+    """Returns every allowed token that completes no bad sequence."""
     return {
         token
         for token in allowed or range(VOCAB)
@@ -53,7 +53,7 @@ def test_masks_follow_the_rules(
         return
     walked = GrammarState(0, rules=rules)
     walked.advance(before)
-    # What the rules bar comes only behind a draft that left nothing to follow.
+    # A token that the rules forbid appears only if no token is allowed there.
     held = all(token in expected(allowed, bad, before[:i]) for i, token in enumerate(before))
     assert (walked.error is None) == held
     state = GrammarState(0, rules=rules, last=before)
@@ -130,7 +130,7 @@ def tiny(tmp_path: Path) -> Iterator[LLM]:
     llm.shutdown()
 
 
-def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tiny: LLM) -> None:
+def test_token_rules_work_without_a_tokenizer_for_grammars(tiny: LLM) -> None:
     prompt = {"prompt_token_ids": [5, 6, 7]}
     with pytest.raises(RequestError, match="of a kind that grammars cannot be used with"):
         tiny.generate(prompt, SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
@@ -140,8 +140,8 @@ def test_rules_need_no_tokenizer_that_grammars_can_be_used_with(tiny: LLM) -> No
     assert set(output.outputs[0].token_ids) <= {8, 9}
 
 
-def test_rules_that_never_apply_change_nothing(tiny: LLM) -> None:
-    """An end that is ignored is a token like others, with a mask and without, and may come before
+def test_token_rules_that_never_apply_change_nothing(tiny: LLM) -> None:
+    """An ignored end token is like other tokens, with and without a mask, and may come before
     `min_tokens`."""
     (eos,) = tiny.config.eos_token_ids
     given = {"temperature": 0.0, "max_tokens": 6, "min_tokens": 4, "logit_bias": {eos: 100.0}}

@@ -60,7 +60,7 @@ def test_too_little_shared_memory(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_two_ranks_draft_the_same(folder: Path, tmp_path: Path) -> None:
-    """Each has the whole draft model, beside its share of the target."""
+    """Each rank has the whole draft model and its part of the target."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"model": str(model_folder(tmp_path / "draft", shape)), "lookup_min": 1}
     expected = TinyEngine(folder, depth=2, budget=64).run(JOBS)
@@ -88,8 +88,10 @@ def test_masks_reach_all_ranks(pair: TinyEngine) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int) -> None:
-    """Before the step's masks are there, by any thread, and nothing of other steps."""
+def test_drafts_of_gated_rows_are_reported_before_the_masks(
+    folder: Path, tmp_path: Path, world: int
+) -> None:
+    """Drafts are reported before the step's masks arrive, by any thread, and only for that step."""
     shape = {**TINY, "num_hidden_layers": 1, "num_key_value_heads": 1}
     speculative = {"method": "draft", "model": str(model_folder(tmp_path / "draft", shape))}
     engine = TinyEngine(folder, world=world, speculative=speculative)
@@ -121,7 +123,7 @@ def test_drafts_of_gated_rows_are_told(folder: Path, tmp_path: Path, world: int)
 
 
 def test_a_rank_that_dies_is_an_error(pair: TinyEngine) -> None:
-    """The loop is told at once, also while it has nothing to do."""
+    """The loop learns of it immediately, even while it is idle."""
     ranks = Ranks(pair.executor.local.config)
     ranks.start(pair.executor, Capacity((), ()))
     assert ranks.poll(0.0) == ((), ())

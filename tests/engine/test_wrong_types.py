@@ -1,4 +1,4 @@
-"""Values of the wrong type, or beyond their bounds, are typed errors that name the field."""
+"""Values of the wrong type or out of range raise typed errors that name the field."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SETTINGS = [field.name for field in dataclasses.fields(EngineArgs)]
 
 
 def refusal(call: Callable[[], object]) -> str | None:
-    """Returns the field that a call was refused for, None if it was taken."""
+    """Returns the field for which a call was refused, or None if it was accepted."""
     try:
         call()
     except (ConfigError, RequestError) as error:
@@ -176,13 +176,13 @@ def test_prompts_of_the_wrong_type(llm: LLM, prompt: Any) -> None:
         assert found.value.param == "prompt"
 
 
-def test_ragged_ids_are_not_called_empty(llm: LLM) -> None:
+def test_ragged_ids_are_reported_as_such(llm: LLM) -> None:
     with pytest.raises(RequestError, match="list of token ids"):
         llm.generate({"prompt_token_ids": [[1, 2], [3]]}, use_tqdm=False)  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0}, "x", 5, ["x"], PoolingParams()])
-def test_parameters_that_are_none(llm: LLM, params: Any) -> None:
+def test_invalid_parameters_are_refused(llm: LLM, params: Any) -> None:
     with pytest.raises(RequestError) as found:
         llm.generate("a", params, use_tqdm=False)
     assert found.value.param == "sampling_params"
@@ -202,7 +202,7 @@ def test_conversations_of_the_wrong_type(llm: LLM, messages: Any) -> None:
     assert found.value.param == "messages"
 
 
-def test_logits_that_are_not_numbers_end_a_request_with_an_error() -> None:
+def test_nan_logits_end_a_request_with_an_error() -> None:
     llm = LLM(device="cpu", kv_cache_gb=0.05, max_model_len=256)
     model = llm._core._executor.model  # type: ignore[attr-defined]
     next(iter(model.norm.parameters())).data.fill_(math.nan)

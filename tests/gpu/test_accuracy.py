@@ -50,7 +50,7 @@ def exact() -> Answers:
 
 
 def agree(found: Answers, exact: Answers) -> int:
-    """Returns how many tokens were compared: each answer up to its first close choice."""
+    """Compares each answer up to its first close choice; returns the number of compared tokens."""
     compared = 0
     for (tokens, logprobs), (want, expected) in zip(found, exact, strict=True):
         for token, entry, wanted, there in zip(tokens, logprobs, want, expected, strict=True):

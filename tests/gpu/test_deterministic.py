@@ -19,7 +19,10 @@ from quire.ops import KVLayer, Policy, use_policy
 from quire.ops.arguments import RmsScale
 from quire.ops.triton.attention.attention import paged_attention
 from quire.ops.triton.collectives.segments import segment_sum
+from quire.ops.triton.launch import compiling
 from quire.ops.triton.linear import linear
+from quire.ops.triton.products import small
+from quire.ops.triton.products.plan import GemmPlan, LinearArgs
 from quire.ops.weight import Weight, WeightFormat
 from tests.ops.test_triton_quantized import drawn
 from tests.tiny_engine import TINY, TINY_WINDOW, VOCAB
@@ -123,6 +126,34 @@ def test_a_rows_products_do_not_depend_on_other_rows(name: str) -> None:
                 assert torch.equal(layer(part), whole[part]), (kind, size)
 
 
+# Rows, outputs, inputs of a step, stages, warps, and whether weights are the left operand. The last
+# three are multiplied by `mma.sync`, the others by `wgmma`.
+TILES = [
+    (64, 64, 64, 3, 4, False), (64, 64, 64, 3, 4, True), (16, 64, 128, 4, 4, True),
+    (32, 64, 128, 3, 4, True), (128, 64, 64, 3, 8, True), (256, 128, 64, 3, 8, True),
+    (128, 128, 32, 3, 8, True), (64, 32, 128, 3, 4, False), (128, 128, 64, 4, 4, False),
+    (16, 32, 64, 3, 4, False), (8, 64, 64, 3, 4, True), (16, 64, 64, 3, 1, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_tile_has_the_same_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    wide = torch.exp2(torch.randn(256, 1024, device="cuda") * 3)
+    x = (torch.randn(256, 1024, device="cuda") * wide).to(dtype)
+    weight = (torch.randn(512, 1024, device="cuda") * 0.03).to(dtype)
+    args = LinearArgs(x, Weight.plain(weight))
+    plans = [
+        GemmPlan("skinny", bm=bm, bn=bn, bk=bk, stages=stages, warps=warps, swap=swap)
+        for bm, bn, bk, stages, warps, swap in TILES
+    ]
+    with compiling(4):
+        for plan in plans:
+            small.run(args, plan, out_dtype=torch.float32)
+    first, *others = (small.run(args, plan, out_dtype=torch.float32) for plan in plans)
+    assert all(torch.equal(first, each) for each in others)
+
+
 @pytest.mark.parametrize(
     ("dim", "group", "more"),
     [
@@ -135,7 +166,7 @@ def test_a_rows_products_do_not_depend_on_other_rows(name: str) -> None:
 def test_a_tokens_attention_does_not_depend_on_its_step(
     dim: int, group: int, more: dict[str, Any]
 ) -> None:
-    """A prompt at once, in parts, and token by token, between other rows."""
+    """Computes a prompt in one step, in parts, and token by token, among other rows."""
     torch.manual_seed(0)
     length, kv_heads = 700, 4
     k, v = (

@@ -1,5 +1,4 @@
-"""Drafts in graphs: the same tokens to the bit, whatever is drafted, where results are made
-deterministic."""
+"""Drafts in graphs: with `deterministic`, the same results to the bit as without drafts."""
 
 from __future__ import annotations
 

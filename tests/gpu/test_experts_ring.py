@@ -67,7 +67,7 @@ def test_equals_the_twin(
     assert (got.double() - want).norm() / want.norm() < CLOSE[dtype]
 
 
-def test_of_no_assignments_nothing_is_added() -> None:
+def test_no_assignments_add_nothing() -> None:
     up, down = (linear(4, *shape, False, torch.bfloat16) for shape in ((256, 64), (64, 128)))
     x = torch.randn(70, 64, device=DEVICE, dtype=torch.bfloat16)
     ids = torch.full((70, 2), -1, dtype=torch.int32, device=DEVICE)

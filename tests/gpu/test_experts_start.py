@@ -1,4 +1,4 @@
-"""Experts on a GPU: tiles measured at the start, and the shared expert beside the others."""
+"""Experts on a GPU: tiles measured at the start, and the shared expert on a parallel stream."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def layers(count: int, quantization: Quantization, **spec: object) -> list[Exper
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_measured_tile_gives_what_the_twin_gives(name: str) -> None:
+def test_every_measured_tile_matches_the_twin(name: str) -> None:
     own = layers(2, InFormat(FORMATS[name]))
     experts = [tuned(layer) for layer in own]
     began = time.perf_counter()
@@ -103,7 +103,7 @@ def test_a_shape_without_measurements_follows_rules() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3, 64, 200])
-def test_the_shared_expert_beside_the_others_has_the_same_bits(tokens: int, gated: bool) -> None:
+def test_the_shared_expert_on_a_branch_has_the_same_bits(tokens: int, gated: bool) -> None:
     own = layers(3, Unquantized(), shared_width=128, shared_gate=gated)
     build = Build(SingleGroup(), Unquantized(), DEVICE, torch.bfloat16)
     norm = NormSpec(kind="rms", eps=1e-6).layer(512, build)

@@ -97,7 +97,7 @@ def logits(model: Decoder, backend: str, kv_cache_dtype: str) -> Tensor:
 
 @pytest.mark.parametrize("dtype", CLOSE)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_give_what_the_twins_give(family: str, dtype: torch.dtype) -> None:
+def test_kernels_match_the_twins(family: str, dtype: torch.dtype) -> None:
     config = {**SIZES, **FAMILIES[family], "architectures": [f"{family}ForCausalLM"]}
     model = build_model(spec_from_config(config), device="cuda", dtype=dtype)
     # Gemma 4 does not scale scores: with gains near one, attention would choose a single position,

@@ -40,7 +40,7 @@ def rows_of(lengths: list[tuple[int, int]], saves: list[int]) -> StateRows:
 @pytest.mark.parametrize("dtype", LIMIT)
 @pytest.mark.parametrize(("key_dim", "value_dim"), [(128, 128), (64, 128), (64, 64), (16, 24)])
 @pytest.mark.parametrize("step", STEPS)
-def test_kernels_give_what_twins_give(
+def test_kernels_match_the_twins(
     step: str, key_dim: int, value_dim: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(1)
@@ -58,14 +58,16 @@ def test_kernels_give_what_twins_give(
     weight, a_log, dt_bias = normal(channels, taps), normal(heads) - 2, normal(heads)
     recurrent = normal(slots, heads, key_dim, value_dim)
     conv = normal(slots, taps - 1, channels, kind=dtype)
+    z, gain = normal(tokens, heads * value_dim, kind=dtype), normal(value_dim, kind=dtype)
     found = []
     for side, wide in ((kernels, False), (twins, True)):
-        parts = [x, a, b, weight, a_log, dt_bias, recurrent, conv]
+        parts = [x, a, b, weight, a_log, dt_bias, recurrent, conv, z, gain]
         own = [part.double() if wide else part.clone() for part in parts]
         state = StateLayer(own[6], own[7])
         mixed = side.short_conv(own[0], own[3], state, rows)
         out = side.gated_delta(mixed, own[1], own[2], own[4], own[5], state, rows)
-        found.append([mixed, out, *state[:2]])
+        gated = side.gated_rms_norm(out, own[8], own[9], 1e-6)
+        found.append([mixed, out, gated, *state[:2]])
     for got, want in zip(*found, strict=True):
         error = float((got.double() - want).norm() / want.norm())
         assert error < LIMIT[dtype]

@@ -1,4 +1,4 @@
-"""Grammars on a GPU: rows that wait for masks, set aside and replayed as graphs."""
+"""Grammars on a GPU: rows wait for their masks, and their heads run later, as graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SCHEMA = {
 
 
 def params(i: int) -> SamplingParams:
-    """Every second one plain; all kinds of heads."""
+    """Returns requests for all kinds of heads; every second one has no grammar."""
     options: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.9},

@@ -1,4 +1,4 @@
-"""Blocks cross to the host and back on streams of their own, and no token is any different."""
+"""Blocks are copied to the host and back on separate streams, without changing any token."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from quire.arrays import int32
 from quire.plan import Transfer
-from quire.runner.transfer.places import KVTransfer, tiers
+from quire.runner.transfer.place import KVTransfer
+from quire.runner.transfer.places import tiers
 
 
 @pytest.mark.parametrize("staging", [1, 7, 64])
-def test_what_goes_out_may_be_overwritten_at_once(staging: int) -> None:
+def test_blocks_being_copied_out_may_be_overwritten_at_once(staging: int) -> None:
     pool = torch.randint(0, 1 << 30, (64, 4096), dtype=torch.int32, device="cuda")
     transfer = KVTransfer(tiers([[pool]], slots=(64,), staging=(staging * pool[0].nbytes,)))
     was = pool.clone()

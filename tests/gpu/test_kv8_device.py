@@ -1,5 +1,5 @@
-"""8-bit KV in a whole engine on a GPU: as on a CPU, and the same to the bit however it is stored,
-moved and shared."""
+"""8-bit KV in a whole engine on a GPU: tokens as on a CPU, and bitwise the same with chunks, copies
+and shared blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ kinds = pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8"])
 def test_answers_are_those_of_a_cpu(
     kind: str, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A number rounded to three bits may fall to either side.
+    # A value rounded to three bits may round either way.
     monkeypatch.setattr(accuracy, "CLOSE", 0.35)
     exact = accuracy.answers(device="cpu", dtype="float32", kv_cache_dtype=kind)
     found = accuracy.answers(

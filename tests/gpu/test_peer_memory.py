@@ -1,4 +1,4 @@
-"""Heads of ranks cross to the memory between engines and back, on streams of their own."""
+"""Ranks' heads are copied to the memory between engines and back, on separate streams."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finish(found: PeerPlace, id: int) -> None:
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 1), (2, 1), (1, 4), (16, 8)])
-def test_any_ranks_read_what_any_ranks_wrote(writers: int, readers: int) -> None:
+def test_every_rank_count_reads_blocks_of_every_other(writers: int, readers: int) -> None:
     whole = torch.randint(-99, 99, (BLOCKS, 4, 2, HEADS, 16, 128), device="cuda").bfloat16()
     blocks, slots = int32(range(0, 2 * SLOTS, 2)), int32(range(SLOTS))
     pool: StagingPool | None = None

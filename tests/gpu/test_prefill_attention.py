@@ -83,7 +83,7 @@ def test_equals_the_twin(name: str) -> None:
     batch.check(HOPPER, **keywords(batch, extra))
 
 
-def test_what_is_not_stored_may_be_anything() -> None:
+def test_slots_behind_the_stored_tokens_may_hold_anything() -> None:
     batch = case(heads=12)
     for row, total in enumerate(batch.seq_lens.tolist()[: batch.rows]):
         if total % 16:
@@ -111,7 +111,7 @@ def test_programs_share_the_tiles(programs: int) -> None:
 
 @pytest.mark.parametrize("kv", FORMATS)
 def test_bits_of_a_row_are_its_own_in_8_bits(kv: str) -> None:
-    """A row's last query alone, which has other tiles, and all rows together."""
+    """Compares a row's last query alone, which has other tiles, with all rows together."""
     batch, fixed = case(kv=kv), AttentionTuning(fixed=True)
     together = batch.check(fixed)
     row = 4

@@ -23,14 +23,14 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_what_a_gpu_makes(method: str, tmp_path: Path) -> None:
+def test_quantizing_on_a_gpu_gives_the_cpus_results(method: str, tmp_path: Path) -> None:
     source = resolve_model_path(None)
-    recipe = Recipe.of(method, **RECIPES[method])
+    recipe = Recipe.with_defaults(method, **RECIPES[method])
     found = quantize(source, "quire-tiny", tmp_path / "gpu", recipe, OPTIONS)
     on_cpu = replace(OPTIONS, device="cpu")
     expected = quantize(source, "quire-tiny", tmp_path / "cpu", recipe, on_cpu)
     assert found.perplexity_before == pytest.approx(expected.perplexity_before, rel=0.01)
-    # Where GPTQ rounds one weight the other way, it makes others up for it.
+    # If GPTQ rounds one weight differently, it compensates with other weights.
     near = 0.1 if method == "gptq" else 0.03
     assert found.perplexity_after == pytest.approx(expected.perplexity_after, rel=near)
     assert found.kl == pytest.approx(expected.kl, rel=0.5, abs=5e-3)

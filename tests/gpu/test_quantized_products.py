@@ -13,6 +13,7 @@ from quire.ops import RmsScale
 from quire.ops.reference.quantized import dequantize
 from quire.ops.triton.launch import traits
 from quire.ops.triton.products import small
+from quire.ops.triton.products.eight_bit import eight_bit_gemm, tile_for
 from quire.ops.triton.products.plan import LinearArgs, multiplies, shape_of
 from quire.ops.triton.products.round_inputs import quantize_inputs
 from quire.ops.triton.products.tune import candidates, refinements
@@ -42,7 +43,7 @@ def draw(form: WeightFormat, outputs: int, inputs: int) -> Weight:
         weight.values.copy_(torch.randint(-128, 128, size, device=DEVICE))
     else:
         weight.values.copy_((torch.randn(size, device=DEVICE) * 60).clamp(-448, 448))
-        # The smallest numbers too, which have no leading one.
+        # This includes subnormal numbers.
         weight.values.view(torch.uint8)[:, ::7] %= 8
     assert weight.scales is not None
     weight.scales.copy_(torch.rand(weight.scales.shape, device=DEVICE) * 1e-3 + 1e-3)
@@ -87,7 +88,7 @@ def test_plans_give_the_product(name: str, dtype: torch.dtype) -> None:
         shape = shape_of(args)
         plans = candidates(shape, traits(DEVICE).num_sms)
         assert multiplies(shape) == any(plan.kernel == "mma" for plan in plans) == (rows <= 8)
-        # Every plan is compiled on its own: some of them stand for all.
+        # Every plan is compiled separately, so only some of them are tested.
         for plan in [small.choose(args), *plans[::5]]:
             if plan.kernel == "torch" or not small._fits(plan.bk, FORMATS[name].group or 1):
                 continue
@@ -199,6 +200,25 @@ def test_products_of_8_bit_floats_in_groups(dtype: torch.dtype) -> None:
         # The order of sums does not depend on who comes when.
         again = [kernel.product(args) for _ in range(5)]
         assert all(torch.equal(first, each) for each in again)
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8-g128"])
+def test_products_in_8_bits(name: str) -> None:
+    """Rounded inputs times weights, by the kernel for any card."""
+    torch.manual_seed(0)
+    form = replace(FORMATS[name], inputs="group" if FORMATS[name].group else "token")
+    for rows, outputs, inputs, act in (
+        (5, 512, 1024, None),
+        (130, 512, 1024, "silu_and_mul"),
+        (700, 4096, 4096, None),
+    ):
+        x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+        args = LinearArgs(x=x, weight=draw(form, outputs, inputs), act=act)
+        q, scales = quantize_inputs(args.x, args.weight, None)
+        found = eight_bit_gemm(q, scales, args, tile_for(rows, args)).double()
+        x = q.double() * scales.double().repeat_interleave(inputs // scales.shape[1], 1)
+        want = expected(replace(args, x=x))
+        assert float((found - want).norm() / want.norm()) < 5e-3, (rows, outputs)
 
 
 def test_rows_that_begin_anywhere_are_read_by_another_kernel() -> None:

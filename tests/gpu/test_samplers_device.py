@@ -1,4 +1,4 @@
-"""Requests with samplers that no graph holds, together with requests whose steps are graphs."""
+"""Requests with samplers that graphs do not support, together with requests that run as graphs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A draft model in graphs: the same tokens to the bit where results are deterministic, and drafts
-that are accepted as often as on a CPU."""
+"""A draft model in graphs: with `deterministic`, the same results to the bit, and drafts accepted
+as often as on a CPU."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def generated(**settings: Any) -> tuple[list[list[int]], LLM]:
     ],
     ids=["draft", "auto", "suffix", "eager", "kv8"],
 )
-def test_nothing_but_speed_changes(settings: dict[str, Any]) -> None:
+def test_drafts_change_only_the_speed(settings: dict[str, Any]) -> None:
     kv = {key: settings[key] for key in ("kv_cache_dtype",) if key in settings}
     expected, plain = generated(**kv)
     plain.shutdown()
@@ -89,7 +89,7 @@ def test_grammars_have_drafts(settings: dict[str, Any], monkeypatch: pytest.Monk
     plain.shutdown()
     found, llm = generated(**settings)
     assert found == expected
-    if "enforce_eager" not in settings:  # without graphs drafts may be found to cost too much
+    if "enforce_eager" not in settings:  # without graphs, measured costs may rule drafts out
         stats = llm.stats().speculation
         assert stats is not None
         (source,) = stats.sources.values()

@@ -1,4 +1,4 @@
-"""The process that measures plans, on a GPU, beside counts of steps that a test makes."""
+"""The process that measures plans on a GPU, with step counts made by the test."""
 
 from __future__ import annotations
 

@@ -34,6 +34,41 @@ def test_tokens_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
         assert same >= 0.9 * len(one), settings
 
 
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (TINY, {"num_kv_blocks": 60}),
+        (TINY, {"quantization": "int8"}),
+        (TINY, {"kv_cache_dtype": "fp8_dynamic"}),
+        (TINY_WINDOW, {"steps_in_flight": 3}),
+        ({**TINY, "vocab_size": 131}, {}),
+    ],
+    ids=["few blocks", "int8", "8-bit KV", "three steps", "odd vocabulary"],
+)
+def test_settings_on_two_gpus(
+    tmp_path: Path, config: dict[str, object], settings: dict[str, object]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    one = run(tmp_path, PARAMS + COSTLY, **settings)
+    two = run(tmp_path, PARAMS + COSTLY, tensor_parallel_size=2, **settings)
+    assert sum(a == b for a, b in zip(one, two, strict=True)) >= 0.9 * len(one)
+
+
+@pytest.mark.parametrize("way", ["tensor", "pipeline"])
+def test_a_grammar_on_two_gpus(way: str) -> None:
+    """The embedded model writes a number under a grammar as on one GPU."""
+    params = SamplingParams(
+        temperature=0.8, seed=9, max_tokens=40, structured_outputs={"regex": r"\d{3}-\d{4}"}
+    )
+    found = []
+    for ranks in (1, 2):
+        llm = LLM(device="cuda", dtype="float32", **{f"{way}_parallel_size": ranks})
+        outputs = llm.generate(["The number is "] * 3, params, use_tqdm=False)
+        llm.shutdown()
+        found.append([output.outputs[0].text for output in outputs])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
 def test_the_bits_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
     """Sums over ranks round as the sums of one rank do."""
@@ -46,7 +81,7 @@ def test_the_bits_of_one_gpu(tmp_path: Path, config: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW], ids=["full", "window"])
 def test_two_stages(tmp_path: Path, config: dict[str, object]) -> None:
-    """Hidden states pass within captured bodies, or, eagerly, between launches."""
+    """Hidden states are sent within captured bodies, or between launches in eager mode."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     one = run(tmp_path, PARAMS + COSTLY)
     for settings in ({}, {"num_kv_blocks": 60}, {"enforce_eager": True}):
@@ -73,7 +108,7 @@ def test_drafts_in_stages() -> None:
 
 @pytest.mark.parametrize("config", [TINY, TINY_WINDOW, TINY_EXPERTS], ids=["full", "window", "moe"])
 def test_long_steps_as_halves(tmp_path: Path, config: dict[str, object]) -> None:
-    """By copies, by NCCL, kernel by kernel, as measured; and to the bit."""
+    """With copies, with NCCL, without graphs, as measured, and with `deterministic`."""
     (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
 
     def tokens(**settings: object) -> list[list[int]]:
@@ -89,7 +124,7 @@ def test_long_steps_as_halves(tmp_path: Path, config: dict[str, object]) -> None
 
 
 def test_whole_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are placed anew while graphs stay."""
+    """Copies of experts move while captured graphs stay."""
     monkeypatch.setattr(feature, "FIRST_STEPS", 8)
     monkeypatch.setattr(feature, "STEPS", 16)
     (tmp_path / "config.json").write_text(json.dumps(TINY_EXPERTS))

@@ -1,4 +1,5 @@
-"""Lessons, and the answers to their exercises: the solutions, or yours with `--answers exercises`.
+"""Lessons and answers to their exercises: the solutions by default, or yours with `--answers
+exercises`.
 
 The module of a test for lesson NN, `test_lesson_NN.py`, says which lesson it is.
 """

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--tokens", "12"])
     assert "12 of 12 greedy tokens are the engine's" in capsys.readouterr().out
 

@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--requests", "80"])
     assert "room for the longest" in capsys.readouterr().out
 

@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--prompt", "300", "--budget", "64"])
     assert "the others wait for 64 tokens, not 306" in capsys.readouterr().out
 

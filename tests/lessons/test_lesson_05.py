@@ -8,13 +8,15 @@ import pytest
 import torch
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("triton")
     lesson.main(["--rows", "2"])
     assert "for the same kernels" in capsys.readouterr().out
 
 
-def test_says_that_triton_is_missing(
+def test_without_triton_the_lesson_says_so(
     lesson: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lesson.importlib.util, "find_spec", lambda name: None)

@@ -7,7 +7,9 @@ from types import ModuleType
 import pytest
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--prompt", "64"])
     out = capsys.readouterr().out
     assert "FLOPs are predicted within" in out
@@ -25,7 +27,8 @@ def test_decode_seconds(answers: ModuleType) -> None:
 
 
 def test_most_rows(answers: ModuleType) -> None:
-    # 64 bytes of room for KV, 10 a row: 6 fit; half a second brings 30 bytes of KV: 3.
+    # Memory for 64 bytes of KV with 10 per row fits 6 rows. Half a second moves 30 bytes of KV: 3
+    # rows.
     assert answers.most_rows(100, 36, 1, 10, 132, 10.0) == 6
     assert answers.most_rows(100, 36, 1, 10, 132, 0.5) == 3
     assert answers.most_rows(100, 136, 1, 10, 132, 10.0) == 0

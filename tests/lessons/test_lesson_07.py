@@ -14,7 +14,9 @@ from quire.arrays import int32
 radix = importlib.import_module("lessons.07_prefix_caching.radix")
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--longest", "4096"])
     assert "both trees find every token" in capsys.readouterr().out
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main(["--length", "24"])
     assert "| shared_noise " in capsys.readouterr().out
 
@@ -41,5 +43,5 @@ def test_best_draft_count(answers: ModuleType) -> None:
     free = [1.0] * 8
     assert answers.best_draft_count(0.9, 0.0, free) == 7
     assert answers.best_draft_count(0.6, 0.1, free) == 3
-    # Where every token costs as much as a step, no draft pays.
+    # If every token costs as much as a step, no draft is worthwhile.
     assert answers.best_draft_count(0.9, 0.0, [float(k + 1) for k in range(8)]) == 0

@@ -11,7 +11,9 @@ NUMBER = {(0, "-"): 1, (0, "4"): 2, (1, "4"): 2, (2, "4"): 2}
 """Reads -?4+."""
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main([])
     assert "| the model, a schema " in capsys.readouterr().out
 

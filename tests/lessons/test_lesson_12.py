@@ -8,7 +8,9 @@ import pytest
 import torch
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main([])
     assert "| checkpoints kept " in capsys.readouterr().out
 

@@ -10,12 +10,14 @@ from types import ModuleType
 import pytest
 
 
-def test_claims_hold(lesson: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lesson_prints_its_claims(
+    lesson: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
     lesson.main([])
     assert "| the shipped one | " in capsys.readouterr().out
 
 
-def test_the_small_server_is_small(lesson: ModuleType) -> None:
+def test_the_small_server_has_at_most_60_lines(lesson: ModuleType) -> None:
     file = Path(lesson.__file__ or "").with_name("small_server.py")
     assert len(file.read_text().splitlines()) <= 60
 

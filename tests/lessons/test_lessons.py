@@ -66,7 +66,7 @@ def test_a_model_that_is_not_there_ends_all() -> None:
     assert "== 2." not in done.stdout
 
 
-def test_half_of_a_model_is_a_model(tmp_path: Path) -> None:
+def test_half_of_a_model_loads(tmp_path: Path) -> None:
     model = Loaded(resolve_model_path(None))
     made = Loaded(half(model, tmp_path))
     assert len(made.decoder.layers) == len(model.decoder.layers) // 2

@@ -15,7 +15,7 @@ LOADED = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=\"(https?
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Builds the site. Warnings, such as a link to nowhere, end the build."""
+    """Builds the site. Warnings, for example about broken links, end the build."""
     pytest.importorskip("material")
     from mkdocs.commands.build import build
     from mkdocs.config import load_config

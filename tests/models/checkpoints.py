@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, made and judged by transformers."""
+"""Tiny random checkpoints, made and evaluated by transformers."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def make(folder: Path, case: str, **save: Any) -> Any:
     """Saves the checkpoint of a case and returns the transformers model."""
     import transformers
 
-    # The library writes into what it is given.
+    # The library changes its arguments.
     name, changes = copy.deepcopy(CASES[case])
     sizes = GPT2_SIZES if name == "GPT2" else SIZES
     kind = KINDS.get(name, f"{name}ForCausalLM")
@@ -349,21 +349,21 @@ def make(folder: Path, case: str, **save: Any) -> Any:
 
 
 def redraw(model: Any, embeddings: float = 1.0) -> None:
-    """Draws weights large enough that every layer changes the outcome and greedy text does not
-    loop. embeddings: scales those of tokens, which must not drown what layers add."""
+    """Draws weights large enough that every layer changes the results and greedy text does not
+    loop. embeddings: scale of the token embeddings, which must not dominate the layers' outputs."""
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() > 1:
                 strength = 12.0 if "wpe" in key else 1.2
                 if "conv1d" in key:
-                    strength = 3.0  # small vectors, brought to unit length, would magnify rounding
+                    strength = 3.0  # normalizing small vectors would magnify rounding errors
                 strength *= embeddings if "embed_tokens" in key else 1.0
                 parameter.normal_(0.0, strength * parameter.shape[-1] ** -0.5)
             else:
                 strength = 0.02 if key.endswith("ln_f.bias") else 0.2
                 parameter.add_(torch.randn_like(parameter) * strength)
                 if key.endswith("A_log"):
-                    parameter.sub_(3.0)  # states that last
+                    parameter.sub_(3.0)  # states that decay slowly
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.normal_(0.0, 0.2)
@@ -372,7 +372,7 @@ def redraw(model: Any, embeddings: float = 1.0) -> None:
 
 
 def greedy(model: Any, prompt: list[int], count: int) -> list[int]:
-    """transformers' own greedy continuation, without a cache of ours."""
+    """Returns transformers' greedy continuation."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(

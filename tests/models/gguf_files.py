@@ -1,4 +1,4 @@
-"""GGUF files made of tiny checkpoints, changed as llama.cpp's converters change tensors."""
+"""GGUF files made from tiny checkpoints, with tensors changed as by llama.cpp's converters."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _interleaved(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _tiled(tensor: Tensor, config: Any, size: int, dim: int = 0) -> Tensor:
-    """Returns value heads in the order of their place among those of a key head."""
+    """Returns the value heads, ordered by their index within a key head's group."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     return (
         tensor.unflatten(dim, (keys, values // keys, size))

@@ -1,4 +1,4 @@
-"""Drives a Decoder without an engine: a paged cache with shuffled blocks, rows in any mix."""
+"""Drives a Decoder without an engine, with a paged cache of shuffled blocks and any mix of rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.runner.kv_cache import KVCache
 
 @dataclass
 class Row:
-    """A sequence: its tokens, how many have their KV cached, and its blocks per group."""
+    """A sequence: its tokens, the number of tokens with cached KV, and its blocks per group."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -59,7 +59,7 @@ class Harness:
             self.free.append(blocks)
 
     def save(self, row: Row, position: int) -> int:
-        """Makes a step leave a copy of the row's state behind so many tokens. Returns its slot."""
+        """Makes a step copy the row's state after this many tokens. Returns the copy's slot."""
         table = row.tables[-1]
         if not table:
             table += [self.free[-1].pop(), *[0] * (self.groups[-1].table_width(0) - 1)]
@@ -74,7 +74,8 @@ class Harness:
         return sequence
 
     def step(self, rows: Sequence[tuple[Row, int]]) -> list[Tensor]:
-        """Computes the next `n` tokens of each (sequence, n); logits [n, vocab] of each row."""
+        """Computes the next `n` tokens of each (sequence, n); returns each row's logits [n,
+        vocab]."""
         batch = self._batch(rows)
         with torch.inference_mode():
             hidden = self.model(batch, self.kv)
@@ -86,7 +87,7 @@ class Harness:
     def generate(
         self, prompts: Sequence[Sequence[int]], count: int, chunk: int = 1 << 30
     ) -> list[list[int]]:
-        """Greedy continuations, all prompts at once, prompts in chunks."""
+        """Returns greedy continuations of all prompts, computed together and in chunks."""
         sequences = [self.add(prompt) for prompt in prompts]
         while True:
             rows = [
@@ -142,7 +143,8 @@ class Harness:
             slots += [table[p // size] * size + p % size for p in range(sequence.computed, end)]
             tables.append(list(table))
             if window is not None:
-                # Blocks that no later token sees: their content may be anything from now on.
+                # No later token attends to these blocks, so their contents may be anything from now
+                # on.
                 for old in range(max(0, sequence.computed - window + 1) // size):
                     tables[-1][old] = -1
         width = max(len(table) for table in tables) + 1

@@ -1,5 +1,5 @@
-"""Tiny quantized checkpoints, and their weights in float64: each layout as it is published, written
-and read with numpy."""
+"""Tiny quantized checkpoints and their weights in float64: each published layout, written and read
+with numpy."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def _drawn(
     rng: np.random.Generator, weight: Floats, bits: int, group: int, symmetric: bool,
     order: Integers | None = None,
 ) -> tuple[Integers, Tensor, Integers, Floats]:  # fmt: skip
-    """Returns integers [N, K], scales [N, G] in fp16, zeros [N, G], the weights that they are."""
+    """Returns integers [N, K], scales [N, G] in fp16, zeros [N, G], and the weights they
+    represent."""
     outputs, inputs = weight.shape
     group = inputs if group == -1 else group
     index = np.arange(inputs) // group if order is None else order
@@ -122,7 +123,7 @@ def awq(group: int = 32) -> Maker:
 def pack_quantized(
     bits: int = 4, group: int = 32, *, sym: bool = True, order: bool = False
 ) -> Maker:
-    """Offset-binary, which is what unsigned integers with a zero in the middle are."""
+    """Offset binary: unsigned integers with zero in the middle."""
 
     def made(rng: np.random.Generator, weight: Floats) -> Made:
         each = weight.shape[1] if group == -1 else group
@@ -148,8 +149,14 @@ def float8(
     block: tuple[int | None, int | None], scale: str = "weight_scale", *,
     shape: tuple[int, ...] | None = None, inputs: str | None = None,
 ) -> Maker:  # fmt: skip
-    """block: outputs and inputs of a scale, None for all. shape: of the scales, -1 for outputs.
-    inputs: the name of a fixed scale of inputs."""
+    """Returns a maker of 8-bit float weights.
+
+    Args:
+        block: numbers of outputs and inputs with one scale; None: all.
+        scale: name of the scales.
+        shape: shape of the stored scales, -1 for the outputs; None: one per block.
+        inputs: name of a fixed scale of the inputs, or None.
+    """
 
     def made(rng: np.random.Generator, weight: Floats) -> Made:
         a, b = (size or whole for size, whole in zip(block, weight.shape, strict=True))
@@ -313,8 +320,8 @@ _FILES = {"modelopt": "hf_quant_config.json", "gptq-old": "quantize_config.json"
 
 
 def make_quantized(folder: Path, case: str, base: str = "llama") -> dict[str, Floats]:
-    """Saves the checkpoint of a case, and in `folder / "exact"` an unquantized one with the weights
-    that it stands for. Returns these by their names."""
+    """Saves the checkpoint of a case, and an unquantized one with the same weights in `folder /
+    "exact"`. Returns the weights by name."""
     settings, maker = CASES[case]
     make(folder, base)
     make(folder / "exact", base)

@@ -11,7 +11,7 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
 
 
 def save_tokenizer(folder: Path, characters: str = CHARACTERS) -> Tokenizer:
-    """Writes it to a model's folder, and returns it. Token ids begin at 3."""
+    """Writes the tokenizer to a model's folder, and returns it. Token ids begin at 3."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab.update({character: 3 + place for place, character in enumerate(characters)})
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))

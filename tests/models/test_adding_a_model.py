@@ -1,4 +1,4 @@
-"""docs/adding-a-model.md, done: its code becomes a family that passes the oracle."""
+"""Applies docs/adding-a-model.md: its code makes a family that passes the oracle."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_from_nothing_to_a_passing_oracle(
     ask_the_oracle(case, tmp_path)
 
 
-def test_what_the_page_names_is_there() -> None:
+def test_files_and_names_on_the_page_exist() -> None:
     root = PAGE.parents[1]
     text = PAGE.read_text()
     for name in re.findall(r"`((?:src|tests|layers|models|families)/[\w/]+\.\w+)`", text):
         places = (root / name, root / "src" / "quire" / name, root / "src/quire/models" / name)
         known = any(place.exists() for place in places)
         assert known or name == "src/quire/models/families/starcoder2.py", name
-    for word in ("FURTHER", "DEFAULTS", "HALF"):
+    for word in ("VARIANTS", "DEFAULTS", "HALF"):
         found = (path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
         assert any(f"\n{word} = " in code or f"\n{word}: " in code for code in found), word

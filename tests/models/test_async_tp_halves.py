@@ -1,4 +1,4 @@
-"""Steps as two halves give what whole steps give, with two ranks."""
+"""Steps in two halves give the same results as whole steps, with two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ sums within attention."""
 
 
 class CountingGroup(HalvesGroup):
-    """Counts the turns that are taken."""
+    """Counts the turns between halves."""
 
     turns = 0
 
@@ -43,7 +43,7 @@ class CountingGroup(HalvesGroup):
 
 
 def logits_of(folder: Path, group: TorchGroup, deterministic: bool) -> list[Tensor]:
-    """Returns logits of prompts in chunks, beside single tokens of others, and with padding."""
+    """Returns logits of steps that mix chunks of prompts, single tokens and padding."""
     spec = spec_from_config(load_config(folder))
     model = build_model(spec, device="cpu", dtype=torch.float32, group=group)
     load_weights(model, folder, "auto")
@@ -55,7 +55,8 @@ def logits_of(folder: Path, group: TorchGroup, deterministic: bool) -> list[Tens
 
 
 def _far(folders: list[Path], plain: ProcessGroup) -> tuple[list[Any], list[int]]:
-    """Returns how far the logits of halves are from those of whole steps, and the turns taken."""
+    """Returns the largest difference between logits of halves and of whole steps, and the number of
+    turns."""
     device = torch.device("cpu")
     far, turns = [], []
     for index, folder in enumerate(folders):
@@ -123,7 +124,7 @@ def test_the_first_half(tokens: int, first: int) -> None:
 
 
 class _Inner:
-    """A group of two whose sums are the first rank's."""
+    """A group of two ranks whose sums are the first rank's values."""
 
     handle, rank, world = None, 0, 2
 
@@ -132,7 +133,7 @@ class _Inner:
 
 
 class _Exchange:
-    """Writes down in which places sums are sent and collected."""
+    """Records the buffers in which sums are sent and collected."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -148,8 +149,8 @@ class _Exchange:
         torch.add(x, residual, out=out)
 
 
-def test_places_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Halves take turns over places of their own; other sums are the inner group's."""
+def test_halves_alternate_between_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves alternate between their own buffers; other sums use the inner group."""
     monkeypatch.setattr(dist, "get_rank", lambda handle: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda handle: 2)
     exchange, x = _Exchange(), torch.ones(3, 2)

@@ -28,7 +28,7 @@ def test_a_larger_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "folder", "link to a device"])
-def test_what_is_no_regular_file_is_refused(tmp_path: Path, kind: str) -> None:
+def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a"
     if kind == "fifo":
         os.mkfifo(path)

@@ -1,4 +1,4 @@
-"""An all-reduce fused with the next norm gives what all-reduce and norm give one by one."""
+"""An all-reduce fused with the next norm gives the same results as the two separately."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts of draft heads, in whole engines, against a plain twin: what the layers draft after every
-step, from texts that go on with some of their drafts."""
+"""Drafts of draft heads in whole engines, compared with a plain twin after every step, for texts
+that continue with some of the drafts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Twin = Callable[[list[int], int], list[int]]
 
 
 def with_mtp(base: Path, case: str, block: str, names: dict[str, str]) -> tuple[Path, Twin]:
-    """Makes a checkpoint whose last layer is stored as the one that drafts.
+    """Makes a checkpoint whose last layer is stored as the draft layer.
 
-    block: the beginning of its names. names: of its other parts, by what they are.
+    block: prefix of the layer's tensor names. names: names of its other parts, by kind.
     """
     model = checkpoints.make(base / "whole", case)
     inner, config = model.model, json.loads((base / "whole" / "config.json").read_text())
@@ -86,9 +86,13 @@ def chained(
     head: Callable[[Tensor], int],
     run: Callable[[list[int], Tensor], Tensor],
 ) -> Twin:
-    """Returns the drafts of a layer over pairs. states: from tokens to what the target computed.
-    run: computes the layer for pairs of tokens and such states. head: from what it gives last to a
-    token."""
+    """Returns a twin that drafts with a layer over pairs of a token and a hidden state.
+
+    Args:
+        states: returns the target's hidden states of tokens.
+        head: returns the token for the layer's last output.
+        run: computes the layer for tokens and hidden states.
+    """
 
     @torch.inference_mode()
     def twin(text: list[int], count: int) -> list[int]:
@@ -144,7 +148,7 @@ def mtp(
             patch.setitem(checkpoints.CASES, case, CASES[case])
             block, names = "mtp.layers.0.", {part: f"mtp.{name}" for part, name in QWEN.items()}
         else:
-            # The published models are deeper, and the family knows by how much.
+            # The family expects the number of layers of the published models.
             block = "model.layers.2."
             patch.setattr(module, "FAMILY", replace(module.FAMILY, ignored=re.compile(block)))
             names = {part: block + name for part, name in NEXTN.items()}
@@ -155,8 +159,8 @@ PROMPTS = [[7, 8, 9, 10, 7, 8, 9], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9,
 
 
 def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int, list[int]]]:
-    """Runs requests, and returns what was claimed of their texts: pairs of a text's beginning and
-    the drafts behind it."""
+    """Runs requests, and returns their drafts: pairs of a text's beginning and the drafts after
+    it."""
     core = llm._core
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     requests = [
@@ -179,8 +183,8 @@ def claims_of(llm: LLM, prompts: list[list[int]], length: int) -> list[tuple[int
     ]
 
 
-def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
-    """Acceptances are made up, so that texts go on with drafts, whose pairs are computed anew."""
+def test_mtp_layers_draft_the_expected_tokens(mtp: tuple[Path, Twin]) -> None:
+    """Acceptances are made up, so that texts continue with drafts whose pairs are recomputed."""
     folder, twin = mtp
     llm = LLM(
         str(folder), skip_tokenizer_init=True, num_kv_blocks=60, max_model_len=128, max_num_seqs=4,
@@ -196,7 +200,7 @@ def test_mtp_layers_draft_what_they_should(mtp: tuple[Path, Twin]) -> None:
     stats = llm.stats().speculation
     assert stats is not None
     assert stats.sources["mtp"].accepted > 5
-    # The head is the target's over again.
+    # The output head is a copy of the target's.
     assert llm._core._executor.loaded.models[1].head is None
     llm.shutdown()
 
@@ -218,7 +222,7 @@ KNOWN = 90
 
 
 def random_head(norms_before_fc: bool, stem: str) -> dict[str, Tensor]:
-    """Returns the tensors of a head, with the layer's names behind `stem`."""
+    """Returns the tensors of a head; `stem` is the prefix of the layer's names."""
     torch.manual_seed(7)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -251,8 +255,16 @@ def random_head(norms_before_fc: bool, stem: str) -> dict[str, Tensor]:
 def eagle_twin(
     target: Any, tensors: dict[str, Tensor], stem: str, layers: list[int], changed: bool
 ) -> Twin:
-    """changed: norms before fc, before the residual and of what goes on are those of later heads.
-    layers: numbers of those behind which the stream is read."""
+    """Returns a reference of an EAGLE-3 head.
+
+    Args:
+        target: the target model.
+        tensors: the head's tensors.
+        stem: prefix of the layer's tensor names.
+        layers: the layers after which hidden states are read.
+        changed: whether norms are placed as in later heads: before fc, before the residual, and
+            on the output.
+    """
 
     def norm(name: str, x: Tensor) -> Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
@@ -335,7 +347,7 @@ def eagle_llm(target: Path, head: Path, **more: Any) -> LLM:
 
 
 @pytest.mark.parametrize("later", [False, True])
-def test_eagle3_heads_draft_what_they_should(
+def test_eagle3_heads_draft_the_expected_tokens(
     target: tuple[Path, Any], tmp_path: Path, later: bool
 ) -> None:
     stem = "layers.0." if later else "midlayer."
@@ -361,7 +373,7 @@ def test_eagle3_heads_draft_what_they_should(
         ({"d2t": torch.zeros(KNOWN + 1, dtype=torch.int64)}, {}, "d2t has shape"),
         ({"fc.weight": torch.zeros(48, 96)}, {}, r"fc.weight has shape \(48, 96\)"),
         ({"midlayer.more": torch.zeros(1)}, {}, "unexpected tensor midlayer.more"),
-        ({}, {"vocab_size": 200}, "200 tokens, the model's 211"),
+        ({}, {"vocab_size": 200}, "200 tokens, but the model has 211"),
         ({}, {"architectures": ["LlamaForCausalLM"]}, "EAGLE-3 head"),
         ({}, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4]}}, "layer_ids"),
         ({}, {"eagle_config": {"fc_norm": True}}, "fc_norm"),

@@ -24,7 +24,7 @@ def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
 
 
 def expected(oracle: Any, prompt: list[int], pooling: str) -> np.ndarray[Any, Any]:
-    """The states behind the final norm, pooled, of length 1."""
+    """Returns the states after the final norm, pooled and normalized."""
     with torch.inference_mode():
         states = oracle.base_model(torch.tensor([prompt])).last_hidden_state[0].double()
     vector = states[-1] if pooling == "last" else states.mean(dim=0)
@@ -50,7 +50,8 @@ def test_families(case: str, pooling: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_chunks_hits_preemption_and_company(steps: int, tmp_path: Path) -> None:
-    """Prompts in small chunks, little room, shared prefixes, and answers being made meanwhile."""
+    """Prompts in small chunks, with few blocks, shared prefixes, and other requests generating at
+    the same time."""
     oracle = make(tmp_path, "llama")
     llm = LLM(
         str(tmp_path),

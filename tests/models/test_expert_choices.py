@@ -1,4 +1,4 @@
-"""Checks what `quire info` says of experts' tiles."""
+"""Checks the tiles of experts in `quire info`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def config(model: str, *, deterministic: bool = False, eager: bool = False) -> A
     )  # fmt: skip
 
 
-def test_says_where_tiles_come_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_origin_of_tiles_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("QUIRE_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Card X")
     model = "qwen3-30b-a3b"

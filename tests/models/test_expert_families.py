@@ -1,4 +1,4 @@
-"""Families with experts: published shapes, and what is refused by name."""
+"""Families with experts: published shapes, and refused options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GPT_OSS = {**QWEN3, "architectures": ["GptOssForCausalLM"]}
     ],
 )  # fmt: skip
 def test_parameters_as_transformers_counts_them(name: str) -> None:
-    """The defaults of its configs are the shapes of published models."""
+    """The default configs have the shapes of published models."""
     import transformers
 
     more = {"Glm4Moe": {"head_dim": 128}, "DeepseekV2": {"num_experts_per_tok": 6}}.get(name, {})
@@ -75,8 +75,6 @@ def test_layers_without_experts() -> None:
         ({**QWEN3, "architectures": ["Qwen3ForCausalLM"]}, "num_experts=8 is not supported"),
     ],
 )
-def test_what_makes_no_sense_or_is_not_implemented_is_refused(
-    config: dict[str, Any], words: str
-) -> None:
+def test_invalid_or_unsupported_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)

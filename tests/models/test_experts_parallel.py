@@ -1,4 +1,4 @@
-"""Two ranks that share experts, by width or whole, give the tokens of one."""
+"""Two ranks that split experts by width, or divide whole experts, give the tokens of one rank."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def all_tokens(folders: list[Path], group: ProcessGroup) -> dict[str, list[list[
 
 
 def rearrange_copies(model: Decoder) -> None:
-    """Gives ranks three further experts each layer, and places them twice, each time as if tokens
-    had chosen those that one rank has alone."""
+    """Gives ranks three copies of experts per layer and places them twice, each time as if tokens
+    had chosen experts of a single rank."""
     for module in model.modules():
         if not isinstance(module, Experts):
             continue
@@ -94,7 +94,7 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
         assert found[0][name] == found[1][name] == tokens, name
 
 
-def test_ranks_hold_what_units_allow(tmp_path: Path) -> None:
+def test_ranks_hold_whole_units(tmp_path: Path) -> None:
     """A width of 40 is two units of 16 and a half; nine experts are four and five."""
     make(tmp_path, "qwen3-moe")
     spec = spec_from_config(load_config(tmp_path))

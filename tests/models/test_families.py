@@ -1,4 +1,4 @@
-"""Every family computes what transformers computes."""
+"""Every family gives the same logits as transformers."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
 
 
 def logits_of(oracle: Any, sequences: list[list[int]]) -> list[torch.Tensor]:
-    """Returns what transformers computes for all tokens of each sequence at once."""
+    """Returns transformers' logits for all tokens of each sequence in one pass."""
     with torch.inference_mode():
         return [oracle(torch.tensor([sequence])).logits[0].float() for sequence in sequences]
 
@@ -84,7 +84,7 @@ HALF = [
 @pytest.mark.parametrize("case", HALF)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Half precision is about as far from fp32 as transformers is."""
+    """Half precision deviates from fp32 about as much as in transformers."""
     oracle = make(tmp_path, case)
     sequences = [prompt + prompt for prompt in prompts_of(2)]
     half = oracle.to(dtype)
@@ -95,7 +95,8 @@ def test_half_precision(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
 def test_longrope_beyond_the_original_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sequences longer than the model was first trained for; shorter ones differ on purpose."""
+    """Sequences longer than the original context length; shorter ones differ from transformers on
+    purpose."""
     original = {"original_max_position_embeddings": 16}
     changes = {"rope_parameters": {**LONGROPE, **original}, **original}
     monkeypatch.setitem(CASES, "phi3-long", ("Phi3", changes))

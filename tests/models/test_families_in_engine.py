@@ -1,5 +1,5 @@
-"""Every family in the real engine: its tokens do not depend on where prompts are cut, on what is
-cached, on what else runs, or on being started over."""
+"""Every family in the real engine: tokens do not depend on chunks of the prompt, cache hits, other
+requests or preemptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--deterministic`: the same logits to the bit at 1, 2 and 4 ranks, whatever else is in a step."""
+"""`--deterministic`: the same logits to the bit with 1, 2 and 4 ranks, in any batch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Steps whose heads wait for masks: op by op, and with graphs, which a double replays on a CPU.
+"""Steps whose heads wait for masks, in eager mode and with graphs, replayed by a CPU stand-in.
 
-Masks here are a function of the request and the position, so that every way to run the same
-requests must give the same tokens.
+Masks depend only on the request and the position, so every mode must give the same tokens.
 """
 
 from __future__ import annotations
@@ -95,8 +94,8 @@ class Gate(Feature):
             )
 
     def inputs(self, step: Waiting) -> dict[int, Int32] | None:
-        """By lane; None: not all tokens are known. Rows of lanes that were given up may have any
-        mask."""
+        """Returns masks by lane, or None if not all tokens are known. Rows of freed lanes may have
+        any mask."""
         masks = {}
         for request, lane, lane_epoch, need in zip(
             step.requests, step.lanes, step.lane_epochs, step.needs, strict=True
@@ -141,8 +140,8 @@ class GatedEngine(TinyEngine):
 
 
 class Replays(Graphs):
-    """On a CPU: a replay runs the program again, at its padded sizes. Nothing can wait behind a
-    gate there, so a head whose masks are not there counts as one that was not captured."""
+    """A stand-in for graphs on a CPU: a replay runs the program again, with its padded sizes. A CPU
+    program cannot wait for masks, so a head without its masks counts as not captured."""
 
     def __init__(self, device: torch.device, limits: Limits) -> None:
         self._limits = limits
@@ -179,7 +178,7 @@ class Replays(Graphs):
         return 1.0
 
     def used(self) -> set[Any]:
-        """Returns the keys that were replayed."""
+        """Returns the keys of replayed graphs."""
         return set(self._used)
 
 
@@ -214,7 +213,7 @@ def tokens_are_allowed(engine: GatedEngine, outputs: Sequence[Request]) -> None:
 
 
 def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list[Any]]:
-    """Tokens, and the log-probabilities that were asked for."""
+    """Returns the tokens and the requested log-probabilities."""
     requests = [r for i, job in enumerate(work) for r in engine.add(str(i), job)]
     engine.drain()
     tokens_are_allowed(engine, requests)
@@ -242,7 +241,7 @@ def run(engine: GatedEngine, work: Sequence[Job]) -> tuple[list[list[int]], list
         ),
     ],
 )
-def test_the_same_tokens_however_it_runs(
+def test_tokens_are_the_same_in_every_mode(
     folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], graphs: bool
 ) -> None:
     expected = run(GatedEngine(folder), jobs(3))
@@ -261,7 +260,7 @@ def test_the_same_tokens_however_it_runs(
 
 
 @pytest.mark.parametrize("graphs", WAYS)
-def test_lanes_that_are_given_away_before_the_mask_comes(
+def test_lanes_reassigned_before_the_mask_arrives(
     folder: Path, monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     work = jobs(5)

@@ -1,4 +1,4 @@
-"""Models in GGUF files: numbers, order of heads, settings, tokenizers, and what is refused."""
+"""Models in GGUF files: numbers, order of heads, settings, tokenizers, and refused files."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def quantized(weight: np.ndarray[Any, Any], kind: str, seed: int) -> np.ndarray[Any, Any]:
-    """Returns a weight as a file has it. The library has no rounding for some types: for these,
-    blocks are drawn, with scales that make the weights as large as those given."""
+    """Returns a weight as stored in a file. For types that the library cannot quantize, it draws
+    random blocks, with scales that give weights of the same size."""
     type = gguf.GGMLQuantizationType[kind]
     with contextlib.suppress(NotImplementedError):
         return gguf.quantize(weight, type)
@@ -80,7 +80,7 @@ def quantized(weight: np.ndarray[Any, Any], kind: str, seed: int) -> np.ndarray[
 
 
 def permuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
-    """Interleaves the halves of each head's rows, as converters to GGUF do for llama."""
+    """Interleaves the two halves of each head's rows, as converters to GGUF do for llama."""
     half = weight.shape[0] // heads // 2
     return weight.reshape(heads, 2, half, -1).swapaxes(1, 2).reshape(weight.shape)
 
@@ -93,8 +93,8 @@ def unpermuted(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
 def write(
     path: Path, kind: str, name: str = "llama", *, drop: tuple[str, ...] = (), **changes: Any
 ) -> Any:
-    """Writes a model of random weights; returns transformers' with the numbers that the file has.
-    drop: settings to leave out."""
+    """Writes a model of random weights; returns transformers' model with the file's weights. drop:
+    settings to omit."""
     import transformers
 
     more = {"head_dim": 64} if name == "qwen3" else {}
@@ -178,7 +178,7 @@ def test_dequantized_weights_are_exact(kind: str, tmp_path: Path) -> None:
     assert (logits(model) - expected).norm() / expected.norm() < 1e-5
 
 
-def test_what_is_dequantized_may_be_of_floats(tmp_path: Path) -> None:
+def test_a_format_to_dequantize_may_be_a_float(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", "F16")
     loaded(resolve_model_path(str(tmp_path / "x.gguf")), wanted="float")
 
@@ -227,7 +227,7 @@ def test_generation(tmp_path: Path) -> None:
     llm.shutdown()
 
 
-def test_the_folder_is_made_once_for_each_content(tmp_path: Path) -> None:
+def test_the_folder_is_created_once_per_content(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     write(path, "Q8_0")
     first = resolve_model_path(str(path))
@@ -245,7 +245,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict(gguf.GGUFReader(path).fields)["general.architecture"]
     assert found.contents() == "llama"
     content = path.read_bytes()
-    # The type of a matrix becomes one that nothing is known of.
+    # The type of a matrix becomes an unknown one.
     at = content.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
     path.write_bytes(content[:at] + bytes([27]) + content[at + 1 :])
     with pytest.raises(ModelError, match=r"layers\.0\.attention\.qkv\.q\.weight has the type I64"):
@@ -273,11 +273,11 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama.attention.head_count", 0, "llama.attention.head_count must be an integer above 0"),
         ("llama.rope.freq_base", "x", "llama.rope.freq_base must be a number above 0, got x"),
         ("llama.rope.scaling.type", "linear", "the file has no llama.rope.scaling.factor"),
-        ("split.count", 3, "the file is one of 3 of its model; merge them"),
-        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer makes no sense: KeyError"),
+        ("split.count", 3, "the file is one of 3 parts of its model; merge them"),
+        ("tokenizer.ggml.model", "gpt2", "the file's tokenizer is invalid: KeyError"),
     ],
 )
-def test_settings_that_make_no_sense(
+def test_invalid_settings_are_refused(
     name: str, value: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.gguf"
@@ -298,7 +298,7 @@ def test_settings_that_make_no_sense(
 def test_a_factor_without_a_type_scales_positions(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Takes it for one of linear scaling, as llama.cpp does."""
+    """Checks that the model gets linear scaling, as in llama.cpp."""
     write(tmp_path / "x.gguf", "F16")
     read = GgufFile.__init__
 
@@ -343,7 +343,7 @@ TEXTS = [
 
 
 def _fields(hub: HubTokenizer, **more: Any) -> dict[str, Any]:
-    """Returns the settings that a file has of a tokenizer."""
+    """Returns a file's settings for a tokenizer."""
     vocab = sorted(hub.get_vocab(with_added_tokens=True).items(), key=lambda entry: entry[1])
     tokens = [token for token, _ in vocab]
     special = {token.content for token in hub.get_added_tokens_decoder().values() if token.special}
@@ -408,9 +408,9 @@ def test_byte_level_tokenizers(pre: str) -> None:
     assert files["generation_config.json"] == {"eos_token_id": [end]}
     assert files["tokenizer_config.json"]["eos_token"] == "<|im_end|>"
     assert files["tokenizer_config.json"]["chat_template"] == "{{ messages }}"
-    with pytest.raises(ModelError, match="splits text in the way 'mine'"):
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.pre is 'mine'"):
         tokenizer_files({**fields, "tokenizer.ggml.pre": "mine"})
-    # As llama.cpp begins texts where a file does not say it.
+    # As llama.cpp begins texts if a file does not specify it.
     begins = {**fields, "tokenizer.ggml.bos_token_id": 0}
     assert (_built(tokenizer_files(begins)).encode("a").ids[0] == 0) == (pre == "llama-bpe")
     unbegun = tokenizer_files({**begins, "tokenizer.ggml.add_bos_token": False})
@@ -457,7 +457,9 @@ def test_a_table_of_tokens_is_dequantized(tmp_path: Path) -> None:
     assert torch.equal(part, whole[3:9])
 
 
-def test_what_weights_become_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_formats_and_sizes_of_loaded_weights_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The bytes of each format add up to those of the model."""
     write(tmp_path / "x.gguf", "Q4_0")
     caplog.set_level("INFO")

@@ -23,7 +23,7 @@ def _head(tensors: int, entries: int) -> bytes:
 
 
 def _array(item: int, length: int) -> bytes:
-    """Returns a file with one setting: the begin of an array."""
+    """Returns a file with one setting: the beginning of an array."""
     return _head(0, 1) + struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", _ARRAY, item, length)
 
 
@@ -61,7 +61,7 @@ def test_a_header_of_too_many_values(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve_model_path(str(path))
 
 
-def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+def test_a_pipe_is_not_loaded(tmp_path: Path) -> None:
     path = tmp_path / "pipe.gguf"
     os.mkfifo(path)
     with pytest.raises(ModelError, match="not a regular file"):

@@ -1,4 +1,4 @@
-"""GGUF files of every family compute what the safetensors of the same weights compute."""
+"""GGUF files of every family give the same logits as safetensors of the same weights."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _WIDE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", _WIDE)
 @pytest.mark.parametrize("kind", ["Q8_0", "MXFP4"])
 def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in few bits, those that a file stacks too, against the same ones dequantized."""
+    """Weights in few bits, including stacked ones, against the same weights dequantized."""
     name, changes = CASES[case]
     monkeypatch.setitem(CASES, case, (name, {**changes, **_EVEN, **_WIDE[case]}))
     make(tmp_path, case)
@@ -86,7 +86,7 @@ def test_blocks(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_model_of_several_files(tmp_path: Path) -> None:
-    """Any of them stands for all, wherever the parts of a layer are."""
+    """Any part of a split file may be loaded, and finds the others."""
     make(tmp_path, "llama")
     write_twin(tmp_path, tmp_path / "twin.gguf", parts=3)
     write_twin(tmp_path, tmp_path / "whole.gguf")
@@ -95,7 +95,7 @@ def test_a_model_of_several_files(tmp_path: Path) -> None:
         folder = resolve_model_path(str(tmp_path / f"twin-0000{part}-of-00003.gguf"))
         assert torch.equal(logits(loaded(folder)), expected)
     (tmp_path / "twin-00002-of-00003.gguf").unlink()
-    with pytest.raises(ModelError, match=r"one of 3 files.*not there: twin-00002-of-00003\.gguf"):
+    with pytest.raises(ModelError, match=r"one of 3 files.*missing: twin-00002-of-00003\.gguf"):
         resolve_model_path(str(tmp_path / "twin-00001-of-00003.gguf"))
 
 
@@ -114,7 +114,7 @@ def test_settings_that_do_not_fit(
     make(tmp_path, "llama")
     write_twin(tmp_path, tmp_path / "twin.gguf", **settings)
     if message is None:
-        # Layers behind the last only draft.
+        # Layers after the last one are draft layers.
         loaded(resolve_model_path(str(tmp_path / "twin.gguf")))
         return
     with pytest.raises(ModelError, match=message):
@@ -122,7 +122,8 @@ def test_settings_that_do_not_fit(
 
 
 def test_files_of_floats_are_quantized_again(tmp_path: Path) -> None:
-    """The original has the names of published checkpoints, where these hold what a file does."""
+    """The original has the names of published checkpoints, as far as files contain the same
+    tensors."""
     make(tmp_path, "llama")
     write_twin(tmp_path, tmp_path / "twin.gguf")
     folder = resolve_model_path(str(tmp_path / "twin.gguf"))

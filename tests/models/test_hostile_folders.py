@@ -1,4 +1,4 @@
-"""Model folders and files that would block, never end, or break a library: each is one error."""
+"""Model folders and files that would block, never end, or break a library: each raises an error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ROOM = 1 << 40
 
 @pytest.fixture(autouse=True)
 def _no_hangs() -> Iterator[None]:
-    """Ends a test that waits for a pipe, or reads a device."""
+    """Ends a test that waits for a pipe or reads an endless device."""
 
     def stop(*_: object) -> None:
         raise TimeoutError("a file was read without an end")
@@ -186,7 +186,7 @@ def test_files_of_quantize(tmp_path: Path, kind: str) -> None:
             _EMBEDDED,
             "model",
             tmp_path / "out",
-            Recipe.of("rtn", group_size=64),
+            Recipe.with_defaults("rtn", group_size=64),
             Options(data=file),
         )
 

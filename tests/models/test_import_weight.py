@@ -1,4 +1,4 @@
-"""Imports that wait: torch is imported only once an engine is built."""
+"""Late imports: torch is imported only when an engine is built."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_light_imports(code: str) -> None:
 
 
 def test_the_server_needs_no_torch() -> None:
-    """The API process starts the engine's, and should do so at once."""
+    """The API process starts the engine's process, and should do so quickly."""
     check = (
         "import quire.cli.serve, quire.engine.process.client, quire.server.app\n"
         "import sys\nprint('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Models with latent attention: what they keep of a token, their formats, and what is refused."""
+"""Models with latent attention: cached latents, formats, and refused options."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_an_engine_that_preempts_and_finds_prefixes(deepseek: tuple[Path, Any]) 
 def test_latents_in_8_bits(
     kind: str, bound: float, size: int, deepseek: tuple[Path, Any], tmp_path: Path
 ) -> None:
-    """Logits move by little, and answers depend neither on chunks nor on what is cached."""
+    """Logits change only a little, and answers depend neither on chunks nor on cache hits."""
     model = load(deepseek[0])
     scales = head_scales(model, deepseek[0], "auto") if kind == "fp8_e4m3" else None
     assert scales is None or scales.shape == (3, 2, 1)
@@ -140,7 +140,7 @@ def test_latents_in_8_bits(
     assert all(answer == answers[0] for answer in answers)
 
 
-def test_the_layer_that_drafts_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
+def test_the_draft_layer_is_skipped(deepseek: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = deepseek
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     tensors = load_file(folder / "model.safetensors")
@@ -181,13 +181,13 @@ def test_scores_of_extended_positions() -> None:
         ({**LITE, "mlp_layer_types": ["sparse"]}, "mlp_layer_types must give each of 2 layers"),
     ],
 )
-def test_what_is_not_implemented_is_refused(config: dict[str, Any], words: str) -> None:
+def test_unsupported_options_are_refused(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ModelError, match=words):
         spec_from_config(config)
 
 
-def test_drafts_beside_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
-    """Steps are measured without rows, of which latents are to be widened."""
+def test_drafts_work_with_latents_in_eight_bits(deepseek: tuple[Path, Any]) -> None:
+    """Costs are measured with steps without rows, which have no latents to dequantize."""
     found = []
     for settings in ({}, {"speculative": {"method": "suffix", "lookup_min": 1}}):
         llm = LLM(

@@ -1,4 +1,4 @@
-"""Two ranks that share a model's layers give the tokens of one."""
+"""Two ranks with tensor parallelism give the tokens of one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from quire.models.kv_scales import head_scales
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.parallel.sharding import ShardSpec
 from tests.gloo_ranks import on_ranks
+from tests.models import checkpoints
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
 from tests.slow import some
@@ -22,11 +23,22 @@ CASES = ["qwen3-tied-bias", "llama-mqa-tied", "gpt2", "qwen3-window"]
 """Two KV heads over two ranks, one KV head that both hold, LayerNorm and biases, two KV groups; a
 vocabulary that does not divide evenly in all of them. The first two also with 8-bit KV, where each
 rank has the scales of its own heads."""
-FURTHER = [
+VARIANTS = [
     "cohere2-bias", "deepseek-v3", "exaone4", "gemma2", "gemma3-linear", "gemma4-moe", "glm",
     "glm4", "granite", "ministral", "ministral3", "olmo2", "olmo2-mqa", "olmo3", "phi3",
     "phi3-short", "qwen3-next", "qwen3.5", "seed-oss", "smollm3-window",
 ]  # fmt: skip
+"""Cases that test more than their family's first one."""
+
+
+def _further() -> list[str]:
+    """Returns the variants, and the first case of each family that has none here."""
+    found = {checkpoints.CASES[case][0]: case for case in (*CASES, *VARIANTS)}
+    first = {family: case for case, (family, _) in reversed(checkpoints.CASES.items())}
+    return [*VARIANTS, *(case for family, case in first.items() if family not in found)]
+
+
+FURTHER = _further()
 """A checkpoint of each other family."""
 
 
@@ -62,21 +74,21 @@ def test_two_ranks_give_the_tokens_of_one(tmp_path: Path) -> None:
 
 
 class Ranked(SingleGroup):
-    """Only says that there are more ranks, to build one rank's share."""
+    """A group that only reports its size, to build one rank's part of a model."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
         self.world = world
 
 
-def test_heads_that_cannot_be_shared_out(tmp_path: Path) -> None:
+def test_heads_that_do_not_divide_over_ranks(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     spec = spec_from_config(load_config(tmp_path))
     with pytest.raises(ConfigError, match="6 attention heads"):
         build_model(spec, device="meta", group=Ranked(0, 4))
 
 
-def test_a_width_that_cannot_be_shared_out(tmp_path: Path) -> None:
+def test_a_width_that_does_not_divide_over_ranks(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     spec = spec_from_config({**load_config(tmp_path), "intermediate_size": 171})
     with pytest.raises(ConfigError) as told:

@@ -1,7 +1,7 @@
-"""Rotary rows and cache slots of tokens, by absolute place, in every family.
+"""Rotary rows and cache slots of tokens, by absolute position, in every family.
 
-A shift of all positions alike changes no logits where positions are relative, so that comparing
-logits with those of transformers does not tell.
+With relative positions, an equal shift of all positions changes no logits, so comparing logits with
+those of transformers would not find it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_rows_turn_by_their_positions(model: Decoder) -> None:
 
 
 def test_a_token_takes_the_row_of_its_position(model: Decoder) -> None:
-    """All rows but those of a step's tokens are NaN."""
+    """All rows except those of a step's tokens are NaN."""
     whole = [table.cos_sin.clone() for table in _tables(model)]
     harness = Harness(model)
     row, first = harness.add(PROMPT), 0
@@ -81,8 +81,8 @@ def _stored(harness: Harness) -> list[tuple[int, Tensor]]:
     return found
 
 
-def test_a_token_takes_its_slot_and_reads_no_other(model: Decoder) -> None:
-    """One cache is huge where nothing is written, the other zero; logits are alike."""
+def test_a_token_writes_its_slot_and_reads_only_its_own_context(model: Decoder) -> None:
+    """Unwritten slots are huge in one cache and zero in the other; logits are equal."""
     clean, filled = Harness(model), Harness(model)
     caches = _stored(filled)
     assert caches

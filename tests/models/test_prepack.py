@@ -75,7 +75,7 @@ def test_values_of_every_size() -> None:
     [torch.full((4, 4), 1 / 3), torch.zeros(4, 4), torch.full((4, 4), torch.inf)],
     ids=["fp32", "zero", "infinite"],
 )
-def test_what_fp16_cannot_hold(values: torch.Tensor) -> None:
+def test_values_that_fp16_cannot_hold_are_not_prepacked(values: torch.Tensor) -> None:
     assert prepacked.prepack(Weight.plain(values)) is None
 
 

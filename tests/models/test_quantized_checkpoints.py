@@ -1,4 +1,4 @@
-"""Quantized checkpoints: read to the number, cut for ranks, or refused by name."""
+"""Quantized checkpoints: read exactly, sliced for ranks, or refused with the option's name."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def logits(model: Decoder) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_original_layout(case: str, tmp_path: Path) -> None:
     exact = make_quantized(tmp_path, case)
     model = loaded(tmp_path)
     found = {name: own for name, _, own in projections(model)}
@@ -99,7 +99,7 @@ COMPRESSED = [
 
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_the_layouts_are_those_of_the_library(case: str) -> None:
-    """The library, if installed, reads the same numbers as the tests wrote."""
+    """The library, if installed, reads the same weights."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
@@ -139,7 +139,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     for folder, given in zip(folders, found[0], strict=True):
         expected = logits(loaded(folder))
         error = (torch.tensor(given) - expected).norm() / expected.norm()
-        # A rank takes the scales of tokens from its own share of the inputs.
+        # A rank computes per-token scales from its own part of the inputs.
         assert error < (0.25 if folder.name in ROUNDS_INPUTS else 1e-5), folder.name
 
 
@@ -148,7 +148,7 @@ def test_projections_with_orders_of_their_own_are_kept_apart(tmp_path: Path) -> 
     layer = loaded(tmp_path).layers[0]
     assert len(layer.attention.qkv.stacks) == 3
     assert len(layer.mlp.up.stacks) == 2
-    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up: its outputs have 2 weights"):
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up has 2 weights instead of one"):
         _ = layer.mlp.up.weight
 
 
@@ -205,7 +205,8 @@ def test_modules_may_have_settings_of_their_own(tmp_path: Path) -> None:
 
 
 def test_the_second_name_of_gptq_formats(tmp_path: Path) -> None:
-    """Reads `format`, as transformers 5 calls `checkpoint_format`: zeros are stored otherwise."""
+    """Reads `format`, which is transformers 5's name of `checkpoint_format` and changes the stored
+    zeros."""
     exact = make_quantized(tmp_path, "gptq-asym-v2")
     configure(tmp_path, lambda own: own.update(format=own.pop("checkpoint_format")))
     for name, _, own in projections(loaded(tmp_path)):
@@ -224,10 +225,10 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("gptq", _set("quant_method", "bitsandbytes"), "quantized by bitsandbytes"),
     ("gptq", _set("quant_method", "hqq"), "quantized by hqq"),
     ("gptq", _set("quant_method", ["gptq"]), r"quantized by \['gptq'\]"),
-    ("gptq", _set("bits", 3), "bits 3; known are: 4, 8"),
+    ("gptq", _set("bits", 3), "bits 3; expected one of: 4, 8"),
     ("gptq", _set("checkpoint_format", "marlin"), "checkpoint_format 'marlin'"),
     ("gptq", _set("group_size", 20), "group_size 20"),
-    ("gptq", _set("dynamic", {"+:(": {}}), r"'\+:\(' is no regular expression"),
+    ("gptq", _set("dynamic", {"+:(": {}}), r"'\+:\(' is not a regular expression"),
     (
         "gptq-asym",
         _set("meta", {"quantizer": ["gptqmodel:5.0.0"]}),
@@ -236,7 +237,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("awq", _set("version", "gemv"), "version 'gemv'"),
     ("awq", lambda c: c.update(version=None, format="gemv"), "version 'gemv'"),
     ("awq", _set("zero_point", False), "awq without zero points"),
-    ("fp8-blocks", _set("activation_scheme", "static"), "fixed scale of activations"),
+    ("fp8-blocks", _set("activation_scheme", "static"), "static activation scales"),
     ("fp8-blocks", _set("weight_block_size", [128]), "weight_block_size must be two sizes"),
     ("fp8-blocks", _set("fmt", "e5m2"), "fmt 'e5m2'"),
     ("w4a16", _set("format", "marlin-24"), "format 'marlin-24'"),
@@ -244,14 +245,14 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("w4a16", _weights(num_bits=3), "num_bits 3"),
     ("w4a16", _weights(strategy="tensor_group"), "strategy 'tensor_group'"),
     ("w8a8", _weights(type="float"), "type float in the format int-quantized"),
-    ("mxfp4", _weights(num_bits=8), "num_bits 8; known are: 4"),
-    ("mxfp4", _weights(strategy="channel"), "strategy 'channel'; known are: group"),
-    ("mxfp4", _weights(symmetric=False), "symmetric False; known are: True"),
+    ("mxfp4", _weights(num_bits=8), "num_bits 8; expected one of: 4"),
+    ("mxfp4", _weights(strategy="channel"), "strategy 'channel'; expected one of: group"),
+    ("mxfp4", _weights(symmetric=False), "symmetric False; expected one of: True"),
 ]
 
 
 @pytest.mark.parametrize(("case", "change", "message"), REFUSED)
-def test_what_is_not_known_is_refused(
+def test_unknown_quantization_settings_are_refused(
     case: str, change: Callable[[dict[str, Any]], None], message: str, tmp_path: Path
 ) -> None:
     make_quantized(tmp_path, case)
@@ -262,23 +263,23 @@ def test_what_is_not_known_is_refused(
 
 Q = "model.layers.1.self_attn.q_proj"
 BROKEN: list[tuple[str, str, Callable[[Tensor], object], str]] = [
-    ("gptq", "qzeros", lambda t: t.fill_(0x66666666), "has other zeros than 7 or 8"),
-    ("gptq", "qzeros", lambda t: t[0].fill_(0x78787878), "has other zeros than 7 or 8"),
+    ("gptq", "qzeros", lambda t: t.fill_(0x66666666), "has zeros that are not all 7 or 8"),
+    ("gptq", "qzeros", lambda t: t[0].fill_(0x78787878), "has zeros that are not all 7 or 8"),
     ("gptq", "g_idx", lambda t: t[0].fill_(1), "out of order, unlike the config"),
     ("gptq", "bias", lambda t: t[0].fill_(1), "is a bias that is not zero"),
-    ("gptq-act-order", "g_idx", lambda t: t[0].fill_(2), "groups that are not among the 2"),
+    ("gptq-act-order", "g_idx", lambda t: t[0].fill_(2), "group indices outside 0 to 1"),
     ("gptq-act-order", "g_idx", lambda t: t.zero_(), "puts more than 32 inputs into a group"),
     ("gptq", "scales", lambda t: t[0, 3].fill_(-1), "scales that are not positive"),
     ("awq", "scales", lambda t: t[1, 3].fill_(torch.inf), "scales that are not positive"),
     ("w4a16", "weight_shape", lambda t: t[0].fill_(1), r"holds \[1, 48\], expected \[48, 48\]"),
     ("fp8-static", "input_scale", lambda t: t.fill_(0), "scales that are not positive"),
-    ("fp8-blocks", "weight", lambda t: t[3, 4].fill_(torch.nan), "values that are no numbers"),
-    ("mxfp4", "weight_scale", lambda t: t[0, 0].fill_(255), "scales that are no numbers"),
+    ("fp8-blocks", "weight", lambda t: t[3, 4].fill_(torch.nan), "values that are NaN"),
+    ("mxfp4", "weight_scale", lambda t: t[0, 0].fill_(255), "scales that are NaN"),
 ]
 
 
 @pytest.mark.parametrize(("case", "tensor", "change", "message"), BROKEN)
-def test_stored_values_that_make_no_sense_are_named(
+def test_insane_stored_values_are_named(
     case: str, tensor: str, change: Callable[[Tensor], object], message: str, tmp_path: Path
 ) -> None:
     make_quantized(tmp_path, case)
@@ -308,7 +309,7 @@ def test_a_quantized_checkpoint_is_not_quantized_again(tmp_path: Path) -> None:
 def test_random_weights_are_not_made_in_a_checkpoints_format(tmp_path: Path) -> None:
     make_quantized(tmp_path, "gptq")
     (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match="dummy weights are floats, and the checkpoint's layers"):
+    with pytest.raises(ModelError, match="dummy weights cannot be stored in the checkpoint"):
         loaded(tmp_path, load_format="dummy")
 
 

@@ -1,4 +1,4 @@
-"""Experts in few bits, and in all layouts of checkpoints: read to the number, and cut for ranks."""
+"""Experts in few bits, in all layouts of checkpoints: read exactly and sliced for ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def experts_of(model: Decoder, layer: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_weights_are_those_that_the_layout_stands_for(case: str, tmp_path: Path) -> None:
+def test_weights_equal_those_of_the_original_layout(case: str, tmp_path: Path) -> None:
     exact = make_quantized(tmp_path, case, "qwen3-moe")
     model = loaded(tmp_path)
     for name, found in experts_of(model, 1).items():
@@ -151,7 +151,8 @@ def test_fused_tensors_are_the_same_experts(tmp_path: Path) -> None:
 
 
 def make_mxfp4(folder: Path) -> Any:
-    """Saves a gpt-oss with random blocks and scales; returns what transformers makes of them."""
+    """Saves a gpt-oss with random blocks and scales; returns the weights that transformers
+    reads."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     oracle = make(folder, "gpt-oss")

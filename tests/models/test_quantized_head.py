@@ -1,4 +1,4 @@
-"""A head in 8 bits: its own copy where it is tied, exact to its format, cut for ranks."""
+"""A head in 8 bits: a separate copy if it is tied, exact in its format, sliced for ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quire import LLM, SamplingParams
-from quire.config import EngineArgs
+from quire.config import QUANTIZATIONS, EngineArgs
 from quire.errors import ConfigError, ModelError
 from quire.layers.build import Build
 from quire.layers.embedding import LMHead
@@ -21,6 +21,7 @@ from quire.models.stages import build_stage, stage_layers
 from quire.ops.reference.quantized import dequantize
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.quantization import quantization_of
+from quire.quantization.rounding import FLOAT, FORMATS
 from tests.gloo_ranks import on_ranks
 from tests.models.checkpoints import make
 from tests.models.harness import Harness
@@ -30,6 +31,12 @@ from tests.quantization.test_quantization import Share
 
 STEP = {"int8": 1 / 254, "fp8": 1 / 16}
 """The largest error of a weight: of its output's largest, or of its own size."""
+
+
+def test_every_name_has_a_format() -> None:
+    assert {*FORMATS, FLOAT} == {name for name in QUANTIZATIONS if "=" not in name}
+    heads = {name.removeprefix("head=") for name in QUANTIZATIONS if "=" in name}
+    assert heads <= set(FORMATS)
 
 
 @pytest.mark.parametrize("form", ["int8", "fp8"])
@@ -48,7 +55,7 @@ def test_only_the_head_is_rounded(case: str, form: str, tmp_path: Path) -> None:
     size = exact.abs().amax(1, keepdim=True) if form == "int8" else exact.abs()
     floor = 0.0 if form == "int8" else float(own.head.weight.scales.max()) * 2.0**-10
     assert ((rounded - exact).abs() <= size * STEP[form] * 1.001 + floor).all()
-    # The same hidden states are multiplied by what the format stands for, no more.
+    # Logits equal the hidden states times the dequantized weights.
     expected, found = logits(plain), logits(own)
     hidden = torch.randn(5, plain.spec.hidden_size)
     wanted = hidden.double() @ dequantize(own.head.weight, torch.float64).T
@@ -75,7 +82,7 @@ def test_layers_may_be_those_of_a_quantized_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_may_bring_a_quantized_head(tmp_path: Path) -> None:
-    """compressed-tensors counts the head among `Linear`, where it is not ignored."""
+    """compressed-tensors counts the head as a `Linear`, unless it is ignored."""
     make_quantized(tmp_path, "w8a8-asym")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -147,19 +154,19 @@ def test_two_ranks_share_the_head(tmp_path: Path) -> None:
     assert found == [expected, expected]
 
 
-def test_what_is_no_format_of_a_head_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_format_for_the_head_is_refused(tmp_path: Path) -> None:
     for wrong in ("head=int4", "head=", "int8,head=w8a8", ""):
         with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got"):
             EngineArgs(quantization=wrong)
     for wrong in ("int8,int4", "head=int8,head=fp8", "int3"):
-        with pytest.raises(ConfigError, match=f"unknown quantization '{wrong}'; known are, one"):
+        with pytest.raises(ConfigError, match=f"unknown quantization '{wrong}'; give a format"):
             quantization_of(wrong)
     make_quantized(tmp_path, "w4a16")
     with pytest.raises(ConfigError, match="unknown quantization 'head=int8,head=int8'"):
         loaded(tmp_path, wanted="head=int8,head=int8")
 
 
-def test_a_cpu_holds_it_once() -> None:
+def test_a_cpu_holds_a_tied_head_once() -> None:
     build = Build(SingleGroup(), quantization_of("head=int8"), torch.device("cpu"), torch.float32)
     head = LMHead(512, 512, build.within("head"))
     for part in head.slices():
@@ -173,7 +180,7 @@ def test_a_cpu_holds_it_once() -> None:
 
 
 def test_an_engine_with_it_gives_logprobs_and_takes_drafts() -> None:
-    """Both read the head of several positions of a row; drafts change no token."""
+    """Both kinds compute logits of several positions per row, and drafts change no token."""
     settings: dict[str, Any] = {
         "device": "cpu", "quantization": "head=int8", "num_kv_blocks": 64,
         "max_num_batched_tokens": 128,

@@ -1,4 +1,4 @@
-"""Checkpoints for timing starts are what the strict loader wants."""
+"""Random checkpoints for timing starts pass the strict loader."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GPT2 = {
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["qwen3", "gpt2"])
-def test_the_loader_takes_it(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_loader_accepts_the_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
     source, target = tmp_path / "config", tmp_path / "checkpoint"
     source.mkdir()
     (source / "config.json").write_text(json.dumps(config))

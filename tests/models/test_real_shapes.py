@@ -1,4 +1,4 @@
-"""Published shapes: what a family builds of a real config.json, without weights."""
+"""Published shapes: models that families build from a real config.json, without weights."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_parameters_as_transformers_counts_them(name: str) -> None:
     found = sum(parameter.numel() for parameter in model.parameters())
     scalars = [key for key, _ in oracle.named_buffers() if key.endswith("layer_scalar")]
     assert found == sum(parameter.numel() for parameter in oracle.parameters()) + len(scalars)
-    # A window of a published config counts.
+    # The sliding window of a published config is used.
     assert {m.window for m in spec.attention} <= {None, config.to_dict().get("sliding_window")}
 
 
@@ -142,7 +142,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence() -> None:
         ({"long_factor": ["a"] * 8}, "long_factor must be a positive number"),
     ],
 )
-def test_longrope_that_makes_no_sense(change: dict[str, Any], message: str) -> None:
+def test_invalid_longrope_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         spec_from_config({**PHI, "rope_scaling": {**PHI["rope_scaling"], **change}})
 
@@ -176,7 +176,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("family", "change", "message"), REFUSED)
-def test_what_is_refused_is_named(family: str, change: dict[str, Any], message: str) -> None:
+def test_a_refused_option_is_named(family: str, change: dict[str, Any], message: str) -> None:
     config = {**PHI, "rope_scaling": None, "num_hidden_layers": 2, **change}
     config["architectures"] = [f"{family}ForCausalLM"]
     with pytest.raises(ModelError, match=f"config.json: .*{message}"):

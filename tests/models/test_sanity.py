@@ -1,4 +1,4 @@
-"""Weights that make no sense end the start, and the checkpoint's name of them is told."""
+"""Insane weights end the start with an error that has their name in the checkpoint."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def rounded(config: dict[str, Any], kind: str) -> Decoder:
-    """Returns a model of random weights that are rounded."""
+    """Returns a model of random weights, quantized."""
     torch.manual_seed(0)
     model = build_model(
         spec_from_config(config),
@@ -72,7 +72,7 @@ def part_of(model: nn.Module, name: str, start: int, end: int) -> Any:
     return layer.weight.rows(start, end)
 
 
-def test_what_makes_sense_is_taken(model: Decoder) -> None:
+def test_sane_weights_are_accepted(model: Decoder) -> None:
     family = family_named(model.spec.family)
     assert family is not None
     check_weights(model, family)
@@ -87,7 +87,7 @@ ONE_PROJECTION: list[tuple[Callable[[Any], object], str]] = [
 
 @pytest.mark.parametrize(("spoil", "message"), ONE_PROJECTION)
 @pytest.mark.parametrize("kind", ["int4", "fp8", "int8"])
-def test_one_projection_of_several_that_share_a_weight(
+def test_a_broken_projection_of_a_stacked_weight_is_named(
     kind: str, spoil: Callable[[Any], object], message: str
 ) -> None:
     model = rounded(DENSE, kind)
@@ -97,7 +97,7 @@ def test_one_projection_of_several_that_share_a_weight(
     assert message in problem(model)
 
 
-def test_zeros_that_are_wrong_by_one() -> None:
+def test_zero_points_that_are_off_by_one() -> None:
     model = rounded(DENSE, "int4")
     zeros = part_of(model, "layers.0.mlp.up", 192, 384).zeros
     zeros.add_(3)
@@ -111,14 +111,12 @@ def test_a_fixed_scale_of_inputs() -> None:
     huge = copy.copy(stack.weight)
     object.__setattr__(huge, "input_scale", torch.tensor([1e6]))
     object.__setattr__(stack, "weight", huge)
-    assert "model.layers.0.mlp.down_proj rounds its inputs by a fixed scale of 1e+06" in problem(
-        model
-    )
+    assert "model.layers.0.mlp.down_proj has a static input scale of 1e+06" in problem(model)
 
 
-def test_one_expert_of_many() -> None:
+def test_one_broken_expert_is_named() -> None:
     model = rounded(EXPERTS, "int4")
-    # Expert 70's second projection, behind the first ones that are looked at together.
+    # Expert 70's second projection, which is outside the first group of checked experts.
     place = (70 * 2 + 1) * 64
     weight = part_of(model, "layers.1.mlp.up", place, place + 64)
     weight.scales.zero_()

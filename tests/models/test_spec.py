@@ -1,4 +1,4 @@
-"""config.json in all its forms becomes the right architecture."""
+"""config.json in all its forms gives the right architecture."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_published_shapes(name: str) -> None:
 
 
 @needs_data
-def test_stories_checkpoint_tells_its_story() -> None:
+def test_the_stories_checkpoint_generates_its_text() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     folder = DATA / "models" / "stories260K"
     model = build_model(spec_from_config(load_config(folder)), device="cpu")
@@ -137,19 +137,19 @@ BAD = {
     "name", ["hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"]
 )
 @pytest.mark.parametrize("value", [10**9, 10**12, 10**400])
-def test_sizes_that_no_model_has(name: str, value: int) -> None:
+def test_implausibly_large_sizes_are_refused(name: str, value: int) -> None:
     with pytest.raises(ModelError, match=f"{name} must be at most") as caught:
         spec_from_config({**LLAMA, name: value})
     assert len(str(caught.value)) < 200
 
 
-def test_token_ids_that_no_tokenizer_has() -> None:
+def test_implausibly_large_token_ids_are_refused() -> None:
     with pytest.raises(ModelError, match="eos_token_id must be token ids"):
         spec_from_config({**LLAMA, "eos_token_id": [2, 10**12]})
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_settings_that_make_no_sense(name: str) -> None:
+def test_invalid_settings_are_refused(name: str) -> None:
     value, message = BAD[name]
     with pytest.raises(ModelError, match=message):
         spec_from_config({**LLAMA, name: value})
@@ -245,9 +245,7 @@ def test_layer_types_must_fit() -> None:
     ],
 )
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "GPT2"])
-def test_keys_that_are_not_implemented_are_refused_by_name(
-    extra: dict[str, Any], family: str
-) -> None:
+def test_unsupported_keys_are_refused_by_name(extra: dict[str, Any], family: str) -> None:
     name = next(iter(extra))
     if name == "layer_types" and family in ("Mistral", "Qwen2", "Qwen3"):
         pytest.skip("implemented")
@@ -266,7 +264,7 @@ def test_a_cap_that_published_code_does_not_apply_is_refused(family: str) -> Non
         spec_from_config(config)
 
 
-def test_keys_that_change_nothing_are_taken() -> None:
+def test_keys_that_change_nothing_are_accepted() -> None:
     harmless = {
         "layer_types": ["full_attention"] * 2,
         "no_rope_layers": [1, 1],

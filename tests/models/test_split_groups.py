@@ -1,4 +1,4 @@
-"""8-bit floats in groups, over ranks whose shares of a layer's inputs cut groups."""
+"""8-bit floats in groups, on ranks whose parts of a layer's inputs split groups."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FORM = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=32, inputs
 
 
 class _Told(SingleGroup):
-    """Records what a rank tells the others, or answers with what all told."""
+    """Records the messages a rank sends to the others, or replays the messages of all ranks."""
 
     def __init__(self, rank: int, world: int, answer: list[Tensor] | None = None) -> None:
         self.rank, self.world, self.answer = rank, world, answer

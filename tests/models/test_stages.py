@@ -1,4 +1,4 @@
-"""Models in stages give the logits of one decoder, to the bit, and read their checkpoints as
+"""Models in stages give the logits of one decoder, to the bit, and check checkpoints as
 strictly."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZED = ["gptq", "mxfp4", "w8a8"]
 
 
 class Links:
-    """Passes hidden states within the process."""
+    """Sends hidden states within the process."""
 
     def __init__(self) -> None:
         self._sent: deque[Tensor] = deque()
@@ -61,7 +61,7 @@ def stages_of(folder: Path, count: int) -> list[StageDecoder]:
 
 
 class Chain:
-    """All stages of a model, which a `Harness` takes for a decoder."""
+    """All stages of a model, with the interface of a decoder for `Harness`."""
 
     def __init__(self, whole: Any, stages: Sequence[StageDecoder]) -> None:
         self.spec, self.dtype, self.device = whole.spec, whole.dtype, whole.device
@@ -94,7 +94,7 @@ def test_stages_give_the_tokens_of_one_decoder(case: str, tmp_path: Path) -> Non
         assert {each.kind for each in own} == {group.kind}
 
 
-def test_every_stage_refuses_what_does_not_fit(tmp_path: Path) -> None:
+def test_every_stage_refuses_a_checkpoint_that_does_not_fit(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)

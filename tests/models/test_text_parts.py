@@ -61,7 +61,7 @@ def make(folder: Path, case: str) -> Any:
     redraw(model, 0.15 if name.startswith("Gemma") else 1.0)
     model.save_pretrained(folder)
     if name == "Kimi_K25":
-        # As it is published: transformers writes names of its vision model's layers for these, too.
+        # As published: transformers would save these under names of its vision model's layers.
         file = folder / "model.safetensors"
         tensors = load_file(file)
         names = {key: key.replace(".model.blocks.", ".model.layers.") for key in tensors}
@@ -111,7 +111,7 @@ def test_names_of_older_checkpoints() -> None:
     assert not FAMILY.ignored.search("model.embed_tokens.weight")
 
 
-def test_what_the_whole_config_says(tmp_path: Path) -> None:
+def test_end_tokens_and_refusals_come_from_the_outer_config(tmp_path: Path) -> None:
     make(tmp_path, "gemma3")
     config = json.loads((tmp_path / "config.json").read_text())
     config["text_config"].pop("eos_token_id")

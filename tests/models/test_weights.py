@@ -1,4 +1,4 @@
-"""The loader takes exactly what fits, wherever it lies, and says what does not."""
+"""The loader accepts exactly the tensors that fit, from any file, and names the others."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_sharded_index_naming_absent_files(tmp_path: Path) -> None:
     "text",
     ["", "[]", "[" * 100_000, '{"weight_map": {"a": 5}}', '{"weight_map": {"a": "x\\u0000"}}'],
 )
-def test_an_index_that_makes_no_sense(text: str, tmp_path: Path) -> None:
+def test_an_invalid_index_is_refused(text: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ModelError, match=r"is not a valid index|names files that are not there"):
@@ -139,7 +139,7 @@ ERRORS: dict[str, tuple[str, Change, str]] = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_what_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_named(name: str, tmp_path: Path) -> None:
     case, change, message = ERRORS[name]
     make(tmp_path, case)
     edit(tmp_path, change)
@@ -173,7 +173,7 @@ def test_gpt2_with_the_names_of_its_first_release(tmp_path: Path) -> None:
     assert same(before, load(tmp_path))
 
 
-def test_files_that_are_not_there_or_broken(tmp_path: Path) -> None:
+def test_missing_or_broken_files_are_refused(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     model = empty(tmp_path)
     file = tmp_path / "model.safetensors"

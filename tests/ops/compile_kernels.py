@@ -1,4 +1,5 @@
-"""Compiles for a GPU what tests of kernels launch: the interpreter takes more than the compiler.
+"""Compiles the kernels that tests launch for a GPU, because the interpreter accepts more than the
+compiler.
 
     python -m tests.ops.compile_kernels [FILE ...]     # default: every test of kernels, 3 minutes
     python -m tests.ops.compile_kernels --card sm_80   # for an older card
@@ -59,11 +60,11 @@ GLUON_TESTS = [
 
 
 class StoppedError(Exception):
-    """Ends a compilation behind the front end."""
+    """Ends a compilation after the front end."""
 
 
 class Driver:
-    """Stands for the driver of a card that is not there."""
+    """A stand-in for the driver of a missing card."""
 
     def __init__(self, card: launch.DeviceTraits) -> None:
         major, minor = card.capability
@@ -143,7 +144,7 @@ class Compiler:
         triton.runtime.driver.set_active(Driver(card))
         launch.INTERPRETED = card
         launch._cuda_traits = lambda index, pdl: card
-        # One after the other: a compilation beside the test has no test to name.
+        # One after the other: in another thread, a compilation could not name its test.
         launch.compiling = lambda workers: contextlib.nullcontext()
 
     def _watch(self, source_class: type[ASTSource], *, gluon: bool) -> None:
@@ -168,7 +169,7 @@ class Compiler:
 
 
 def skip_checks() -> None:
-    """Lets tests go on to their next launch: nothing has been computed that they could check."""
+    """Lets tests continue to their next launch, because there are no computed results to check."""
     torch.testing.assert_close = lambda *args, **options: None
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda *args: (9, 0)

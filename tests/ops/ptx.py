@@ -33,7 +33,8 @@ def _words(values: NDArray[np.float64], kind: str) -> Words:
 
 
 def _permute(low: Words, high: Words, places: Words) -> Words:
-    """Bytes of a pair of words; a place with its fourth bit set has copies of a byte's first."""
+    """Selects bytes of a pair of words (prmt). If bit 3 of a selector is set, the byte's sign bit
+    is replicated."""
     pair = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
     out = np.zeros_like(pair)
     for byte in range(4):
@@ -98,8 +99,7 @@ def _product(op: str, a: list[Words], b: list[Words], c: list[Words]) -> list[Wo
 
 
 class _Shared:
-    """The shared memory of the running program, in words. Words that were not written are
-    undefined."""
+    """The shared memory of the running program, in words. Unwritten words are undefined."""
 
     words = np.zeros(0, np.uint32)
 
@@ -175,14 +175,14 @@ class _Threads:
 
 
 def _narrow(values: list[Words]) -> Words:
-    """Two fp32 numbers as bytes of 8-bit floats, the first of them in the high one."""
+    """Converts two fp32 numbers to 8-bit floats, the first in the high byte."""
     numbers = np.stack([values[1], values[0]], -1).view(np.float32)
     bytes_ = torch.from_numpy(numbers.copy()).clamp(-448, 448).to(torch.float8_e4m3fn)
     return bytes_.view(torch.int16).numpy().view(np.uint16)[..., 0].astype(np.uint32)
 
 
 def _widened(values: list[Words]) -> Words:
-    """Bytes of two 8-bit floats as fp16 numbers."""
+    """Converts two 8-bit floats to fp16."""
     halves = torch.from_numpy(values[0].astype(np.uint16).view(np.int16)[..., None].copy())
     return _words(halves.view(torch.float8_e4m3fn).double().numpy(), "f16")
 
@@ -269,5 +269,5 @@ def _create(
 
 
 def install() -> None:
-    """Lets the interpreter run inline assembly, in this process, for good."""
+    """Makes the interpreter run inline assembly in this process, permanently."""
     interpreter.InterpreterBuilder.create_inline_asm = _create

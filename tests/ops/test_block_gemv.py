@@ -1,4 +1,5 @@
-"""Products of one row and 8-bit floats that round the row themselves, against float64."""
+"""Products of one row and 8-bit float weights, which round the row in the same kernel, against
+float64."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ FORM = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=128, inputs
 def drawn(outputs: int, inputs: int) -> Weight:
     weight = Weight.empty(FORM, outputs, inputs, DEVICE)
     weight.values.copy_((torch.randn(outputs, inputs, device=DEVICE) * 60).clamp(-448, 448))
-    # The smallest numbers too, which have no leading one.
+    # This includes subnormal numbers.
     weight.values.view(torch.uint8)[:, ::7] %= 8
     assert weight.scales is not None
     weight.scales.uniform_(0.005, 0.015)
@@ -52,7 +53,7 @@ Case = tuple[int, int, BlockPlan]
 )
 def test_products(case: Case, act: str | None, norm: bool, residual: bool) -> None:
     """Inputs of a group may be far larger than others, or all 0. The row is rounded as by the
-    kernel that rounds it apart: its numbers and scales leave nothing but the sums' own error."""
+    separate rounding kernel, so only the rounding of sums differs."""
     torch.manual_seed(0)
     outputs, inputs, plan = case
     weight = drawn(outputs * (2 if act == "silu_and_mul" else 1), inputs)
@@ -79,7 +80,7 @@ def test_products(case: Case, act: str | None, norm: bool, residual: bool) -> No
     assert float((out.double() - wanted).norm() / wanted.norm()) < 5e-3
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     args = LinearArgs(torch.ones(1, 512, device=DEVICE).bfloat16(), drawn(16, 512))
     assert takes(args)
     assert plans_of(args)

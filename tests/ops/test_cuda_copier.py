@@ -1,4 +1,4 @@
-"""The copies that a GPU does, with kernels interpreted and streams that only keep count."""
+"""Copies on a GPU, with interpreted kernels and fake streams that only count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Event:
 
 
 class Stream:
-    """Work is done as it is launched; events pretend to be late until somebody waits for them."""
+    """A fake stream: work runs when it is launched; events seem pending until something waits for
+    them."""
 
     def __init__(self, *_: object) -> None:
         self.waited: list[object] = []
@@ -70,7 +71,7 @@ def test_blocks_of_several_tensors_go_and_come_back(places: int) -> None:
     copies = copier(tensors, 10, places)
     done = copies.out(0, int32([7, 0, 3, 4, 5]), int32([9, 1, 2, 0, 5]))
     assert not done()
-    # With too few places the step waits until the places lent first were read.
+    # With too few staging buffers the step waits until the first ones were read.
     assert len(STEP.waited) == {1: 4, 3: 1, 10: 0}[places]
     for tensor in tensors:
         tensor.zero_()
@@ -82,7 +83,7 @@ def test_blocks_of_several_tensors_go_and_come_back(places: int) -> None:
     assert copies._in.waited == [STEP]
 
 
-def test_places_come_back_once_they_were_read() -> None:
+def test_staging_buffers_are_returned_after_the_read() -> None:
     copies = copier([torch.randn(8, 16)], 8, places=2)
     for turn in range(5):
         copies.out(0, int32([turn]), int32([turn]))
@@ -100,7 +101,7 @@ def test_odd_sizes_are_refused() -> None:
 
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (4, 2)])
 def test_heads_of_ranks_cross_by_pieces(writers: int, readers: int) -> None:
-    """Two heads: of four ranks, pairs hold the same."""
+    """Two heads on four ranks: two ranks hold each head."""
     whole = torch.randn(3, 2, 2, 2, 4, 4)
     pool: StagingPool | None = None
     for rank in range(writers):

@@ -81,12 +81,13 @@ def test_products(
     args = replace(args, weight=weight_of(name, args.weight.outputs, inputs))
     assert takes(args.weight)
     found, wanted = product(args).double(), expected(args)
-    # A normed input that the kernel rounds to the other neighbour moves by a step of 8 bits.
+    # If the kernel rounds a normed input to the other neighbour, the input changes by one 8-bit
+    # step.
     assert float((found - wanted).norm() / wanted.norm()) < 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_inputs_and_scales_are_those_that_the_reference_rounds_to(name: str) -> None:
+def test_inputs_and_scales_round_as_in_the_reference(name: str) -> None:
     weight = weight_of(name, 4, 256)
     x = torch.randn(6, 256) * torch.tensor([[1.0], [100.0], [1e-3], [0.0], [3.0], [7.0]])
     q, scales = quantize_inputs(x.to(DEVICE), weight, None)
@@ -108,7 +109,7 @@ def test_integers_are_summed_exactly() -> None:
     assert torch.equal(found, torch.full_like(found, 127.0 * 127 * 4096 - 127))
 
 
-def test_which_weights_are_multiplied_in_8_bits() -> None:
+def test_weights_that_are_multiplied_in_8_bits() -> None:
     for name in FORMATS:
         weight = weight_of(name, 4, 256)
         assert takes(weight)

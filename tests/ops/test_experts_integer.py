@@ -108,7 +108,7 @@ def test_a_layer_of_cut_parts(name: str) -> None:
     check(plan, FORMATS[name], torch.bfloat16, 2, hidden=96, width=32)
 
 
-def test_what_it_takes() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     x = noise(1, 256).bfloat16()
     for name, format in FORMATS.items():
         weight = drawn(format, 8, 256)
@@ -126,5 +126,5 @@ def test_what_it_takes() -> None:
     up, down = layer(FORMATS["int8"], 4, 128, 32, torch.float16, bias=False)
     plan = ExpertsPlan("gemv", IntegerTile(1, 1), Tile(1, 4, 32))
     ids = torch.zeros(1, 2, dtype=torch.int32, device=x.device)
-    with pytest.raises(ConfigError, match="do not take"):
+    with pytest.raises(ConfigError, match="does not support"):
         run_experts(plan, x[:, :128].half(), ids, torch.ones(1, 2, device=x.device), up, down, SILU)

@@ -98,7 +98,7 @@ def test_each_product_gets_its_fastest_tile() -> None:
     assert len(asked) == len(set(asked))
 
 
-def test_less_than_noise_and_failures_keep_the_rules() -> None:
+def test_differences_within_noise_and_failures_keep_the_default_plans() -> None:
     for shape in SHAPES:
         rule = plan_for(shape)
         assert best_plan(shape, lambda plan: 10.0 if plan == rule else 9.9) == rule  # noqa: B023
@@ -121,7 +121,7 @@ def test_a_plan_serves_its_range() -> None:
     "", "[]", '{"entries": [1]}', '{"entries": {"a": {"kernel": "gemv"}}}',
     '{"entries": {"a": {"kernel": "gemv", "up": {"kind": "ring", "stages": "4"}, "down": {}}}}',
 ])  # fmt: skip
-def test_a_broken_file_is_as_good_as_none(text: str) -> None:
+def test_a_broken_file_is_ignored(text: str) -> None:
     path = cache_path("Card X")
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -141,7 +141,7 @@ def layer(width: int = 32, experts: int = 4) -> TunedLayer:
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[ExpertsPlan, int]]:
-    """Replaces the times of a card by times at which every rule is slow; returns the requests."""
+    """Replaces measured times so that every default plan is slow; returns the measured shapes."""
     asked: list[tuple[ExpertsPlan, int]] = []
 
     def us(timer: Any, plan: ExpertsPlan, tokens: int) -> float:
@@ -170,7 +170,7 @@ def test_a_second_start_measures_nothing(timed: list[Any]) -> None:
     assert planner.read("Card Y") == {}
 
 
-def test_what_takes_too_long_keeps_its_rules(
+def test_measurements_past_the_time_limit_leave_the_default_plans(
     timed: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tune, "SECONDS", -1.0)
@@ -187,7 +187,7 @@ def test_a_cache_that_cannot_be_written_costs_the_next_start(
     assert known_or_measured([layer()], 1)
 
 
-def test_new_sources_are_measured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_sources_get_a_new_table(monkeypatch: pytest.MonkeyPatch) -> None:
     path = cache_path("Card X")
     monkeypatch.setattr(planner, "sources_hash", lambda: "other")
     assert cache_path("Card X") != path

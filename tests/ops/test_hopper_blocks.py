@@ -48,7 +48,7 @@ def args_of(rows: int, outputs: int, inputs: int, act: str | None = None) -> Lin
 
 @pytest.mark.parametrize("inputs", [128, 640, 8448])
 def test_the_norm_and_the_rounding_are_those_of_two_kernels(inputs: int) -> None:
-    """Sums of squares run in another order: a number may fall to the other neighbour."""
+    """Sums of squares are in another order, so a value may round to the other neighbour."""
     weight = empty(4, inputs)
     x = torch.randn(5, inputs, device=DEVICE, dtype=torch.bfloat16)
     norm = RmsScale(torch.rand(inputs, device=DEVICE, dtype=torch.bfloat16), 1e-6)
@@ -62,7 +62,7 @@ def test_the_norm_and_the_rounding_are_those_of_two_kernels(inputs: int) -> None
     assert int((normed != 0).sum()) <= inputs // 1000
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     args = args_of(20, 32, 384)
     assert takes(args)
     assert takes(replace(args, act="silu_and_mul"))
@@ -81,8 +81,8 @@ def test_which_layers_are_taken() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the interpreter's multiprocessors")
 def test_programs_are_as_many_as_there_is_work_for() -> None:
-    """There are 4 multiprocessors: one or two tiles are cut alike, from 3 on each program has whole
-    ones."""
+    """There are 4 multiprocessors: one or two tiles are split evenly, and from 3 on each program
+    has whole tiles."""
     assert tile_for(9, args_of(9, 128, 256)) == BlockTile(32, True)
     for rows, outputs, grid, tile in (
         (32, 128, 2, BlockTile(32, True)),

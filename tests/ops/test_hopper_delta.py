@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon")
 from quire.ops.triton.recurrent.hopper_delta import takes
 
 
-def test_which_heads_are_taken() -> None:
+def test_heads_that_the_kernel_supports() -> None:
     mixed = torch.empty(2, 2 * 128 + 3 * 128, dtype=torch.bfloat16)
     assert takes(mixed, 128, 128)
     assert takes(mixed.half(), 64, 192)

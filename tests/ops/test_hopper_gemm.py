@@ -134,7 +134,7 @@ def test_inputs_are_normed_as_by_the_norm_itself(rows: int) -> None:
     )
 
 
-def test_which_weights_are_taken() -> None:
+def test_weights_that_the_kernel_supports() -> None:
     def taken(weight: Weight, dtype: torch.dtype = torch.bfloat16) -> bool:
         x = torch.empty(20, weight.inputs, device=DEVICE, dtype=dtype)
         return takes(LinearArgs(x, weight))

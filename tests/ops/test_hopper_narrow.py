@@ -34,7 +34,7 @@ def draw(rows: int, outputs: int, inputs: int, dtype: torch.dtype = torch.bfloat
     return LinearArgs(x, Weight.plain(weight), residual=residual)
 
 
-def test_which_layers_are_taken() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     args = draw(20, 24, 256)
     assert takes(args)
     assert takes(draw(32, 24, 264, torch.float16))

@@ -96,7 +96,7 @@ def test_products(case: Case, form: WeightFormat, act: str | None, norm: bool) -
     assert small.run(args, plan)[0].isnan().all()
 
 
-def test_it_is_chosen_for_one_row() -> None:
+def test_the_kernel_is_chosen_for_one_row() -> None:
     """Warps have all chunks of a row in as few segments as registers and shared memory allow."""
     card = DeviceTraits((9, 0), 132, 1 << 17, pdl=True, bf16=True)
     for form, inputs, warps, count, segments in (
@@ -121,7 +121,7 @@ def test_it_is_chosen_for_one_row() -> None:
     assert plan_for(shape._replace(format=wide), "NVIDIA H200", card).kernel == "mma"
 
 
-def test_what_it_takes() -> None:
+def test_layers_that_the_kernel_supports() -> None:
     shape = Shape(1, 4096, 4096, torch.bfloat16, format=ZEROS)
     assert counts(shape)
     assert counts(shape._replace(m=4))
@@ -139,5 +139,5 @@ def test_what_it_takes() -> None:
     args = LinearArgs(
         torch.zeros(5, 512, dtype=torch.bfloat16, device=DEVICE), drawn(ZEROS, 8, 512)
     )
-    with pytest.raises(ConfigError, match="do not take"):
+    with pytest.raises(ConfigError, match="does not support"):
         small.run(args, GemmPlan("integer", bm=4, bn=16, bk=128, warps=1, stages=4))

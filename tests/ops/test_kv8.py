@@ -188,7 +188,7 @@ def test_drafts_are_short_rows(kernel_device: str, kv_format: KVFormat) -> None:
 
 
 def test_queries_beyond_fp16(kernel_device: str) -> None:
-    """bf16 queries may be larger than fp16 holds; keys that small are as good as others."""
+    """bf16 queries may exceed the range of fp16, and very small keys keep their precision."""
     case = Stored(FORMATS["int8"], kernel_device, [(1, 40)], dtype=torch.bfloat16)
     case.q.fill_(1e30)
     assert case.run().isfinite().all()
@@ -198,7 +198,7 @@ def test_queries_beyond_fp16(kernel_device: str) -> None:
 
 
 class Store:
-    """Three layers' cache in 8 bits, and tokens that go to the middle one."""
+    """A cache of three layers in 8 bits, and tokens for the middle layer."""
 
     def __init__(self, kv_format: KVFormat, device: str, dtype: torch.dtype, dim: int) -> None:
         make = torch.Generator().manual_seed(dim)
@@ -233,7 +233,7 @@ class Store:
         }  # fmt: skip
 
     def wanted(self, normed: bool) -> tuple[Tensor, Tensor]:
-        """k and v before they are stored, float64 [tokens, heads, dim]."""
+        """Returns k and v before they are stored, float64 [tokens, heads, dim]."""
         wide = torch.zeros(5, 2, self.heads, self.size, self.dim, dtype=torch.float64)
         arguments = {
             name: value.cpu().double() if isinstance(value, Tensor) and value.is_floating_point()
@@ -257,7 +257,7 @@ STORES = {"kernel": qk_norm_rope_store, "reference": reference.qk_norm_rope_stor
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "normed"), [(64, False), (80, True)])
-def test_what_is_stored(
+def test_stored_values_and_scales_are_close_to_the_keys_and_values(
     kernel_device: str,
     kv_format: KVFormat,
     store: object,
@@ -269,7 +269,7 @@ def test_what_is_stored(
     before = case.values.clone(), case.scales.clone()
     layer = case.layer()
     store(case.qkv, layer, **case.arguments(normed))  # type: ignore[operator]
-    # Turning in bf16 rounds by the size of the pair that is turned.
+    # Rotation in bf16 has a rounding error relative to the size of the rotated pair.
     close = 1e-5 if dtype is torch.float32 else 2e-2
     slots = case.slots[:4].long()
     at = slots // case.size, slice(None), slots % case.size
@@ -295,7 +295,7 @@ def test_what_is_stored(
 
 
 def rounding(kv_format: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
-    """The most that storing may change x, [T, heads, dim], by."""
+    """Returns the largest error of storing x, [T, heads, dim]."""
     scale = scale.double().cpu()[..., None]
     if kv_format.offset:
         return 0.5001 * scale.expand(x.shape)
@@ -304,7 +304,8 @@ def rounding(kv_format: KVFormat, x: Tensor, scale: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.uint8])
 def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype) -> None:
-    """Ties to even, small numbers, large ones; every byte's own value comes back as that byte."""
+    """Rounds ties to even, small numbers and large ones; every byte's value rounds to the same
+    byte."""
     kv_format = KVFormat(kind, "head")
     every = torch.arange(256, dtype=torch.uint8)
     exact = every.view(kind).float() - kv_format.offset
@@ -324,5 +325,5 @@ def test_bytes_are_rounded_as_pytorch_does(kernel_device: str, kind: torch.dtype
     want = x.clamp(-kv_format.largest, kv_format.largest)
     want = (want.round() + kv_format.offset if kv_format.offset else want).to(kind)
     for stored in (cache[:, 0], cache[:, 1]):
-        # By value: there are two zeros.
+        # Compared by value, because there are two zeros.
         assert torch.equal(stored[:, 0, 0].float(), want.float())

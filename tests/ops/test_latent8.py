@@ -90,8 +90,10 @@ def test_sums_of_fixed_order(stored: KVFormat) -> None:
 
 @formats
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_stored(kernel_device: str, stored: KVFormat, dtype: torch.dtype) -> None:
-    """Kernel and twin store the same bytes, scales and keys, but for a step of rounding."""
+def test_kernel_and_twin_store_the_same_latents(
+    kernel_device: str, stored: KVFormat, dtype: torch.dtype
+) -> None:
+    """Kernel and twin store the same bytes, scales and keys, except for one step of rounding."""
     tokens, rank, key = 19, 40, 8
     draw = torch.Generator().manual_seed(0)
 

@@ -70,7 +70,7 @@ def test_products(
     assert (found - y).norm() / y.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
-def test_it_is_chosen_for_few_rows() -> None:
+def test_the_kernel_is_chosen_for_few_rows() -> None:
     def args(rows: int, inputs: int, dtype: torch.dtype = torch.bfloat16) -> LinearArgs:
         weight = Weight.plain(torch.empty(64, inputs, dtype=dtype))
         return LinearArgs(torch.empty(rows, inputs, dtype=dtype), weight)

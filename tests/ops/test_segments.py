@@ -1,5 +1,5 @@
-"""Sums by segments: twins and kernels against float64, and the same bits however the segments are
-shared out, whatever else is in the batch."""
+"""Sums by segments: twins and kernels against float64, and the same bits for any distribution of
+segments to programs and any batch."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ def test_adapted_linear(
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     base = torch.tensor(slots, device=kernel_device) < 0
-    # The interpreter's functions round by an element's place in an array.
+    # The interpreter's functions round differently by an element's position in an array.
     error = 0.0 if kernel_device == "cuda" else 1e-5
     torch.testing.assert_close(found[base], plain[base], atol=error, rtol=error)
 

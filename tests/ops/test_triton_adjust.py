@@ -64,7 +64,7 @@ def admitted(device: str) -> tuple[BatchState, dict[str, Tensor], Tensor]:
 
 
 def exact(logits: Tensor, lane: int, tokens: list[int], drafts: list[int]) -> Tensor:
-    """One row in float64 and plain words."""
+    """Computes one row in float64, in plain Python."""
     params, x = PARAMS[lane], logits.double().clone()
     generated = [*tokens[3:], *drafts]
     for token in {*tokens, *drafts}:
@@ -124,7 +124,7 @@ def test_drafts_ahead_count_as_generated(kernel_device: str, side: Any) -> None:
 
 @pytest.mark.parametrize("side", [reference.adjust, adjust], ids=["twin", "kernel"])
 def test_ends_beyond_the_vocabulary_change_nothing(kernel_device: str, side: Any) -> None:
-    """A checkpoint may name ends that its head does not have."""
+    """A checkpoint may have end tokens beyond the head's vocabulary."""
     state, columns, _ = admitted(kernel_device)
     columns["stops"][4, :3] = torch.tensor([VOCAB, VOCAB + 9, 17]).int().to(kernel_device)
     logits = torch.zeros(2, VOCAB, device=kernel_device)

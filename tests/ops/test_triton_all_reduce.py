@@ -85,7 +85,7 @@ def run_rank(
 )
 def test_sums_over_ranks(monkeypatch: pytest.MonkeyPatch, world: int, dtype: torch.dtype) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     monkeypatch.setattr(kernels, "ONE_SHOT_TILE", SHAPE["one_shot"])
     monkeypatch.setattr(kernels, "TWO_SHOT_TILE", SHAPE["two_shot"])
     context = multiprocessing.get_context("fork")
@@ -144,7 +144,7 @@ def exchange_memory(world: int, most: int) -> list[torch.Tensor]:
 
 
 def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, out: Any) -> None:
-    """Sums of two halves in turns: each is collected behind the next one's sending."""
+    """Sums of two halves alternate: each is collected after the next one is sent."""
     kernels.COLLECT_TILE = 128
     torch.set_num_threads(1)
     world, most = len(memory), max(ROWS) * WIDTH
@@ -167,9 +167,9 @@ def run_exchange(rank: int, memory: Sequence[torch.Tensor], dtype: torch.dtype, 
     ("world", "dtype"), [(2, torch.bfloat16), (2, torch.float32), (3, torch.float32)]
 )
 def test_sums_by_exchange(kernel_device: str, world: int, dtype: torch.dtype) -> None:
-    """There are more sums than an exchange has places, of different sizes."""
+    """There are more sums than an exchange has buffers, with different sizes."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     context = multiprocessing.get_context("fork")
     memory, out = exchange_memory(world, max(ROWS) * WIDTH), context.Queue()
     ranks = [
@@ -195,7 +195,7 @@ def test_sums_by_exchange(kernel_device: str, world: int, dtype: torch.dtype) ->
 def test_a_part_that_never_comes(kernel_device: str) -> None:
     """The report names the rank and the sum."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     own = exchange_of_rank(1, exchange_memory(2, 128), 128, tries=3)
     x = torch.ones(2, WIDTH)
     assert not own.takes(torch.ones(3, WIDTH), None)
@@ -205,10 +205,10 @@ def test_a_part_that_never_comes(kernel_device: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["one_shot", "two_shot"])
-def test_a_rank_that_never_comes(way: str, kernel_device: str) -> None:
-    """The wait ends, the report names whom it was for, and later sums do not wait at all."""
+def test_waiting_for_a_missing_rank_ends(way: str, kernel_device: str) -> None:
+    """The wait ends, the report names the missing rank, and later sums do not wait at all."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2)
     peers = peers_of(0, 2, memory, tries=3)
     x = torch.ones(2, WIDTH)

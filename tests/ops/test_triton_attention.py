@@ -36,7 +36,8 @@ def twin(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Row by row in float64; positions gathered one by one through the block table."""
+    """Computes attention row by row in float64; gathers positions one by one through the block
+    table."""
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     block_size, group = k_cache.shape[2], q.shape[1] // k_cache.shape[1]
     for row, total in enumerate(seq_lens):
@@ -159,7 +160,7 @@ def test_blocks_before_the_window_may_be_gone(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("rows", [50, 64, 80, 132])
 def test_one_long_row_among_many_is_cut(kernel_device: str, rows: int) -> None:
-    """The others stay whole, as they fill the card by themselves."""
+    """The other rows are not split, because they fill the card without it."""
     card, kv_heads = replace(INTERPRETED, num_sms=132), 8
     programs = _more_programs(rows * kv_heads, KVFormat(torch.bfloat16), card)
     for long, least in ((1000, 1), (8192, 4)):
@@ -282,7 +283,7 @@ def test_long_rows_in_parts_of_half_precision(kernel_device: str, dtype: torch.d
 
 
 def test_long_rows_in_parts_read_nothing_unwritten(kernel_device: str) -> None:
-    """New tensors are full of NaN and of the largest integers here."""
+    """New tensors are filled with NaN or the largest integers."""
     case = Case(kernel_device, BEHIND, 2, 1, 16, padding=(5, 3))
     want = case.check(SPREAD, window=20)
     torch.use_deterministic_algorithms(True)
@@ -397,7 +398,8 @@ def test_upcast_fallback(kernel_device: str, dtype: torch.dtype) -> None:
 
 
 def test_fixed_path_ignores_the_rest_of_the_batch(kernel_device: str) -> None:
-    """Bit-identical alone, among others, and chunked: the same KV tiles in the same order."""
+    """Bitwise the same alone, with other rows, and in chunks: the same KV tiles in the same
+    order."""
     fixed = replace(SMALL, fixed=True)
     case = Case(kernel_device, MIXED)
     together = case.check(fixed)

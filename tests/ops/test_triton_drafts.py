@@ -89,8 +89,8 @@ def test_kernels_and_twins_agree(kernel_device: str, seed: int) -> None:
             assert torch.equal(value, expected[name]), name
 
 
-def test_a_pass_moves_on_what_it_computed() -> None:
-    """One row stands at its text's end and wants two drafts, one is two tokens behind."""
+def test_a_pass_advances_by_the_tokens_it_computed() -> None:
+    """One row is at its text's end and drafts two tokens; the other is two tokens behind."""
     lanes, counts = ints([1, 0], "cpu"), ints([2, 1], "cpu")
     position, own = ints([10, 20], "cpu"), ints([8, 23], "cpu")
     tokens = torch.zeros(2, 30, dtype=torch.int32)

@@ -43,7 +43,7 @@ def test_rms_norm(kernel_device: str, dtype: torch.dtype, width: int) -> None:
 
 
 def test_wide_weights_are_applied_before_rounding(kernel_device: str) -> None:
-    """With fp32 weights, a state in 16 bits is rounded once, to the bit."""
+    """With fp32 weights, 16-bit states are rounded only once."""
     x = draw(5, 96, dtype=torch.float16, device=kernel_device)
     weight = 1 + 0.01 * draw(96, device=kernel_device, seed=1)
     want = rms(x, weight, 1e-6).half()
@@ -96,7 +96,8 @@ def test_embedding_skips_padding_and_other_shards(kernel_device: str) -> None:
 
 
 class Rope:
-    """Five tokens, one of them padding, in a projection's output; a cache of another layout."""
+    """Five tokens of a projection's output, one of them padding, and a cache with another
+    layout."""
 
     def __init__(self, device: str, dtype: torch.dtype, dim: int, rotary: int) -> None:
         self.qkv = draw(5, 12, dim, dtype=dtype, device=device)[:, 1:11]
@@ -117,7 +118,7 @@ class Rope:
         interleaved: bool = False,
         **tuning: int,
     ) -> None:
-        """The same call on the kernel, and on the reference in float64."""
+        """Makes the same call of the kernel and of the reference in float64."""
         same = {
             "positions": self.positions,
             "slots": self.slots,

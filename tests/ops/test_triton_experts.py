@@ -133,7 +133,7 @@ def test_equal_scores_go_to_the_lowest_index(tokens: int, plan: RoutePlan | None
 
 
 @pytest.mark.parametrize("plan", [None, IN_PARTS])
-def test_what_is_no_number_still_has_experts(plan: RoutePlan | None) -> None:
+def test_rows_of_nan_still_get_experts(plan: RoutePlan | None) -> None:
     x = torch.full((3, 16), float("nan"), device=DEVICE)
     live = torch.tensor([3], dtype=torch.int32, device=DEVICE)
     found = route(x, noise(6, 16), Routing(top_k=3), live=live, plan=plan)
@@ -234,7 +234,7 @@ def test_the_gated_gelu() -> None:
     torch.testing.assert_close(twins.swiglu(x, GELU_TANH), expected)
 
 
-def test_weights_that_are_asked_for_before_their_units() -> None:
+def test_weights_prefetched_before_their_units() -> None:
     # All tiles of the inputs, some of them, and no tile.
     for down in (Tile(1, 16, 32, 1), Tile(1, 16, 64, 1), Tile(1, 32, 64, 1)):
         check(replace(GEMV, up=Tile(1, 16, 64), down=down), None, torch.bfloat16, 2, width=96)
@@ -296,7 +296,7 @@ def test_inputs_are_rounded_as_the_format_says() -> None:
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-def test_what_no_kernel_loads_is_refused() -> None:
+def test_experts_in_a_format_no_kernel_loads_are_refused() -> None:
     weight = drawn(FORMATS["uint4-g32-zeros"], 64, 40, before=24)
     up = ExpertWeights(Weight.plain(noise(32, 64)), 1)
     with pytest.raises(ConfigError, match="no kernel loads experts' weights"):
@@ -318,7 +318,7 @@ def test_8_bit_floats_are_refused_on_cards_that_do_not_know_them(
         run_experts(GEMV, noise(1, 32), ids, noise(1, 1), experts, experts, SILU)
 
 
-def test_plans_fit_what_they_serve() -> None:
+def test_default_plans_fit_the_batch_and_the_card() -> None:
     def plan(tokens: int, **rest: Any) -> ExpertsPlan:
         return plan_for(ExpertsShape(tokens, 128, 8, 2048, 768, torch.bfloat16, 16, **rest))
 

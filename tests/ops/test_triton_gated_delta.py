@@ -170,7 +170,7 @@ def test_single_tokens(kernel_device: str, taps: int) -> None:
 
 
 def test_drafts(kernel_device: str) -> None:
-    """Rows go on from drafts of the last one, with drafts of their own, or with a prompt's rest,
+    """Rows continue after the last step's drafts, with new drafts or with the rest of a prompt,
     short or long."""
     case = make(
         kernel_device,
@@ -207,7 +207,7 @@ def test_rows_of_all_lengths(kernel_device: str) -> None:
     check(make(kernel_device, lengths, Sizes(), saves=saves))
 
 
-def test_keys_that_are_all_alike(kernel_device: str) -> None:
+def test_identical_keys(kernel_device: str) -> None:
     """The inverse of the system is small, but powers of it are not."""
     case = make(kernel_device, [(0, 70), (5, 64)], Sizes(key_heads=1, heads=3), alike=True)
     case.given["a"].fill_(-9.0)
@@ -254,7 +254,7 @@ def test_the_same_bits_every_time(kernel_device: str) -> None:
 
 @pytest.mark.parametrize("side", [kernels, reference], ids=["kernels", "twin"])
 def test_deterministic_states_do_not_depend_on_the_cut(side: Any, kernel_device: str) -> None:
-    """A row of 30 tokens, at once and in three pieces beside others."""
+    """A row of 30 tokens, in one step and in three steps with other rows."""
     device = kernel_device if side is kernels else "cpu"
     case = make(device, [(4, 30), (9, 1), (2, 5)], Sizes())
     names = "mixed", "a", "b", "a_log", "dt_bias"

@@ -1,4 +1,4 @@
-"""The ranks' columns of a matrix side by side, by a kernel.
+"""A kernel that gathers the ranks' columns of a matrix.
 
 Every rank is a process in Triton's interpreter, and all map the same memory.
 """
@@ -64,7 +64,7 @@ def run_rank(rank: int, memory: tuple[torch.Tensor, torch.Tensor], dtype: Any, o
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.bfloat16), (3, torch.float32)])
 def test_columns_of_all_ranks(kernel_device: str, world: int, dtype: torch.dtype) -> None:
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     context = multiprocessing.get_context("fork")
     memory, out = memory_for(world, dtype), context.Queue()
     ranks = [
@@ -82,10 +82,10 @@ def test_columns_of_all_ranks(kernel_device: str, world: int, dtype: torch.dtype
     assert all(report == [0, 0, 0] for _, report in found.values())
 
 
-def test_a_rank_that_never_comes(kernel_device: str) -> None:
-    """The wait ends, and the report names whom it was for."""
+def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
+    """The wait ends, and the report names the missing rank."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2, torch.float32)
     peers, columns = seen_by(0, memory, tries=3)
     gather_columns.gather_columns(peers, columns, torch.ones(2, WIDTH), 5)

@@ -136,7 +136,7 @@ def test_activations(plan: GemmPlan, act: str) -> None:
 
 @pytest.mark.parametrize("plan", [GEMV, SKINNY], ids=lambda plan: plan.kernel)
 def test_norm_weights_in_fp32_round_once(plan: GemmPlan) -> None:
-    """The state is then rounded where the twin rounds it, to the bit."""
+    """States are rounded exactly where the twin rounds them."""
     args = make_args(1, 24, 64, torch.float16, norm="exact")
     assert args.norm is not None
     wide = RmsScale(args.norm.weight.float() + 2**-9, args.norm.eps)
@@ -202,7 +202,7 @@ def test_out_may_be_the_residual_and_wider_than_x() -> None:
 
 def test_split_counters_return_to_zero_and_the_order_is_fixed() -> None:
     args = make_args(5, 40, 192)
-    workspace = Workspace.on(DEVICE)
+    workspace = Workspace.allocate(DEVICE)
     plan = GemmPlan("skinny", bm=16, bn=16, bk=32, split_k=3)
     first = small.run(args, plan, workspace=workspace)
     assert int(workspace.counters.abs().sum()) == 0
@@ -244,9 +244,9 @@ def test_no_rows() -> None:
 
 def test_bad_input_is_a_typed_error() -> None:
     args = make_args(2, 8, 16)
-    with pytest.raises(ConfigError, match="1 rows got 2"):
+    with pytest.raises(ConfigError, match="for 1 rows, but x has 2"):
         small.run(args, GEMV)
-    with pytest.raises(ConfigError, match="not one of our kernels"):
+    with pytest.raises(ConfigError, match="not a kernel of this package"):
         small.run(args, TORCH)
     with pytest.raises(ConfigError, match="unknown activation"):
         small.run(LinearArgs(args.x, args.weight, act="swish"), SKINNY)

@@ -79,7 +79,7 @@ def test_tiles_of_deterministic_layers_follow_the_rows_on_hopper_cards(gated: bo
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"card": 1, "triton": 2, "entries": {"a": 3}}'])
-def test_a_broken_table_is_as_good_as_none(text: str) -> None:
+def test_a_broken_table_is_ignored(text: str) -> None:
     path = cache_path("Card X")
     path.parent.mkdir(parents=True)
     path.write_text(text)
@@ -137,8 +137,8 @@ def _check(plan: GemmPlan, shape: Shape) -> None:
         assert plan.split_k == 1 or plan.norm != "late"
 
 
-def test_rules_for_models_that_nobody_tuned() -> None:
-    """Each was the best candidate for layers of several models on an H200."""
+def test_default_plans_for_untuned_models() -> None:
+    """Each plan was the best candidate for layers of several models on an H200."""
 
     def rule(m: int, n: int, k: int, *, gated: bool = False) -> GemmPlan:
         return heuristic(Shape(m, n, k, torch.bfloat16, norm=gated, gated=gated), H200)

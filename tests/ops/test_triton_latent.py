@@ -116,7 +116,9 @@ def test_deterministic_rows_do_not_depend_on_the_batch(kernel_device: str) -> No
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_before_and_behind(kernel_device: str, dtype: torch.dtype, interleaved: bool) -> None:
+def test_fused_norms_before_and_after_the_product(
+    kernel_device: str, dtype: torch.dtype, interleaved: bool
+) -> None:
     """Queries, values and stored latents, of sizes that fill no tile."""
     tokens, heads, dim, rank, key, size = 19, 3, 12, 40, 8, 20
     draw = torch.Generator().manual_seed(0)

@@ -110,7 +110,7 @@ def test_any_number_of_rows(name: str, rows: int) -> None:
     assert (y - expected).norm() / expected.norm() < 3e-3
 
 
-def test_what_kernels_do_not_load_is_dequantized_whole() -> None:
+def test_weights_no_kernel_loads_are_dequantized_whole() -> None:
     cut = drawn(FORMATS["uint4-g32-zeros"], 8, 40, before=24)
     odd = drawn(FORMATS["uint4-g16"], 8, 44)
     e2m1 = WeightFormat(torch.uint8, bits=4, scales=torch.float8_e8m0fnu, group=32, code="e2m1")
@@ -161,7 +161,7 @@ def test_a_norm_on_tensor_cores_is_of_one_row_and_of_the_weights_dtype() -> None
     wide = replace(one, norm=one.norm._replace(weight=one.norm.weight.float()))
     two = replace(make_args(2, 32, 512, torch.bfloat16, norm="late"), weight=weight)
     for args in (wide, two, replace(one, x=one.x.half())):
-        with pytest.raises(ConfigError, match="tensor cores"):
+        with pytest.raises(ConfigError, match="does not support this layer"):
             small.prepare(args, plan, torch.empty(len(args.x), 32, dtype=args.x.dtype), pdl=False)
 
 
@@ -173,7 +173,7 @@ def test_rules_of_thumb_for_few_bits() -> None:
             plan = heuristic(shape, H200)
             assert plan.kernel == ("integer" if m == 1 else "mma" if m <= 8 else "skinny")
             assert plan.kernel != "skinny" or plan.bm <= 128
-            # Rows that begin anywhere are not for tensor cores.
+            # The tensor-core kernel does not support unaligned rows.
             plan = heuristic(shape._replace(aligned=False), H200)
             assert plan.kernel == ("gemv" if m <= 4 else "skinny")
             rows = plan.bn * (2 if gated else 1)

@@ -78,7 +78,7 @@ class Lanes:
 
 
 def check(tokens: Tensor, scores: Tensor) -> None:
-    """Each token's score is the best, but for the rounding of two different logarithms."""
+    """Each token's score is the best one, up to the rounding of two different logarithms."""
     own = scores.gather(1, tokens.long()[:, None])[:, 0]
     best = scores.amax(1)
     assert ((own == best) | (best - own <= 2e-5 * (1 + best.abs()))).all(), (best - own).tolist()
@@ -92,7 +92,7 @@ def check(tokens: Tensor, scores: Tensor) -> None:
     ],
 )
 def test_sample(kernel_device: str, dtype: torch.dtype, spread: float) -> None:
-    """A spread near nothing makes rows too flat to collect, which takes the other road."""
+    """With a spread near zero, rows are too flat to collect candidates, so the other path runs."""
     make = torch.Generator().manual_seed(2)
     logits = (spread * torch.randn(len(ROWS), VOCAB, generator=make)).to(dtype).to(kernel_device)
     case = Lanes(ROWS, kernel_device)
@@ -106,7 +106,7 @@ def test_a_nucleus_ends_where_its_mass_is_reached(kernel_device: str, sampler: A
     """Two tokens of 0.5 each: one alone reaches 0.5, whatever the noise prefers."""
     rows = [(1.0, 0, top_p, 0.0) for top_p in (*[0.5] * 16, *[0.75] * 16)]
     make = torch.Generator().manual_seed(7)
-    # The others have no mass that float32 could tell, but are not too flat to collect.
+    # The others have no probability in float32, but are not too flat to collect.
     logits = torch.randn(len(rows), VOCAB, generator=make).to(kernel_device) - 60.0
     logits[:, [3, 1000]] = 0.0
     case = Lanes(rows, kernel_device)
@@ -149,10 +149,8 @@ def test_rows_do_not_depend_on_each_other(kernel_device: str) -> None:
 @pytest.mark.parametrize("op", SAMPLERS)
 @pytest.mark.parametrize("cut", [False, True])
 @pytest.mark.parametrize("place", [0, VOCAB - 1])
-def test_rows_that_are_not_numbers_give_no_token(
-    kernel_device: str, op: Any, cut: bool, place: int
-) -> None:
-    """However they are drawn; an infinity is a number, and the other rows do not mind."""
+def test_rows_with_nan_give_no_token(kernel_device: str, op: Any, cut: bool, place: int) -> None:
+    """This holds for every sampler. Infinities are valid, and other rows are not affected."""
     rows = [ROWS[0], ROWS[1], ROWS[6]] if cut else ROWS[:3]
     logits = torch.randn(2 * len(rows), VOCAB, generator=torch.Generator().manual_seed(5))
     logits = logits.to(kernel_device)
@@ -170,7 +168,7 @@ def test_rows_that_are_not_numbers_give_no_token(
 def logprobs(
     op: Any, logits: Tensor, tokens: list[int], wanted: list[int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Positions, ranks, ids and values that an op writes, a lane for each row."""
+    """Buffers for the positions, ranks, ids and values that an op writes, one lane per row."""
     count, device = len(logits), logits.device
     lanes = torch.arange(count, dtype=torch.int32).flip(0)
     lanes[[i for i, amount in enumerate(wanted) if amount == -2]] = -1
@@ -187,7 +185,7 @@ def logprobs(
 
 
 def check_logprobs(op: Any, logits: Tensor, tokens: list[int], wanted: list[int]) -> None:
-    """Against float64 and a stable sort."""
+    """Compares with float64 and a stable sort."""
     positions, ranks, ids, values = logprobs(op, logits, tokens, wanted)
     exact = logits.cpu().double().log_softmax(-1)
     for row, amount in enumerate(wanted):
@@ -216,7 +214,7 @@ LOGPROBS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
 def test_token_logprobs(kernel_device: str, op: Any, dtype: torch.dtype, kind: str) -> None:
-    """Flat rows have more than the kernel sorts, if 100 are asked for."""
+    """In flat rows more candidates remain than the kernel sorts, if 100 are requested."""
     make = torch.Generator().manual_seed(5)
     logits = torch.randn(7, VOCAB, generator=make)
     logits *= 0.01 if kind == "flat" else 4.0
@@ -236,7 +234,7 @@ def test_token_logprobs(kernel_device: str, op: Any, dtype: torch.dtype, kind: s
 @pytest.mark.parametrize("op", LOGPROBS)
 @pytest.mark.parametrize("vocab", [1, 3, 97, 128, 129, 2048, 2049])
 def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab: int) -> None:
-    """An answer names no more tokens than there are."""
+    """An answer has no more alternatives than there are tokens."""
     logits = torch.randn(4, vocab, generator=torch.Generator().manual_seed(vocab)) * 3
     tokens = [0, vocab - 1, vocab // 2, 0]
     check_logprobs(op, logits.to(kernel_device), tokens, [0, 1, 100, 5])
@@ -244,7 +242,7 @@ def test_token_logprobs_of_small_vocabularies(kernel_device: str, op: Any, vocab
 
 @pytest.mark.parametrize("op", LOGPROBS)
 def test_token_logprobs_of_a_wider_table(kernel_device: str, op: Any) -> None:
-    """Entries beside the rows do not count."""
+    """Entries outside the rows do not count."""
     table = torch.full((3, 700), 50.0, device=kernel_device)
     table[:, :600] = torch.randn(3, 600, generator=torch.Generator().manual_seed(6))
     check_logprobs(op, table[:, :600], [1, 599, 300], [5, 100, 0])

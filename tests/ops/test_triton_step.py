@@ -356,7 +356,7 @@ def test_finish_rows(kernel_device: str, side: Any, name: str) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_rows_finish_side_by_side(kernel_device: str, side: Any) -> None:
-    """Rows finish as they do alone, and rows without logits or lanes give nothing."""
+    """Rows finish as they do alone, and rows without logits or lanes give no results."""
     names = ["partly", "length within", "one", "stop within, too early"]
     runs = [FINISHED[name][0] for name in names]
     out = finish(side, kernel_device, [*runs, {"lane": 1, "first": 8, "sampled": []}])
@@ -391,7 +391,7 @@ def test_lanes_that_ended_are_padding(kernel_device: str, side: Any) -> None:
 
 
 def test_finish_without_counts_or_sampled_tokens(kernel_device: str) -> None:
-    """A head of prompts' chunks only says that nothing was given."""
+    """A head with only prompts' chunks gives no tokens."""
     for side in (reference, step):
         rows = step_rows([1, 0], [3, 4], [0, 0], [PROMPT] * 2, kernel_device)
         results = torch.full((4, 3), 99, dtype=torch.int32, device=kernel_device)
@@ -411,7 +411,8 @@ def test_finish_without_counts_or_sampled_tokens(kernel_device: str) -> None:
 @pytest.mark.parametrize("side", [pool, step])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pool_rows(kernel_device: str, side: Any, dtype: torch.dtype) -> None:
-    """Sums in one step and over two, means of several lengths, last states, and no part at all."""
+    """Sums in one step and over two, means of several lengths, last states, and rows without
+    pooling."""
     device, width = kernel_device, 300
     make = torch.Generator().manual_seed(4)
     hidden = torch.randn(16, width, generator=make).to(dtype).to(device)

@@ -35,7 +35,7 @@ def parts(world: int, dtype: torch.dtype) -> list[tuple[list[torch.Tensor], torc
 
 
 def memory_for(world: int, words: int) -> torch.Tensor:
-    """Returns the places of all ranks, which all map."""
+    """Returns the buffers of all ranks, which every rank maps."""
     size = sum_norm.place_words(PLACES, words, world)
     return torch.full((world, size), sum_norm.EMPTY, dtype=torch.int32).share_memory_()
 
@@ -43,7 +43,7 @@ def memory_for(world: int, words: int) -> torch.Tensor:
 def seen_by(
     rank: int, memory: torch.Tensor, words: int, tries: int
 ) -> tuple[all_reduce.Peers, sum_norm.RowPlaces]:
-    """Returns what a rank knows of the others."""
+    """Returns a rank's `Peers`."""
     starts = torch.tensor([own.data_ptr() for own in memory])
     epochs = torch.zeros(PLACES, dtype=torch.int32)
     control = torch.tensor([0, tries], dtype=torch.int32)
@@ -71,7 +71,7 @@ def run_rank(rank: int, memory: torch.Tensor, dtype: torch.dtype, out: Any) -> N
 )
 def test_sums_and_their_norms(kernel_device: str, world: int, dtype: torch.dtype) -> None:
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     context = multiprocessing.get_context("fork")
     memory, out = memory_for(world, WIDTH * dtype.itemsize // 4), context.Queue()
     ranks = [
@@ -100,10 +100,10 @@ def test_sums_and_their_norms(kernel_device: str, world: int, dtype: torch.dtype
     assert (memory == sum_norm.EMPTY).all()
 
 
-def test_a_rank_that_never_comes(kernel_device: str) -> None:
-    """The wait ends, the report names whom it was for, and later sums do not wait at all."""
+def test_waiting_for_a_missing_rank_ends(kernel_device: str) -> None:
+    """The wait ends, the report names the missing rank, and later sums do not wait at all."""
     if kernel_device != "cpu":
-        pytest.skip("ranks of one GPU each: bench/kernels/all_reduce.py")
+        pytest.skip("ranks of one GPU each: tests/gpu/test_sums_over_ranks.py")
     memory = memory_for(2, WIDTH)
     peers, rows = seen_by(0, memory, WIDTH, tries=3)
     x = torch.ones(1, WIDTH)

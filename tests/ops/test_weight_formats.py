@@ -1,5 +1,5 @@
-"""Weights in few bits against float64: every format the twin knows, and the order of what follows
-the product."""
+"""Weights in few bits against float64: every format the twin knows, and the order of the steps
+after the product."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def exact(weight: ops.Weight) -> Tensor:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("before", [0, 8, 40])
-def test_formats_mean_what_they_say(name: str, before: int) -> None:
+def test_formats_dequantize_as_defined(name: str, before: int) -> None:
     """A rank's share of the inputs may begin anywhere in a group."""
     format = FORMATS[name]
     assert format.key == name
@@ -73,8 +73,9 @@ def test_formats_mean_what_they_say(name: str, before: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("act", [None, "gelu", "silu_and_mul"])
-def test_what_follows_the_product_comes_in_its_order(dtype: torch.dtype, act: str | None) -> None:
-    """Scales, then the bias, which they do not touch, then the activation, then the residual."""
+def test_steps_after_the_product_run_in_order(dtype: torch.dtype, act: str | None) -> None:
+    """First the scales, then the bias, which is not scaled, then the activation, then the
+    residual."""
     weight = drawn(FORMATS["int8"], 12, 20)
     weight = ops.Weight(weight.format, weight.values, weight.scales * 0.01)
     width = 6 if act == "silu_and_mul" else 12

@@ -1,4 +1,4 @@
-"""Collectives of ranks end without a wait; leaving the group waits for that."""
+"""Collectives can be aborted without waiting, but leaving the group waits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.parallel import torch_group
 
 
 class _Group:
-    """Stands for a group whose end waits until `graphs` that hold its collectives are gone."""
+    """A stand-in for a group that cannot end while `graphs` with its collectives exist."""
 
     def __init__(self, graphs: threading.Event) -> None:
         self._graphs = graphs

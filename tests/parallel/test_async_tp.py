@@ -1,4 +1,4 @@
-"""`--async-tp`: engines whose long steps are two halves, those that cannot, and the choice."""
+"""`--async-tp`: engines that run long steps as two halves, unsupported engines, and the default."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from quire.config import EngineArgs
 from quire.engine.builder import resolve
 from quire.errors import ConfigError
 from quire.layers.async_tp import HalvesGroup
-from quire.runner import halves
+from quire.runner.graphs import Buckets, Graphs
 from quire.runner.program import BodyShape
+from quire.runner.state import Limits
 from tests.engine.test_ranks import bits, completions
 from tests.models.checkpoints import CASES
 from tests.slow import slow
@@ -33,7 +34,8 @@ from tests.tiny_engine import TINY, model_folder
     ids=["2-few-blocks", "4-kv-int8", "2-by-2-stages"],
 )
 def test_halves_give_the_tokens_of_one_rank(ranks: int, settings: dict[str, Any]) -> None:
-    """Chunked prompts beside generating requests, prefix hits, preemption, a grammar."""
+    """Chunked prompts, generating requests, prefix hits, preemption and a grammar in the same
+    steps."""
     found = completions(ranks, async_tp="on", **settings)
     settings.pop("pipeline_parallel_size", None)
     assert found == completions(1, **settings)
@@ -45,7 +47,7 @@ def test_halves_have_the_bits_of_one_rank() -> None:
 
 @pytest.mark.slow
 def test_a_choice_on_a_cpu() -> None:
-    """There is nothing to gain."""
+    """Halves would not be faster."""
     assert completions(2, async_tp="auto") == completions(1)
 
 
@@ -56,7 +58,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 
 @pytest.mark.parametrize("value", ["yes", "ON", 1, None])
-def test_values_that_are_none(value: object) -> None:
+def test_invalid_values_are_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"^async_tp must be "):
         EngineArgs.from_kwargs(async_tp=value)
 
@@ -74,7 +76,9 @@ def test_values_that_are_none(value: object) -> None:
     ],
     ids=["one-rank", "stages", "lora", "drafts"],
 )
-def test_settings_that_rule_it_out(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_settings_that_rule_out_async_tp(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = model_folder(tmp_path, TINY)
     assert refusal(folder, async_tp="on", **settings).startswith(reason)
 
@@ -102,15 +106,27 @@ _RECURRENT = {
     ],
     ids=["shared", "norms", "recurrent"],
 )
-def test_models_that_rule_it_out(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+def test_models_that_rule_out_async_tp(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
     folder = model_folder(tmp_path, config)
     said = refusal(folder, async_tp="on", tensor_parallel_size=2)
     assert said.startswith(f"async_tp=on is not supported for {reason}")
-    # What chooses leaves it off.
+    # The automatic choice leaves it off.
     settings: dict[str, Any] = {"async_tp": "auto", "tensor_parallel_size": 2, "device": "cpu"}
     resolve(EngineArgs(model=str(folder), skip_tokenizer_init=True, **settings))
 
 
+def halves_group(least: int = sys.maxsize, **options: Any) -> HalvesGroup:
+    inner = SimpleNamespace(handle=None)
+    return HalvesGroup(cast(Any, inner), least, torch.device("cpu"), **options)
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda handle: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda handle=None: 2)
+
+
+@pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize(
     ("gains", "expected"),
     [
@@ -121,55 +137,64 @@ def test_models_that_rule_it_out(tmp_path: Path, config: dict[str, Any], reason:
     ],
 )
 def test_tokens_from_which_halves_are_faster(gains: dict[int, float], expected: int) -> None:
-    """Sizes are tried from the largest on, as far as halves win there."""
-    asked = []
+    """Sizes are tried from the largest downwards, as long as halves are faster."""
+    group, asked = halves_group(), []
 
-    def seconds(tokens: int, cut: bool) -> float:
+    def seconds(tokens: int) -> float:
         asked.append(tokens)
-        return tokens * 1e-5 * (gains[tokens] if cut else 1.0)
+        return tokens * 1e-5 * (gains[tokens] if tokens >= group.halves_from else 1.0)
 
-    assert halves.halves_from(seconds, 8192) == expected
+    group.choose(seconds, 8192)
+    assert group.halves_from == expected
     assert set(asked) <= set(gains)
 
 
 class _Program:
-    """A program whose bodies write down how they were run."""
+    """A program that records how its bodies were run."""
 
     def __init__(self, group: HalvesGroup) -> None:
         self.model = SimpleNamespace(group=group, device=torch.device("cpu"))
-        self.hidden = torch.zeros(2048, 1)
         self.ran: list[tuple[int, bool]] = []
 
     def body(self, shape: BodyShape, *, shallow: bool) -> None:
         self.ran.append((shape.tokens, shape.tokens >= self.model.group.halves_from))
 
 
-class _Graphs:
-    """Times of bodies: halves of 1000 tokens and more take less."""
+class _Graphs(Graphs):
+    """Runs programs instead of capturing them. Halves are faster from 1000 tokens on."""
 
-    def capture(self, works: Mapping[Any, Callable[[bool], None]]) -> None:
-        for work in works.values():
+    def __init__(self, device: torch.device, limits: Limits) -> None:
+        self._device, self._limits, self._buckets = device, limits, Buckets(limits)
+        self._graphs = {}
+
+    def capture(self, works: Mapping[Any, Callable[[bool], None]], progress: Any = None) -> None:
+        for key, work in works.items():
             work(False)
+            self._graphs[key] = cast(Any, None)
 
-    def seconds(self, key: tuple[BodyShape, bool]) -> float:
-        shape, cut = key
+    def seconds(self, key: tuple[BodyShape, int]) -> float:
+        shape, place = key
+        cut = place % 2 == 0
         return shape.tokens + (0.0 if not cut else -100.0 if shape.tokens > 1000 else 100.0)
 
 
+@pytest.mark.usefixtures("two_ranks")
 def test_the_choice_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bodies are run both ways; afterwards the group has what was found."""
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda handle: 0)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda handle=None: 2)
-    inner, device = SimpleNamespace(handle=None), torch.device("cpu")
-    group = HalvesGroup(cast(Any, inner), sys.maxsize, device)
+    """Bodies are run both ways; afterwards the group has the measured threshold."""
+    monkeypatch.setattr("quire.runner.graphs.Graphs", _Graphs)
+    monkeypatch.setattr("quire.runner.graphs.sum_over_all_ranks", lambda x: 2 * x)
+    monkeypatch.setitem(
+        sys.modules,
+        "quire.runner.expert_tiles",
+        cast(Any, SimpleNamespace(choose_tiles=lambda model, tokens: None)),
+    )
+    limits = Limits(lanes=8, tokens=2048, logit_rows=8, length=2048)
+    graphs = _Graphs(torch.device("cpu"), limits)
+    group = halves_group()
     program = _Program(group)
-
-    def shape_of(tokens: int) -> BodyShape:
-        return BodyShape(tokens, 8, tokens)
-
-    halves.choose_halves(cast(Any, program), _Graphs(), shape_of)
+    graphs._tune(cast(Any, program))
     assert group.halves_from == 1024
     assert program.ran == [(size, cut) for size in (2048, 1024, 512) for cut in (True, False)]
-    fixed = HalvesGroup(cast(Any, inner), 7, device, measured=False)
-    halves.choose_halves(cast(Any, _Program(fixed)), _Graphs(), shape_of)
+    fixed = halves_group(7, measured=False)
+    graphs._tune(cast(Any, _Program(fixed)))
     assert fixed.halves_from == 7

@@ -1,4 +1,4 @@
-"""Pipelines: layers in stages, and workers whose tokens come late. No processes are started."""
+"""Pipelines: layers in stages, and workers whose tokens arrive late. No processes are started."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def test_the_largest_stage_is_as_small_as_can_be(sizes: list[int], count: int) -
 
 
 def test_stages_take_as_long_as_each_other() -> None:
-    """The first stage has more layers, as embeddings take no time and the head does: unless memory
-    would be uneven."""
+    """The first stage has more layers, because the head takes time and embeddings do not, unless
+    memory would become uneven."""
     times, sizes = [1.5] * 7 + [4.5], [6.0] + [1.0] * 6 + [4.0]
     even = balanced_ranges(times, 2)
     assert [len(layers) for layers in even] == [5, 3]
@@ -97,7 +97,7 @@ def test_the_engine_is_in_the_last_stage() -> None:
 
 
 @given(st.integers(0, 2**32))
-def test_results_do_in_other_stages_what_they_do_in_the_last(seed: int) -> None:
+def test_results_act_the_same_in_every_stage(seed: int) -> None:
     """Prompts, generating rows with and without drafts, lanes that have ended, stop tokens,
     lengths, broken logits."""
     draw = random.Random(seed)
@@ -119,7 +119,7 @@ def test_results_do_in_other_stages_what_they_do_in_the_last(seed: int) -> None:
     given_lanes = torch.where(torch.tensor(ended), -1, own).int()[row]
     lengths = (position[own] + 1 - known.int())[row] + ahead
     logit_rows = LogitRows(given_lanes, torch.arange(len(row)).int(), lengths, ahead)
-    # Mostly what was drafted.
+    # Mostly the drafted tokens.
     sampled = torch.tensor(
         [
             draw.randrange(-1, 4) if draw.random() < 0.4 else int(tokens[lanes[i], at])
@@ -176,10 +176,8 @@ def test_stages_give_the_tokens_of_one(
 
 
 @pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_requests_that_are_aborted_and_lanes_that_are_taken_again(
-    tmp_path: Path, seed: int
-) -> None:
-    """Late results of a lane's last request do nothing to the next one."""
+def test_aborted_requests_and_reused_lanes(tmp_path: Path, seed: int) -> None:
+    """Late results of a lane's last request do not affect the next one."""
     draw = random.Random(seed)
     folder = model_folder(tmp_path, TINY)
     one, many = engines(folder, 3, depth=3, lanes=3, blocks=30)
@@ -204,7 +202,7 @@ def test_requests_that_are_aborted_and_lanes_that_are_taken_again(
 
 
 def test_steps_in_flight_share_the_requests(tmp_path: Path) -> None:
-    """Steps take turns with requests whose prompts have ended in one step."""
+    """Requests whose prompts end in the same step are divided among the following steps."""
     one, many = engines(model_folder(tmp_path, TINY), 2, depth=2)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     jobs = [Job(prompt, params) for prompt in random_prompts(8, 7, seed=1)]
@@ -224,7 +222,7 @@ def refusal(folder: Path, **settings: Any) -> str:
     return str(error.value)
 
 
-def test_what_stages_do_not_go_with(tmp_path: Path) -> None:
+def test_features_that_stages_do_not_support_are_refused(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, TINY)
     for name, value in (("enable_lora", True), ("host_cache_gb", 1.0), ("lora_dir", "/x")):
         message = refusal(folder, **{name: value})

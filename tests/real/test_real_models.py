@@ -1,4 +1,4 @@
-"""Published models, as people have them: in GGUF files. `make real` fetches them."""
+"""Published models in GGUF files. `make real` fetches them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(model: RealModel) -> None:
 
 
 def test_chat() -> None:
-    """The file's template, its end of a turn, and weights as they are served by default."""
+    """With the file's chat template and end of turn, and weights in the default format."""
     llm = start(SMOLLM2)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     (output,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=64), use_tqdm=False)
@@ -80,7 +80,7 @@ def perplexity(model: str, **more: Any) -> float:
 
 @pytest.mark.parametrize("model", [SMOLLM2, slow(GEMMA)], ids=lambda model: model.name)
 def test_perplexity_is_that_of_transformers(model: RealModel) -> None:
-    """The file is measured exactly and as it is served, and the safetensors of transformers too."""
+    """Measures the file's exact weights, its weights as served, and transformers' safetensors."""
     expected = model.expected()["nats"]
     assert perplexity(str(model.gguf), quantization=EXACT) == pytest.approx(expected, abs=1e-4)
     assert perplexity(str(model.folder)) == pytest.approx(expected, abs=1e-4)

@@ -1,8 +1,8 @@
-"""Everything that users hold, as text: commands, the API, signatures, error codes, metrics.
+"""The public interfaces as text: commands, the API, signatures, error codes, metrics.
 
-`python -m tests.repository.golden` writes the files in `tests/repository/golden/`, and the test
-beside this file compares them. A change to one of them is a change for users, so CHANGELOG.md
-names it.
+`python -m tests.repository.golden` writes the files in `tests/repository/golden/`, and
+`test_golden.py` compares them. A change to one of them is a change for users, so CHANGELOG.md names
+it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _is_own(member: Any) -> bool:
 
 
 def errors() -> dict[str, list[str]]:
-    """Returns the constants that errors are made with: their codes, types and parameters."""
+    """Returns the constants of errors: codes, types and parameters."""
     found: dict[str, set[str]] = {"code": set(), "param": set(), "type": set()}
     for node in _nodes():
         if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""The report's tables out of records, and the parts of the table on a GPU."""
+"""The report's tables from records, and the parts of the GPU table."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def record(
 
 
 def row(table: str, *start: str) -> list[str]:
-    """Returns the cells of the only row that begins so."""
+    """Returns the cells of the only row with this beginning."""
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
     (found,) = [cells for cells in rows if tuple(cells[: len(start)]) == start]
     return found
@@ -187,7 +187,7 @@ def test_another_dtype_fills_no_row() -> None:
     assert made.figure("a model of unknown dtype", "b1", "output_tok_s") is None
 
 
-def test_only_what_is_between_markers_changes() -> None:
+def test_only_text_between_markers_changes() -> None:
     page = "a\n<!-- start:begin -->\nold\n<!-- start:end -->\nb \\1\n"
     texts = {"start": "new \\1\n"}
     assert report.splice(page, texts) == page.replace("old\n", "new \\1\n")
@@ -199,14 +199,14 @@ def test_only_what_is_between_markers_changes() -> None:
         report.splice(page, {})
 
 
-def test_committed_pages_say_what_the_records_say() -> None:
+def test_committed_pages_match_the_records() -> None:
     texts = report.contents(make_book(report.load(), report.load_peers()))
     pages = [page.read_text() for page in report.PAGES]
     assert [name for page in pages for name in report.drift(page, texts)] == []
     assert sorted(name for page in pages for name in tables.marked(page)) == sorted(texts)
 
 
-def test_percentiles_show_what_the_other_engine_has() -> None:
+def test_percentiles_show_those_of_the_other_engine_too() -> None:
     metrics = {f"{kind}_p{p}_ms": float(p) for kind in ("ttft", "itl") for p in (50, 95, 99)}
     found = {("qwen3-8b", "serve-64"): record("serve-64", metrics, model="qwen3-8b")}
     made = online_report.percentiles(found, {("qwen3-8b", 64): {"ttft_p50_ms": 520.0}})

@@ -24,7 +24,7 @@ IMAGE = {"image": {"repository": "registry.example/quire"}}
 
 
 def objects(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the chart makes of these values, by kind."""
+    """Returns the chart's objects for these values, by kind."""
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name="llm", namespace="models")
     found = [yaml.safe_load(text) for name, text in texts.items() if name.endswith(".yaml")]

@@ -115,3 +115,22 @@ def test_the_core_imports_only_itself(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(core, "CORE", ("llm.py", "gone.py"))
     with pytest.raises(SystemExit, match=r"gone\.py"):
         core.core_files(tmp_path)
+
+
+def test_names_of_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = tool("check_feature_names")
+    monkeypatch.setattr(checks, "SOURCE", tmp_path)
+    monkeypatch.setattr(checks, "CHECKED", ("scheduler",))
+    monkeypatch.setattr(checks, "ALLOWED", {"scheduler/order": {"tenant": "queues are fair"}})
+    (tmp_path / "scheduler").mkdir()
+    order = tmp_path / "scheduler" / "order.py"
+    order.write_text('"""An adapter, explained."""\ntenant = 1\nrevision = "speculation"\n')
+    found = [
+        line
+        for file in checks.checked_files()
+        for line in checks.findings(file, checks.banned(file))
+    ]
+    assert found == ["scheduler/order.py:3: names a feature: 'speculation'"]
+    assert list(checks.unused()) == []
+    order.write_text("revision = 1\n")
+    assert list(checks.unused()) == [("scheduler/order", "tenant")]

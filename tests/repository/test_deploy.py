@@ -121,7 +121,7 @@ def test_the_image() -> None:
     assert "/ready" in PUBLIC_PATHS
 
 
-def test_the_image_is_built_from_what_docker_sees() -> None:
+def test_the_image_is_built_from_files_docker_sees() -> None:
     shown = {line[1:] for line in read(".dockerignore").splitlines() if line.startswith("!")}
     copied = {
         word
@@ -163,7 +163,7 @@ def test_compose_has_prefill_and_decode_apart() -> None:
     assert parts["quire-router"]["command"][0] == "route"
 
 
-def test_compose_mounts_what_is_there() -> None:
+def test_compose_mounts_files_that_exist() -> None:
     mounts = [
         volume.split(":")[0]
         for service in COMPOSE["services"].values()
@@ -203,7 +203,7 @@ def test_probes() -> None:
 
 
 def test_pods() -> None:
-    # Else Kubernetes sets QUIRE_PORT=tcp://... where a service is called quire.
+    # Otherwise Kubernetes sets QUIRE_PORT=tcp://... for a service called quire.
     assert "enableServiceLinks: false" in DEPLOYMENT
     assert DEPLOYMENT.count(str(USER)) == 3
     assert load("deploy/helm/quire/values.yaml")["drainTimeout"] == DRAIN_TIMEOUT

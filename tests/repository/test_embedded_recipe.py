@@ -16,7 +16,7 @@ RECIPE = Path(__file__).parents[2] / "tools" / "embedded_model"
 
 @pytest.fixture(scope="module")
 def recipe() -> Iterator[dict[str, ModuleType]]:
-    """Yields the recipe's modules by name; nobody else finds them."""
+    """Yields the recipe's modules by name; they are importable only meanwhile."""
     before = dict(sys.modules)
     sys.path.insert(0, str(RECIPE))
     names = "chat_score", "own_dialogues", "own_stories", "hybrid", "eagle", "model"
@@ -63,7 +63,7 @@ def test_conversations(recipe: dict[str, ModuleType]) -> None:
         assert not any("{" in m["content"] or "  " in m["content"] for m in row)
 
 
-def test_stories_of_others(recipe: dict[str, ModuleType]) -> None:
+def test_exchanging_animals_in_stories(recipe: dict[str, ModuleType]) -> None:
     exchange = recipe["own_stories"].exchange
     assert exchange("A dog met dogs. The Dog ran.", "dog", "owl") == "An owl met owls. The Owl ran."
     assert exchange("An owl's nest", "owl", "mouse") == "A mouse's nest"
@@ -88,7 +88,8 @@ def test_delta_rule_in_chunks(recipe: dict[str, ModuleType]) -> None:
 
 
 def test_head_sees_its_own_drafts(recipe: dict[str, ModuleType]) -> None:
-    """Drafts of one pass over a text are those of a text that goes on with what the head gave."""
+    """One pass over a text gives the same drafts as running the head step by step on its own
+    drafts."""
     eagle, model = recipe["eagle"], recipe["model"]
     torch.manual_seed(0)
     target = model.Shape(32, 2, 2, 1, 48, head_dim=16, vocab_size=50)

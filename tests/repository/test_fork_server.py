@@ -1,4 +1,4 @@
-"""Processes that tests start by forks are as those that users start."""
+"""Processes forked by tests behave like processes started by users."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.fork_server import BARE, ForkedProcess
 
 
 @pytest.mark.parametrize("arguments", [["serve", "--nonsense"], ["info", "--help"]], ids=str)
-def test_a_fork_says_what_a_start_says(arguments: list[str]) -> None:
+def test_a_fork_prints_the_same_as_a_start(arguments: list[str]) -> None:
     command = [sys.executable, "-m", "quire", *arguments]
     forked, started = (
         subprocess.run(command, capture_output=True, text=True, env={**os.environ, **more})

@@ -1,4 +1,4 @@
-"""Compares everything that users hold with files; `golden.py` writes them."""
+"""Compares the public interfaces with files written by `golden.py`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from tests.repository.golden import FOLDER, GOLDEN, text_of
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_nothing_that_users_hold_has_changed(name: str) -> None:
+def test_public_interfaces_have_not_changed(name: str) -> None:
     assert text_of(name) == (FOLDER / f"{name}.json").read_text("utf-8")

@@ -111,7 +111,7 @@ def test_the_table_has_all_rungs_in_their_order() -> None:
     assert "| graphs | – | 3 × |" in text
 
 
-def test_the_crossover_is_where_blocks_win_for_good() -> None:
+def test_the_crossover_is_the_size_from_which_blocks_stay_faster() -> None:
     found = {1: (1.0, 2.0, 9.0, 5.0), 2: (3.0, 2.0, 9.0, 9.5), 4: (5.0, 3.0, 9.0, 8.0),
              8: (9.0, 4.0, 9.0, 10.0), 16: (None, 5.0, None, 11.0)}  # fmt: skip
     names = "contiguous_memory_gb", "quire_memory_gb", "contiguous_tok_s", "quire_tok_s"

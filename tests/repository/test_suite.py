@@ -37,7 +37,9 @@ def test_whole(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().out.endswith("0 failures\n")
 
 
-def test_what_does_not_fit_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_skipped_sizes_are_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     sizes = suite.Sizes((1, 40), (4000,), 4)
     options = suite.argparse.Namespace(device="cpu", seconds=60.0)
     assert list(suite.run_grid(None, options, sizes)) == []

@@ -126,7 +126,9 @@ def test_start_in_fresh_processes(
     assert fake_vllm.made == []
 
 
-def test_what_a_start_says(capsys: pytest.CaptureFixture[str], fake_vllm: type[FakeLLM]) -> None:
+def test_a_start_reports_its_phases(
+    capsys: pytest.CaptureFixture[str], fake_vllm: type[FakeLLM]
+) -> None:
     assert peer.main(vs_vllm.VLLM, ["m", "--first-token"]) == 0
     moments = json.loads(capsys.readouterr().out)
     found = startup.phases(moments, moments["started"], moments["first_token"])
@@ -156,7 +158,9 @@ def test_engine_arguments(fake_vllm: type[FakeLLM]) -> None:
         (["m", "--case", "16x8192x128"], "needs sequences of 8320 tokens"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_in_arguments_are_reported(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert peer.main(vs_vllm.VLLM, arguments) == 2
     assert message in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""A widened model computes what the small one does, and never draws what it was padded with."""
+"""A widened model computes the same as the small one, and never draws a padding token."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def answers(folder: Path) -> list[tuple[list[int], torch.Tensor]]:
     return found
 
 
-def test_the_wide_model_says_the_same(tool: ModuleType, small: Path, tmp_path: Path) -> None:
+def test_a_widened_model_gives_the_same_tokens(
+    tool: ModuleType, small: Path, tmp_path: Path
+) -> None:
     shape = tool.Shape(
         hidden=512, heads=6, kv_heads=2, layers=4, intermediate=300, vocab=6144 + 100
     )
@@ -82,7 +84,7 @@ def test_the_wide_model_says_the_same(tool: ModuleType, small: Path, tmp_path: P
         ({"hidden": 128, "vocab": 7000}, "larger hidden"),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(
+def test_impossible_shapes_are_refused(
     tool: ModuleType, small: Path, change: dict[str, int], message: str
 ) -> None:
     shape = {"hidden": 512, "heads": 4, "kv_heads": 1, "layers": 3, "intermediate": 256}
@@ -135,7 +137,9 @@ def drafted(target: Path, head: Path) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def test_the_wide_head_drafts_the_same(tool: ModuleType, small: Path, tmp_path: Path) -> None:
+def test_a_widened_head_drafts_the_same_tokens(
+    tool: ModuleType, small: Path, tmp_path: Path
+) -> None:
     shape = tool.Shape(
         hidden=512, heads=6, kv_heads=2, layers=4, intermediate=300, vocab=6144 + 100
     )

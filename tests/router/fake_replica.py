@@ -33,17 +33,17 @@ class FakeReplica:
     Attributes:
         status: status of its answers to requests.
         parts: parts of the answers' bodies; all but the first wait for `gate`.
-        stored: ids of the answers that it has stored.
-        peers: the peers that the router sent last.
+        stored: ids of its stored answers.
+        peers: the router's last list of peers.
         events: events to send.
         report: report about each prompt.
         nonsense: its answer to the router's questions.
         headers: headers of its answers.
-        answers_late: number of health checks that it will still let time out.
-        frozen: it keeps its connections, but sends nothing.
-        key: the key that it needs, and proves to have.
-        other_place: it proves the key for another address, as a relay would.
-        keys_seen: the keys that it was sent.
+        answers_late: number of further health checks to let time out.
+        frozen: whether it keeps its connections, but sends nothing.
+        key: the key to require and to prove.
+        other_place: whether it proves the key for another address, as a relay would.
+        keys_seen: the received keys.
     """
 
     name: str = "fake"

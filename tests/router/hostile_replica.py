@@ -68,7 +68,7 @@ def answer(body: bytes, tag: bytes | None = None, status: bytes = b"200 OK") -> 
 
 @contextlib.asynccontextmanager
 async def hostile(replica: HostileReplica) -> AsyncIterator[str]:
-    """Serves it; yields the address."""
+    """Serves the replica; yields its address."""
     server = await asyncio.start_server(replica.serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -55,7 +55,7 @@ async def before(replica: HostileReplica, **settings: Any) -> AsyncIterator[Setu
         (answer(b"x", b"9999"), "to another request"),
     ],
 )
-def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
+def test_malformed_answers_are_not_forwarded(data: bytes, reason: str) -> None:
     async def main() -> None:
         replica = HostileReplica(lambda *_: data)
         async with before(replica) as setup:
@@ -65,7 +65,7 @@ def test_answers_that_cannot_be_passed_on(data: bytes, reason: str) -> None:
             assert refused.status_code == 502, refused.text
             assert refused.json()["error"]["code"] == "bad_answer"
             assert reason in refused.json()["error"]["message"]
-            # Another replica's answer is as good.
+            # Another replica's answer is acceptable, too.
             async with contextlib.AsyncExitStack() as stack:
                 good = FakeReplica()
                 good.gate.set()
@@ -105,7 +105,7 @@ def test_clients_get_no_answer_of_another(apart: bool, tagged: bool) -> None:
     run(main)
 
 
-def test_connections_are_kept_only_where_answers_show_whose_they_are() -> None:
+def test_connections_are_kept_only_after_identifiable_answers() -> None:
     async def main() -> None:
         replica = HostileReplica(lambda target, tag, body: answer(body))
         async with before(replica) as setup:
@@ -113,7 +113,7 @@ def test_connections_are_kept_only_where_answers_show_whose_they_are() -> None:
             for _ in range(3):
                 known.upstream.close()
                 assert (await setup.ask()).status_code == 200
-            # A kept one is not believed: the request is sent again, on a new one.
+            # An answer on a kept connection is not trusted: the request is sent again on a new one.
             await setup.until(lambda: bool(known.upstream._idle))
             asked = replica.requests
             assert (await setup.ask()).status_code == 200

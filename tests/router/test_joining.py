@@ -26,7 +26,7 @@ async def join(setup: Setup, url: str) -> httpx.Response:
     return await setup.http.post("/replicas", json={"url": url}, headers=ADMIN)
 
 
-def test_the_key_goes_to_whoever_proves_to_have_it() -> None:
+def test_the_key_is_sent_to_replicas_that_prove_they_have_it() -> None:
     async def main() -> None:
         named, joining = FakeReplica(key=KEY), FakeReplica(key=KEY)
         async with routed(named, key=KEY) as setup, serving(joining):
@@ -49,7 +49,7 @@ def test_the_key_goes_to_whoever_proves_to_have_it() -> None:
 @pytest.mark.parametrize(
     "impostor", [FakeReplica(), FakeReplica(key="other"), FakeReplica(key=KEY, other_place=True)]
 )
-def test_the_key_goes_to_nobody_else(
+def test_the_key_is_sent_to_no_impostor(
     impostor: FakeReplica, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -66,7 +66,7 @@ def test_the_key_goes_to_nobody_else(
     run(main)
 
 
-def test_addresses_that_are_not_named_are_not_asked() -> None:
+def test_addresses_that_are_not_allowed_are_not_contacted() -> None:
     async def main() -> None:
         replica, other = FakeReplica(), FakeReplica()
         async with routed(replica, replica_hosts=()) as setup, serving(other):
@@ -75,13 +75,13 @@ def test_addresses_that_are_not_named_are_not_asked() -> None:
             assert refused.json()["error"]["code"] == "replica_not_allowed"
             assert "--replica-hosts" in refused.json()["error"]["message"]
             assert other.server.server_state.total_requests == 0
-            # One that was named may leave and come back.
+            # A replica from the settings may leave and come back.
             assert (await join(setup, replica.url)).status_code == 200
 
     run(main)
 
 
-def test_answers_do_not_tell_what_listens_where() -> None:
+def test_answers_do_not_reveal_what_listens_on_a_port() -> None:
     async def main() -> None:
         other = HostileReplica(lambda *_: b"SSH-2.0\r\n")
         other.questions = (b"/ready",)
@@ -159,12 +159,12 @@ def test_hosts(entries: list[str], allowed: list[str], refused: list[str]) -> No
 
 
 @pytest.mark.parametrize("entry", ["", "a b", "http://a", "a/b", "10.0.0.0/99", "a:99999", "u@a"])
-def test_entries_that_are_no_hosts(entry: str) -> None:
+def test_invalid_host_entries_are_refused(entry: str) -> None:
     with pytest.raises(ConfigError, match=r"replica_hosts: .* is not HOST"):
         ReplicaHosts([entry])
 
 
-def test_what_the_router_tells_of_its_replicas_needs_a_key() -> None:
+def test_the_replica_list_needs_a_key() -> None:
     keys = ClientKeys(None, requests_per_minute=100)
 
     async def main() -> None:

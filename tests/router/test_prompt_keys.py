@@ -25,7 +25,7 @@ def common(a: tuple[bytes, ...], b: tuple[bytes, ...]) -> int:
     return sum(same)
 
 
-def test_conversations_share_what_they_have_in_common() -> None:
+def test_conversations_share_their_common_prefix() -> None:
     first, second = "x" * 3000, "y" * 3000
     one, two = prompt(messages=chat(first)), prompt(messages=chat(first, second))
     assert len(one) == 11

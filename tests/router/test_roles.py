@@ -68,7 +68,7 @@ def test_prompts_are_computed_apart_where_others_decode() -> None:
     assert chooser.choose(LONG, fleet).prefill == ""
 
 
-def test_who_cannot_compute_for_others_is_not_chosen_for_it() -> None:
+def test_a_replica_without_grants_is_not_chosen_for_prefill() -> None:
     chooser = Chooser("prefix")
     fleet = {0: state("prefill"), 1: state("decode", running=8)}
     fleet[0].grants = False
@@ -108,7 +108,7 @@ def test_events_say_who_holds_a_prompt() -> None:
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.floats(2.0, 6.0))
-def test_shared_beginnings_are_known_by_the_blocks_of_those_that_came_before(
+def test_shared_beginnings_are_found_from_earlier_reports(
     shared: int, more: int, ratio: float
 ) -> None:
     prefixes = PrefixMap()

@@ -145,7 +145,7 @@ def test_a_lost_replica_is_passed_over_until_it_is_back() -> None:
     run(main)
 
 
-def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
+def test_an_unready_replica_is_used_when_no_other_is_left() -> None:
     async def main() -> None:
         first, second = FakeReplica(), FakeReplica()
         async with routed(first, second) as setup:
@@ -161,7 +161,7 @@ def test_who_is_not_ready_is_asked_where_there_is_nobody_else() -> None:
             assert (await setup.http.get("/ready")).status_code == 503
             assert (await setup.ask()).status_code == 200
             first.status = second.status = (
-                503  # as a server answers that is stopping, asleep or dead
+                503  # the answer of a server that is stopping, asleep or dead
             )
             answer = await setup.ask()
             assert (answer.status_code, answer.content) == (503, b"refused")
@@ -376,7 +376,7 @@ def test_replicas_join_and_leave_under_load() -> None:
     run(main)
 
 
-def test_metrics_tell_of_replicas_that_are_there() -> None:
+def test_metrics_cover_the_current_replicas() -> None:
     async def main() -> None:
         first, second = FakeReplica(), FakeReplica()
         for replica in (first, second):
@@ -410,7 +410,7 @@ def test_metrics_tell_of_replicas_that_are_there() -> None:
         ({"address": "x"}, 400, "The body does not describe a replica"),
     ],
 )
-def test_replicas_that_cannot_join(body: dict[str, str], status: int, message: str) -> None:
+def test_invalid_replicas_cannot_join(body: dict[str, str], status: int, message: str) -> None:
     async def main() -> None:
         async with routed(FakeReplica()) as setup:
             answer = await setup.http.post("/replicas", json=body, headers=ADMIN)
@@ -431,7 +431,7 @@ def test_a_router_is_no_replica_of_its_own(caplog: pytest.LogCaptureFixture) -> 
             answer = await setup.http.post("/replicas", json={"url": own}, headers=ADMIN)
             assert answer.status_code == 502
             assert "cannot join: it is this router" in caplog.text
-            # Nor by way of another router.
+            # This holds through another router, too.
             async with routed() as second:
                 (first,) = setup.fleet
                 there = str(second.http.base_url).rstrip("/")
@@ -469,7 +469,7 @@ def test_headers_that_connection_names_are_left_out() -> None:
 @pytest.mark.parametrize(
     "said", [b"<html>", b"[]", b'{"data": [{"id": 3}]}', b'"\xff"', b"[" * 9999]
 )
-def test_what_is_no_such_server_is_lost_and_cannot_join(
+def test_a_server_of_another_kind_is_dropped_and_cannot_join(
     said: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -489,7 +489,7 @@ def test_what_is_no_such_server_is_lost_and_cannot_join(
 
 
 def test_keys_and_limits_of_the_fleet(tmp_path: Path) -> None:
-    """A limit counts over all replicas, and the answers' headers show it as a server's do."""
+    """Limits count over all replicas, and answers have the same limit headers as a server's."""
     file = tmp_path / "keys.toml"
     file.write_text('[a]\nkey = "aa"\nrequests_per_minute = 3\n[b]\nkey = "bb"\n')
     file.chmod(0o600)
@@ -592,7 +592,7 @@ def test_tokens_of_the_fleet() -> None:
     keys.close()
 
 
-def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
+def test_a_request_counts_even_if_its_client_leaves_early() -> None:
     keys = ClientKeys(None, tokens_per_minute=1000)
 
     async def left(setup: Setup) -> int:
@@ -621,7 +621,7 @@ def test_a_request_counts_whose_client_leaves_before_the_answer() -> None:
     keys.close()
 
 
-def test_bodies_that_are_no_utf8() -> None:
+def test_bodies_that_are_not_utf8() -> None:
     """The router forwards invalid bodies, and refuses those for its own routes."""
     keys = ClientKeys(None, tokens_per_minute=1000)
 
@@ -745,7 +745,7 @@ def test_a_replica_that_comes_back_with_another_model_leaves_unless_it_is_alone(
     run(main)
 
 
-def test_names_and_pages_of_others_are_refused_on_a_loopback_address() -> None:
+def test_foreign_hosts_and_origins_are_refused_on_loopback() -> None:
     """A replica does not take the router's own page for another site's."""
 
     async def main() -> None:

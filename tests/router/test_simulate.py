@@ -55,7 +55,7 @@ def run(
     return summarize(outcome, policy, nodes, prefill)
 
 
-def test_a_step_takes_what_the_model_says() -> None:
+def test_a_step_takes_the_modelled_time() -> None:
     node = SimulatedNode(MODEL, 16)
     first = SimulatedRequest(0.0, 150, 3, tuple(b"%d" % n for n in range(9)))
     node.add(first, 0.0)
@@ -71,7 +71,7 @@ def test_a_step_takes_what_the_model_says() -> None:
     assert again.first == pytest.approx(1.0 + 0.011 + 6e-4)
 
 
-def test_prompts_attend_to_what_stands_before_them() -> None:
+def test_prompts_attend_to_earlier_tokens() -> None:
     """A prompt attends to cached tokens, and each step's tokens attend to earlier steps' tokens.
 
     These pairs count once, because the context covers only rows that generate.

@@ -16,7 +16,7 @@ LARGE = b"x" * ((1 << 18) + 100)
 
 
 def test_a_connection_that_is_not_read_from_is_not_kept() -> None:
-    """The end of a large answer has arrived, but nobody has read it."""
+    """The end of a large answer has arrived, but is still unread."""
 
     async def main() -> None:
         length = (b"content-length", b"%d" % len(LARGE))
@@ -57,7 +57,7 @@ def test_requests_are_given_up_where_nothing_is_heard_for_some_looks() -> None:
                 await asyncio.sleep(0)
             assert not waiting.done()
             known.mark_unreachable("it does not accept connections")
-            # It is not sent again on a fresh connection, as behind one that was closed.
+            # The request is not sent again on a fresh connection, unlike after a closed one.
             with pytest.raises(ReplicaLostError):
                 await waiting
             replica.frozen = False

@@ -18,8 +18,8 @@ DEPTH, LANES, WIDTH = 3, 2, 4
 
 
 class ClaimsInFlight(RuleBasedStateMachine):
-    """Claims change, steps are launched, read and collected, in any order that an engine knows:
-    each step has the claims that stood when it was launched, until it is collected."""
+    """Claims change, and steps are launched, read and collected in any valid order. Each step keeps
+    the claims of its launch until it is collected."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ ClaimsInFlight.TestCase.settings = settings(max_examples=examples(90))
 TestClaimsInFlight = ClaimsInFlight.TestCase
 
 
-def test_a_closed_ring_lets_those_go_who_wait() -> None:
+def test_closing_the_ring_wakes_waiters() -> None:
     ids, start = torch.zeros(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     ring = ClaimRing(2, ids, start)
     ring.send(4)

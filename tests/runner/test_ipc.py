@@ -1,5 +1,5 @@
-"""Engines that read each other's KV cache by handles of its memory: the handles are opened by a
-stand-in of CUDA's driver, all else is real. On a GPU also by the driver."""
+"""Engines that read each other's KV cache through memory handles. A stand-in for CUDA's driver
+opens the handles; everything else is real. On a GPU, the driver opens them, too."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SHIFT = 1 << 40
 
 
 class FakeDriver:
-    """Opens memory of this process, under other addresses."""
+    """Opens memory of this process at other addresses."""
 
     def __init__(self, sizes: dict[int, int]) -> None:
         self.sizes = sizes
@@ -73,7 +73,7 @@ class FakeDriver:
 
 
 def copies(pieces: MemoryPieces) -> Callable[[], bool]:
-    """Copies at once, and tells of it later."""
+    """Copies immediately, and reports the end later."""
     for here, there, size in pieces.each():
         ctypes.memmove(here, there - SHIFT, size)
     told = iter([False, False])
@@ -124,12 +124,12 @@ def test_on_a_cpu_processes_read_each_other(
 
 
 def pages(size: int = 2 * mmap.PAGESIZE) -> torch.Tensor:
-    """Returns zeros in pages of their own, as a cache's are."""
+    """Returns zeros in separate pages, as in a cache."""
     return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE), dtype=torch.uint8)
 
 
 def serve_pages(connection: Connection, size: int) -> None:
-    """Shares pages, writes them, and lives until it is killed."""
+    """Shares pages, writes them, and runs until it is killed."""
     tensor = pages(size)
     shared = SharedPages([tensor])
     connection.send((shared.export(tensor.data_ptr()), os.getpid()))
@@ -161,7 +161,7 @@ def test_pages_of_another_process_are_read_and_nothing_else_of_it() -> None:
     mine.close(begin)
 
 
-def test_only_the_pages_that_were_meant_are_opened() -> None:
+def test_only_shared_pages_are_opened() -> None:
     tensor = pages()
     shared = SharedPages([tensor, torch.zeros(0, dtype=torch.uint8)])
     base, size = shared.allocation(tensor.data_ptr())
@@ -190,7 +190,7 @@ def test_only_the_pages_that_were_meant_are_opened() -> None:
         SharedPages([pages()[1:]])
 
 
-def test_an_engine_whose_cache_cannot_be_shared_is_told_so(
+def test_a_cache_that_cannot_be_shared_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*arguments: Any) -> int:
@@ -246,7 +246,7 @@ def memory_of(tensor: torch.Tensor, metadata: bytes) -> RankMemory:
     return RankMemory(metadata, "DRAM", 0, [group_memory(BlockLayout([tensor]), True)])
 
 
-def test_what_cannot_be_opened_or_lies_outside_is_not_read(reader: Reader) -> None:
+def test_memory_out_of_range_or_not_mappable_is_not_read(reader: Reader) -> None:
     source = torch.full((4, 32), 7, dtype=torch.uint8)
     peer = fake_agent([source], CPU)
     good = msgspec.msgpack.decode(peer.metadata, type=ProcessMemory)
@@ -285,7 +285,7 @@ def test_memory_of_a_process_that_has_ended_is_given_back(reader: Reader) -> Non
     opened = reader.agent._opener.opened  # type: ignore[attr-defined]
     assert len(opened) == 1
     os.kill(process.pid, signal.SIGKILL)
-    wait(lambda: not opened)  # although nobody has taken note of its end
+    wait(lambda: not opened)  # although no one has waited for its end
     process.join()
 
 
@@ -295,7 +295,7 @@ BLOCKS, SIZE = 64, 1 << 20
 
 
 def serve(connection: Connection, device: str) -> None:
-    """Lets its memory be read until it is told to end."""
+    """Offers its memory to readers until it receives the signal to end."""
     tensor = torch.arange(BLOCKS, device=device, dtype=torch.uint8)[:, None].expand(-1, SIZE)
     tensor = tensor.contiguous()
     torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Blocks go to the host's pool and to files, and come back as they were."""
+"""Blocks are copied to the host's pool and to files, and restored unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from quire.runner.transfer import disk
 from quire.runner.transfer.disk import DiskStore, identity
 from quire.runner.transfer.host import HostPlace, HostPool
 from quire.runner.transfer.layout import BlockLayout
-from quire.runner.transfer.places import KVTransfer, tiers
+from quire.runner.transfer.place import KVTransfer
+from quire.runner.transfer.places import tiers
 
 
 def tensors() -> list[list[torch.Tensor]]:
@@ -70,7 +71,7 @@ def test_blocks_come_back_elsewhere() -> None:
             assert torch.equal(now[[1, 3, 4, 5]], was[[1, 3, 4, 5]])
 
 
-def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
+def test_a_block_is_restored_from_its_file(tmp_path: Path) -> None:
     groups = tensors()[1:]
     was = [t.clone() for t in groups[0]]
     names = keys(2)
@@ -97,7 +98,7 @@ def test_a_file_brings_a_block_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "grow", "swap", "delete"])
-def test_a_damaged_file_is_a_miss_that_is_told_once(
+def test_a_damaged_file_is_a_miss_and_logged_once(
     tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = DiskStore(tmp_path, 1 << 20, "a")
@@ -181,7 +182,7 @@ def test_the_folder_stays_within_its_size(tmp_path: Path) -> None:
     assert len(again.keys(0)) == 1
 
 
-def test_a_full_disk_is_told_as_such(
+def test_a_full_disk_is_reported_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Full(io.FileIO):
@@ -201,7 +202,7 @@ def test_a_full_disk_is_told_as_such(
 def test_a_file_that_cannot_be_read_for_now_still_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the folder would outgrow its size by it."""
+    """Otherwise the folder would exceed its size by this file."""
 
     def failing(path: Path) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -217,7 +218,7 @@ def test_a_file_that_cannot_be_read_for_now_still_counts(
     assert len([path for path in (tmp_path / "a").glob("*/*") if path.is_file()]) == 2
 
 
-def test_what_a_dead_engine_left_unfinished_is_removed(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_dead_engine_are_removed(tmp_path: Path) -> None:
     DiskStore(tmp_path, 1000, "a").close()
     folder = tmp_path / "a" / "00"
     folder.mkdir(parents=True)
@@ -229,7 +230,7 @@ def test_what_a_dead_engine_left_unfinished_is_removed(tmp_path: Path) -> None:
 
 
 def test_files_of_others_stay(tmp_path: Path) -> None:
-    """Neither their size nor their names make them the cache's."""
+    """Files with the size and names of the cache's files are still not the cache's."""
     store = DiskStore(tmp_path, 3000, "a")
     name = keys(1)[0].tobytes()
     folder = tmp_path / "a" / name.hex()[:2]
@@ -292,7 +293,7 @@ def test_a_file_system_that_does_not_answer_ends_the_cache_alone(
     assert bytes(host.pool.view(0, 0)) == before
 
 
-def test_a_folder_that_does_not_answer_is_told_at_the_start(
+def test_a_folder_that_does_not_answer_is_an_error_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
@@ -303,7 +304,7 @@ def test_a_folder_that_does_not_answer_is_told_at_the_start(
     answers.set()
 
 
-def test_an_unusable_folder_is_told_at_the_start(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_an_error_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="disk_cache: cannot write"):
         DiskStore(tmp_path / "file", 1000, "a")
@@ -333,7 +334,7 @@ def test_weights_rounded_otherwise_have_files_of_their_own(tmp_path: Path) -> No
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 2
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_cache_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="disk_cache needs host_cache_gb"):
         EngineArgs(disk_cache="x")
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):

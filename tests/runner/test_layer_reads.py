@@ -1,5 +1,5 @@
-"""Reads behind a peer's layers: the clock that the layers write, and that nothing is read before
-its layer has been written."""
+"""Reads that follow a peer's layers: the layers write a clock, and no layer is read before it was
+written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quire.arrays import int32
-from quire.features.disaggregation.layer_clock import LayerClock, open_layer_clock
+from quire.features.disaggregation.layer_clock import LAYER_CLOCK, LayerClock, open_hook
 from quire.parallel import SingleGroup
 from quire.plan import KVGroup, Transfer
 from quire.runner.transfer import layer_reads
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 
 class Step:
-    """A step, as far as a hook reads it."""
+    """A step, with the attributes that the hook reads."""
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
@@ -96,7 +96,7 @@ class Writer:
         self.model = Model(device)
         self.hook = LayerClock()
         self.hook.attach(self.model)  # type: ignore[arg-type]
-        self.clock: SharedMemory = self.hook.on_control({"op": "layer_clock"})
+        self.clock: SharedMemory = self.hook.calls()[LAYER_CLOCK](None)
 
     def run(self, step: int) -> None:
         self.hook.begin(Step(step))  # type: ignore[arg-type]
@@ -173,12 +173,12 @@ def reader(writer: Writer) -> Iterator[Reader]:
     made.close()
 
 
-def test_the_clock_tells_how_many_layers_have_stored_their_kv(writer: Writer) -> None:
+def test_the_clock_counts_layers_that_have_stored_their_kv(writer: Writer) -> None:
     clock = PeerClock(writer.clock, 0).read
     seen: list[int] = []
     writer.model.nap = lambda: seen.append(clock())
     writer.model.run()
-    assert max(seen) <= 0  # programs that run before the first step are of no step
+    assert max(seen) <= 0  # programs that run before the first step belong to no step
     seen.clear()
     for step in (0, 1, 5):
         writer.run(step)
@@ -190,7 +190,8 @@ def test_the_clock_tells_how_many_layers_have_stored_their_kv(writer: Writer) ->
 
 
 def test_no_layer_is_read_before_it_was_written(writer: Writer, reader: Reader) -> None:
-    """Layers come late, each after a time of its own; the reader has long asked for all."""
+    """Each layer is written after a different delay, and the reader has requested all of them
+    before."""
     draw = random.Random(1)
     writer.run(3)
     for tensor in writer.model.tensors:
@@ -208,7 +209,8 @@ def test_no_layer_is_read_before_it_was_written(writer: Writer, reader: Reader) 
     assert reader.ended() == ([0, 1, 2], [])
     for group, tensor in zip(GROUPS, reader.tensors, strict=True):
         for at, layer in enumerate(group.layers):
-            # A block may be of a later step, as the writer's model writes all blocks in each.
+            # A block may hold a later step's values, because the writer's model writes all blocks
+            # in each step.
             for block, steps in ((0, (4, 5)), (2, (4, 5)), (3, (4, 5))):
                 assert set(tensor[block, at].tolist()) <= {100 * step + layer for step in steps}
     for at, layer in enumerate(GROUPS[0].layers):
@@ -241,7 +243,7 @@ def test_a_clock_that_stands_still_or_is_not_there_fails(
         writer.hook._handle = None
 
 
-def test_what_waits_for_a_peer_that_has_ended_fails(
+def test_a_read_from_a_peer_that_has_ended_fails(
     writer: Writer, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reader.read(0, 0, [0], 1)
@@ -250,7 +252,7 @@ def test_what_waits_for_a_peer_that_has_ended_fails(
     assert reader.ended() == ([], [0])
 
 
-def test_pieces_that_are_due_are_given_out_once() -> None:
+def test_due_pieces_are_returned_once() -> None:
     now = [0]
     clock: Any = SimpleNamespace(read=lambda: now[0], lives=True)
     pieces: Any = lambda layers: layers  # noqa: E731
@@ -263,7 +265,7 @@ def test_pieces_that_are_due_are_given_out_once() -> None:
     assert not given.left
 
 
-def test_only_writers_whose_readers_wait_for_layers_have_a_clock(folders: dict[str, Any]) -> None:
+def test_only_writers_of_layer_reads_have_a_clock(folders: dict[str, Any]) -> None:
     for role, transport, mode, there in (
         ("prefill", "ipc", "async", True),
         ("both", "ipc", "async", True),
@@ -273,7 +275,7 @@ def test_only_writers_whose_readers_wait_for_layers_have_a_clock(folders: dict[s
         ("prefill", "tcp", "async", False),
     ):
         peers = {"role": role, "transport": transport, "kv_transfer": mode}
-        hook = open_layer_clock(config_of(folders["full"], peers))
+        hook = open_hook(config_of(folders["full"], peers))
         assert isinstance(hook, LayerClock) == there
 
 

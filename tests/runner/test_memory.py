@@ -21,7 +21,7 @@ MEMINFO = "MemTotal: 9000 kB\nMemFree: {free} kB\nMemAvailable: {available} kB\n
 
 
 @pytest.mark.parametrize("free", [10, 8_000_000])
-def test_the_cpu_budget_does_not_depend_on_what_the_page_cache_holds(
+def test_the_cpu_budget_does_not_depend_on_the_page_cache(
     free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = MEMINFO.format(free=free, available=8_000_000)

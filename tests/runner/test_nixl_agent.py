@@ -1,4 +1,4 @@
-"""Reads of another process's memory by the real library: how they end when that process does."""
+"""Reads of another process's memory with the real library, and their end when that process ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 def serve(connection: Connection) -> None:
-    """Lets its memory be read until it is told to end."""
+    """Offers its memory to readers until it receives the signal to end."""
     tensor = torch.full((BLOCKS, SIZE), 7, dtype=torch.uint8)
     agent = NixlAgent([tensor], CPU)
     layout = BlockLayout([tensor])
@@ -85,7 +85,7 @@ def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Reader]:
 
 
 @needs_nixl
-def test_reads_end_badly_with_the_process_that_they_read(reader: Reader) -> None:
+def test_reads_fail_when_the_process_they_read_ends(reader: Reader) -> None:
     writer, other = Writer(), Writer()
     first = reader.read(writer, 1)
     wait(lambda: first.good is not None)
@@ -97,7 +97,7 @@ def test_reads_end_badly_with_the_process_that_they_read(reader: Reader) -> None
     writer.kill(signal.SIGKILL)
     wait(lambda: all(read.good is not None for read in reads))
     assert not reads[-1].good
-    # Others are read as ever, and the dead one not at all.
+    # Other processes are still read, and the dead one is not.
     late, fine = reader.read(writer), reader.read(other)
     wait(lambda: late.good is not None and fine.good is not None)
     assert (late.good, fine.good) == (False, True)
@@ -125,7 +125,7 @@ def assert_read(reader: Reader, writer: Writer) -> None:
     assert read.good
 
 
-def test_who_lacks_the_library_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from quire.server.args import ServerArgs
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

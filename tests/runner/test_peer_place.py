@@ -70,7 +70,9 @@ def move(found: list[PeerPlace], transfer: Transfer) -> None:
 @pytest.mark.parametrize("heads", HEADS)
 @settings(max_examples=16)
 @given(writers=st.sampled_from(WORLDS), readers=st.sampled_from(WORLDS))
-def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: int) -> None:
+def test_every_rank_count_reads_blocks_of_every_other(
+    heads: int, writers: int, readers: int
+) -> None:
     whole = whole_block(heads)
     sources = [of_rank(whole, heads, rank, writers) for rank in range(writers)]
     targets = [
@@ -79,7 +81,7 @@ def test_any_ranks_read_what_any_ranks_wrote(heads: int, writers: int, readers: 
     ]
     wrote, read = places(sources, heads), places(targets, heads)
     move(wrote, Transfer(1, "out", "peer", 0, int32([2, 0]), slots=int32([3, 1])))
-    # The wire: slots have the heads of all ranks, in order, whoever wrote them.
+    # Slots have the heads of all ranks in order, for any number of writing ranks.
     for slot, block in ((3, 2), (1, 0)):
         data = bytes(wrote[0].pool.view(0, slot))
         assert data.startswith(whole[0][block].numpy().tobytes())
@@ -105,7 +107,8 @@ def states(drafts: int, blocks: int = 3) -> list[Tensor]:
 
 
 def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Tensor], HeadRange]:
-    """Returns a rank's part, by the sections of heads that `StateLayer` names, and what it is."""
+    """Returns a rank's part of the states, by the sections of heads in `StateLayer`, and its
+    layout."""
     channels = [16, 16, 48]
     sections = [(2, [16]), (3, channels), (4, channels), (4, [16, 16]), (2, [*channels, 48])]
     found = []
@@ -128,8 +131,8 @@ def states_of_rank(whole: list[Tensor], rank: int, world: int) -> tuple[list[Ten
 def test_any_ranks_read_any_ranks_states(
     writers: int, readers: int, drafts: int, layered: bool
 ) -> None:
-    """Through the memory between engines, where they lie as one rank would have them, and from the
-    writers' own."""
+    """States are read from the memory between engines, where they have the layout of one rank, and
+    directly from the writers' memory."""
     whole = states(drafts)
     sources = [states_of_rank(whole, rank, writers) for rank in range(writers)]
     layouts = [BlockLayout(tensors, heads) for tensors, heads in sources]
@@ -197,7 +200,7 @@ def test_blocks_that_a_peer_does_not_have_are_not_read() -> None:
             find_pieces(layout, int32([0]), memory, int32(blocks))
 
 
-def test_a_move_fails_if_it_does_on_any_rank() -> None:
+def test_a_move_that_fails_on_any_rank_fails() -> None:
     cells = np.zeros((2, 2), dtype=np.int64)
     first, second = RankMoves(cells, 0), RankMoves(cells, 1)
     ends: dict[tuple[int, int], bool] = {}
@@ -227,7 +230,7 @@ def test_heads_are_split_as_the_weights_and_each_has_one_owner(heads: int, world
     assert owned == list(range(heads))
 
 
-def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
+def test_a_move_ends_once_it_has_on_every_rank() -> None:
     class Slow(HostCopier):
         done = False
 
@@ -254,7 +257,7 @@ def test_a_move_has_ended_when_it_has_on_every_rank() -> None:
     assert not first.busy
 
 
-def test_parts_that_are_not_aligned_are_refused_on_a_gpu() -> None:
+def test_unaligned_parts_are_refused_on_a_gpu() -> None:
     from quire.runner.transfer.copier import PinnedCopier
 
     layout = BlockLayout([torch.zeros(4, 1, 2, 2, 3, 1)], head_range(2, 0, 1))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from quire.arrays import int32
 from quire.errors import QuireError
+from quire.executor import WorkerCall
 from quire.layers.attention import KVLayout
 from quire.ops import KVFormat
 from quire.plan import KVGroup, RowFlag, StepPlan
@@ -31,6 +34,7 @@ from tests.tiny_engine import (
     random_prompts,
 )
 
+STEPS: WorkerCall[None, int] = WorkerCall("test.steps")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=18)
 WILD = SamplingParams(
     temperature=1.2,
@@ -104,7 +108,7 @@ def test_prefix_hits_give_the_same_tokens(folder: Path) -> None:
 def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
     folder: Path,
 ) -> None:
-    """Blocks are of 8 tokens, and windows of 20."""
+    """Blocks have 8 tokens, and windows 20."""
     stem = random_prompts(1, 61, seed=5)[0] * 2
     engine, params = TinyEngine(folder), SamplingParams(temperature=0.0, max_tokens=5)
     jobs, expected = [], []
@@ -124,7 +128,7 @@ def test_prefixes_that_end_anywhere_are_found_whole_and_give_the_same_tokens(
     assert again.run(jobs) == expected
 
 
-def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None:
+def test_the_next_turn_of_a_chat_computes_only_new_tokens(folder: Path) -> None:
     engine, known, fed = TinyEngine(folder), random_prompts(1, 61, seed=6)[0], 0
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     for turn in range(5):
@@ -147,7 +151,8 @@ def test_the_next_turn_of_a_chat_computes_only_what_is_new(folder: Path) -> None
     ids=str,
 )
 def test_blocks_are_copied_in_order(monkeypatch: pytest.MonkeyPatch, kv_format: KVFormat) -> None:
-    """However few at a time: a block may be written once it was read. Scales go along."""
+    """This holds for any number of staging slots: a block may be overwritten once it was read.
+    Scales are copied, too."""
     group = KVGroup(layers=(0, 1), tokens_per_block=2)
     for most in (1, 3 * 2 * 2 * 2 * 2 * 4 * 4, 1 << 20):
         monkeypatch.setattr("quire.runner.kv_cache._COPY_BYTES", most)
@@ -186,7 +191,7 @@ def test_a_fork_in_mid_block_leaves_the_parent_alone(tmp_path: Path) -> None:
         before = [engine.runner.cache.block_tensors(0)[0][src].clone() for src in sources]
         submit(plan)
         for src, was in zip(sources, before, strict=True):
-            # Positions up to the last prompt token; the parent may write behind them.
+            # Positions up to the last prompt token; the parent may write after them.
             filled = (len(prompt) - 1) % 8
             now = engine.runner.cache.block_tensors(0)[0][src]
             copied.append((was[..., :filled, :], now[..., :filled, :]))
@@ -253,7 +258,7 @@ def test_gated_rows_wait_for_their_mask(tmp_path: Path) -> None:
 
 def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
     class Forbid(ProgramHook, HostHook):
-        """Lets nothing but token 67 out."""
+        """Masks all tokens except 67."""
 
         def __init__(self) -> None:
             self.steps = 0
@@ -272,14 +277,14 @@ def test_hooks_see_every_step_and_own_columns(tmp_path: Path) -> None:
         def read(self, step: Step) -> None:
             self.seen += step.result.tokens[:, 0].tolist()
 
-        def on_control(self, message: dict[str, object]) -> object:
-            return self.steps if message["op"] == "count" else None
+        def calls(self) -> dict[WorkerCall[Any, Any], Callable[[Any], Any]]:
+            return {STEPS: lambda _: self.steps}
 
     hook = Forbid()
     engine = TinyEngine(model_folder(tmp_path / "model", TINY), hooks=[hook])
     assert engine.run([Job([6, 7], SamplingParams(temperature=0.0, max_tokens=5))]) == [[67] * 5]
     assert hook.seen == [67] * 5
-    assert engine.runner.control({"op": "count"}) == hook.steps == 5
+    assert engine.runner.call(STEPS, None) == hook.steps == 5
     assert "forbid" in engine.runner.state.columns
-    with pytest.raises(QuireError, match="unknown control"):
-        engine.runner.control({"op": "no such thing"})
+    with pytest.raises(QuireError, match="no hook of this worker takes the call 'test'"):
+        engine.runner.call(WorkerCall("test"), None)

@@ -24,7 +24,7 @@ EOS = 7
 
 
 class Head:
-    """The sampler's hooks over a state whose lane i holds `tokens[i]` under `params[i]`."""
+    """The sampler's hooks, with a state whose lane i has `tokens[i]` and `params[i]`."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Head:
         return ctx.tokens
 
     def reasons(self, tokens: list[int], length: int) -> list[int]:
-        """Why the rows of the first lanes end after these tokens."""
+        """Returns the reasons why the rows of the first lanes end after these tokens."""
         lanes = list(range(len(tokens)))
         ctx = self.context(torch.empty(0), lanes, [length] * len(lanes))
         ctx.tokens = torch.tensor(tokens).int()
@@ -147,7 +147,7 @@ def test_draws_follow_the_distribution(params: SamplingParams, keep: int | None)
 
 
 def oracle(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
-    """The distribution to draw from, in float64 and plain loops."""
+    """Returns the distribution to draw from, computed in float64 with plain loops."""
     scaled = logits / params.temperature
     probs = np.exp(scaled - scaled.max())
     probs[probs < params.min_p * probs.max()] = 0
@@ -219,7 +219,7 @@ def test_many_stop_tokens() -> None:
     assert head.reasons([59, 59], 5) == [StopReason.NONE, StopReason.STOP_TOKEN]
 
 
-def test_logits_that_are_not_numbers_end_a_row() -> None:
+def test_nan_logits_end_a_row() -> None:
     head = Head([SamplingParams(temperature=0.0), SamplingParams()], [[1, 2], [1, 2]])
     logits = torch.zeros(2, VOCAB)
     logits[:, 40] = torch.nan
@@ -320,8 +320,8 @@ def test_noise_at_entries_is_the_noise_of_the_whole() -> None:
 
 
 @pytest.mark.parametrize("kind", ["peaked", "flat", "ties", "masked"])
-def test_a_narrow_look_keeps_what_the_whole_would(kind: str) -> None:
-    """The token is that of the definition, and no neighbour changes it."""
+def test_a_cut_to_few_logits_gives_the_same_token(kind: str) -> None:
+    """The token follows the definition, and does not depend on other rows."""
     logits = torch.randn(len(CUTS), WIDE, generator=torch.Generator().manual_seed(6))
     logits *= 0.05 if kind == "flat" else 3.0
     if kind == "ties":

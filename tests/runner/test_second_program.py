@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class Likeliest(ProgramHook):
-    """Moves lanes past what was computed, and keeps the likeliest token of each.
+    """Advances lanes by the computed tokens, and keeps the likeliest token of each lane.
 
     text: int32 [lanes, max_len], gets it behind what is there, or None.
     """
@@ -51,7 +51,7 @@ def load(name: str) -> Decoder:
 
 
 def likeliest(name: str, texts: list[list[int]]) -> list[int]:
-    """Returns the token that an engine of this model gives behind each text."""
+    """Returns the next token of an engine with this model for each text."""
     llm = LLM(str(EMBEDDED / name), num_kv_blocks=200, max_model_len=128)
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     outputs = llm.generate(texts, params, use_tqdm=False)

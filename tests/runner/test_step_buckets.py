@@ -36,11 +36,11 @@ def limits(draw: st.DrawFn) -> Limits:
 
 
 @given(st.data())
-def test_every_step_within_limits_has_shapes_that_are_captured(data: st.DataObject) -> None:
+def test_every_step_within_limits_has_captured_shapes(data: st.DataObject) -> None:
     own = data.draw(limits())
     buckets = Buckets(own)
     bodies, heads = set(buckets.bodies()), set(buckets.heads())
-    # One of more tokens would write behind what was made for a step.
+    # A step of more tokens would write beyond the buffers.
     assert all(body.tokens <= own.tokens and body.rows <= own.lanes for body in bodies)
     for _ in range(20):
         rows = data.draw(st.integers(1, min(own.lanes, own.tokens)))
@@ -70,7 +70,7 @@ def test_every_step_within_limits_has_shapes_that_are_captured(data: st.DataObje
 
 
 @pytest.mark.parametrize("drafts", [0, 3])
-def test_steps_beyond_limits_have_none(drafts: int) -> None:
+def test_steps_beyond_limits_have_no_captured_shape(drafts: int) -> None:
     own = Limits(lanes=8, tokens=64, logit_rows=8 * (1 + drafts), length=100, drafts=drafts)
     buckets = Buckets(own)
     assert buckets.body(9, 9, 1) is None
@@ -116,6 +116,8 @@ def test_few_graphs(drafts: int, logit_rows: int) -> None:
         (1e9, 300, 300),
     ],
 )
-def test_full_step_is_where_waiting_pays(fixed: float, most: int, full: int) -> None:
+def test_a_full_step_has_the_tokens_from_which_waiting_pays(
+    fixed: float, most: int, full: int
+) -> None:
     seconds: Callable[[int], float] = lambda tokens: fixed + tokens  # noqa: E731
     assert full_step(seconds, most) == full

@@ -74,7 +74,7 @@ def steps(draw: st.DrawFn) -> list[Row]:
 
 
 def usable(row: Row) -> list[int]:
-    """The drafts that the row computes."""
+    """Returns the row's drafts."""
     known = len(row.text) - row.start
     if known < 0 or row.claim[:known] != row.text[row.start :]:
         return []
@@ -110,7 +110,7 @@ def ints(values: object) -> Tensor:
 
 
 def table(width: int, values: dict[int, list[int]], fill: int = -1) -> Tensor:
-    """A column whose lines begin with the values given for their lanes."""
+    """Returns a column whose lines begin with the given values of their lanes."""
     column = torch.full((LANES, width), fill, dtype=torch.int32)
     for lane, line in values.items():
         column[lane, : len(line)] = ints(line)
@@ -125,10 +125,10 @@ def column(rows: list[Row], values: list[int]) -> Tensor:
 
 @settings(max_examples=examples(300))
 @given(steps(), st.integers(0, 6), st.booleans())
-def test_the_accepted_run_is_that_of_the_definition(
+def test_the_accepted_run_matches_the_definition(
     rows: list[Row], chunk: int, counted: bool
 ) -> None:
-    """With a chunk of another lane's prompt behind, and padding."""
+    """The batch also has a chunk of another lane's prompt, and padding."""
     lanes = [row.lane for row in rows]
     free = [lane for lane in range(LANES) if lane not in lanes]
     prompt = free[:1] if chunk else []
@@ -168,7 +168,7 @@ def test_the_accepted_run_is_that_of_the_definition(
         at += span
     assert asked.lanes[logits:].tolist() == [-1, -1]
 
-    # The target draws at every position; behind a wrong draft it may draw anything.
+    # The target samples at every position; after a wrong draft it may sample anything.
     sampled = torch.full((logits + 2,), 3, dtype=torch.int32)
     at = 0
     for row, span in zip(rows, spans, strict=True):

@@ -1,4 +1,4 @@
-"""Shares that tenants get of an engine."""
+"""Tenants' shares of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def lanes_of(loop: Loop) -> dict[str, int]:
     return held
 
 
-def test_a_newcomer_gets_a_lane_from_who_holds_them_all() -> None:
+def test_a_new_tenant_gets_a_lane_from_the_one_that_holds_all() -> None:
     loop = make(fair=True, max_num_seqs=4)
     flood(loop, "flood", 20)
     for _ in range(4):
@@ -59,7 +59,7 @@ def test_lanes_even_out_between_two_floods() -> None:
     assert min(lead) >= -20
 
 
-def test_shares_weigh() -> None:
+def test_shares_are_proportional_to_weights() -> None:
     loop = make(
         fair=True, max_num_seqs=6, max_num_batched_tokens=512, max_model_len=512, blocks=800
     )
@@ -99,9 +99,9 @@ def test_a_long_prompt_leaves_others_their_part_of_a_step() -> None:
     loop.drain()
 
 
-def test_who_comes_often_with_little_does_not_shut_others_out() -> None:
-    """A tenant whose queue is always empty again, as all it asks for is started at once, has one
-    grant a round all the same."""
+def test_a_tenant_with_many_small_requests_does_not_starve_others() -> None:
+    """A tenant whose requests all start immediately, so that its queue is empty, still gets only
+    one grant per round."""
     loop = make(
         fair=True, max_num_seqs=2, max_num_batched_tokens=2048, max_model_len=2048, blocks=2000
     )

@@ -27,7 +27,7 @@ from tests.fakes import FakeExecutor
         ([1], 0, 5, []),
     ],
 )
-def test_a_claim_counts_where_it_agrees_with_what_is_known(
+def test_a_claim_counts_where_it_matches_the_known_tokens(
     ids: list[int], start: int, most: int, drafts: list[int]
 ) -> None:
     assert claimed_drafts(int32(ids), start, int32([1, 2, 3]), most).tolist() == drafts

@@ -46,12 +46,12 @@ def request(name: str, prompt: int | list[int], output: int = 4, **options: Any)
 
 
 def own(seed: int, length: int) -> list[int]:
-    """A prompt that shares nothing with those of other seeds."""
+    """Returns a prompt without common prefixes with those of other seeds."""
     return [1000 * seed + i for i in range(length)]
 
 
 def rows(plan: StepPlan) -> list[tuple[int, int, int, int]]:
-    """(lane, q_len, n_logits, flags) of each row."""
+    """Returns (lane, q_len, n_logits, flags) of each row."""
     return list(
         zip(
             plan.lanes.tolist(),
@@ -132,7 +132,7 @@ def test_counts_of_a_request() -> None:
     assert one.finish_reason is FinishReason.LENGTH
 
 
-def test_an_admission_tells_the_body_everything() -> None:
+def test_an_admission_carries_all_request_state() -> None:
     loop = make()
     params = SamplingParams(temperature=0.5)
     one = request("a", own(1, 5), params=params, seed=3, sample_index=0)
@@ -174,7 +174,7 @@ def test_no_more_steps_in_flight_than_allowed() -> None:
     loop.drain()
 
 
-def test_lag_spaces_a_lanes_rows() -> None:
+def test_pipeline_depth_spaces_the_steps_of_a_lane() -> None:
     loop = make(steps_in_flight=3, pipeline_depth=3)
     for i in range(3):
         loop.scheduler.add(request(f"r{i}", own(i, 3), 6))
@@ -393,7 +393,7 @@ def test_an_unknown_request_cannot_be_aborted_or_woken() -> None:
 # -- the door --------------------------------------------------------------------------------------
 
 
-def test_what_can_never_fit_is_refused() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     loop = make(blocks=4)
     loop.scheduler.add(request("fits", own(1, 10), 7))
     with pytest.raises(RequestTooLargeError) as error:
@@ -470,14 +470,14 @@ def test_generated_blocks_are_found_by_the_next_turn() -> None:
     turn = request("turn", own(1, 5) + first.output.tolist() + [1, 2, 3])
     loop.scheduler.add(turn)
     loop.drain()
-    # All but the last answer's last token, which was never fed.
+    # All tokens except the last answer's last one, which was never computed.
     assert turn.num_cached_tokens == 13
     stats = loop.scheduler.stats()
     assert (stats.prefix_hit_tokens, stats.copied_blocks, stats.evicted_blocks) == (13, 1, 0)
     check_output(loop, turn)
 
 
-def test_what_the_cache_gives_up_is_counted() -> None:
+def test_evicted_blocks_are_counted() -> None:
     loop = make(blocks=6)
     for seed in range(3):
         loop.scheduler.add(request(f"r{seed}", own(seed, 12), 1))

@@ -1,4 +1,4 @@
-"""Features take part in the scheduler, and those that do not cost nothing."""
+"""Hooks of features in the scheduler; hooks that a feature does not override cost nothing."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_only_overridden_hooks_are_called() -> None:
     assert features.looks_ahead == []
 
 
-def test_the_base_does_nothing() -> None:
+def test_the_base_class_has_no_effect() -> None:
     base, one = Feature(), request("one")
     assert base.admit(one) is None
     assert base.ready(one)
@@ -105,7 +105,7 @@ def test_a_request_waits_until_its_feature_is_ready() -> None:
     loop.drain()
 
 
-def test_a_request_waits_while_a_feature_brings_blocks() -> None:
+def test_a_request_waits_while_a_feature_loads_its_blocks() -> None:
     class Remote(Feature):
         sent = ended = 0
 
@@ -145,7 +145,8 @@ def test_a_request_waits_while_a_feature_brings_blocks() -> None:
 
 
 def test_a_request_is_preempted_a_bounded_number_of_times() -> None:
-    """After it fell victim to newcomers' shares of the pool, it takes all it needs."""
+    """After it was preempted for new tenants' shares of the pool, the request takes all blocks it
+    needs."""
     loop = make(blocks=12, max_num_seqs=4)
     for i in range(12):
         loop.scheduler.add(request(f"r{i}", 4, 40))

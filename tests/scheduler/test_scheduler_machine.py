@@ -1,5 +1,5 @@
-"""Random arrivals, finishes, aborts, forks, priorities and shortages of blocks, against a body that
-checks every read and write: each request ends, and with the tokens it would get alone."""
+"""Random arrivals, finishes, aborts, forks, priorities and shortages of blocks, with an executor
+that checks every read and write. Each request ends with the tokens it would get alone."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _STEMS = [[random.Random(seed).randrange(4) for _ in range(_LONGEST)] for seed i
 
 
 class Drafts(Feature):
-    """Asks for random numbers of drafts, and claims text that is right, wrong or late: written by
-    the plan of a later step, when the row has moved on."""
+    """Asks for random numbers of drafts. The drafts are right, wrong, or late: written with a later
+    step's plan, when the row has advanced."""
 
     def __init__(self, seed: int, text_of: Callable[[Request], list[int]]) -> None:
         self._random = random.Random(seed)
@@ -132,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.slots:
             groups.append(KVGroup(layers=(9,), kind="state", tokens_per_block=block_size))
             counts.append(lanes + seed % self.slots)
-            drafts = False  # no state can go back behind a rejected draft
+            drafts = False  # states cannot be rolled back to before a rejected draft
         self.salts: dict[str, str] = {}
         self.executor = FakeExecutor(
             groups,
@@ -172,7 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return []
 
     def text_of(self, request: Request) -> list[int]:
-        """A request's prompt and all that it will generate."""
+        """Returns a request's prompt and all tokens it will generate."""
         output = expected_output(request, self.executor.vocab, self.executor.stop_token)
         return request.tokens.view(0, request.prompt_len).tolist() + output
 
@@ -293,7 +293,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class TieredMachine(SchedulerMachine):
-    """With a host pool, without and with files, some of whose transfers fail."""
+    """With a host pool, without and with files; some transfers fail."""
 
     host_blocks = (9,)
     files = False

@@ -1,7 +1,7 @@
-"""A fork server, some of whose processes cannot map the memory of peers, as on other hosts.
+"""A fork server with processes that cannot map peers' memory, as on another host.
 
-Blocks come to them over connections, or, where they are read from the cache of a peer, when the
-steps that fill them are over.
+These receive blocks over connections. If they read a peer's cache directly, they read blocks after
+the steps that fill them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Servers that compute prompts for others die at random while requests run.
+"""Prefill and decode servers die at random while requests run.
 
     python -m tests.server.chaos --requests 10000 --out bench/results/disagg_chaos.jsonl
 
@@ -91,14 +91,14 @@ Answer = dict[int, tuple[list[int], str]]
 
 @dataclass
 class Job:
-    """A request, and the answer that it must get."""
+    """A request and its expected answer."""
 
     body: dict[str, Any]
     expected: Answer = field(default_factory=dict)
 
 
 def make_jobs(count: int, seed: int) -> list[Job]:
-    """Returns requests whose prompts share beginnings of any length."""
+    """Returns requests whose prompts share prefixes of random lengths."""
     draw = random.Random(seed)
     stems = [[draw.randrange(6, VOCAB) for _ in range(LONGEST)] for _ in range(12)]
     jobs = []
@@ -121,8 +121,8 @@ def make_jobs(count: int, seed: int) -> list[Job]:
 
 
 class AnswerError(Exception):
-    """An error in place of an answer, or of its rest. what: an HTTP status, the code of an event in
-    a stream, or "no connection"."""
+    """An error instead of an answer or of the rest of one. what: an HTTP status, the code of an
+    event in a stream, or "no connection"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -130,8 +130,7 @@ class AnswerError(Exception):
 
 
 def ask(url: str, body: dict[str, Any], leave: float | None = None) -> Answer | None:
-    """Returns an answer; None after `leave` seconds, in which it was given up. Raises
-    AnswerError."""
+    """Returns an answer, or None if it was cancelled after `leave` seconds. Raises AnswerError."""
     address = urlsplit(url)
     connection = http.client.HTTPConnection(
         address.hostname or "", address.port, timeout=HANG_SECONDS
@@ -165,7 +164,7 @@ def ask(url: str, body: dict[str, Any], leave: float | None = None) -> Answer | 
 
 
 def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
-    """Yields a stream's events. Raises OSError where it ends without the last one."""
+    """Yields a stream's events. Raises OSError if the last one is missing."""
     for line in response:
         if line.startswith(b"data: [DONE]"):
             return
@@ -187,7 +186,7 @@ def answer_of(choices: list[dict[str, Any]]) -> Answer:
 
 
 class Target:
-    """A server that is disturbed, and started again at its address."""
+    """A server that is killed or stopped, and restarted at its address."""
 
     def __init__(
         self, name: str, flags: list[str], log: Path, variables: Mapping[str, str] | None = None
@@ -216,11 +215,11 @@ class Target:
         return not self.disturbed or self.disturbed[-1][1] < float("inf")
 
     def was_disturbed(self, begin: float) -> bool:
-        """Tells whether it was disturbed at any time from `begin` on."""
+        """Returns whether the server was disturbed at any time since `begin`."""
         return any(until >= begin for _, until in list(self.disturbed)[-8:])
 
     def kill_engine(self) -> None:
-        if self._kills >= 2:  # the pause before the next start doubles with each
+        if self._kills >= 2:  # the pause before a restart doubles each time
             self.kill_all()
             return
         self._kills += 1
@@ -271,7 +270,7 @@ class Target:
             time.sleep(0.1)
 
     def metrics(self) -> dict[str, float]:
-        """Returns all metrics, none where it does not answer."""
+        """Returns all metrics, or none if the server does not answer."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=HANG_SECONDS)
         try:
             connection.request("GET", "/metrics")
@@ -289,11 +288,12 @@ class Target:
 
     @property
     def counts(self) -> Counter[str]:
-        """Returns the counters of all engines that it had, as far as they were read."""
+        """Returns the summed counters of all its engines so far, as last read."""
         return sum(self._counts, Counter())
 
     def leftovers(self) -> dict[str, float]:
-        """Returns what it holds beyond what it holds at rest, once it has had time to end all."""
+        """Returns the server's resources in use beyond those at rest, after a wait for its requests
+        to end."""
         deadline = time.monotonic() + REST_SECONDS
         while found := self._leftovers():
             if time.monotonic() > deadline:
@@ -367,7 +367,7 @@ class Plan:
 
 
 class Chaos:
-    """Runs requests at two servers that decode, while these and two that prefill are disturbed."""
+    """Sends requests to two decode servers, while these and two prefill servers are disturbed."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
@@ -392,7 +392,7 @@ class Chaos:
         self.jobs = make_jobs(plan.jobs, plan.seed)
 
     def expect(self) -> None:
-        """Has one server that does all of it answer each request alone."""
+        """Gets each request's answer, alone, from one server with both roles."""
         server = start_server(*self._flags)
         try:
             for job in self.jobs:
@@ -438,7 +438,7 @@ class Chaos:
     # -- a round -------------------------------------------------------------------------------
 
     def _round(self, count: int) -> None:
-        """Runs requests and disturbs servers meanwhile; then lets all come to rest."""
+        """Runs requests while it disturbs servers; then waits until all are at rest."""
         self._left = count
         clients = [
             threading.Thread(target=self._client, args=(self._draw.random(),), daemon=True)
@@ -459,7 +459,7 @@ class Chaos:
                 self.left_over.append({"server": target.name, **found})
 
     def _disturb(self) -> list[threading.Thread]:
-        """Begins to disturb a server, if one may be: never both that decode."""
+        """Begins to disturb a server if possible, but never both decode servers."""
         able = [writer for writer in self.writers if writer.quiet] * 3
         if all(reader.quiet for reader in self.readers):
             able += self.readers * 2
@@ -501,7 +501,7 @@ class Chaos:
                     return
                 self._left -= 1
             readers = [reader for reader in self.readers if reader.quiet] or self.readers
-            # Most clients ask who is there, as behind a router that checks; some do not look.
+            # Most clients check which servers are ready, as a router does; some do not.
             reader = draw.choice(readers if draw.random() < 0.9 else self.readers)
             self._ask(draw, reader, draw.choice(self.jobs))
             self._answered.release()
@@ -538,7 +538,7 @@ class Chaos:
                 self.unexplained.append(trouble)
 
     def result(self) -> dict[str, Any]:
-        """Returns what happened."""
+        """Returns the results of the run."""
         counts = self._counts
         return {
             "transport": self.plan.transport,
@@ -564,7 +564,7 @@ class Chaos:
 
 
 def run_chaos(plan: Plan, folder: Path) -> Chaos:
-    """Returns what became of a plan."""
+    """Returns the results of a plan."""
     chaos = Chaos(plan, folder)
     chaos.expect()
     chaos.run()

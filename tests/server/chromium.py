@@ -1,4 +1,4 @@
-"""A headless Chromium, where the machine has one, and what tests of the page do with it."""
+"""A headless Chromium, if the machine has one, and helpers for tests of the page."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ WAIT = 60_000
 
 
 def chromium_path() -> str | None:
-    """Returns the browser of `QUIRE_TEST_CHROMIUM`, else the system's; None leaves it to
-    playwright."""
+    """Returns the browser in `QUIRE_TEST_CHROMIUM` or the system's; None: playwright's own."""
     names = ("chromium", "chromium-browser", "google-chrome-stable", "google-chrome")
     found = (shutil.which(name) for name in names)
     return os.environ.get("QUIRE_TEST_CHROMIUM") or next(filter(None, found), None)
@@ -52,7 +51,7 @@ def launched() -> Iterator[Any]:
 def opened(
     browser: Any, url: str, *, width: int = 1280, height: int = 800, **options: Any
 ) -> Iterator[Any]:
-    """The page at `url`. Whatever it logs as an error or asks of another host fails the test."""
+    """Opens the page at `url`. Logged errors and requests to other hosts fail the test."""
     context = browser.new_context(viewport={"width": width, "height": height}, **options)
     context.set_default_timeout(WAIT)
     page = context.new_page()

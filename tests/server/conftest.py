@@ -1,4 +1,4 @@
-"""One server for all tests that do not kill it, and others for those that do."""
+"""One server for all tests that leave it running, and a new one for each test that stops it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture
 def launch() -> Iterator[Callable[..., Server]]:
-    """Starts servers of a test's own, and cleans them up."""
+    """Starts servers for one test, and cleans them up."""
     started: list[Server] = []
 
     def start(*flags: str) -> Server:

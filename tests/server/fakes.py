@@ -1,4 +1,4 @@
-"""An engine whose pace and death a test decides. Everything else is tested on the real one."""
+"""A fake engine whose speed and failures a test controls."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from quire.engine.loop.embedding import Embedding
-from quire.errors import EngineDeadError, QuireError, RequestError
+from quire.errors import EngineDeadError, QuireError
 from quire.features.call import CallType, NewsType
 from quire.features.lora.calls import NAMES
 from quire.grammar.grammar import compilable
 from quire.outputs import Logprob
-from quire.pooling_params import PoolingParams
 from quire.sampling_params import SamplingParams
 from quire.text.chat_template import TemplateTraits
 
@@ -37,8 +36,9 @@ class Update:
 
 @dataclass
 class FakeClient:
-    """Says `words`, waiting for `gate` before each but the first `free` ones. `error` comes after
-    the words instead of an end. Words are numbered for token ids, or with `encode` tokenized."""
+    """Generates `words`, and waits for `gate` before each one except the first `free` ones. `error`
+    is raised after the words instead of an end. Token ids are the words' numbers; with `encode`,
+    words are tokenized."""
 
     words: tuple[str, ...] = ("one", " two", " three")
     free: int = 1_000_000
@@ -61,6 +61,9 @@ class FakeClient:
             dtype="float32",
             kv_cache_dtype="float32",
             scheduler=SimpleNamespace(max_model_len=64),
+            hidden_size=4,
+            matryoshka=None,
+            pooling="last",
             args=SimpleNamespace(lora_dir=None),
         )
     )
@@ -81,7 +84,7 @@ class FakeClient:
         return self.adapters if news is NAMES else news.default
 
     async def call(self, call: CallType[Any, Any], request: Any, on_end: Any = None) -> Any:
-        raise call.refusal()
+        raise call.refuse()
 
     async def check(self, params: SamplingParams) -> None:
         if params.structured_outputs is not None:
@@ -126,9 +129,7 @@ class FakeClient:
     ) -> Any:
         return search.best(count, prompt, params, None)
 
-    async def embed(self, prompt: Any, params: PoolingParams, **_: Any) -> Embedding:
-        if params.dimensions not in (None, 4):
-            raise RequestError("four dimensions", param="dimensions")
+    async def vector(self, prompt: Any, **_: Any) -> Embedding:
         return Embedding(np.full(4, 0.5, dtype=np.float32), [1, 2, 3])
 
     async def stats(self) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,6 +72,7 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
         device="cpu",
         dtype="float32",
         kv_cache_dtype="float32",
+        hidden_size=64,
         scheduler=SimpleNamespace(max_model_len=2048),
         args=SimpleNamespace(lora_dir=None),
     )
@@ -80,8 +81,8 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
 
 @dataclass
 class Speaker(FakeClient):
-    """Says the texts that it is told to say, one per request, token by token. `heard` has the
-    prompts as text, `aborted` the requests that it has not said to their end."""
+    """Answers each request with the next scripted text, token by token. `heard` has the prompts as
+    text, `aborted` the unfinished requests."""
 
     texts: list[str] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
@@ -118,11 +119,22 @@ class Speaker(FakeClient):
 
 
 @contextmanager
-def serve(engine: FakeClient, args: ServerArgs | None = None) -> Iterator[Scripted]:
+def serve(
+    engine: FakeClient,
+    args: ServerArgs | None = None,
+    wrap: Callable[[Any], Any] | None = None,
+    http: Any = "auto",
+) -> Iterator[Scripted]:
+    """Serves the engine. `wrap` puts middleware around the application; `http` is the class of
+    connections."""
     args = args or ServerArgs(generation_config="none")
     sock = bind(dataclasses.replace(args, port=0))
     app = build_app(engine, args)  # type: ignore[arg-type]
-    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    if wrap is not None:
+        app = wrap(app)
+    config = uvicorn.Config(
+        app, http=http, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
+    )
     server = uvicorn.Server(config)
     sock.listen()  # clients may connect from now on; they wait until the server has started
     serving = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)

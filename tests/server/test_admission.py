@@ -1,4 +1,5 @@
-"""A real server under more than it can do: what it refuses, ends, and is free of afterwards."""
+"""A real server under overload: refused and aborted requests, and no resources in use
+afterwards."""
 
 from __future__ import annotations
 
@@ -103,7 +104,7 @@ def bounded(
 
 
 def ended(sock: socket.socket) -> bytes:
-    """Returns the bytes that came until the server closed."""
+    """Returns the bytes received until the server closed."""
     sock.settimeout(20)
     parts = []
     with contextlib.suppress(ConnectionResetError):
@@ -129,7 +130,7 @@ def test_heads_are_bounded_in_size_and_time(monkeypatch: pytest.MonkeyPatch) -> 
             for _ in range(2):
                 kept.sendall(b"GET / HTTP/1.1\r\nHost: quire\r\n\r\n")
                 assert kept.recv(65536).startswith(b"HTTP/1.1 204")
-                time.sleep(0.7)  # idle between requests is another matter
+                time.sleep(0.7)  # idle connections between requests have another limit
 
 
 def test_a_half_closed_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +258,9 @@ def test_trailers_are_no_headers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in seen[0]["headers"]] == [b"host", b"transfer-encoding"]
 
 
-def test_rests_of_refused_bodies_are_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_the_rest_of_a_refused_body_is_bounded_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with (
         bounded(monkeypatch) as port,
         socket.create_connection(("127.0.0.1", port)) as client,

@@ -1,4 +1,4 @@
-"""The application in this process, over an engine whose pace and death the test decides."""
+"""The application in this process, with the fake engine."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_routes_and_methods() -> None:
         ("POST", "/v1/apis", "There is no route 'POST /v1/apis'."),
     ],
 )
-def test_a_404_says_what_there_is(method: str, path: str, says: str) -> None:
+def test_a_404_lists_the_routes(method: str, path: str, says: str) -> None:
     async def go() -> httpx.Response:
         async with connect(FakeClient()) as http:
             return await http.request(method, path)
@@ -170,7 +170,7 @@ def test_unexpected_errors_tell_nothing() -> None:
 
 
 async def call_slowly(client: FakeClient, writes: list[bytes], gate: asyncio.Event) -> None:
-    """Speaks ASGI itself, with a socket whose first write waits for `gate`."""
+    """Calls the application by ASGI, with a fake socket whose first write waits for `gate`."""
     app = build_app(client, ServerArgs())  # type: ignore[arg-type]
     body = json.dumps({**PROMPT, "stream": True}).encode()
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -311,7 +311,7 @@ def test_metrics_count() -> None:
 
 
 def test_every_started_completion_ends_for_a_reason() -> None:
-    """Whether its client leaves, its time is over, the engine fails, or it ends by itself."""
+    """For each cause: the client leaves, a timeout, a failed engine, or a normal end."""
 
     async def go() -> str:
         engine = FakeClient(free=1)
@@ -336,7 +336,7 @@ def test_every_started_completion_ends_for_a_reason() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_logits_that_are_not_numbers_are_an_error_that_names_them(stream: bool) -> None:
+def test_nan_logits_are_an_error_that_names_them(stream: bool) -> None:
     engine = FakeClient(error=BrokenLogitsError())
     response = post("/v1/completions", {**PROMPT, "stream": stream}, engine)
     if stream:

@@ -1,4 +1,4 @@
-"""API keys, rate limits and the headers that tell of them, over the fake engine."""
+"""API keys, rate limits and their headers, with the fake engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def requests(
     engine: FakeClient | None = None,
     **options: Any,
 ) -> list[httpx.Response]:
-    """The answers to (method, path, body), one after the other."""
+    """Returns the answers to requests (method, path, body), sent one after the other."""
 
     async def go() -> list[httpx.Response]:
         async with connect(engine or FakeClient(), args, **options) as http:
@@ -44,7 +44,7 @@ COMPLETE = ("POST", "/v1/completions", {**PROMPT, "max_tokens": 10})
 # -- limits ----------------------------------------------------------------------------------------
 
 
-def test_every_answer_tells_what_is_left() -> None:
+def test_every_answer_reports_the_remaining_limits() -> None:
     args = ServerArgs(requests_per_minute=2, tokens_per_minute=1000)
     first, models, second, third = requests(
         args, COMPLETE, ("GET", "/v1/models", None), COMPLETE, COMPLETE
@@ -54,11 +54,11 @@ def test_every_answer_tells_what_is_left() -> None:
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
     assert first.headers["x-ratelimit-reset-requests"].endswith("s")
     assert first.headers["x-ratelimit-limit-tokens"] == "1000"
-    # Three of the prompt and ten that may be said.
+    # Three prompt tokens and ten that may be generated.
     assert first.headers["x-ratelimit-remaining-tokens"] == "987"
     assert first.headers["x-ratelimit-reset-tokens"].endswith("ms")
     assert models.headers["x-ratelimit-remaining-requests"] == "1"
-    # Six were used; the rest has been given back, and a little has come in.
+    # Six tokens were used, the rest were given back, and a few were refilled.
     assert int(models.headers["x-ratelimit-remaining-tokens"]) in range(994, 1001)
     assert second.headers["x-ratelimit-remaining-requests"] == "0"
     assert_error(third, 429, None, "rate_limit_exceeded")
@@ -69,8 +69,8 @@ def test_every_answer_tells_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_router_is_told_what_was_used(stream: bool) -> None:
-    """Six tokens: in a header, or in a comment behind the last event."""
+def test_a_router_receives_the_tokens_used(stream: bool) -> None:
+    """Six tokens, reported in a header, or in a comment after the last event."""
 
     async def go() -> list[httpx.Response]:
         body = {**PROMPT, "max_tokens": 10, "stream": stream}
@@ -105,7 +105,7 @@ def test_tokens_run_out() -> None:
 
 
 class Forking(FakeClient):
-    """Says two tokens for each prompt, either of which may follow."""
+    """A fake engine with two alternatives for each next token."""
 
     async def generate(
         self, prompt: Any, params: SamplingParams, *, request_id: str, **_: Any
@@ -151,7 +151,7 @@ def test_anthropics_shape_and_headers() -> None:
 @pytest.mark.parametrize(
     "path", ["/v1/embeddings", "/generate", "/v1/responses", "/tokenize", "/score"]
 )
-def test_all_that_costs_is_counted(path: str) -> None:
+def test_all_routes_that_cost_tokens_are_limited(path: str) -> None:
     engine = FakeClient(tokenizer=PlainTokenizer())
     bodies: dict[str, Any] = {
         "/v1/embeddings": {"input": [1]},
@@ -172,7 +172,7 @@ def test_a_failed_request_gives_its_tokens_back() -> None:
     assert then.headers["x-ratelimit-remaining-tokens"] == "7"
 
 
-def test_without_limits_nothing_is_told_of_them() -> None:
+def test_without_limits_answers_have_no_limit_headers() -> None:
     (answer,) = requests(ServerArgs(), COMPLETE)
     assert not [name for name in answer.headers if "ratelimit" in name]
 
@@ -204,7 +204,7 @@ def test_a_full_queue_does_not_stay_full() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_what_takes_too_long_is_a_504_and_ends(path: str) -> None:
+def test_a_request_past_its_timeout_is_aborted_with_a_504(path: str) -> None:
     engine = FakeClient(free=1, tokenizer=PlainTokenizer())
     (answer,) = requests(ServerArgs(request_timeout=0.05), ("POST", path, PROMPT), engine=engine)
     assert_error(answer, 504, None, "timeout")
@@ -364,7 +364,7 @@ def test_by_default_they_may_not() -> None:
 
 
 @pytest.mark.parametrize("path", ["/llm/v1/models", "/v1/models"])
-def test_under_a_root_path_the_door_holds(path: str) -> None:
+def test_keys_are_checked_under_a_root_path(path: str) -> None:
     args = ServerArgs(api_key=("k",), root_path="/llm", public_metrics=True)
     assert requests(args, ("GET", path, None))[0].status_code == 401
     headers = {"authorization": "Bearer k"}

@@ -144,7 +144,7 @@ def test_a_wrong_file(batch_server: Server) -> None:
 
 
 class Recorder(FakeClient):
-    """Notes as whom each request ran, and is too busy for the first `busy` ones."""
+    """Records the tenant of each request, and refuses the first `busy` ones as overloaded."""
 
     def __init__(self, busy: int = 0, **fields: Any) -> None:
         super().__init__(tokenizer=PlainTokenizer(), **fields)
@@ -214,7 +214,9 @@ async def content(http: httpx.AsyncClient, id: str) -> dict[str, Any]:
     return lines_of((await http.get(f"/v1/files/{id}/content")).text)
 
 
-def test_below_requests_of_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_wait_for_interactive_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(service_module, "_LONGEST_PAUSE", 0.01)
     engine = Recorder(busy=1)
 
@@ -313,7 +315,7 @@ def test_after_a_restart(tmp_path: Path) -> None:
     run(go())
 
 
-def test_time_is_over(tmp_path: Path) -> None:
+def test_an_expired_batch_ends(tmp_path: Path) -> None:
     now = [1e9]
 
     async def go() -> None:
@@ -396,7 +398,7 @@ def test_a_key_leaves_room_for_others(tmp_path: Path) -> None:
             assert_error(refused, 413, None, "store_full")
             assert "--batch-key-gb" in refused.json()["error"]["message"]
             assert (await put("b", 2000)).status_code == 200
-            # What batches write counts, and none begins for a key that has no room.
+            # Output files of batches count, and a key without room cannot start a batch.
             id = await start(http, line("a"), headers=as_key("b"))
             await until(http, id, "completed", headers=as_key("b"))
             files = (await http.get("/v1/files", headers=as_key("b"))).json()["data"]

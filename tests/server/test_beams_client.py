@@ -94,7 +94,9 @@ def test_refusals(
     assert caught.value.param == param
 
 
-def test_what_runs_is_counted(client: openai.OpenAI, server: Server) -> None:
+def test_tokens_and_requests_of_beam_search_are_counted(
+    client: openai.OpenAI, server: Server
+) -> None:
     names = ("quire_generation_tokens_total", "quire_requests_running")
     before = server.metric(names[0])
     complete(client, {"beam_width": 3, "ignore_eos": True}, n=2)

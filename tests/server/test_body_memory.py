@@ -1,4 +1,5 @@
-"""The memory of all bodies together: what is beyond it is refused, what stands still gives way."""
+"""The shared memory of request bodies: bodies beyond the limit are refused, and stalled ones are
+dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ LARGE = 400_000
 
 
 async def body(end: asyncio.Event) -> AsyncIterator[bytes]:
-    """Yields a valid body of `LARGE` bytes but its last one, which waits for `end`."""
+    """Yields a valid body of `LARGE` bytes; the last byte waits for `end`."""
     start = b'{"prompt": [1, 2, 3]'
     yield start + b" " * (LARGE - len(start) - 1)
     await end.wait()
@@ -89,7 +90,7 @@ def test_a_body_that_stands_still_gives_way(monkeypatch: pytest.MonkeyPatch) -> 
     run(go())
 
 
-def test_a_body_that_gave_way_takes_no_more() -> None:
+def test_a_body_that_was_dropped_reserves_no_more_memory() -> None:
     async def go() -> None:
         budget = BodyBudget(100)
         with budget.hold() as held:

@@ -45,7 +45,8 @@ class Pet(BaseModel):
 
 
 def strict(schema: Any) -> Any:
-    """The schema as OpenAI's client makes it strict: closed, all required, without defaults."""
+    """The schema in the strict form of OpenAI's client: no further properties, all required, no
+    defaults."""
     if isinstance(schema, list):
         return [strict(item) for item in schema]
     if not isinstance(schema, dict):
@@ -131,7 +132,7 @@ def vocabulary(tokenizer: Tokenizer) -> llguidance.LLTokenizer:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_what_clients_send_is_enforced(
+def test_schemas_in_every_clients_shape_are_enforced(
     name: str, tokenizer: Tokenizer, vocabulary: llguidance.LLTokenizer
 ) -> None:
     path, body, shape = SHAPES[name]

@@ -1,4 +1,4 @@
-"""Conversations put together from items and blocks."""
+"""Conversations built from items and blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def call(id: str, name: str, arguments: str = "{}") -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def test_what_an_assistant_does_in_one_go_is_one_message() -> None:
+def test_an_assistants_consecutive_items_become_one_message() -> None:
     turns = ConversationBuilder("input")
     turns.system("Be brief.")
     turns.system("Be kind.")

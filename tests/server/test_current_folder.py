@@ -1,4 +1,4 @@
-"""Files of the current folder, which may be a downloaded model, are data: none of them is run."""
+"""Files of the current folder, which may be a downloaded model, are never run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = (
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Returns a folder whose files have the names of modules, and tell of it when they run."""
+    """Returns a folder of files with the names of modules, which leave a trace when they run."""
     for name in NAMES:
         (tmp_path / f"{name}.py").write_text(
             f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})"
@@ -58,7 +58,7 @@ def test_a_servers_processes_run_no_file_of_the_current_folder(folder: Path) -> 
     assert not (folder / "ran").exists()
 
 
-def test_in_the_folder_that_holds_quire_its_processes_are_told_of_that(
+def test_processes_started_in_quires_folder_can_import_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for folder, found in ((str(SOURCE.parent), f"{SOURCE.parent}:/other"), ("/", "/other")):

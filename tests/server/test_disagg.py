@@ -1,5 +1,6 @@
-"""Two real servers, one of which has the other compute its prompts: what users, operators and a
-reader that does not match see, and what becomes of requests when either dies."""
+"""Two real servers: the reader lets the writer compute its prompts.
+
+The tests cover answers and metrics, readers that do not match, and requests while a server dies."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ def start_reader(writer: Server, *flags: str) -> Server:
 
 @pytest.fixture(scope="module")
 def collector() -> Iterator[Collector]:
-    """Takes the writer's spans."""
+    """Receives the writer's spans."""
     found = Collector()
     yield found
     found.server.shutdown()
@@ -47,7 +48,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def servers(collector: Collector) -> Iterator[tuple[Server, Server]]:
-    """A writer, which wants a key and computes prompts in several steps, and a reader."""
+    """A writer, which requires a key and computes prompts in several steps, and a reader."""
     steps = ("--max-num-batched-tokens", "64", "--kv-transfer", "async")
     writer = start_server(
         *("--role", "prefill", "--api-key", KEY, "--otlp-endpoint", collector.url, *steps, *LEASE),
@@ -160,7 +161,7 @@ def test_a_trace_tells_of_a_refusal(servers: tuple[Server, Server], collector: C
     reader.wait_for(lambda: 409 in statuses(), "the span of a refusal")
 
 
-def test_who_does_not_match_is_told_both_sides_values(servers: tuple[Server, Server]) -> None:
+def test_a_mismatch_error_names_both_sides_values(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     status, answer = post(writer, "/kv/handshake", FACTS)
     assert (status, answer["error"]["code"]) == (409, "peer_mismatch")
@@ -198,11 +199,11 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
                 )
                 return str(made.choices[0].text)
 
-            # Nothing decodes: what would be late?
+            # Nothing decodes, so a long prompt delays nobody.
             before, prompt = fetches(reader), "an idle reader " + STORY
             assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)
             assert fetches(reader) == before
-            # It holds that now, and says so in the engine's own words.
+            # The server has cached it now, and its events report this.
             held = read_prompt(json.dumps({"model": MODEL, "prompt": prompt}).encode())
             known = fleet.chooser.prefixes.look_up(held)
             assert len(known.blocks) > 0
@@ -214,7 +215,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
             await until(lambda: decoding.state.load.running == 16)
-            # What costs least goes by rates that were measured, which other programs disturb.
+            # The router compares measured rates, which other programs disturb.
             for attempt in range(6):
                 prompt = f"a busy reader {attempt} " + STORY * 3
                 assert await ask_router(prompt) == ask(writer, prompt, KEY, temperature=0.0)
@@ -224,7 +225,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
             await stream.close()
 
     asyncio.run(main())
-    # A name that is no peer's is refused, also at a server that asks nobody.
+    # An unknown peer's name is refused, even by a server without peers.
     for server, key in ((reader, "none"), (writer, KEY)):
         with pytest.raises(openai.BadRequestError, match=r"no peer|asks no others"):
             ask(server, STORY, key, extra_headers={"x-quire-prefill": "http://127.0.0.1:1"})
@@ -258,7 +259,7 @@ def test_a_reader_that_does_not_match_computes_its_prompts(
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(2, 2), (4, 2)])
 def test_servers_of_several_ranks(servers: tuple[Server, Server], ranks: tuple[int, int]) -> None:
-    """Tokens are those of a server with one rank."""
+    """Tokens equal those of a server with one rank."""
     alone, _ = servers
     count = "--tensor-parallel-size"
     writer = start_server("--role", "prefill", "--api-key", KEY, count, str(ranks[0]))
@@ -308,7 +309,8 @@ def test_a_reader_that_dies_leaves_nothing(servers: tuple[Server, Server]) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["full", "window", "state"])
 def test_chaos(tmp_path: Path, model: str) -> None:
-    """Servers are killed and clients leave at random. No answer is wrong, and nothing is left."""
+    """Servers are killed and clients leave at random. No answer is wrong, and no resources stay in
+    use."""
     chaos = run_chaos(Plan(150, model=model, jobs=40, each=10, round=75), tmp_path)
     assert chaos.good, chaos.result()
     assert chaos.ends["equal"] > 75

@@ -90,7 +90,7 @@ def test_encodings(client: openai.OpenAI, server: Server) -> None:
         conforms(CreateEmbeddingResponse, json.load(response))
 
 
-def test_many_inputs_beside_an_answer(client: openai.OpenAI) -> None:
+def test_many_inputs_while_an_answer_streams(client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt="Once", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
     )
@@ -172,7 +172,7 @@ def test_errors(client: openai.OpenAI, options: Any, param: str) -> None:
     assert error.value.param == param
 
 
-def test_no_such_model(client: openai.OpenAI) -> None:
+def test_an_unknown_model_is_not_found(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.embeddings.create(model="gpt-x", input="a")
 

@@ -1,8 +1,9 @@
-"""Calls that the embedded model is made to write: it is too small to think of them itself."""
+"""Calls forced by grammars, because the embedded model is too small to write them by itself."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,23 @@ def test_calls_cut_short(client: openai.OpenAI) -> None:
     assert choice.finish_reason == "length"
 
 
+def test_custom_tools(client: openai.OpenAI) -> None:
+    def tool(definition: str) -> dict[str, Any]:
+        grammar = {"syntax": "lark", "definition": definition}
+        format = {"type": "grammar", "grammar": grammar}
+        return {"type": "custom", "custom": {"name": "edit", "format": format}}
+
+    lines = 'start: line line? "\\"end\\""\nline: "+" /[^\\n]{1,3}/ "\\n"'
+    choice = {"type": "custom", "custom": {"name": "edit"}}
+    options = {"temperature": 1.5, "seed": 1, "max_tokens": 400}
+    answer = ask(client, tools=[tool(lines)], tool_choice=choice, **options).choices[0]
+    (call,) = answer.message.tool_calls
+    assert (call.type, call.custom.name, answer.finish_reason) == ("custom", "edit", "tool_calls")
+    assert re.fullmatch(r'(\+[^\n]{1,3}\n){1,2}"end"', call.custom.input)
+    with pytest.raises(openai.BadRequestError, match="tools"):
+        ask(client, tools=[tool("start: (")])
+
+
 def test_strict_tools_in_auto_mode(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     choice = ask(client, tools=[tool], max_tokens=20).choices[0]
@@ -131,7 +149,7 @@ def test_every_format_after_reasoning(
     template.write_text(TEMPLATE)
     server = launch("--chat-template", str(template), "--tool-call-parser", parser)
     client = server.client()
-    bias = {"6141": 100}  # the end of reasoning, which the model would never think of
+    bias = {"6141": 100}  # the end of reasoning, which the model would never write by itself
     for choice in (NAMED, "required"):
         answer = ask(
             client,

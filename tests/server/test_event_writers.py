@@ -107,7 +107,7 @@ def test_response_events(end: str) -> None:
         assert (final.error.code, events[-2]["code"]) == ("server_error", "engine_dead")
 
 
-def test_what_is_open_can_be_looked_at() -> None:
+def test_an_open_response_is_valid_to_read() -> None:
     writer = ResponseWriter(response("resp_1"))
     writer.progress()
     writer.text("so ", [])
@@ -165,7 +165,7 @@ def test_message_events(show: bool) -> None:
     assert whole.usage.output_tokens == events[-2][1]["usage"]["output_tokens"] == 9
 
 
-def test_input_that_was_cut_off_is_what_came_of_it() -> None:
+def test_cut_off_tool_input_keeps_its_complete_part() -> None:
     for text, value in (('{"a": "b', {"a": "b"}), ("", {}), ("[1]", {}), ("nonsense", {})):
         writer = message_writer()
         writer.tool_use("t", "f")

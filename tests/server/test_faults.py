@@ -1,6 +1,6 @@
-"""Faults that a server survives: its engine killed or stopped, a worker killed, clients that flood,
-stall, leave and lie. Afterwards every block is free, memory is what it was, and requests are
-answered."""
+"""Faults that a server survives: its engine killed or stopped, a worker killed, and clients that
+flood, stall, disconnect and send invalid data. Afterwards every block is free, memory is as before,
+and requests are answered."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def status(server: Server, path: str) -> int:
 
 
 def child(server: Server, module: str) -> int:
-    """A process of the server's, by the module that it runs."""
+    """Returns one of the server's processes, by the module it runs."""
     found = subprocess.run(
         ["pgrep", "-P", str(server.process.pid), "-f", module], capture_output=True, text=True
     )
@@ -55,7 +55,7 @@ def answers(server: Server) -> bool:
 
 
 def memory(server: Server) -> float:
-    """Resident megabytes of the server and its engine."""
+    """Returns the resident megabytes of the server and its engine."""
     total = 0
     for pid in (server.process.pid, child(server, "quire.engine.process.process")):
         total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -63,7 +63,7 @@ def memory(server: Server) -> float:
 
 
 def idle(server: Server) -> bool:
-    """False also where a connection ends with the process that had accepted it."""
+    """Returns False also if a connection ends with the process that accepted it."""
     try:
         return (
             server.metric("quire_requests_running") == 0
@@ -86,7 +86,7 @@ def test_a_killed_engine_is_started_again(launch: Callable[..., Server]) -> None
     assert status(server, "/health") == 200
     assert answers(server)
     server.wait_for(lambda: idle(server), "the request to be counted out")
-    # Once was allowed.
+    # One restart was allowed.
     os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
     server.wait_for(lambda: status(server, "/health") == 503, "health to say so")
     with pytest.raises(openai.InternalServerError) as later:
@@ -133,7 +133,7 @@ def test_workers(launch: Callable[..., Server]) -> None:
     server = launch("--api-workers", "2", "--api-key", "k", "--public-metrics")
     client = server.client(api_key="k")
     ask = {"model": MODEL, "prompt": "a", "max_tokens": 3}
-    # Connections are dealt out by chance: with new ones, both workers get some.
+    # Connections are distributed at random; with new ones, both workers get some.
     for seed in range(8):
         with server.client(api_key="k") as fresh:
             fresh.completions.create(**ask, seed=seed, extra_body={"ignore_eos": True})
@@ -185,7 +185,7 @@ def test_clients_that_leave_and_clients_that_stall(launch: Callable[..., Server]
     for _ in range(-(-CONNECTS // 10)):
         for connection in [open_stream(server, 300) for _ in range(10)]:
             connection.close()
-    assert answers(server)  # beside those that do not read
+    assert answers(server)  # while others do not read
     for connection in stalled:
         connection.close()
     server.wait_for(lambda: idle(server), "all to be gone")
@@ -194,8 +194,8 @@ def test_clients_that_leave_and_clients_that_stall(launch: Callable[..., Server]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400", "1" * 400])
-def test_numbers_that_are_none(server: Server, value: str) -> None:
-    """In every numeric field: refused by name, before anything runs."""
+def test_invalid_numbers_are_refused_by_field(server: Server, value: str) -> None:
+    """Every numeric field is refused by name before anything runs."""
     fields = [
         "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "logprobs",
         "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "priority",

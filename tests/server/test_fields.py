@@ -1,4 +1,4 @@
-"""Fields of OpenAI's two completion routes that say how to answer, on a real server."""
+"""Fields of OpenAI's two completion routes that change the answer's form, on a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ADDED = ("stop_reason", "prompt_logprobs")
 
 
 def post(server: Server, path: str, body: dict[str, Any]) -> str:
-    """The bare body of an answer, before any client has looked at it."""
+    """Returns the raw body of an answer, not parsed by a client."""
     request = urllib.request.Request(
         f"{server.url}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )

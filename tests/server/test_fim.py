@@ -1,4 +1,4 @@
-"""Prompts that are filled in the middle."""
+"""Prompts with a prefix and a suffix, filled in the middle."""
 
 from __future__ import annotations
 

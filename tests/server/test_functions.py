@@ -1,4 +1,5 @@
-"""`functions` and `function_call` through the `openai` client, over an engine told its words."""
+"""`functions` and `function_call` through the `openai` client, with an engine of scripted
+answers."""
 
 from __future__ import annotations
 

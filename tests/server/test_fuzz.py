@@ -1,4 +1,4 @@
-"""Whatever JSON is sent, the answer is never a server error."""
+"""No JSON body causes a server error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints: declined aloud, or refused by a strict server; and what agents need besides."""
+"""Hints: ignored with a header, or refused by a strict server; and fields that agents send."""
 
 from __future__ import annotations
 

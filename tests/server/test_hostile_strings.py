@@ -1,6 +1,6 @@
-"""Strings that no caller means, in every field of every call.
+"""Hostile strings in every field of every call.
 
-The caller hears of it, and the engine goes on for all others.
+The caller gets an error, and the engine keeps running for the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Host` and `Origin` where a browser on the machine could be made to ask."""
+"""Checks of `Host` and `Origin`, against web pages that make a local browser send requests."""
 
 from __future__ import annotations
 

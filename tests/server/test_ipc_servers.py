@@ -32,6 +32,6 @@ def servers() -> Iterator[tuple[Server, Server]]:
         server.stop(signal.SIGKILL)
 
 
-# In this order: the second one leaves counts of what went wrong.
+# In this order, because the second test leaves error counts.
 test_prompts_are_read_from_the_peers_cache = shared.test_prompts_are_read_from_the_peers_cache
 test_a_writer_that_dies_and_comes_back = shared.test_a_writer_that_dies_and_comes_back

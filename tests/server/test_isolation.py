@@ -1,4 +1,4 @@
-"""Tests that no API key sees, continues, changes or ends what another one stored."""
+"""No API key sees, continues, changes or ends another key's stored objects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _as(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_responses_are_their_keys_alone(background: bool) -> None:
+def test_stored_responses_are_visible_to_their_key_only(background: bool) -> None:
     engine = FakeClient(tokenizer=PlainTokenizer(), free=1 if background else 100)
 
     async def go() -> None:
@@ -57,7 +57,7 @@ def test_responses_are_their_keys_alone(background: bool) -> None:
     run(go())
 
 
-def test_chats_are_their_keys_alone() -> None:
+def test_stored_chats_are_visible_to_their_key_only() -> None:
     async def go() -> None:
         async with connect(FakeClient(tokenizer=PlainTokenizer()), ARGS) as http:
             body = {"messages": [{"role": "user", "content": "hi"}], "store": True}

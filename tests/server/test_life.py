@@ -56,7 +56,7 @@ def health(server: Server) -> int:
 def test_a_signal_drains_and_exits_with_0(
     launch: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, number: int, bare: bool
 ) -> None:
-    """Also of processes that are started as users start them."""
+    """This includes processes started from the command line."""
     if bare:
         monkeypatch.setenv(BARE, "1")
     server = launch("--drain-timeout", str(WAIT))
@@ -65,7 +65,7 @@ def test_a_signal_drains_and_exits_with_0(
     below = engines(server)
     assert below
     server.process.send_signal(number)
-    chunks = list(stream)  # what runs may finish
+    chunks = list(stream)  # running requests may finish
     assert chunks[-1].choices[0].finish_reason == "length"
     assert server.process.wait(WAIT) == 0
     server.wait_for(lambda: not any(map(_alive, below)), "the engine to end")
@@ -86,7 +86,7 @@ def test_drain_timeout(launch: Callable[..., Server]) -> None:
     assert "Traceback" not in "".join(server.output)
 
 
-def test_a_draining_server_refuses_what_comes_on_open_connections() -> None:
+def test_a_draining_server_refuses_requests_on_open_connections() -> None:
     async def go() -> None:
         app = build_app(FakeClient(), ServerArgs())  # type: ignore[arg-type]
         transport = httpx.ASGITransport(app=app)
@@ -119,7 +119,7 @@ def test_a_worker_that_shows_no_life_is_ended(
     monkeypatch.setattr(supervisor, "SILENCE_SECONDS", 0.2)
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
     assert "has not responded for 0.2 s" in caplog.text
-    # One that stands still before its first line.
+    # A process that stalls before its first line.
     monkeypatch.setattr(supervisor, "START_SECONDS", 0.3)
     lines = "import time\n"
     assert run(watched("time.sleep(600)")) == -signal.SIGKILL
@@ -129,7 +129,7 @@ def test_a_worker_that_shows_no_life_is_ended(
 def test_a_worker_that_is_stopped_at_its_start_is_replaced(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The first of its processes stands still, the second serves."""
+    """The first of the processes stalls, and the second serves."""
     code = (
         "import pathlib, sys, time\n"
         f"place = pathlib.Path({str(tmp_path / 'once')!r})\n"
@@ -144,7 +144,7 @@ def test_a_worker_that_is_stopped_at_its_start_is_replaced(
         host = SimpleNamespace(folder=tmp_path, address="a")
         client: Any = SimpleNamespace(host=host, replicas=[SimpleNamespace(host=host)])
         with socket.create_server(("127.0.0.1", 0)) as sock:
-            running = Supervisor(client, ServerArgs(api_workers=1), sock)
+            running = Supervisor(client, ServerArgs(api_workers=1), [sock])
             serving = asyncio.create_task(running.run(running._stop))
             await asyncio.wait_for(serving, WAIT)
 

@@ -1,4 +1,4 @@
-"""Real servers on TLS and on Unix sockets, with keys from a file, and what they log."""
+"""Real servers with TLS, Unix sockets and keys from a file, and their logs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ import trustme
 from quire.errors import ConfigError
 from quire.server.args import ServerArgs
 from quire.server.process import listen
-from quire.server.process.listen import bind, closing_socket, reachable_urls, tls_context, url_of
+from quire.server.process.listen import bind, closing_sockets, reachable_urls, tls_context, url_of
 from tests.server.server_process import MODEL, Server
 
 ASK: dict[str, Any] = {"model": MODEL, "prompt": "Once", "max_tokens": 4}
 
 
 def write(tmp_path: Path, ca: trustme.CA, cert: trustme.LeafCert) -> list[str]:
-    """The flags of a server with that certificate, which asks its clients for one too."""
+    """Returns flags of a server with that certificate, which requires client certificates."""
     ca.cert_pem.write_to_path(str(tmp_path / "ca.pem"))
     cert.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
     for i, blob in enumerate(cert.cert_chain_pems):
@@ -105,7 +105,7 @@ def test_a_unix_socket(launch: Callable[..., Server], tmp_path: Path) -> None:
     client = openai.OpenAI(base_url="http://quire/llm/v1", api_key="none", http_client=http)
     assert client.completions.create(**ASK).usage.completion_tokens == 4  # type: ignore[union-attr]
 
-    # Who leaves in the middle gives his lane, the only one, to who comes next.
+    # A client that disconnects frees its lane, the only one, for the next client.
     long = {**ASK, "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with http.stream("POST", "http://quire/v1/completions", json=long) as response:
         next(response.iter_lines())
@@ -116,7 +116,7 @@ def test_a_unix_socket(launch: Callable[..., Server], tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
+def test_a_unix_socket_replaces_no_other_file(tmp_path: Path) -> None:
     file = tmp_path / "precious"
     file.write_text("data")
     with pytest.raises(ConfigError, match="there is a file of that name"):
@@ -124,7 +124,7 @@ def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
     assert file.read_text() == "data"
     args = ServerArgs(uds=str(tmp_path / "sock"))
     sock = bind(args)
-    with closing_socket(sock, args):
+    with closing_sockets([sock], args):
         sock.listen()
         with pytest.raises(ConfigError, match="a server is there already"):
             bind(args)
@@ -133,7 +133,7 @@ def test_a_unix_socket_takes_nobodys_place(tmp_path: Path) -> None:
         bind(ServerArgs(uds=str(tmp_path / ("x" * 200))))
 
 
-def test_certificates_that_are_none(tmp_path: Path) -> None:
+def test_invalid_certificates_are_refused(tmp_path: Path) -> None:
     ca = trustme.CA()
     write(tmp_path, ca, ca.issue_cert("127.0.0.1"))
     cert, key, junk = (str(tmp_path / name) for name in ("cert.pem", "key.pem", "junk.pem"))
@@ -165,7 +165,7 @@ def test_certificates_that_are_none(tmp_path: Path) -> None:
         ({"api_key": ("a b",)}, "api_key"),
     ],
 )
-def test_settings_that_cannot_be_meant(settings: dict[str, Any], param: str) -> None:
+def test_contradictory_settings_are_refused(settings: dict[str, Any], param: str) -> None:
     with pytest.raises(ConfigError) as wrong:
         ServerArgs(**settings)
     assert wrong.value.param == param

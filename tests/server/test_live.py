@@ -1,4 +1,4 @@
-"""`/engine/live`: what is told, when, and what it costs while nobody looks."""
+"""`/engine/live`: the events, their rate, and no work without watchers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def snapshot(time: float = 1.0, owner: Any = (0, 0, -2), steps: int = 1) -> Snap
 
 @dataclass
 class LiveClient(FakeClient):
-    """Gives the next of `snapshots`, the last one again and again."""
+    """Returns the next of `snapshots`; repeats the last one."""
 
     snapshots: list[Snapshot | Exception] = field(default_factory=lambda: [snapshot()])
     asked: list[bool] = field(default_factory=list)
@@ -72,33 +72,45 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(line[6:]) for line in response.text.splitlines() if line]
 
 
-def test_the_first_event_tells_all_and_later_ones_what_changed() -> None:
+def test_the_first_event_has_all_fields_and_later_ones_the_changes() -> None:
     client = LiveClient(
         snapshots=[snapshot(1), snapshot(2, (0, 1, 1), 2), snapshot(3, (0, 1, 1), 3)]
     )
     first, second, third = events(watch(client))
-    names = {"time", "engine", "stats", "running", "waiting", "step", "firsts", "tree", "pools"}
+    names = {
+        "time",
+        "engine",
+        "rows",
+        "stats",
+        "running",
+        "waiting",
+        "step",
+        "firsts",
+        "tree",
+        "pools",
+    }
     assert set(first) == names | {"prompt_step"}
     assert first["engine"] == {"block_size": 16, "budget": 64, "lanes": 4}
+    assert first["rows"]["tiers.disk_blocks"] == "Blocks in files"
     assert first["pools"][0]["runs"] == [[0, 2, 0, 1, 1], [2, 1, -2, 0, 0]]
     assert set(second) == {"time", "stats", "pools"}
     assert second["pools"][0]["runs"] == [[1, 2, 1, 1, 1]]
     assert set(third) == {"time", "stats"}
 
 
-def test_nothing_new_is_told_once_a_second() -> None:
+def test_an_unchanged_state_is_sent_once_a_second() -> None:
     client = LiveClient(snapshots=[snapshot(t) for t in (1, 1.3, 1.9, 2.1)])
     assert [event["time"] for event in events(watch(client, "frames=4"))] == [1, 2.1]
 
 
-def test_runs_are_of_neighbours_that_are_equal() -> None:
+def test_runs_join_equal_neighbours() -> None:
     cells = np.stack([int32([5, 5, 5, 5, 1]), int32([1, 1, 2, 2, 1]), int32([1, 1, 1, 1, 1])])
     wanted = np.array([True, True, False, True, True])
     assert runs(cells, wanted) == [[0, 2, 5, 1, 1], [3, 1, 5, 2, 1], [4, 1, 1, 1, 1]]
     assert runs(cells, np.zeros(5, dtype=bool)) == []
 
 
-def test_what_runs_paint_is_what_the_pool_is() -> None:
+def test_runs_of_cells_repaint_the_pool_exactly() -> None:
     generator = np.random.default_rng(1)
     watcher = Watcher(LiveSnapshots(LiveClient(), False), 10, None)  # type: ignore[arg-type]
     painted = np.zeros((3, 50), dtype=np.int32)
@@ -150,12 +162,12 @@ def test_queries_are_checked() -> None:
     assert_error(watch(LiveClient(), "every=1"), 400, "every", "unknown_parameter")
 
 
-def test_it_needs_the_key_and_goes_with_the_page() -> None:
+def test_the_route_needs_the_key_and_exists_only_with_the_page() -> None:
     assert watch(LiveClient(), api_key=("k",)).status_code == 401
     assert watch(LiveClient(), playground=False).status_code == 404
 
 
-def test_watchers_share_snapshots_and_nobody_is_asked_without_them() -> None:
+def test_watchers_share_snapshots_taken_only_for_them() -> None:
     async def go() -> tuple[int, int]:
         client = LiveClient()
         snapshots = LiveSnapshots(client, False)  # type: ignore[arg-type]
@@ -167,7 +179,7 @@ def test_watchers_share_snapshots_and_nobody_is_asked_without_them() -> None:
     assert run(go()) == (1, 1)
 
 
-def test_there_may_be_so_many_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchers_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "MOST_WATCHERS", 2)
 
     async def go() -> list[int]:

@@ -1,4 +1,4 @@
-"""A server whose engine has several ranks: each of its processes may be killed."""
+"""A server whose engine has several ranks, each of which may be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes for who runs the server, and chat templates of requests, on a real server."""
+"""Routes for operators, and chat templates of requests, on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests with many log-probabilities: what they share, where they are formatted, the bounds."""
+"""Requests with many log-probabilities: shared entries, formatting in threads, and limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_completions_of_a_prompt_share_its_logprobs(client: openai.OpenAI, strea
             assert own[3] == other[3]
 
 
-def test_a_fork_goes_on_within_a_character() -> None:
+def test_a_fork_continues_within_a_character() -> None:
     class Halves(PlainTokenizer):
         def token_bytes(self, token: int) -> bytes:
             return "é".encode()[token : token + 1]

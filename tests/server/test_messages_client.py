@@ -169,7 +169,7 @@ def test_structured_output(anthropic_client: anthropic.Anthropic) -> None:
         "properties": {"name": {"enum": ["small", "large"]}, "rank": {"enum": [1, 2, 3]}},
         "required": ["name", "rank"],
         "additionalProperties": False,
-        # The tiny model would fill pages with spaces, if it were let.
+        # Without a limit, the tiny model would write pages of spaces.
         "x-guidance": {"whitespace_flexible": False},
     }
     format: Any = {"type": "json_schema", "schema": schema}

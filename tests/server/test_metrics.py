@@ -1,4 +1,4 @@
-"""`/metrics`, and that documents and dashboards speak of nothing else."""
+"""`/metrics`; documents and dashboards name only existing metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NvmlError(Exception):
 
 
 def fake_nvml() -> Any:
-    """Two GPUs; the second one does not say how busy it is, as a share of one does not."""
+    """Two GPUs; the second one does not report its utilization, like a GPU partition."""
 
     def utilization(handle: int) -> SimpleNamespace:
         if handle:
@@ -64,7 +64,7 @@ ADAPTERS = ("known", "cached", "resident", "waiting", "loads", "load_seconds", "
 
 @pytest.fixture
 def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
-    """All metrics that there are, with a value at least."""
+    """Returns all existing metrics, each with at least one value."""
     monkeypatch.setitem(sys.modules, "pynvml", fake_nvml())
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     metrics = ServerMetrics()
@@ -95,7 +95,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
 
 
 def families(metrics: ServerMetrics) -> dict[str, Any]:
-    """By the names that queries use."""
+    """Returns the metrics by the names that queries use."""
     found = {}
     for family in text_string_to_metric_families(metrics.text().decode()):
         if not family.name.endswith("_created"):
@@ -103,7 +103,7 @@ def families(metrics: ServerMetrics) -> dict[str, Any]:
     return found
 
 
-def test_the_table_is_what_there_is(everything: ServerMetrics) -> None:
+def test_the_metrics_table_matches_the_exported_metrics(everything: ServerMetrics) -> None:
     text = (ROOT / "docs" / "operations.md").read_text()
     rows = re.findall(r"^\| `(quire_\w+)` \| (\w+) \| ([^|]*) \| ([^|]+) \|$", text, re.MULTILINE)
     told = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels, _ in rows}
@@ -116,7 +116,7 @@ def test_the_table_is_what_there_is(everything: ServerMetrics) -> None:
 
 
 def expressions(document: Any) -> Iterator[str]:
-    """Wherever they are: of panels, variables and alerts."""
+    """Returns the queries of panels, variables and alerts."""
     if isinstance(document, dict):
         for key, value in document.items():
             if key in ("expr", "definition", "query") and isinstance(value, str):
@@ -259,8 +259,8 @@ def test_no_gpus(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("gpu" in name for name in families(metrics))
 
 
-def test_worker_that_has_just_begun(tmp_path: Path) -> None:
-    """A file that a worker has made and not yet filled is no error, and the others count."""
+def test_the_empty_file_of_a_new_worker_is_no_error(tmp_path: Path) -> None:
+    """A worker's new, still empty file is no error, and the other files count."""
     (tmp_path / "counter_1.db").touch()
     values = MmapedDict(str(tmp_path / "counter_2.db"))  # type: ignore[no-untyped-call]
     values.write_value(mmap_key("quire_x_total", "quire_x_total", [], [], "Help."), 3.0, 0.0)  # type: ignore[no-untyped-call]

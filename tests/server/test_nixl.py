@@ -1,5 +1,5 @@
-"""Two real servers whose engines read each other's KV cache by the real library: what clients and
-operators see, also when the server that computes prompts dies."""
+"""Two real servers whose engines read each other's KV cache with the real library: answers and
+metrics, also when the prefill server dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_prompts_are_read_from_the_peers_cache(servers: tuple[Server, Server]) -
     assert metric(writer, 'quire_kv_blocks{group="0",state="used"}') == 0
 
 
-def test_who_speaks_another_transport_is_told_both(servers: tuple[Server, Server]) -> None:
+def test_a_transport_mismatch_names_both_transports(servers: tuple[Server, Server]) -> None:
     writer, _ = servers
     status, answer = post(writer, "/kv/handshake", {**FACTS, "transport": "tcp"})
     assert (status, answer["error"]["code"]) == (409, "peer_mismatch")
@@ -56,7 +56,7 @@ def test_who_speaks_another_transport_is_told_both(servers: tuple[Server, Server
 def test_a_writer_that_dies_and_comes_back(servers: tuple[Server, Server]) -> None:
     writer, reader = servers
     answers: list[str] = []
-    # As many as even a GPU has not computed by then.
+    # So many that even a GPU has not computed them by then.
     prompts = [f"While it dies, {i}. {STORY}" for i in range(12)]
     engine = child(writer, "quire.engine.process.process")
     threads = [

@@ -1,4 +1,4 @@
-"""The `openai` client of Node, as npm has it now, against a real server process."""
+"""The current `openai` client for Node from npm, against a real server process."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SCRIPT = Path(__file__).with_name("node_client.mjs")
 
 @pytest.fixture(scope="module")
 def node_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the client installed; skips where that cannot be had."""
+    """Returns a folder with the client installed; skips the test if it cannot be installed."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("node")

@@ -1,4 +1,4 @@
-"""Traces of requests, as a collector gets them."""
+"""Traces of requests, as received by a collector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
 class Collector:
-    """OTLP over HTTP, all of it that a test needs."""
+    """A minimal OTLP collector over HTTP."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -87,7 +87,7 @@ def ask(
     headers: dict[str, str] | None = None,
     **settings: Any,
 ) -> int:
-    """The answer's status; all spans have been sent."""
+    """Returns the answer's status once all spans have been sent."""
     import httpx
 
     args = ServerArgs(otlp_endpoint=endpoint, **settings)
@@ -174,7 +174,7 @@ def test_errors(collector: Collector) -> None:
     assert statuses == {"400": 0, "503": 2}
 
 
-def test_what_is_not_sampled_is_not_sent(collector: Collector) -> None:
+def test_unsampled_traces_are_not_sent(collector: Collector) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-00"}
     assert ask(collector.url, "/v1/completions", PROMPT, headers=headers) == 200
     assert collector.spans == []

@@ -1,7 +1,8 @@
-"""The page's files as they are served; what they do is tested in a browser."""
+"""The page's files as served; other tests run them in a browser."""
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import resources
 from typing import Any
@@ -9,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.sampling_params import PARAMETERS
 from quire.server.args import ServerArgs
-from quire.server.playground import FILES
+from quire.server.playground import FILES, content
 from tests.server.fakes import FakeClient
 from tests.server.inprocess import connect, run
 
@@ -28,7 +30,7 @@ def get(*paths: str, method: str = "GET", headers: Any = None, **args: Any) -> l
 def test_every_file_is_served_without_a_key_under_a_strict_policy() -> None:
     for path, response in zip(FILES, get(*FILES, api_key=("k",)), strict=True):
         assert response.status_code == 200, path
-        assert response.content == (STATIC / FILES[path]).read_bytes()
+        assert response.content == content(FILES[path])
         policy = response.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
@@ -41,7 +43,7 @@ def test_nothing_else_is_public() -> None:
     assert statuses == [401] * len(paths)
 
 
-def test_it_can_be_turned_off() -> None:
+def test_the_playground_can_be_turned_off() -> None:
     statuses = [response.status_code for response in get(*FILES, playground=False)]
     assert statuses == [405 if path == "/" else 404 for path in FILES]
 
@@ -57,7 +59,7 @@ def test_clients_may_ask_for_the_root_alone(playground: bool) -> None:
     assert (response.status_code, response.content) == (200, b"")
 
 
-def test_it_is_there_behind_a_prefix() -> None:
+def test_the_playground_works_under_a_root_path() -> None:
     paths = ["/llm/", "/llm/playground/main.js", "/llm/v1/models"]
     statuses = [r.status_code for r in get(*paths, api_key=("k",), root_path="/llm")]
     assert statuses == [200, 200, 401]
@@ -76,8 +78,9 @@ def test_head() -> None:
 
 @pytest.mark.parametrize("name", sorted(FILES.values()))
 def test_files_refer_only_to_each_other(name: str) -> None:
-    """By relative paths, so that a prefix before all routes holds; and each can be read."""
-    text = (STATIC / name).read_text("utf-8")
+    """References are relative, so that the page works under a path prefix, and each referenced file
+    exists."""
+    text = content(name).decode()
     assert len(text.splitlines()) <= 400
     references = re.findall(r'(?:src|href|from) ?=? ?"([^"]+)"', text)
     for reference in references:
@@ -88,6 +91,26 @@ def test_files_refer_only_to_each_other(name: str) -> None:
     addresses = re.findall(r"https?://[^\s\"'`]+", text)
     assert set(addresses) <= {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in text
+
+
+def test_the_form_has_the_declared_parameters() -> None:
+    text = content("parameters.js").decode()
+    fields = {f["name"]: f for f in json.loads(text.partition(" = ")[2].removesuffix(";\n"))}
+    assert list(fields) == [p.name for p in PARAMETERS if p.declared.step]
+    assert fields["top_p"] == {
+        "name": "top_p",
+        "label": "Top p",
+        "kind": "number",
+        "otherwise": "1",
+        "min": 0.0,
+        "max": 1.0,
+        "step": 0.05,
+        "help": "Keep the likeliest tokens up to this total probability (nucleus sampling).",
+    }
+    assert fields["max_tokens"]["otherwise"] == "none"
+    assert "min" not in fields["seed"]
+    own = (STATIC / "params.js").read_text("utf-8")
+    assert not [name for name in fields if f'name: "{name}"' in own]
 
 
 def test_every_source_of_drafts_has_a_name() -> None:

@@ -134,10 +134,10 @@ def test_enter_sends_and_shift_breaks_the_line(page: Any) -> None:
     assert page.inner_text(".asked").startswith("One\ntwo")
 
 
-def test_empty_fields_show_what_then_holds(page: Any) -> None:
+def test_empty_fields_show_their_defaults(page: Any) -> None:
     page.wait_for_selector("#model:not(:empty)")
     ask = "async () => (await (await fetch('v1/models')).json()).data[0].sampling_defaults"
-    expected = {"top_p": "1", "seed": "random", "min_tokens": "0"}
+    expected = {"top_p": "1", "seed": "none", "min_tokens": "0"}
     expected |= {name: str(value) for name, value in page.evaluate(ask).items()}
     for name, value in expected.items():
         assert page.get_attribute(f"#param-{name}", "placeholder") == value
@@ -163,7 +163,7 @@ def test_stop_and_regenerate(page: Any) -> None:
     assert page.locator(".turn").count() == 0
 
 
-def test_mistakes_are_told_where_they_are(page: Any) -> None:
+def test_mistakes_are_shown_where_they_are(page: Any) -> None:
     page.fill("#param-extra", '{"foo": ')
     page.fill("#input", "Hello")
     page.press("#input", "Control+Enter")
@@ -175,7 +175,7 @@ def test_mistakes_are_told_where_they_are(page: Any) -> None:
 
 
 def scripted(*chunks: dict[str, Any]) -> str:
-    """A stream of these chunks, as the server would send them."""
+    """Answers with a stream of these chunks."""
     return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
 
@@ -231,7 +231,7 @@ def test_calls_of_tools_are_shown(page: Any) -> None:
     assert page.inner_text(".calls") == 'add({"a": 1})'
 
 
-def test_an_error_in_mid_stream_keeps_what_came(page: Any) -> None:
+def test_an_error_in_mid_stream_keeps_received_text(page: Any) -> None:
     error = {"error": {"message": "The engine has stopped.", "type": "x"}}
     answer_with(page, delta(content="Once upon"), error)
     say(page, "Story")
@@ -259,7 +259,7 @@ def test_export(page: Any) -> None:
     assert r"It'\''s" in command
 
 
-def test_a_wrong_key_is_told_and_a_right_one_is_kept(
+def test_a_wrong_key_is_reported_and_a_right_one_is_kept(
     browser: Any, launch: Callable[..., Server]
 ) -> None:
     server = launch("--api-key", "right")
@@ -302,7 +302,7 @@ def test_themes(browser: Any, server: Server, scheme: str) -> None:
         assert brightness() < 200
 
 
-def test_a_phone(browser: Any, server: Server) -> None:
+def test_the_page_fits_a_phone(browser: Any, server: Server) -> None:
     with opened(browser, f"{server.url}/", width=360, height=740, has_touch=True) as page:
         page.fill("#input", "word" * 200)
         for tab in ("#tab-engine", "#tab-chat"):

@@ -98,7 +98,7 @@ def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
             page.locator(".tree [role=treeitem][tabindex='0']").focus()
             told = page.inner_text("#tree-readout")
             assert re.search(r"\d+ tokens, \d requests run on it", told)
-            assert "sea" not in page.inner_text("#engine")  # nobody asked to show prompts
+            assert "sea" not in page.inner_text("#engine")  # hidden by default
             page.keyboard.press("ArrowRight")
             assert page.inner_text("#tree-readout") != told
         page.wait_for_selector("#requests:has-text('Nothing runs')")
@@ -107,7 +107,7 @@ def test_an_engine_at_work(browser: Any, launch: Callable[..., Server]) -> None:
         assert int(page.inner_text(blocks).replace(",", "")) > 0
 
 
-def test_tiers_are_told_apart(browser: Any, launch: Callable[..., Server]) -> None:
+def test_tiers_are_shown_separately(browser: Any, launch: Callable[..., Server]) -> None:
     server = launch("--host-cache-gb", "0.05")
     with opened(browser, f"{server.url}/") as page:
         live(page)
@@ -119,7 +119,7 @@ def test_tiers_are_told_apart(browser: Any, launch: Callable[..., Server]) -> No
         assert page.is_visible("#sources li:has-text('host memory')")
 
 
-def test_nobody_is_asked_while_nobody_looks(browser: Any, server: Server) -> None:
+def test_a_hidden_page_sends_no_requests(browser: Any, server: Server) -> None:
     with opened(browser, f"{server.url}/") as page:
         asked: list[str] = []
         over: list[str] = []
@@ -140,9 +140,7 @@ def test_nobody_is_asked_while_nobody_looks(browser: Any, server: Server) -> Non
         assert (len(asked), len(over)) == (2, 2)
 
 
-def test_a_server_that_goes_is_told_of_and_looked_for(
-    browser: Any, launch: Callable[..., Server]
-) -> None:
+def test_a_lost_server_is_reported_and_retried(browser: Any, launch: Callable[..., Server]) -> None:
     server = launch()
     with opened(browser, f"{server.url}/") as page:
         live(page)
@@ -154,8 +152,7 @@ def test_a_server_that_goes_is_told_of_and_looked_for(
 
 
 def test_another_engine_is_not_taken_for_the_first(browser: Any, server: Server) -> None:
-    """A restarted engine's counts begin anew: nothing may be shown as the difference to the first
-    one's."""
+    """A restarted engine counts from zero: differences to the old engine's counts are not shown."""
     asked: list[str] = []
 
     def answer(route: Any) -> None:
@@ -189,7 +186,7 @@ def test_an_engine_that_is_started_again_is_seen_again(
     with opened(browser, f"{server.url}/") as page:
         live(page)
         with Load(server, 4):
-            # Whichever process answers this page, it sees the requests of all.
+            # The page shows the requests of all processes, whichever one serves it.
             page.wait_for_selector(".tile:has-text('Running') .value:text-is('4')")
         os.kill(child(server, "quire.engine.process.process"), signal.SIGKILL)
         page.wait_for_selector("#live-state[data-state=disconnected]")
@@ -198,7 +195,7 @@ def test_an_engine_that_is_started_again_is_seen_again(
         page.wait_for_selector("#tree:has-text('No prefix')")
 
 
-def test_a_key_is_asked_for_and_the_view_goes_on_with_it(
+def test_the_view_asks_for_a_key_and_continues_with_it(
     browser: Any, launch: Callable[..., Server]
 ) -> None:
     server = launch("--api-key", "right")
@@ -231,7 +228,7 @@ def test_counts_read_at_a_glance(browser: Any, server: Server) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
+def test_the_view_fits_a_phone_in_both_themes(browser: Any, server: Server, scheme: str) -> None:
     options = {"width": 360, "height": 740, "color_scheme": scheme, "reduced_motion": "reduce"}
     with opened(browser, f"{server.url}/#engine", **options) as page, Load(server, 3):
         page.wait_for_selector(".row >> nth=2")

@@ -1,4 +1,4 @@
-"""Keys, and the buckets that processes share."""
+"""Keys, and rate limits shared by processes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_processes_share_one_bucket(tmp_path: Path) -> None:
     total = sum(taken.get(timeout=60) for _ in workers)
     for worker in workers:
         worker.join(60)
-    # What fills up while they run is little beside what is taken twice where a lock is missing.
+    # Without a lock, workers would take many more than the tokens that refill meanwhile.
     assert 500 <= total <= 620
     assert (file.stat().st_mode & 0o777) == 0o600
 
@@ -157,7 +157,7 @@ def test_keys_of_a_file_have_limits_of_their_own(tmp_path: Path) -> None:
         ('[api-key-1]\nkey = "x"', "two keys of the name"),
     ],
 )
-def test_what_is_wrong_with_a_key_file_is_said(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_error_in_a_key_file_is_explained(tmp_path: Path, text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         ring(tmp_path, text, api_key=("flag",))
 

@@ -1,4 +1,4 @@
-"""Refused requests cost little: what is counted, bounded and refused before it is worked on."""
+"""Refused requests cost little: sizes are counted and limited before any other work."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ UNUSUAL: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("path", "body"), UNUSUAL, ids=range(len(UNUSUAL)))
 def test_the_loop_does_little_for_a_refused_body(path: str, body: Any) -> None:
-    """Calls are counted, as no time is the same on a busy machine."""
+    """Counts calls, because times vary on a busy machine."""
     data = msgspec.json.encode(body)
 
     async def go() -> tuple[int, int]:
@@ -274,7 +274,7 @@ def test_long_texts_are_tokenized_off_the_loop() -> None:
     body = {"prompt": "x" * 5000, "return_token_strs": True}
     assert post("/tokenize", body, client).json()["count"] == 5000
     assert post("/detokenize", {"tokens": [65] * 5000}, client).json()["prompt"] == "A" * 5000
-    # Not in the pool that answers are prepared in, either.
+    # The thread pool for answers is not used, either.
     assert {name.partition("_")[0] for name in threads} == {"count"}
 
 

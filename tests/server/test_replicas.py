@@ -1,4 +1,4 @@
-"""A server with several engines: one that dies takes only its own requests along."""
+"""A server with several engines: if one dies, only its requests fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_dead_replica(launch: Callable[..., Server]) -> None:
 
 
 def test_equal_prompts_go_to_the_same_replica(launch: Callable[..., Server]) -> None:
-    """Also through several API processes, which know nothing of each other."""
+    """Independent API processes do so, too."""
     server = launch("--data-parallel-size", "2", "--api-workers", "2")
     prompt = "The gatherings of a book are sewn one to another, and so are its pages. " * 4
     for _ in range(6):

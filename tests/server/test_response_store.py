@@ -1,4 +1,4 @@
-"""The bounds of the store of responses, and those who watch one."""
+"""The limits of the response store, and readers that follow a response."""
 
 from __future__ import annotations
 

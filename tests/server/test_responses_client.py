@@ -163,7 +163,7 @@ def test_fields_of_the_other_routes(client: openai.OpenAI) -> None:
 
 
 class Size(BaseModel):
-    # The tiny model would fill pages with spaces, if it were let.
+    # Without a limit, the tiny model would write pages of spaces.
     model_config = ConfigDict(json_schema_extra={"x-guidance": {"whitespace_flexible": False}})
 
     name: Literal["small", "large"]
@@ -432,7 +432,7 @@ def test_bad_queries(server: Server, client: openai.OpenAI, query: str) -> None:
     assert answer.json()["error"]["param"] in query
 
 
-def test_a_signal_ends_what_runs_in_the_background(launch: Callable[..., Server]) -> None:
+def test_a_signal_ends_background_responses(launch: Callable[..., Server]) -> None:
     server = launch("--drain-timeout", "1")
     client = server.client()
     response = ask(client, background=True, max_output_tokens=1900)

@@ -1,5 +1,5 @@
-"""Whatever JSON is sent to `/v1/responses` and `/v1/messages`, the answer is never a server error,
-and always one in the API's own shape."""
+"""No JSON body sent to `/v1/responses` or `/v1/messages` causes a server error, and all errors have
+the API's shape."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEYS = st.sampled_from(["a", "b"])
 
 
 def some(kinds: Any) -> st.SearchStrategy[Any]:
-    """Objects with the right fields of the wrong kinds, and sometimes the right ones."""
+    """Objects with valid field names, and values of random types."""
     shapes = [
         st.fixed_dictionaries(
             {"type": st.just(kind)},

@@ -1,4 +1,4 @@
-"""`/v1/responses` and `/v1/messages` over an engine whose pace and death the test decides."""
+"""`/v1/responses` and `/v1/messages` with the fake engine."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_errors_in_mid_stream() -> None:
     assert "secret" not in answer.text
 
 
-def test_other_errors_of_messages_have_the_shape_too() -> None:
+def test_other_errors_of_messages_have_the_same_shape() -> None:
     async def go() -> list[httpx.Response]:
         args = ServerArgs(max_body_mb=0.0001)
         async with connect(scripted_engine("hi"), args) as http:

@@ -29,7 +29,7 @@ def ask(server: Server, path: str, **body: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def cosines(server: Server) -> Any:
-    """The similarity of each text to the query, by embeddings of the official client."""
+    """Returns the similarity of each text to the query, from embeddings of the official client."""
     found = server.client().embeddings.create(model=MODEL, input=[QUERY, *TEXTS])
     vectors = np.array([item.embedding for item in found.data])
     return vectors[1:] @ vectors[0]

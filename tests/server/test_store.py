@@ -1,4 +1,4 @@
-"""The bounds of a store, whatever comes in, grows or is pinned."""
+"""The limits of a store, for random additions, growth and pins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Store(BoundedStore[Value]):
 
 
 @given(st.lists(ACTIONS, max_size=40))
-def test_bounds_hold_but_for_pinned_values(actions: list[tuple[str, int, int, bool]]) -> None:
+def test_limits_hold_except_for_pinned_values(actions: list[tuple[str, int, int, bool]]) -> None:
     store = Store()
     entered: list[Value] = []
     created: dict[str, float] = {}

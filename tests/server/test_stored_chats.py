@@ -29,7 +29,7 @@ HELLO: list[Any] = [
 
 @pytest.fixture
 def stored(client: openai.OpenAI) -> Iterator[list[ChatCompletion]]:
-    """Three, of which the second was streamed; gone afterwards."""
+    """Three stored chats, the second one streamed; deleted afterwards."""
     options: Any = {"model": MODEL, "messages": HELLO, "max_tokens": 5, "store": True}
     found = []
     for place in range(3):
@@ -110,7 +110,7 @@ def test_routes_of_vllm_are_no_ids(server: Server, name: str, instead: str) -> N
     assert instead in answer.json()["error"]["message"]
 
 
-def test_only_what_is_asked_for(client: openai.OpenAI) -> None:
+def test_only_requested_chats_are_stored(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2, store=False)
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.retrieve(answer.id)

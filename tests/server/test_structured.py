@@ -1,4 +1,5 @@
-"""Structured output over HTTP: the `openai` client against a real server, and every refusal."""
+"""Structured output over HTTP, with the `openai` client and a real server, and every refused
+field."""
 
 from __future__ import annotations
 
@@ -186,7 +187,7 @@ def test_bad_requests(path: str, fields: dict[str, Any], param: str | None, code
     assert client.seen == []
 
 
-def test_what_is_not_asked_for() -> None:
+def test_null_and_text_formats_set_no_structure() -> None:
     fields = {"response_format": {"type": "text"}, "guided_json": None, "structured_outputs": None}
     client = FakeClient()
     assert post("/v1/completions", {**PROMPT, **fields}, client).status_code == 200

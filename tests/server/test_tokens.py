@@ -35,7 +35,9 @@ def post(server: Server, path: str, **body: Any) -> Any:
 
 
 @pytest.mark.parametrize("text", ["Once upon a time", "", "héllo 🦊\n", "word " * 1000])
-def test_there_and_back(server: Server, tokenizer: Tokenizer, text: str) -> None:
+def test_tokenize_and_detokenize_round_trip(
+    server: Server, tokenizer: Tokenizer, text: str
+) -> None:
     answer = post(server, "/tokenize", model=MODEL, prompt=text)
     assert answer["tokens"] == tokenizer.encode(text).tolist()
     assert answer["count"] == len(answer["tokens"])

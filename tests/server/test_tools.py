@@ -1,4 +1,4 @@
-"""Tool calls and reasoning through the `openai` client, over an engine that is told its words."""
+"""Tool calls and reasoning through the `openai` client, with an engine of scripted answers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask(server: Scripted, **options: Any) -> Any:
 
 
 def gathered(chunks: Any) -> dict[str, Any]:
-    """A stream's deltas put together, as clients do it."""
+    """Merges a stream's deltas as clients do."""
     out: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
     for chunk in chunks:
         for choice in chunk.choices:
@@ -82,7 +82,7 @@ def test_calls() -> None:
 
 
 def test_arguments_come_as_they_are_made() -> None:
-    """The engine goes on only once the beginning of the arguments is out."""
+    """The engine continues only once the beginning of the arguments was sent."""
     engine = scripted_engine(*pieces(OSLO), free=18)
     body = {"messages": ASK, "tools": [WEATHER], "stream": True}
     written: list[bytes] = []
@@ -112,7 +112,7 @@ def test_arguments_come_as_they_are_made() -> None:
     assert b'"finish_reason":"tool_calls"' in b"".join(written)
 
 
-def test_only_calls_means_no_content() -> None:
+def test_an_answer_of_calls_alone_has_no_content() -> None:
     with serve(scripted_engine(*pieces(OSLO))) as server:
         message = ask(server).choices[0].message
     assert message.content is None
@@ -128,7 +128,7 @@ def test_only_calls_means_no_content() -> None:
         "a < b <tool",
     ],
 )
-def test_what_is_no_call_is_content(text: str) -> None:
+def test_text_that_is_not_a_call_is_content(text: str) -> None:
     with serve(scripted_engine(*pieces(text))) as server:
         choice = ask(server).choices[0]
         streamed = gathered(ask(server, stream=True))
@@ -217,7 +217,7 @@ def test_calls_and_results_go_back_to_the_model() -> None:
     assert "<|im_start|>tool\ngrey<|im_end|>\n<|im_start|>tool\n8<|im_end|>" in prompt
 
 
-def test_what_was_cut_short_goes_back_as_text() -> None:
+def test_cut_off_calls_are_sent_back_as_text() -> None:
     """A call without the end of its arguments, and a result whose call was trimmed."""
     engine = scripted_engine("Grey.")
     cut = {"name": "weather", "arguments": '{"city": "Os'}

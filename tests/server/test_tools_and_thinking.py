@@ -1,5 +1,5 @@
-"""Tools and thinking through the official clients of both APIs, over an engine that says what it is
-told to."""
+"""Tools and thinking through the official clients of both APIs, with an engine of scripted
+answers."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_large_bodies_are_refused_while_they_come() -> None:
     assert_error(run(go()), 413, None, "body_too_large")
 
 
-def test_a_broken_chat_template_is_told_at_the_start_and_to_clients(
+def test_a_broken_chat_template_is_reported_at_the_start_and_to_clients(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = Path(quire.__file__).parent / "embedded" / "quire-tiny"

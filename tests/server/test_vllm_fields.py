@@ -1,4 +1,4 @@
-"""Fields of vLLM's about tokens, with the official client on a real server."""
+"""vLLM's fields about tokens, with the official client on a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates render as `transformers` renders them, and cannot do harm."""
+"""Templates render as in `transformers`, and cannot do harm."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_filters_and_statements() -> None:
         ("{% for i in range(10**9) %}x{% endfor %}", "too big"),
     ],
 )
-def test_what_a_template_may_not_do(source: str, what: str) -> None:
+def test_forbidden_template_operations_are_refused(source: str, what: str) -> None:
     with pytest.raises(RequestError, match=what):
         ChatTemplate(source).render([{"role": "user", "content": "x"}])
 
@@ -95,13 +95,13 @@ def test_a_template_can_take_neither_all_time_nor_all_memory(source: str, what: 
         "{% macro f(n) %}{% for a in messages %}{{ f(n + 1) }}{% endfor %}{% endmacro %}{{ f(0) }}",
     ],
 )
-def test_loops_over_what_was_given_end_in_time(source: str) -> None:
+def test_long_loops_over_messages_are_stopped_in_time(source: str) -> None:
     messages = [{"role": "user", "content": "x"}] * 2000
     with pytest.raises(RequestError, match=r"too long|recursion"):
         ChatTemplate(source, seconds=0.1).render(messages)
 
 
-def test_sums_have_a_limit() -> None:
+def test_repeated_concatenation_is_limited() -> None:
     source = (
         "{% set ns = namespace(x='xxxxxxxxxxxxxxxx') %}"
         "{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
@@ -116,7 +116,7 @@ def test_reasoning_has_two_names() -> None:
     assert ChatTemplate(source).render([message]) == "aa"
 
 
-def test_variables_are_those_that_are_looked_for() -> None:
+def test_variables_are_those_the_template_reads() -> None:
     source = "{% if enable_thinking %}{% set x = documents %}{% endif %}{{ messages }}"
     assert {"enable_thinking", "documents"} <= ChatTemplate(source).variables
     assert "reasoning_effort" not in ChatTemplate(source).variables
@@ -241,7 +241,7 @@ LARGE = 10**9
         "{{ ([1] * 9999)|tojson(separators=('x' * 9999999, ':')) }}",
     ],
 )
-def test_time_and_memory_are_out_of_a_templates_reach(source: str) -> None:
+def test_a_template_is_limited_in_time_and_memory(source: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_AS)
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + (2 << 30), limits[1]))
@@ -254,7 +254,7 @@ def test_time_and_memory_are_out_of_a_templates_reach(source: str) -> None:
         resource.setrlimit(resource.RLIMIT_AS, limits)
 
 
-def test_what_templates_do_still_works() -> None:
+def test_common_template_operations_work() -> None:
     source = (
         "{{ 'a' ~ 1 ~ none }}{{ '%s-%05d' % ('b', 7) }}{{ '%s'|format('c') }}{{ 'd'.ljust(3) }}|"
         "{{ '{:>4}'.format('e') }}{{ ['f', 'g']|join(', ') }}{{ 'h'|replace('h', 'i') }}"

@@ -1,4 +1,5 @@
-"""Streaming text equals decoding the whole, and stop strings are found wherever they are cut."""
+"""Streamed text equals decoding all tokens, and stop strings are found across any token
+boundaries."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def test_an_unfinished_character_is_shown_at_the_end() -> None:
     assert rest.startswith("�")
 
 
-def test_bytes_that_are_no_text_do_not_wait_for_ever() -> None:
+def test_invalid_utf8_bytes_are_flushed() -> None:
     byte = TOKENIZER.encode("😀").tolist()[-1]  # a continuation byte, which begins no character
     pieces, _ = stream([byte] * 50)
     assert "".join(pieces).count("�") >= 40
@@ -64,13 +65,14 @@ def test_a_whole_completion_reads_as_its_tokens_one_by_one(ids: list[int], skip:
     one_by_one = "".join(pieces) + rest
     whole = Detokenizer(TOKENIZER, [1, 2, 3], skip_special_tokens=skip).whole(ids)
     if "�" in one_by_one:
-        # How many stand for bytes that are no text depends on where one gives up on them.
+        # The number of replacement characters for invalid bytes depends on where decoding gives up.
         one_by_one, whole = (text.replace("�", "") for text in (one_by_one, whole))
     assert whole == one_by_one
 
 
 def sentencepiece_like() -> Tokenizer:
-    """Words whose decoder drops the space that begins a text, and bytes for the rest."""
+    """A tokenizer of words, whose decoder drops the space at the beginning of a text, and of
+    bytes."""
     vocab = {"<unk>": 0, "▁a": 1, "▁b": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     hub = HubTokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     hub.decoder = decoders.Sequence(
@@ -86,7 +88,7 @@ def sentencepiece_like() -> Tokenizer:
 
 @pytest.mark.parametrize("broken", range(9))
 def test_words_keep_their_spaces(broken: int) -> None:
-    """After the prompt, and after bytes that were given up on."""
+    """This holds after the prompt, and after invalid bytes."""
     tokenizer = sentencepiece_like()
     ids = [1] + [3 + 0x80] * broken + [2, 1]
     for prompt in ([1], [2, 2, 1]):
@@ -126,7 +128,7 @@ def test_a_prompt_may_be_the_beginning_of_a_character() -> None:
 )
 @settings(max_examples=100)
 def test_a_prompt_may_end_inside_a_character(prompt: str, text: str, at: int) -> None:
-    """The character is the completion's, which completes it."""
+    """The character belongs to the completion, which completes it."""
     tokenizer = sentencepiece_like()
     data = [1, *byte_tokens(prompt + text)]
     size = 1 + len(prompt.encode()) + min(at, len(text.encode()))
@@ -177,7 +179,8 @@ def test_a_replacement_character_that_the_model_wrote_is_text(tokenizer: Tokeniz
 def test_a_stop_string_may_end_in_a_replacement_character(
     text: str, cut: int, include: bool
 ) -> None:
-    """One that the model wrote, and one for a character that the completion's end cuts."""
+    """The replacement character was written by the model, or stands for a character cut off by the
+    completion's end."""
     ids = byte_tokens(text)
     ids = ids[: len(ids) - cut]
     params = SamplingParams(stop=("b�",), include_stop_str_in_output=include)
@@ -217,7 +220,7 @@ def test_some_special_tokens_may_be_kept(text: str, at: int) -> None:
 def test_stop_strings_do_not_depend_on_cuts(
     text: str, stops: list[str], cuts: list[int], include: bool
 ) -> None:
-    """Fed one character at a time, the first stop string to be complete ends the text."""
+    """With one character at a time, the first complete stop string ends the text."""
     matcher, shown, hit = StopMatcher(stops, include=include), "", None
     for char in text:
         part, hit = matcher.feed(char)

@@ -1,4 +1,4 @@
-"""Every template renders as `transformers` renders it, or is refused where it refuses.
+"""Every template renders as in `transformers`, or is refused if transformers refuses it.
 
 QUIRE_TEST_TEMPLATES names a folder with further templates (*.jinja), such as real models'.
 """
@@ -101,7 +101,7 @@ VARIABLES: list[dict[str, Any]] = [
 
 
 def expected(source: str, messages: Any, **variables: Any) -> str | None:
-    """Returns the rendering by transformers; None: it refuses."""
+    """Returns transformers' rendering, or None if it refuses."""
     transformers = pytest.importorskip("transformers.utils.chat_template_utils")
     try:
         rendered = transformers.render_jinja_template(

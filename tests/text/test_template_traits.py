@@ -1,4 +1,4 @@
-"""Probing finds out how templates want tools and calls."""
+"""Probing finds the format of tools and calls in templates."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_ids_that_name_tools() -> None:
     assert not found("{{ c.function.arguments | tojson }}").ids_name_tools
 
 
-def test_a_call_is_what_follows_the_generation_prompt() -> None:
+def test_a_call_begins_after_the_generation_prompt() -> None:
     source = (
         "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
         "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}"
         "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     assert probe(ChatTemplate(source), {}).call == '{"probed_key": "probed_value"}'
-    # Marks that begin alike are not cut.
+    # Marks with a common beginning are kept whole.
     other = source.replace("<{{ m.role }}>", "<as-{{ m.role }}>")
     assert str(probe(ChatTemplate(other), {}).call).startswith("<as-assistant>")

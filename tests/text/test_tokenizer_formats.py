@@ -1,4 +1,4 @@
-"""Tokenizers that come without a tokenizer.json, against the methods that they are made for."""
+"""Tokenizers without a tokenizer.json, compared with their original algorithms."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def texts(count: int = 80) -> list[str]:
 
 
 def random_ranks(count: int) -> list[bytes]:
-    """Bytes, and pairs of what is there already: as training leaves them."""
+    """Returns a vocabulary of bytes and merged pairs of earlier tokens, as from training."""
     draw = random.Random(1)
     ranks = [bytes([byte]) for byte in range(256)]
     source = "".join(texts()).encode()
@@ -43,7 +43,7 @@ def random_ranks(count: int) -> list[bytes]:
 
 
 def merged(parts: list[Any], order: dict[Any, float]) -> list[Any]:
-    """Merges the neighbours that come first in `order`, until none are in it."""
+    """Merges neighbours in the order of `order`, until none can be merged."""
     while True:
         pairs = [(order.get(a + b), at) for at, (a, b) in enumerate(itertools.pairwise(parts))]
         known = [(rank, at) for rank, at in pairs if rank is not None]
@@ -119,7 +119,7 @@ def test_kimi(tmp_path: Path) -> None:
     words = ["Hello", "中文", " it's", " ", "123", "4", "  ", " DON'T", "...\n", "aBC", "Def"]
     text = "".join(words)
     parts = [part for word in words for part in _whole_or_merged(word.encode(), order)]
-    # By one pattern "aBC" ends before a capital that small letters follow.
+    # In one pattern, "aBC" ends before a capital that is followed by small letters.
     assert tokenizer.encode(text).tolist() == [order[part] for part in parts]
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.encode("<|im_end|><|reserved_token_303|>").tolist() == [302, 303]
@@ -134,7 +134,7 @@ def test_ranks_of_other_models_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="ranks must be 0, 1, 2"):
         Tokenizer.from_path(tmp_path)
     (tmp_path / "tiktoken.model").write_text("YQ== 0\nYQ== 1\n")
-    with pytest.raises(ModelError, match="tokens that are there twice"):
+    with pytest.raises(ModelError, match="contains a token twice"):
         Tokenizer.from_path(tmp_path)
 
 
@@ -215,7 +215,7 @@ def test_sentencepiece_of_other_kinds_is_refused(
         Tokenizer.from_path(tmp_path)
 
 
-def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
     vocabulary = sentencepiece(tmp_path)
     config = {"added_tokens_decoder": {str(len(vocabulary) + 1): {"content": "<|y|>"}}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
@@ -223,7 +223,7 @@ def test_what_is_damaged_is_refused(tmp_path: Path) -> None:
         Tokenizer.from_path(tmp_path)
     for content in (b"", b"\x0a\xff", b"nothing of this kind", b"\x0a\x02\x0a\x05"):
         (tmp_path / "tokenizer.model").write_bytes(content)
-        with pytest.raises(ModelError, match="is no SentencePiece model"):
+        with pytest.raises(ModelError, match="is not a SentencePiece model"):
             Tokenizer.from_path(tmp_path)
     (tmp_path / "tekken.json").write_text("{}")
     with pytest.raises(ModelError, match=r"tekken.json cannot be read: KeyError"):
@@ -246,7 +246,7 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
 def test_ends_of_texts_by_tokenizer_config(
     begins: bool | None, ends: bool | None, tmp_path: Path
 ) -> None:
-    """Gives DeepSeek's tokenizers, whose tokenizer.json has no BOS, what transformers gives."""
+    """Adds the same BOS as transformers to DeepSeek's tokenizers, whose tokenizer.json has none."""
     transformers = pytest.importorskip("transformers")
     hub = HubTokenizer(models.BPE({char: place for place, char in enumerate("abcdef")}, []))
     hub.add_special_tokens(["<s>", "</s>"])

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and no model, which is right but for the faults that a test names."""
+"""A server with OpenAI's API, without a model; correct except for the faults that a test names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeServer(ThreadingHTTPServer):
     """Counts words as tokens.
 
     Attributes:
-        faults: names of what is done wrong.
+        faults: names of the faults.
         refused: fields and routes that are refused.
     """
 

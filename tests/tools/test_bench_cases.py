@@ -1,4 +1,4 @@
-"""The benchmarks' work: which requests a case makes, and which names are none."""
+"""The benchmarks' workloads: the requests of a case, and invalid names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.tools.bench.cases import NAMED, check_lengths, check_scale, parse_cas
 def test_nano_is_the_community_benchmark() -> None:
     work = NAMED["nano"].workload(151936)
     assert work.sampling == {"temperature": 0.6}
-    # Those are its known totals.
+    # These are the known totals of the case.
     assert (len(work.prompts), work.prompt_tokens, work.output_tokens) == (256, 142827, 133966)
     assert all(100 <= len(prompt) <= 1024 for prompt in work.prompts)
     assert all(100 <= length <= 1024 for length in work.lengths)
@@ -65,14 +65,16 @@ def test_small_vocabularies_and_scales() -> None:
     assert work.lengths == [26] * 6
     assert max(map(max, work.prompts)) < 300
     assert len(NAMED["b1"].workload(300, scale=0.1).prompts) == 1
-    # What decodes still decodes; what is asked for one token gets one.
+    # At a small scale a request of several tokens still decodes, and one of one token gets one.
     assert parse_case("1x9x5").workload(300, scale=0.01).lengths == [2]
     assert parse_case("1x9x1").workload(300).lengths == [1]
 
 
 @pytest.mark.parametrize("name", ["x", "", "0x1x1", "1x2", "1x2x3x4", "-1x2x3", "b1 "])
 def test_unknown_cases(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"unknown case .* known are nano, .*ttft, and ROWSx"):
+    with pytest.raises(
+        ConfigError, match=r"unknown case .* expected one of: nano, .*ttft, or ROWSx"
+    ):
         parse_case(name)
 
 

@@ -1,4 +1,4 @@
-"""The load generator: its arithmetic, its requests, and its clients against a server that lies."""
+"""The load generator: its arithmetic, its requests, and its clients with a faulty server."""
 
 from __future__ import annotations
 
@@ -44,14 +44,15 @@ def test_figures() -> None:
     assert found["tpot_mean_ms"] == pytest.approx((150.0 + 50.0) / 2)
     assert found["itl_mean_ms"] == pytest.approx((100 + 200 + 200) / 3)
     assert found["e2el_p50_ms"] == pytest.approx(500.0)
-    # The first is too slow between tokens, the third to its first; the second is good.
+    # The first request is too slow between tokens and the third until its first token; the second
+    # is good.
     assert found["goodput_s"] == pytest.approx(1.0)
     assert failures(answers) == ["1 x 503: no room"]
     assert summary([answers[3]]) == {"requests": 0, "failed": 1}
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:x", "ttft:-1", "itl:5", "ttft:nan"])
-def test_goodput_that_means_nothing(text: str) -> None:
+def test_invalid_goodput_targets_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="goodput takes"):
         parse_goodput([text])
 
@@ -94,7 +95,7 @@ def test_arrivals() -> None:
         assert times[-1] / 4000 == pytest.approx(1 / 20, rel=0.15)
 
 
-def test_plans_that_make_no_sense() -> None:
+def test_invalid_plans_are_refused() -> None:
     with pytest.raises(ConfigError, match="text"):
         Plan(endpoint="chat", prompts="ids")
     with pytest.raises(ConfigError, match="endpoint"):
@@ -109,7 +110,7 @@ def test_processes() -> None:
 
 
 class Streams(BaseHTTPRequestHandler):
-    """Answers by what the prompt says."""
+    """Answers as the prompt demands."""
 
     protocol_version = "HTTP/1.1"
 
@@ -167,7 +168,7 @@ def test_clients(url: str, send_at: list[float] | None) -> None:
     assert "broke" in answers[5].error
 
 
-def test_nobody_there() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     (answer,), _ = drive("http://127.0.0.1:9/v1", {}, [b"{}"], concurrency=1, processes=1)
     assert answer.error
 
@@ -180,14 +181,14 @@ def test_servers_of_another_kind(said: bytes) -> None:
                 Server(f"127.0.0.1:{port}{path}").model()
 
 
-def test_what_speaks_no_http() -> None:
+def test_a_server_without_http_is_an_error() -> None:
     with listening(b"SSH-2.0", head=b"") as port, pytest.raises(ConfigError, match="cannot reach"):
         Server(f"127.0.0.1:{port}").model()
 
 
 @contextlib.contextmanager
 def listening(said: bytes, head: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> Iterator[int]:
-    """Answers whatever is sent with these bytes, on a port."""
+    """Listens on a port and answers any request with these bytes."""
 
     class Says(socketserver.StreamRequestHandler):
         def handle(self) -> None:

@@ -57,7 +57,7 @@ def test_csv_and_markdown(tmp_path: Path) -> None:
     assert lines[-1] == "c, quire 1, 2026-01-02."
 
 
-def test_what_cannot_be_written_is_said_first(
+def test_unwritable_outputs_are_reported_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
@@ -91,7 +91,7 @@ def test_switches_become_settings() -> None:
     assert ablation.without({"disable": ("pdl",)}, "graphs")["disable"] == ("pdl", "graphs")
     assert ablation.switches_of(2) == OPTIMIZATIONS
     assert ablation.switches_of(1) == ("graphs", "overlap", "fusions", "skinny", "pdl")
-    with pytest.raises(ConfigError, match=r"unknown switch 'x'; known are graphs, overlap"):
+    with pytest.raises(ConfigError, match=r"unknown switch 'x'; expected one of: graphs, overlap"):
         ablation.without({}, "x")
 
 

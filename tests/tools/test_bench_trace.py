@@ -76,8 +76,8 @@ def step(
 
 
 def run() -> list[SeenStep]:
-    """Two prompts of 3 and 5 tokens, the second in two chunks; one more token of the first; then
-    another request on the first one's lane."""
+    """Steps: two prompts of 3 and 5 tokens, the second in two chunks; another token of the first;
+    then another request on the first one's lane."""
     return [
         step([0, 1], [3, 2], [LAST_CHUNK, 1], tokens=[1, 0], at=11.0, used=2, admits=(0, 1)),
         step([0, 1], [1, 3], [RowFlag.SAMPLE, LAST_CHUNK], tokens=[1, 1], at=12.0, used=3),
@@ -169,7 +169,7 @@ def test_work_of_a_model_follows_from_its_shapes() -> None:
     qkv = (heads + 2 * hf["num_key_value_heads"]) * head_dim * hidden
     mlp = 3 * hf["intermediate_size"] * hidden
     assert work.body_flops == 2 * layers * (qkv + heads * head_dim * hidden + mlp)
-    # All in fp32, and beside the matrices only norms and biases.
+    # All weights are fp32, and apart from the matrices there are only norms and biases.
     assert work.body_bytes == pytest.approx(2 * work.body_flops, rel=0.02)
     kv_bytes = 2 * hf["num_key_value_heads"] * head_dim * 4
     assert work.attention == ((AttentionWork(None, kv_bytes, 4 * heads * head_dim), layers),)

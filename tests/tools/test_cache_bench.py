@@ -1,4 +1,4 @@
-"""The prefix cache's benchmark runs and reports what it promises; its figures are not checked."""
+"""The prefix cache's benchmark runs and reports all its metrics; their values are not checked."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_records_and_table() -> None:
     assert "target of match, insert and evict 20 µs" in text
 
 
-def test_few_blocks_lose_no_prefix() -> None:
-    """More requests than the cache holds prompts: those that are asked for again are still in."""
+def test_few_blocks_still_keep_reused_prefixes() -> None:
+    """With more prompts than the cache holds, the repeated ones are still cached."""
     ((_, found),) = run((CacheCase("long", 1000),), num_blocks=400, requests=40)
     assert found["cached_blocks"] > 300
 

@@ -18,7 +18,7 @@ from tests.repository.test_checks import tool
 SCRIPT = tool("make_calibration_text")
 
 
-def test_every_part_is_of_this_project() -> None:
+def test_packed_data_contains_only_files_of_this_project() -> None:
     packed = SCRIPT.OUT.read_bytes()
     assert len(packed) <= SCRIPT.LIMIT
     parts = [json.loads(line) for line in lzma.decompress(packed).splitlines()]
@@ -61,7 +61,7 @@ def test_sequences_of_the_built_in_text() -> None:
     text = calibration(tokenizer, None, 128, 512, tokenizer.vocab_size)
     assert text.sequences.shape == (128, 512)
     assert text.held_out.shape == (18, 512)
-    # Fewer sequences leave as many to measure with.
+    # With fewer sequences, an equal number is left for measuring.
     fewer = calibration(tokenizer, None, 32, 512, tokenizer.vocab_size)
     assert fewer.sequences.shape == (32, 512)
     assert torch.equal(fewer.held_out, text.held_out)

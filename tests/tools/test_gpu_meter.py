@@ -24,9 +24,9 @@ class NvmlError(Exception):
 
 
 class FakeNvml:
-    """GPUs that draw 100 W and 50 W more for each further one.
+    """GPUs that draw 100 W, 150 W, 200 W and so on.
 
-    without: functions that the last GPU does not have.
+    without: functions that the last GPU does not support.
     """
 
     seconds: float | None = None
@@ -88,7 +88,7 @@ def test_gpus_of_a_run_are_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "joules_per_token" not in measured(nvml, GpuMeter.of_device("cuda"))
 
 
-def test_what_a_gpu_does_not_give_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_that_a_gpu_does_not_report_are_absent(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, nvml := FakeNvml(2, ("nvmlDeviceGetTotalEnergyConsumption",)))
     found = measured(nvml, GpuMeter.of_device("cuda", 2), 10)
     assert found.keys() == {"gpu_utilization_percent", "gpu_memory_gb", "gpu_watts"}
@@ -100,7 +100,7 @@ def test_what_a_gpu_does_not_give_is_absent(monkeypatch: pytest.MonkeyPatch) -> 
     }  # fmt: skip
 
 
-def test_energy_of_a_moment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_energy_of_a_short_run_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, nvml := FakeNvml())
     monkeypatch.setattr(gpu_meter, "_LEAST_SECONDS", 5.0)
     found = measured(nvml, GpuMeter.of_device("cuda"), 10)
@@ -109,9 +109,7 @@ def test_energy_of_a_moment_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 1), ("cuda:3", 1), ("cuda", 4)])
-def test_none_where_there_are_no_such_gpus(
-    device: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_metrics_without_a_gpu(device: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, nvml := FakeNvml())
     assert measured(nvml, GpuMeter.of_device(device, count), 10) == {}
     install(monkeypatch, None)
@@ -136,7 +134,7 @@ def test_gpus_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     [(("throughput", "--case", "1x8x4", "--repeat", "1"), "1x8x4"),
      (("latency", "--input-len", "8", "--output-len", "4", "--requests", "2"), "latency-8x4")],
 )  # fmt: skip
-def test_records_carry_it(
+def test_records_have_the_metrics_of_the_gpu(
     command: tuple[str, ...], case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, FakeNvml())

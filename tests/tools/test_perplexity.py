@@ -1,4 +1,4 @@
-"""`quire eval perplexity` against transformers, and what it refuses."""
+"""`quire eval perplexity` compared with transformers, and refused texts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def checkpoint(folder: Path, case: str) -> Any:
 def expected(
     model: Any, ids: list[int], window: int, stride: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the nats of each token that counts, and the logits behind them, in the way of
-    transformers' guide to perplexity."""
+    """Returns the nats of each counted token and their logits, as in transformers' guide to
+    perplexity."""
     nats, logits, seen = [], [], 0
     for begin in range(0, len(ids), stride):
         end = min(begin + window, len(ids))
@@ -145,16 +145,16 @@ def test_refusals(data: Path, tmp_path: Path) -> None:
     binary.write_bytes(b"abc")
     cases: list[tuple[Path, dict[str, Any], str]] = [
         (empty, {}, "is empty"),
-        (short, {}, "the text has 1 token: too short"),
+        (short, {}, "the text has 1 token, but it needs at least 2"),
         (binary, {}, "cannot read"),
         (damaged, {}, "cannot read"),
         (tmp_path / "absent", {}, "cannot read"),
-        (data, {"window": 257}, "257 tokens, where the model takes 256"),
-        (data, {"window": 1}, "none to predict"),
+        (data, {"window": 257}, "window=257, but the model takes 256"),
+        (data, {"window": 1}, "window must be at least 2"),
         (data, {"window": 16, "stride": 17}, "stride"),
         (data, {"stride": 0}, "stride"),
         (data, {"limit": 1}, "limit"),
-        (data, {"base": str(tmp_path / "other")}, "another tokenizer"),
+        (data, {"base": str(tmp_path / "other")}, "a different tokenizer"),
     ]
     for file, more, message in cases:
         with pytest.raises(ConfigError, match=message):
@@ -197,5 +197,9 @@ def test_tokens_that_the_model_does_not_have(tmp_path: Path) -> None:
     options = Options(data=file, samples=6, length=32)
     with pytest.raises(ConfigError, match="token id 354, but the model's vocabulary ends at 210"):
         quantize(
-            tmp_path / "model", "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options
+            tmp_path / "model",
+            "tiny",
+            tmp_path / "out",
+            Recipe.with_defaults("rtn", group_size=16),
+            options,
         )

@@ -1,4 +1,4 @@
-"""Profiles charge every moment once, and see the steps that they are asked for."""
+"""Profiles count every moment once, and cover the requested steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.tools.profile.profile import Profile, Profiler, charged, innermost
 from tests.tiny_engine import TINY, model_folder
 
 
-def test_a_kernel_is_charged_for_what_it_outlasts_others_by() -> None:
+def test_a_kernel_is_charged_for_the_time_it_outlasts_others() -> None:
     spans = [("a(int)", 0, 10), ("b", 2, 8), ("b", 5, 14), ("a(float)", 20, 21)]
     busy, idle, whole = charged(spans)
     assert busy == Counter(a=11, b=4)
@@ -117,7 +117,7 @@ def test_case_and_refusals(folder: Path) -> None:
     assert found.steps == 6
     with pytest.raises(ConfigError, match="need sequences of"):
         profiler.decode(1, 200, 100)
-    with pytest.raises(ConfigError, match="more than max_num_seqs"):
+    with pytest.raises(ConfigError, match="larger than max_num_seqs"):
         profiler.decode(65, 1, 1)
     with pytest.raises(ConfigError, match="1x2048x1"):
         profiler.case(TTFT)

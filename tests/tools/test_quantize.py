@@ -1,4 +1,4 @@
-"""`quire quantize`: what it makes, what reads it, what it refuses, and what a kill costs."""
+"""`quire quantize`: written checkpoints, their readers, refused options, and runs after a kill."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ Made = Callable[[str, str], tuple[Path, Path, Report]]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Makes a case's checkpoint, and one quantized by a recipe, each once. Returns both, and the
+    """Makes a case's checkpoint and a quantized one, each only once. Returns both and the
     report."""
     originals: dict[str, Path] = {}
     reports: dict[tuple[str, str], tuple[Path, Path, Report]] = {}
@@ -82,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
             originals[case] = original(tmp_path_factory.mktemp(case) / "model", case)
         if (case, name) not in reports:
             source, out = originals[case], originals[case].with_name(name)
-            report = quantize(source, "tiny", out, Recipe.of(**RECIPES[name]), OPTIONS)
+            report = quantize(source, "tiny", out, Recipe.with_defaults(**RECIPES[name]), OPTIONS)
             reports[case, name] = source, out, report
         return reports[case, name]
 
@@ -110,9 +110,10 @@ def test_a_checkpoint_stands_for_its_model(name: str, case: str, made: Made) -> 
 
 @pytest.mark.parametrize("case", ["gemma2", "cohere2", "exaone4", "granite"])
 def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
-    """Norms with an offset, of what parts give, or shared by both; scaled embeddings and logits."""
+    """Norms with an offset, after attention and MLP, or shared by both; scaled embeddings and
+    logits."""
     source = original(tmp_path / "model", case)
-    recipe = Recipe.of("awq", bits=8, group_size=16)
+    recipe = Recipe.with_defaults("awq", bits=8, group_size=16)
     report = quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
     assert abs(report.change) < 1
     plain, found = logits(loaded(source)), logits(loaded(tmp_path / "out"))
@@ -121,7 +122,7 @@ def test_models_of_other_shapes(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
-    """Loaded as the library loads by default, every weight becomes the numbers that Quire has."""
+    """Loaded with the library's defaults, every weight equals Quire's."""
     pytest.importorskip("compressed_tensors")
     import transformers
 
@@ -129,15 +130,15 @@ def test_transformers_reads_the_same_weights(name: str, made: Made) -> None:
     oracle = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     ids = [5, 17, 99, 3, 42, 7, 7, 150, 23]
     with torch.inference_mode():
-        # The first pass decompresses weights that were not when they were loaded.
+        # The first pass decompresses weights that loading did not decompress.
         expected = oracle(torch.tensor([ids])).logits[0]
     weights = dict(oracle.named_parameters())
     model = loaded(out)
     for key, _, own in projections(model):
         torch.testing.assert_close(weights[key].double(), own, rtol=1e-5, atol=1e-7)
     found = logits(model)
-    recipe = Recipe.of(**RECIPES[name])
-    # The library, once it has decompressed weights, leaves inputs as they are.
+    recipe = Recipe.with_defaults(**RECIPES[name])
+    # Once the library has decompressed weights, it does not round inputs.
     bound = 1e-4 if recipe.inputs == "none" else 0.2 if recipe.grid.float else 0.05
     assert (found - expected).norm() / expected.norm() < bound
 
@@ -198,7 +199,7 @@ def test_blocks_of_floats_have_one_scale() -> None:
         )
 
 
-def test_gptq_refuses_what_is_not_finite() -> None:
+def test_gptq_refuses_values_that_are_not_finite() -> None:
     weight = torch.randn(4, 16)
     scales = find_scales(weight, Grid(4), torch.float32)
     with pytest.raises(ModelError, match="not finite"):
@@ -208,7 +209,7 @@ def test_gptq_refuses_what_is_not_finite() -> None:
 @pytest.mark.parametrize("method", ["awq", "smoothquant"])
 @pytest.mark.parametrize("case", ["llama-biases", "qwen3", "mistral-window"])
 def test_moved_scales_change_no_output(method: str, case: str, tmp_path: Path) -> None:
-    """Factors are folded into norms and projections such that the block computes the same."""
+    """Factors are folded into norms and projections so that the block's results stay the same."""
     source = OriginalModel(original(tmp_path / "model", case), torch.device("cpu"), torch.float32)
     block = source.block(0)
     source.fill(block, "layers.0")
@@ -219,7 +220,7 @@ def test_moved_scales_change_no_output(method: str, case: str, tmp_path: Path) -
     weights = block.mlp.up.weight.values.clone()
     with watch_inputs(block, 1.0) as statistics:
         sequences.run(block, before)
-    recipe = Recipe.of(method, group_size=16 if method == "awq" else None)
+    recipe = Recipe.with_defaults(method, group_size=16 if method == "awq" else None)
     move_scales(block, statistics, recipe, torch.float32)
     assert not torch.equal(block.mlp.up.weight.values, weights)
     sequences.run(block, after)
@@ -248,15 +249,15 @@ def test_blocks_compute_as_the_model_does(tmp_path: Path) -> None:
 
 def test_the_gate(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     strict = Options(data=TEXT, samples=6, length=32, gate=-99.0)
-    kept = r"out\.partial keeps what was computed: the same command with --force, or .* --gate"
+    kept = r"out\.partial keeps the results: the same command with --force, or .* --gate"
     with pytest.raises(GateError, match=kept):
         quantize(source, "tiny", tmp_path / "out", recipe, strict)
     assert not (tmp_path / "out").exists()
     with pytest.raises(ConfigError, match="gate must be a number"):
         quantize(source, "tiny", tmp_path / "out", recipe, replace(strict, gate=math.nan))
-    # What was computed is not computed again.
+    # Computed layers are not computed again.
     blocks: list[int] = []
     force = Options(
         data=TEXT, samples=6, length=32, gate=-99.0, force=True,
@@ -268,9 +269,9 @@ def test_the_gate(tmp_path: Path) -> None:
     assert loaded(tmp_path / "out") is not None
 
 
-def test_a_larger_gate_takes_what_was_computed(tmp_path: Path) -> None:
+def test_a_larger_gate_reuses_computed_rows(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     blocks: list[int] = []
     options = replace(OPTIONS, gate=-99.0, on_block=lambda done, _: blocks.append(done))
     for _ in range(2):
@@ -293,7 +294,7 @@ def on_block(done, total):
         os.kill(os.getpid(), signal.SIGKILL)
 
 quantize(
-    Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.of("gptq", group_size=16),
+    Path(sys.argv[1]), "tiny", Path(sys.argv[2]), Recipe.with_defaults("gptq", group_size=16),
     Options(data=Path(sys.argv[3]), samples=6, length=32, gate=1e6, on_block=on_block),
 )
 """
@@ -305,9 +306,11 @@ def test_a_kill_costs_one_block(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (tmp_path / "out").exists()
-    recipe = Recipe.of("gptq", group_size=16)
+    recipe = Recipe.with_defaults("gptq", group_size=16)
     with pytest.raises(ConfigError, match="begun with another"):
-        quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+        quantize(
+            source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), OPTIONS
+        )
     blocks: list[int] = []
     options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
     quantize(source, "tiny", tmp_path / "out", recipe, options)
@@ -364,16 +367,18 @@ def test_a_link_leads_to_the_folder_that_is_made(there: bool, tmp_path: Path) ->
 
 
 def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ends in one line, and what was computed is there for the next run."""
+    """The error is one line, and computed layers are kept for the next run."""
     source = original(tmp_path / "model")
 
     def full(self: WorkFolder, file: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     with monkeypatch.context() as patched:
         patched.setattr(WorkFolder, "copy", full)
-        with pytest.raises(ConfigError, match="No space left on device; the same command goes on"):
+        with pytest.raises(
+            ConfigError, match="No space left on device; the same command continues"
+        ):
             quantize(source, "tiny", tmp_path / "out", recipe, OPTIONS)
     blocks: list[int] = []
     options = replace(OPTIONS, on_block=lambda count, _: blocks.append(count))
@@ -382,7 +387,7 @@ def test_a_full_disk_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("device", ["cuda:2", "cuda:x", "cuda0", "tpu"])
-def test_devices_that_are_not_there(
+def test_missing_devices_are_refused(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -391,7 +396,7 @@ def test_devices_that_are_not_there(
         command(method="rtn", out=tmp_path / "out", device=device)
 
 
-def test_two_processes_do_not_make_one_folder(tmp_path: Path) -> None:
+def test_two_processes_cannot_write_one_folder(tmp_path: Path) -> None:
     first = WorkFolder(tmp_path / "out", {"bits": 4})
     with pytest.raises(ConfigError, match=r"another process is making .*out\.partial"):
         WorkFolder(tmp_path / "out", {"bits": 4})
@@ -412,7 +417,9 @@ def test_layers_left_alone(tmp_path: Path) -> None:
         data=TEXT, samples=6, length=32, gate=1e6,
         ignore=("model.layers.1.mlp.down_proj", r"re:.*self_attn\.v_proj"),
     )  # fmt: skip
-    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), options)
+    report = quantize(
+        source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), options
+    )
     left = ["model.layers.1.mlp.down_proj"]
     left += [f"model.layers.{index}.self_attn.v_proj" for index in range(3)]
     assert sorted(report.plain) == sorted([*left, "lm_head"])
@@ -424,7 +431,7 @@ def test_layers_left_alone(tmp_path: Path) -> None:
 def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
     (source / "generation_config.json").write_text('{"temperature": 0.5}')
-    quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn", group_size=16), OPTIONS)
+    quantize(source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn", group_size=16), OPTIONS)
     before = load_file(source / "model.safetensors")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     for name, tensor in before.items():
@@ -436,20 +443,20 @@ def test_all_other_tensors_and_files_are_kept(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
 
 
-def test_recipes_that_make_no_sense() -> None:
+def test_invalid_recipes_are_refused() -> None:
     for choices, message in (
-        ({"method": "gguf"}, "known are: gptq, awq"),
+        ({"method": "gguf"}, "expected one of: gptq, awq"),
         ({"method": "gptq", "bits": 3}, "4 or 8"),
         ({"method": "awq", "group_size": 24}, "multiple of 16"),
-        ({"method": "rtn", "weight_only": True}, "nothing but weights"),
+        ({"method": "rtn", "weight_only": True}, "quantizes weights only"),
         ({"method": "int8", "group_size": 64}, "no groups"),
         ({"method": "int8", "bits": 4}, "8 bits"),
         ({"method": "fp8", "symmetric": False}, "symmetric"),
         ({"method": "fp8", "group_size": 8}, "side of its blocks"),
-        ({"method": "smoothquant", "weight_only": True}, "int8 takes weights only"),
+        ({"method": "smoothquant", "weight_only": True}, "use int8 for weights only"),
     ):
         with pytest.raises(ConfigError, match=message):
-            Recipe.of(**choices)
+            Recipe.with_defaults(**choices)
 
 
 @pytest.mark.parametrize(
@@ -465,8 +472,8 @@ def test_a_group_size_that_fits_the_model(
     inputs: list[int], group: int, message: str | None
 ) -> None:
     sizes = {f"layer{index}": size for index, size in enumerate(inputs)}
-    assert Recipe.of("gptq").fit(sizes).grid.group == group
-    given = Recipe.of("gptq", group_size=128)
+    assert Recipe.with_defaults("gptq").fit(sizes).grid.group == group
+    given = Recipe.with_defaults("gptq", group_size=128)
     if message is None:
         assert given.fit(sizes) == given
         return
@@ -476,17 +483,17 @@ def test_a_group_size_that_fits_the_model(
 
 def test_the_default_group_size(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    report = quantize(source, "tiny", tmp_path / "out", Recipe.of("rtn"), OPTIONS)
+    report = quantize(source, "tiny", tmp_path / "out", Recipe.with_defaults("rtn"), OPTIONS)
     assert report.recipe.grid.group == 16
     assert "groups of 16" in report.markdown()
 
 
 def test_refusals(tmp_path: Path) -> None:
     source = original(tmp_path / "model")
-    recipe = Recipe.of("rtn", group_size=16)
+    recipe = Recipe.with_defaults("rtn", group_size=16)
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"48 inputs: --group-size 16 divides .*; 128 does not"):
-        quantize(source, "tiny", out, Recipe.of("rtn", group_size=128), OPTIONS)
+        quantize(source, "tiny", out, Recipe.with_defaults("rtn", group_size=128), OPTIONS)
     with pytest.raises(ConfigError, match="no linear layer is named 'q_proj'"):
         quantize(source, "tiny", out, recipe, replace(OPTIONS, ignore=("q_proj",)))
     short = tmp_path / "short"
@@ -531,14 +538,14 @@ def test_static_scales_of_inputs_are_read_back(tmp_path: Path) -> None:
 
 
 def test_stored_and_simulated_numbers_are_one(tmp_path: Path) -> None:
-    """A layout is read back to the numbers that rounding gave."""
+    """Reading a written layout gives the rounded values."""
     torch.manual_seed(0)
     weight = torch.randn(48, 96)
     source = OriginalModel(
         original(tmp_path / "model", "llama"), torch.device("cpu"), torch.float32
     )
     for choices in RECIPES.values():
-        recipe = Recipe.of(**choices)
+        recipe = Recipe.with_defaults(**choices)
         rounded = round_to(weight[:, :48], find_scales(weight[:, :48], recipe.grid, torch.float16))
         stored = stored_tensors(rounded, recipe, torch.float16)
         name = "model.layers.0.self_attn.q_proj"

@@ -1,4 +1,4 @@
-"""Predictions of `quire roofline`, beside the records and where there can be none."""
+"""Predictions of `quire roofline`, compared with records, and unsupported cards and dtypes."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_few_bits_halve_weights() -> None:
 
 
 def test_a_head_with_weights_of_its_own_leaves_the_embeddings() -> None:
-    """Qwen3-0.6B ties its head to them."""
+    """Qwen3-0.6B ties its head to the embeddings."""
     tied = Roofline(config("qwen3-0.6b"), "h200")
     own = Roofline(config("qwen3-0.6b", quantization="head=int8"), "h200")
     assert tied.work.tied
@@ -122,7 +122,7 @@ def test_a_head_with_weights_of_its_own_leaves_the_embeddings() -> None:
 @pytest.mark.parametrize(
     ("card", "options", "message"),
     [
-        ("abacus", {}, "unknown card 'abacus'; known are h200"),
+        ("abacus", {}, "unknown card 'abacus'; expected one of: h200"),
         ("l4", {"tensor_parallel_size": 2}, "no link between several NVIDIA L4"),
     ],
 )
@@ -132,7 +132,7 @@ def test_refused_cards(card: str, options: dict[str, int], message: str) -> None
 
 
 def test_refused_dtypes_and_lengths() -> None:
-    with pytest.raises(ConfigError, match="no ceilings are known of NVIDIA H200 in float32"):
+    with pytest.raises(ConfigError, match="the ceilings of NVIDIA H200 in float32 are unknown"):
         Roofline(replace(config(), dtype="float32"), "h200")
     with pytest.raises(ConfigError, match="needs sequences of 100001 tokens"):
         Roofline(config(), "h200").case(parse_case("1x100000x1"))
@@ -169,7 +169,7 @@ def test_command() -> None:
     assert np.isclose(sum(kind["percent"] for kind in prediction["kinds"].values()), 100.0)
 
 
-def test_command_says_what_does_not_fit() -> None:
+def test_the_command_names_cases_that_do_not_fit() -> None:
     done = CliRunner().invoke(
         app, ["roofline", str(CONFIGS / "qwen3-8b"), "--card", "l4", "--case", "b64"]
     )
@@ -177,7 +177,7 @@ def test_command_says_what_does_not_fit() -> None:
     assert "do not fit" in " ".join(done.output.split())
 
 
-def test_command_runs_what_it_predicts() -> None:
+def test_the_command_runs_the_predicted_cases() -> None:
     arguments = ["--device", "cpu", "--run", "--kernels", "--case", "2x32x8", "--case", "ttft"]
     status, found = command(*arguments)
     assert status == 0
@@ -262,6 +262,6 @@ def test_command_runs_by_itself_where_the_card_is(monkeypatch: pytest.MonkeyPatc
     ):
         ran.clear()
         monkeypatch.setattr("quire.cli.roofline.card_name", lambda device, name=here: name)
-        # What does not fit is not run.
+        # Cases that do not fit are not run.
         command(folder, "--case", "b1", "--case", "128x8192x2048", *extra)
         assert ran == runs, (here, extra)

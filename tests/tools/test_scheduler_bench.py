@@ -1,4 +1,4 @@
-"""The scheduler's benchmark runs and reports what it promises; its figures are not checked."""
+"""The scheduler's benchmark runs and reports all its metrics; their values are not checked."""
 
 from __future__ import annotations
 

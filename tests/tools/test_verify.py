@@ -64,7 +64,7 @@ def test_a_right_server_passes_all() -> None:
 def test_a_fault_fails_its_check(fault: str, check: str) -> None:
     failed = names(checked(fault), "failed")
     assert check in failed
-    # A stream that is cut differs where stopped streams are compared as well.
+    # A truncated stream also fails the check that compares stopped streams.
     assert failed - {check} <= ({"stop strings cut exactly"} if fault == "stream" else set())
 
 
@@ -98,7 +98,7 @@ def test_a_fault_may_fail_several_checks(fault: str, checks: set[str]) -> None:
 def test_a_refused_field_is_not_offered(field: str, check: str) -> None:
     card = checked(refused=(field,))
     assert check in names(card, "not offered")
-    # Checks that also look at streams fail where there are none.
+    # Checks that also use streams fail without them.
     others = {"stop strings cut exactly", "n choices"} if field == "stream" else set()
     assert names(card, "failed") == others
 
@@ -130,12 +130,12 @@ def test_a_missing_route_is_not_offered() -> None:
         ("down", "500: down"),
     ],
 )
-def test_checks_that_cannot_be_made(fault: str, message: str) -> None:
+def test_impossible_checks_are_refused(fault: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         checked(fault)
 
 
-def test_one_word_differs() -> None:
+def test_streams_that_end_differently_are_reported() -> None:
     card = checked("stream end")
     details = [outcome.detail for outcome in card.outcomes if outcome.status == "failed"]
     assert details[0] == (

@@ -17,7 +17,7 @@ from quire.errors import ConfigError, RequestTooLargeError
 from quire.plan import BlockAppends, BlockCopies, KVGroup
 
 _LOADING_LANES = 64
-"""Lanes beyond those of requests, for prefixes that are being loaded (`cache/loading.py`)."""
+"""Extra lanes, for prefixes that are being loaded (`cache/loading.py`)."""
 
 
 @dataclass(slots=True)
@@ -32,12 +32,12 @@ class Usage:
 
 @dataclass(slots=True)
 class DetachedBlocks:
-    """Blocks that a request's lane held, until they are freed.
+    """Blocks that were taken from a request's lane and are not freed yet.
 
     Attributes:
         blocks: block ids per group.
-        starts: by group, the table entry of the first of them.
-        last: the request's last node in the tree; None once they are freed.
+        starts: for each KV group, the block table index of the first block.
+        last: the request's last node in the tree; None once the blocks are freed.
         tail: tokens of the partly filled block after that node, packed int32.
         length: number of tokens that stay for reuse.
     """
@@ -51,7 +51,7 @@ class DetachedBlocks:
 
 @dataclass(slots=True)
 class Evicted:
-    """A block of a group that leaves the tree, and the hash of the prefix it ends."""
+    """A block that leaves the tree, its group, and the hash of the prefix that ends with it."""
 
     block_hash: bytes
     block: int
@@ -63,15 +63,16 @@ class BlockManager:
 
     A call that books blocks either books all of them, or changes nothing and returns False.
 
-    A lane writes only blocks that no other lane has. Shared blocks are whole, and an earlier step,
-    or the writes of the same one, complete them. A partly filled block is not shared but copied.
+    A lane writes only to blocks that no other lane has. Lanes share only whole blocks, which an
+    earlier step has filled or the same step fills before it reads them. A partly filled block is
+    copied instead of shared.
 
     Attributes:
         on_evict: called with the blocks that leave the tree, before they may be overwritten.
-        loading_lanes: free lanes beyond those of requests, for `PrefixLoader`.
+        loading_lanes: the free extra lanes, which `PrefixLoader` uses.
         slides: whether any group has a window.
-        evicted: number of blocks, of all groups, evicted for others or by `evict_all`.
-        copied: number of blocks, of all groups, copied because they are shared only in part.
+        evicted: number of blocks of all groups that were evicted, to make room or by `evict_all`.
+        copied: number of blocks of all groups that were copied because a prefix ends inside them.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class BlockManager:
 
     @property
     def inserted(self) -> Int32:
-        """int32 [lanes], number of tokens of each lane's blocks that the tree has.
+        """int32 [lanes], number of each lane's tokens whose blocks are in the tree.
 
         It is larger than any length for a lane that `insert` must skip.
         """
@@ -116,11 +117,11 @@ class BlockManager:
         """Checks that a sequence could run alone.
 
         Args:
-            tokens: positions that it computes.
+            tokens: number of positions that the sequence computes.
             chunk: most positions that it computes in one step.
 
         Raises:
-            RequestTooLargeError: it needs more blocks than a group has.
+            RequestTooLargeError: the sequence needs more blocks than a group has.
         """
         for group in self.groups:
             needed = group.most_needed(tokens, chunk)
@@ -153,22 +154,22 @@ class BlockManager:
         known: int,
         spare: int,
     ) -> bool:
-        """Gives an empty lane the matched blocks, shared, and new ones.
+        """Gives an empty lane the matched blocks, which it shares, and new blocks.
 
         The source of a match is copied to the first new block before the next body runs. A group
         that keeps every position books all known tokens at once, so that a prompt that has begun
         never waits for blocks. A group with a window books up to `chunk_end`.
 
         Args:
-            computed: where the request's first row starts, at least `match.length`.
-            chunk_end: where that row ends.
+            computed: first position of the request's first row, at least `match.length`.
+            chunk_end: end of that row.
             known: number of known tokens.
             spare: blocks that must stay available in each group whose lanes grow.
         """
         shares, sources, ends = [], [], []
         for g, group in enumerate(self.groups):
             start, shared = group.share(match, computed)
-            ends.append(group.booked_at_once(known, chunk_end))
+            ends.append(group.admitted_tokens(known, chunk_end))
             needed = group.blocks(ends[g]) - start - len(shared) + spare * group.grows
             if needed + self.reclaimed(g, match, shared) > self.available(g):
                 return False
@@ -179,7 +180,7 @@ class BlockManager:
             self.tree.touch(match.tail)
         for group, (start, shared) in zip(self.groups, shares, strict=True):
             group.begin(lane, start, shared)
-        self._reach(int32([lane]), [int32([end]) for end in ends])
+        self._append_blocks(int32([lane]), [int32([end]) for end in ends])
         for group, source in zip(self.groups, sources, strict=True):
             group.note(lane, match)
             if source is not None:
@@ -187,7 +188,7 @@ class BlockManager:
         return True
 
     def reclaimed(self, g: int, match: Match, shared: Int32) -> int:
-        """Returns how many matched blocks of a group would no longer be available.
+        """Returns how many available blocks of a group become used when a lane uses a match.
 
         Args:
             g: the group's index.
@@ -208,8 +209,8 @@ class BlockManager:
 
         The lanes share whole blocks. A partly filled block is copied before the next body runs.
 
-        Returns False also if the parent has released a block that is needed. It does so, too, if
-        the parent has diverged: lanes can share only the blocks of nodes that all of them use.
+        Also returns False if the parent has released a block that is needed, or if the parent has
+        diverged. Lanes can share only the blocks of nodes that all of them use.
 
         Args:
             parent: the other lane.
@@ -231,7 +232,7 @@ class BlockManager:
         for group in self.groups:
             start = group.first_needed(length)
             group.begin(lane, start, group.table[parent, start:whole])
-        self._reach(int32([lane]), [int32([known]) for _ in self.groups])
+        self._append_blocks(int32([lane]), [int32([known]) for _ in self.groups])
         if partial:
             for group in self.groups:
                 self._copy(group, int(group.table[parent, whole]), int(group.table[lane, whole]))
@@ -240,7 +241,7 @@ class BlockManager:
     # -- while a request runs ------------------------------------------------------------------
 
     def book(self, lanes: Int32, ends: Int32) -> bool:
-        """Books room up to `ends` tokens for these distinct lanes, in every group."""
+        """Books blocks so that these distinct lanes can hold `ends` tokens each, in every group."""
         missing = [group.missing(lanes, ends) for group in self.groups]
         for g, (_, _, total) in enumerate(missing):
             if total and total > self.available(g):
@@ -251,8 +252,8 @@ class BlockManager:
                 self.groups[g].append(short, counts, total)
         return True
 
-    def _reach(self, lanes: Int32, ends: list[Int32]) -> None:
-        """Books room up to each group's `ends`. The caller knows that the blocks are available."""
+    def _append_blocks(self, lanes: Int32, ends: list[Int32]) -> None:
+        """Books blocks up to `ends` tokens per group. The caller knows that they are available."""
         for g, group in enumerate(self.groups):
             short, counts, total = group.missing(lanes, ends[g])
             if total:
@@ -273,14 +274,14 @@ class BlockManager:
         """Enters the whole blocks of distinct lanes into the tree.
 
         If the tree already has a lane's next block from another lane, the lane diverges: it keeps
-        its own blocks, and inserts no more until it ends. If it used the other lane's node without
-        holding its block, nobody could reuse the block although no request needs it.
+        its own blocks, and inserts no more until it ends. It must not become a user of the other
+        lane's node, because then that node's block could not be evicted although nobody reads it.
 
         Args:
             lanes: int32 [n].
-            tokens: int32 [all lanes, room], each lane's tokens from column 0.
-            lengths: int32 [n], how many of them are computed.
-            ahead: whether the next plan computes the blocks; otherwise earlier plans have.
+            tokens: int32 [all lanes, longest sequence], each lane's tokens from column 0.
+            lengths: int32 [n], number of computed tokens of each lane.
+            ahead: True if the next plan computes the blocks, False if earlier plans did.
         """
         if self.caching:
             self.lanes.insert(lanes, tokens, lengths, ahead)
@@ -289,7 +290,7 @@ class BlockManager:
         """Records that the next plan computes positions `start` to `end` of a lane.
 
         Args:
-            tokens: int32 [>= known], the lane's tokens; the array must stay as long as it runs.
+            tokens: int32 [>= known], the lane's tokens. The array is read until the request ends.
             known: number of the lane's known tokens.
         """
         if self.caching:
@@ -385,7 +386,9 @@ class BlockManager:
         self.evict(0, self.tree.num_idle)
 
     def evict(self, g: int, count: int) -> None:
-        """Evicts blocks of a group that keeps every position, and the others' for the same tokens.
+        """Evicts blocks of a group that keeps every position.
+
+        The other groups lose their blocks for the same tokens.
 
         Args:
             g: the group's index.
@@ -445,7 +448,7 @@ class BlockManager:
 
 
 def _tables(group: KVGroup) -> type[BlockTables]:
-    """Returns the rules of a group's kind."""
+    """Returns the class of block tables for a group's kind."""
     if group.kind == "window":
         return WindowTables
     return StateSlots if group.kind == "state" else BlockTables

@@ -11,8 +11,8 @@ class BlockPool:
     """Block ids 0 to `num_blocks - 1`.
 
     A holder is a request, a node of the prefix tree, or a transfer. A block is free again when the
-    last holder drops it. Blocks that only the tree holds can be had as well: the tree keeps them in
-    the order of their last use, and gives up the oldest when the pool runs out.
+    last holder drops it. Blocks that only the tree holds are available as well: the tree keeps them
+    in the order of their last use, and evicts the oldest when the pool runs out.
 
     An operation on n blocks takes O(n) time, however large the pool is. A new pool touches no
     memory of its arrays.
@@ -27,7 +27,7 @@ class BlockPool:
         self._returned: Int32 = np.empty(num_blocks, dtype=np.int32)
         self._num_returned = 0
         self._fresh = 0
-        """Blocks from this id on were never taken; they need no entry in `_returned`."""
+        """Blocks from this id on were never taken, so `_returned` does not list them."""
 
     @property
     def num_free(self) -> int:

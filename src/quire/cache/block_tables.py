@@ -1,4 +1,4 @@
-"""One KV group's blocks of every lane, and the rules of its kind."""
+"""The block tables of one KV group, and the rules of the kind `full`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class BlockTables:
     Attributes:
         index: the group's index.
         window: number of tokens, or None.
-        sparse: the blocks that only the tree holds, of a kind whose blocks can leave their nodes;
-            None for other kinds.
+        sparse: the blocks that only the tree holds, if nodes can lose blocks of this group one by
+            one; else None.
         grows: whether a lane needs more blocks as its request goes on.
         table: int32 [lanes, blocks of the longest sequence]. A lane holds its entries from `start`
             to `end - 1`; earlier ones have left the window.
@@ -70,19 +70,19 @@ class BlockTables:
         """
         return self.blocks(tokens)
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         """Returns the number of tokens that a request books when it is admitted.
 
         Args:
             known: number of known tokens.
-            chunk_end: where its first row ends.
+            chunk_end: end of its first row.
         """
         return known
 
-    # -- what requests share -------------------------------------------------------------------
+    # -- sharing -------------------------------------------------------------------------------
 
     def share(self, match: Match, computed: int) -> tuple[int, Int32]:
-        """Returns the matched blocks that a request shares, int32, after the first one's entry.
+        """Returns the table index of the first matched block that a request shares, and the blocks.
 
         Args:
             computed: the first position that the request computes.
@@ -98,7 +98,7 @@ class BlockTables:
         """Records that a lane starts after a match."""
 
     def can_fork(self, parent: int, length: int) -> bool:
-        """Whether a lane still has the blocks that another one needs from position `length` on."""
+        """Whether `parent` still has the blocks that a fork needs after `length` positions."""
         return True
 
     def held(self, lane: int) -> Int32:
@@ -106,7 +106,7 @@ class BlockTables:
         return self.table[lane, self.start[lane] : self.end[lane]]
 
     def entries(self, lane: int, first: int, last: int) -> Int32:
-        """Returns a lane's blocks `first` to `last - 1`, int32; -1 for those it does not have."""
+        """Returns a lane's blocks `first` to `last - 1`, int32; -1 for blocks it does not have."""
         return self.table[lane, first:last]
 
     def entry_each(self, lanes: Int32, places: Int32) -> Int32:
@@ -114,13 +114,14 @@ class BlockTables:
         return self.table[lanes, places]
 
     def missing(self, lanes: Int32, ends: Int32) -> tuple[Int32, Int32, int]:
-        """Returns the blocks that lanes must get to hold `ends` tokens.
-
-        Returns the lanes that must get any, int32 [m], how many each, int32 [m], and the total.
+        """Counts the blocks that lanes must get to hold `ends` tokens.
 
         Args:
             lanes: int32 [n], distinct.
-            ends: int32 [n].
+            ends: int32 [n], in tokens.
+
+        Returns:
+            The lanes that must get blocks, int32 [m], the count of each, int32 [m], and the total.
         """
         short = ends > self.booked[lanes]
         if not short.any():
@@ -136,7 +137,8 @@ class BlockTables:
         if total == len(lanes):
             self.table[lanes, starts] = ids
         else:
-            # Ragged: an entry's column is its lane's start plus its place within the lane's share.
+            # Lanes get different counts. A block's column is its lane's first free column plus the
+            # block's index among the lane's new blocks.
             before = np.cumsum(counts) - counts
             columns = np.repeat(starts - before, counts) + np.arange(total, dtype=np.int32)
             self.table[np.repeat(lanes, counts), columns] = ids
@@ -171,20 +173,20 @@ class BlockTables:
         """Completes the next plan. last: returns a lane's last node."""
 
     def adopt(self, lane: int, last: Node, first: int) -> Int32:
-        """Gives nodes that have lost blocks those of a lane.
+        """Gives blocks of a lane to the nodes on its path that have lost theirs.
 
         Returns these blocks, int32. The caller makes the tree their holder.
 
         Args:
-            last: the end of the path.
-            first: the first place on the path that may get a block.
+            last: the last node of the path.
+            first: index of the first block on the path that may be replaced.
         """
         return _NONE
 
     # -- release -------------------------------------------------------------------------------
 
     def leave(self, lane: int, last: Node) -> None:
-        """Enters blocks that a lane has made for the tree, before the lane is emptied.
+        """Adds the blocks to the tree that a lane has prepared for it. The lane is emptied next.
 
         Args:
             last: the lane's last node.
@@ -201,15 +203,15 @@ class BlockTables:
         return held
 
     def tail(self, blocks: Int32, index: int) -> int:
-        """Returns which of a lane's detached blocks is its partly filled one, entry `index`."""
+        """Returns the partly filled block among a lane's detached blocks; it has index `index`."""
         return int(blocks[index])
 
     def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
         """Drops detached blocks.
 
         Args:
-            start: table entry of the first block.
-            last: the node in which the lane's tokens end, as far as the tree has them.
+            start: block table index of the first block.
+            last: the node of the lane's last token that the tree has.
             length: number of the lane's tokens.
         """
         self.pool.drop(blocks)

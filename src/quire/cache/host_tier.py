@@ -60,7 +60,7 @@ class HostTier:
             self._resident.move_to_end(block_hash)
 
     def expect(self, block_hash: bytes) -> int | None:
-        """Returns a slot for a block that is about to arrive, which must not be there yet.
+        """Reserves a slot for a block that is about to arrive and has no entry yet.
 
         Evicts an entry if no slot is free. Returns None if copies use all slots.
         """
@@ -79,7 +79,7 @@ class HostTier:
         return self._resident.popitem(last=False)[1]
 
     def arrived(self, block_hash: bytes, good: bool) -> None:
-        """Records that an expected block has arrived, or failed to (`good` false)."""
+        """Records that an expected block has arrived (`good`), or that its copy has failed."""
         slot = self._arriving.pop(block_hash)
         if good:
             self._resident[block_hash] = slot
@@ -87,7 +87,7 @@ class HostTier:
             self._free.append(slot)
 
     def pin(self, block_hash: bytes) -> int:
-        """Returns the slot of a block that is there, and keeps it until `unpin`."""
+        """Returns the slot of a block that can be read, and protects it until `unpin`."""
         slot, count = self._pinned.get(block_hash) or (self._resident.pop(block_hash), 0)
         self._pinned[block_hash] = slot, count + 1
         return slot
@@ -103,7 +103,7 @@ class HostTier:
             self._free.append(slot)
 
     def oldest(self, most: int) -> list[bytes]:
-        """Returns up to `most` resident blocks, first to be evicted first."""
+        """Returns up to `most` resident blocks, in the order of eviction."""
         return [block_hash for block_hash, _ in zip(self._resident, range(most), strict=False)]
 
     def drop(self, block_hash: bytes) -> None:
@@ -125,8 +125,8 @@ class HostTier:
 class StateTier(HostTier):
     """Slots for recurrent states.
 
-    States that save few tokens, and were not used for long, are evicted first (GreedyDual, as in
-    `Checkpoints`). An eviction is O(slots), but these slots are few.
+    The first states to be evicted save few tokens and were not used for a long time (GreedyDual, as
+    in `Checkpoints`). An eviction is O(slots), but these slots are few.
     """
 
     def __init__(self, slots: int) -> None:

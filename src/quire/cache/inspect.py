@@ -18,9 +18,9 @@ FREE = -2
 CACHED = -1
 
 _NEWEST = 48
-"""Most children visited of one node."""
+"""Limit of the children that are visited per node."""
 _STEPS = 4096
-"""Most nodes visited in all."""
+"""Limit of the nodes that are visited in all."""
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class PoolSummary:
         num_blocks: size of the pool.
         per_cell: blocks of a cell.
         owner: int32 [cells], a lane that holds blocks of the cell; `CACHED` if only the tree holds
-            some; or `FREE`.
-        holders: int32 [cells], most holders of a block of the cell.
+            blocks of it; or `FREE`.
+        holders: int32 [cells], the largest number of holders of any block of the cell.
         filled: int32 [cells], number of blocks that are not free.
     """
 
@@ -47,7 +47,7 @@ class PoolSummary:
 
 @dataclass(slots=True)
 class TreeRun:
-    """A run of tokens that is shared as a whole: nodes of the tree without a fork between them.
+    """A path of nodes without a fork. Its tokens are shared as a whole.
 
     Attributes:
         parent: index of the run before it, or -1 for a namespace's root, which has no tokens.

@@ -17,9 +17,9 @@ class LoadingPrefix:
     Attributes:
         lane: the loading lane that holds the blocks.
         tokens: int32 [n], the prefix.
-        start: number of its first tokens that are on the device already.
-        places: by group, the table entry of the first block to fill.
-        blocks: by group, int32 [n], the blocks from there on. A recurrent state has one.
+        start: number of leading tokens that are on the device already.
+        places: for each KV group, the block table index of the first block to fill.
+        blocks: for each KV group, int32 [n], the blocks to fill. A recurrent state has one.
     """
 
     lane: int
@@ -32,8 +32,8 @@ class LoadingPrefix:
 class PrefixLoader:
     """Books blocks for prefixes that transfers bring, and enters them into the prefix tree.
 
-    Until a transfer ends, a lane of `BlockManager.loading_lanes` holds its blocks, and the blocks
-    of the prefix before them, like a request's lane.
+    Until a transfer ends, a lane of `BlockManager.loading_lanes` holds all blocks of the prefix,
+    like a request's lane.
     """
 
     def __init__(self, manager: BlockManager) -> None:
@@ -46,7 +46,7 @@ class PrefixLoader:
     def kept(self, match: Match, tokens: Int32) -> Match:
         """Returns the longest prefix, in whole blocks, whose KV is on the device.
 
-        Not every group may be able to resume after it.
+        Some groups may be unable to resume after it.
 
         Args:
             match: the longest prefix after which every group can resume.
@@ -84,12 +84,12 @@ class PrefixLoader:
     ) -> LoadingPrefix | None:
         """Books blocks for the rest of a prefix after a match, and one for a recurrent state.
 
-        Returns None if there is no room now for `known` tokens and one spare block for each
+        Returns None if too few blocks are available for `known` tokens and one spare block for each
         running request.
 
         Args:
             tokens: int32 [n], the prefix.
-            known: number of tokens of the request that waits for it.
+            known: number of tokens of the request that waits for the prefix.
         """
         manager, length = self._manager, len(tokens)
         spare = int((manager.groups[0].end > 0).sum())
@@ -121,9 +121,10 @@ class PrefixLoader:
         return LoadingPrefix(lane, tokens, match.length, places, blocks)
 
     def _has_room(self, match: Match, known: int, spare: int) -> bool:
-        """Whether the request can be booked when the prefix is there.
+        """Whether the request can book its blocks once the prefix has arrived.
 
-        Only groups that keep every position are checked; in others the prefix needs as much.
+        Checks only groups that keep every position. In other groups the request needs no more
+        blocks than the prefix.
         """
         manager = self._manager
         return all(
@@ -138,7 +139,7 @@ class PrefixLoader:
 
         The next plan copies a recurrent state.
 
-        Returns None if the prefix is not there, or there is no room for the copy of a state.
+        Returns None if the prefix is not cached, or no slot is available for the copy of a state.
 
         Args:
             tokens: int32 [n], the prefix, in whole blocks.

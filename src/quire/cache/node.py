@@ -17,8 +17,8 @@ NO_BLOCK = -1
 class Node:
     """A run of tokens that follows the runs of its ancestors, with one block per `block_size`.
 
-    A run is whole blocks. Only a *tail* is not: it has the tokens of one block that is partly
-    filled. A tail has no children and no users, because requests copy its block.
+    A run fills whole blocks. The exception is a *tail*, whose tokens fill a part of one block. A
+    tail has no children and no users, because requests copy its block.
 
     Attributes:
         run: the tokens, packed int32.
@@ -31,7 +31,7 @@ class Node:
         children: child nodes, by the tokens of their first block.
         order: `first_tokens` of the children whose first block is written; None without children.
         block_hashes: concatenated hashes of the first blocks (`cache/block_hash.py`). They are
-            computed when somebody asks. A root has one, of the empty prefix.
+            computed on first use. A root has one, of the empty prefix.
     """
 
     __slots__ = (
@@ -210,8 +210,8 @@ class Node:
     def closest(self, tokens: bytes) -> tuple[Node | None, int]:
         """Finds the child whose first block shares the longest prefix with `tokens`.
 
-        Returns it (or None) and the number of shared tokens. Only children whose first block is
-        written count. In sorted order, the longest shared prefix is with a neighbour.
+        Returns it (or None) and the number of shared tokens. Ignores children whose first block is
+        not written yet. In sorted order, a neighbour of `tokens` shares the longest prefix.
 
         Args:
             tokens: packed int32.
@@ -245,7 +245,7 @@ class Node:
         return self.block_hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES]
 
     def _compute_hashes(self, stride: int) -> None:
-        """Computes all block hashes, from those of the parent. A tail's hash is of its tokens."""
+        """Computes all block hashes, from the parent's. The hash of a tail covers its tokens."""
         known = len(self.block_hashes) // HASH_BYTES
         above = self.block_hashes if known or self.parent is None else self.parent.block_hashes
         last, hashes = above[-HASH_BYTES:], [self.block_hashes]

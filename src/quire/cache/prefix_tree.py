@@ -1,8 +1,8 @@
 """An index from token prefixes to KV blocks: a radix tree whose nodes are runs of tokens.
 
 Prefix sharing by a tree over tokens follows SGLang's RadixAttention (Zheng et al., 2024). Here
-nodes begin at block boundaries, so that a block belongs to one node. If two prompts share the first
-tokens of a block only, the second prompt copies the block.
+nodes begin at block boundaries, so that a block belongs to one node. If two prompts share only the
+first tokens of a block, the second prompt copies the block.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class Match:
 
     Attributes:
         length: number of tokens.
-        whole: number of whole blocks, which the request shares.
-        node: the node in which the whole blocks end, maybe before its own end.
-        source: the block per group to copy for the remaining tokens, or None without such tokens.
+        whole: number of whole blocks. The request shares them.
+        node: the node that contains the last whole block. It may go on after this block.
+        source: for each KV group, the block to copy for the remaining tokens. None without
+            remaining tokens.
         tail: the node of `source` if it is a tail, or None.
-        known: number of whole blocks that the tree has of the prompt. Not every group can resume
+        known: number of the prompt's whole blocks in the tree. Some groups may be unable to resume
             after them.
     """
 
@@ -92,8 +93,8 @@ class EvictedRun:
 
     Attributes:
         blocks: block ids per group, or `NO_BLOCK`.
-        hashes: their block hashes, b"" for a tail that lower tiers cannot use. Empty if the caller
-            wanted none.
+        hashes: their block hashes, b"" for a tail that lower tiers cannot use. Empty unless the
+            caller asked for hashes.
     """
 
     blocks: list[Int32]
@@ -124,8 +125,8 @@ class PrefixTree:
     its node keeps the blocks of the other groups.
 
     Args:
-        sparse: by group, the blocks that only the tree holds; None for a group whose blocks come
-            and go with their nodes.
+        sparse: for each KV group, the blocks that only the tree holds; None for a group whose
+            blocks are evicted together with their nodes.
 
     Attributes:
         num_idle: number of evictable blocks, in each group that keeps every position.
@@ -262,8 +263,8 @@ class PrefixTree:
     def _merge(self, node: Node, above: Node) -> None:
         """Merges a node and its parent `above`, which has no other child, if that is possible.
 
-        It is if both will have the same users and the parent's blocks are written. The new user of
-        `node` is counted already, the one of `above` is not.
+        They merge if both will have the same users and the parent's blocks are written.
+        `node.users` counts the new user already, `above.users` does not.
         """
         parent = above.parent
         if parent is None or above.users + 1 != node.users or above.written < above.count:
@@ -396,9 +397,10 @@ class PrefixTree:
         """Evicts the last blocks of the least recently used nodes.
 
         Args:
-            count: number of blocks of each group that keeps every position. There must be as many.
-            hashed: return hashes, too. The blocks then come in the order in which lower tiers
-                should evict them: longer prefixes before shorter ones.
+            count: number of blocks of each group that keeps every position. At least as many must
+                be evictable.
+            hashed: return hashes, too. The blocks are then in the order in which lower tiers should
+                evict them: longer prefixes before shorter ones.
         """
         parts: list[list[array[int]]] = []
         hashes: list[bytes] = []

@@ -6,9 +6,10 @@ path is the state after block i, or `NO_BLOCK`. The entry of a tail is the state
 
 Checkpoints come from two sources:
 
-- A request that ends or is preempted leaves its slot, if no step in flight changes it.
-- The body of a step copies the state at some positions of a prompt: near its end, where other
-  prompts branched off, and at distances from the end that grow by a factor.
+- A request that ends or is preempted leaves its slot, if no step in flight changes the state.
+
+- The body of a step copies the state at some positions of a prompt: near its end, at forks to other
+  prompts, and at growing distances from the end.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from quire.cache.prefix_tree import Match, pack
 from quire.plan import STATE_SAVES, KVGroup
 
 _FIRST_ANCHOR, _FACTOR = 64, 4
-"""Distance of the nearest checkpoint from a prompt's end, in tokens, and the factor by which the
-distance of each further one grows."""
+"""Distance of a prompt's last checkpoint from its end, in tokens, and the factor between the
+distances of neighbouring checkpoints."""
 _NONE = int32([])
 
 
@@ -55,7 +56,7 @@ class Checkpoints:
     A checkpoint saves the tokens between the checkpoint before it on its path and itself. The one
     with the least credit is evicted first (GreedyDual, Cao and Irani 1997). When a checkpoint is
     used, its credit becomes the tokens that it saves, plus the credit of the last one evicted. So
-    checkpoints that save few tokens go soon, and unused ones go in time.
+    checkpoints that save few tokens are evicted soon, and unused ones later.
 
     Attributes:
         saves: int32 [slots], number of tokens that each slot's checkpoint saved at its last use;
@@ -123,8 +124,8 @@ class Checkpoints:
             heapq.heappop(self._heap)
         return self._heap[0][0]
 
-    def worth(self, tokens: int) -> bool:
-        """Whether a new checkpoint would outlast another one, if it saved so many tokens."""
+    def would_stay(self, tokens: int) -> bool:
+        """Whether a new checkpoint that saves `tokens` tokens would outlast another checkpoint."""
         return self._spent + tokens > self.least
 
     def take(self) -> int:
@@ -187,10 +188,10 @@ class StateSlots(BlockTables):
         self._new: list[int] = []
         """Lanes with checkpoints of the next plan."""
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         return 1
 
-    # -- going on from a checkpoint ------------------------------------------------------------
+    # -- resuming from a checkpoint ------------------------------------------------------------
 
     def share(self, match: Match, computed: int) -> tuple[int, Int32]:
         return 0, _NONE
@@ -203,7 +204,7 @@ class StateSlots(BlockTables):
         else:
             return None
         if slot == NO_BLOCK:
-            return None  # A transfer brings it, to a loading lane.
+            return None  # A transfer brings the state to a loading lane.
         self.sparse.touch(slot)
         return slot
 
@@ -212,19 +213,19 @@ class StateSlots(BlockTables):
         self._branch[lane] = match.known * self._size
 
     def can_fork(self, parent: int, length: int) -> bool:
-        return False  # The parent's state is of a later position.
+        return False  # The parent's state has gone past this position.
 
     def append(self, lanes: Int32, counts: Int32, total: int) -> None:
         super().append(lanes, counts, total)
         _, starts, _, ids = self._appends.pop()
-        # An earlier request's pairs must not be taken for this one's.
+        # Zeros replace the pairs of the request that had the lane before.
         width = 1 + 2 * STATE_SAVES
         entries = np.zeros((total, width), dtype=np.int32)
         entries[:, 0] = ids
         counts = np.full(total, width, dtype=np.int32)
         self._appends.append((lanes, starts, counts, entries.reshape(-1)))
 
-    # -- checkpoints on the way ----------------------------------------------------------------
+    # -- checkpoints inside a prompt -----------------------------------------------------------
 
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
         pairs: list[int] = []
@@ -244,8 +245,8 @@ class StateSlots(BlockTables):
     def _places(self, lane: int, start: int, end: int, known: int) -> list[tuple[int, bool]]:
         """Returns where to leave checkpoints while positions `start` to `end` are computed.
 
-        Returns places, in blocks, the most useful first, and whether each is worth the eviction of
-        any other checkpoint.
+        Each entry is a place, in blocks from the root, and whether its checkpoint may evict any
+        other one. The most useful places come first.
         """
         size = self._size
         places = {int(self._branch[lane]) // size: True, (known - 1) // size: True}
@@ -258,13 +259,13 @@ class StateSlots(BlockTables):
 
     def _take(self, tokens: int, needed: bool) -> int | None:
         if not self.pool.num_free:
-            if not len(self.sparse) or not (needed or self.sparse.worth(tokens)):
+            if not len(self.sparse) or not (needed or self.sparse.would_stay(tokens)):
                 return None
             self.pool.drop(int32([self.sparse.take()]))
         return int(self.pool.take(1)[0])
 
     def planned(self, last: Callable[[int], Node]) -> None:
-        # The next plan may copy these checkpoints, because its copies run after this plan's body.
+        # The next plan may copy these checkpoints because its copies run after this plan's body.
         for lane in self._new:
             self._enter(lane, last(lane))
         self._new = []
@@ -285,7 +286,7 @@ class StateSlots(BlockTables):
             self._saved[lane] = rest
 
     def _put(self, last: Node, place: int, slot: int) -> None:
-        """Gives a slot to the tree, at a place on the path to `last`, unless it has one there."""
+        """Gives a slot to the tree, at a place on the path to `last`, unless that place has one."""
         owner = last.upto(place + 1)
         slots = owner.blocks[self.index]
         if slots[place - owner.start] == NO_BLOCK:
@@ -294,7 +295,7 @@ class StateSlots(BlockTables):
         else:
             self.pool.drop(int32([slot]))
 
-    # -- what the tree has ---------------------------------------------------------------------
+    # -- block table entries -------------------------------------------------------------------
 
     def entries(self, lane: int, first: int, last: int) -> Int32:
         return np.full(last - first, NO_BLOCK, dtype=np.int32)

@@ -19,7 +19,7 @@ class TreeLanes:
     """Changes the tree and the pools' holder counts together.
 
     Attributes:
-        inserted: int32 [lanes], number of tokens of each lane's blocks that the tree has. It is
+        inserted: int32 [lanes], number of each lane's tokens whose blocks are in the tree. It is
             larger than any length for a lane that has diverged.
     """
 
@@ -67,7 +67,8 @@ class TreeLanes:
                 self._insert(lane, tokens[lane], length // self._size, ahead)
 
     def _insert_one_each(self, lanes: Int32, tokens: Int32, ahead: bool) -> None:
-        """Inserts one block of each lane at once. In steady decoding every step fills some."""
+        """Inserts one block of each lane, all at once. Nearly every step of a full batch fills
+        blocks of some lanes."""
         tree, size = self._tree, self._size
         starts = self.inserted[lanes]
         places = starts // size
@@ -115,8 +116,8 @@ class TreeLanes:
             self._insert(lane, tokens, whole, False)
 
     def keep_tail(self, last: Node, tokens: bytes, blocks: Sequence[int]) -> Node:
-        """Enters a partly filled block of these packed tokens after a node. Returns its node, or
-        `last` if the tree has them as the beginning of others."""
+        """Enters a partly filled block with these packed tokens after a node. Returns its node, or
+        `last` if a child of `last` begins with the same tokens."""
         tail = self._tree.add_tail(last, tokens, [int32([block]).tobytes() for block in blocks])
         if tail is None:
             return last.children.get(tokens, last)

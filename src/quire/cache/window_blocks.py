@@ -39,11 +39,11 @@ class WindowBlocks:
         return dict(self._blocks)
 
     def add(self, last: Node, place: int, block: int) -> None:
-        """Adds a block that its last request released, if the tree holds it.
+        """Adds a block that its last request released, if the tree holds the block.
 
         Args:
-            last: a node after it on its path.
-            place: its place, in blocks from the root.
+            last: a node at or after the block on its path.
+            place: the block's place, in blocks from the root.
         """
         if place < last.end:
             owner = last.upto(place + 1)
@@ -95,7 +95,7 @@ class WindowTables(BlockTables):
         # A window and a chunk need not start on a block boundary.
         return min(self.blocks(tokens), self.blocks(self.window - 1 + chunk) + 1)
 
-    def booked_at_once(self, known: int, chunk_end: int) -> int:
+    def admitted_tokens(self, known: int, chunk_end: int) -> int:
         return chunk_end
 
     def can_fork(self, parent: int, length: int) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from quire.cli.progress import TimeLeft
 from quire.cli.settings import with_settings
 from quire.config import OPTIMIZATIONS, EngineArgs, EngineConfig
 from quire.errors import ConfigError
+from quire.features.speculation.args import SpeculationArgs
 from quire.tools.bench import ablation as switches
 from quire.tools.bench import cache as prefix_cache
 from quire.tools.bench import latency as one_request
@@ -117,12 +117,12 @@ def with_simulated(engine: EngineArgs, acceptance: float | None) -> EngineArgs:
     """
     if acceptance is None:
         return engine
-    if not engine.speculates:
+    if not SpeculationArgs.of(engine).enabled:
         raise ConfigError(
             "simulate_acceptance needs speculative or speculative_model", "simulate_acceptance"
         )
     given = {**(engine.speculative or {}), SIMULATED: acceptance}
-    return dataclasses.replace(engine, speculative=given)
+    return engine.replace(speculative=given)
 
 
 @with_settings(EngineArgs)

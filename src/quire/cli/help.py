@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,6 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from quire.cli.mistakes import from_variable, value_error, variable_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
+from quire.sampling_params import PARAMETERS
 
 
 def with_options(options: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -96,7 +97,9 @@ _SHOW_ALL = "quire.help_all"
 class Subject:
     """A panel of the help.
 
-    common: names of settings that `--help` shows. more: those that only `--help-all` shows.
+    Attributes:
+        common: names of settings that `--help` shows.
+        more: names that only `--help-all` shows. Settings that name the panel themselves follow.
     """
 
     title: str
@@ -108,7 +111,7 @@ SUBJECTS = (
     Subject(
         "Model",
         ("model", "dtype", "quantization", "load_format", "max_model_len"),
-        ("tokenizer", "revision", "seed", "pooling", "skip_tokenizer_init"),
+        ("tokenizer", "revision", "seed", "skip_tokenizer_init"),
     ),
     Subject("Address", ("host", "port"), ("uds", "root_path")),
     Subject(
@@ -129,8 +132,6 @@ SUBJECTS = (
             "request_timeout",
             "response_store_size", "response_store_mb", "response_store_hours",
             "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
-            "structured_outputs_timeout", "structured_outputs_cache", "structured_outputs_wait_us",
-            "structured_outputs_memory_mb", "structured_outputs_drafts",
         ),
     ),
     Subject(
@@ -139,9 +140,7 @@ SUBJECTS = (
         (
             "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes",
             "node_rank", "master_addr", "master_port", "distributed_executor",
-            "redundant_experts", "async_tp",
-            "num_kv_blocks", "block_size", "enable_prefix_caching", "host_cache_gb", "disk_cache",
-            "disk_cache_gb",
+            "async_tp", "num_kv_blocks", "block_size", "enable_prefix_caching",
         ),
     ),
     Subject(
@@ -152,7 +151,7 @@ SUBJECTS = (
             "enable_chunked_prefill", "steps_in_flight",
         ),
     ),
-    Subject("Speculative decoding", (), ("speculative", "speculative_model")),
+    Subject("Speculative decoding", ()),
     Subject("Kernels", ("enforce_eager",), ("deterministic", "disable")),
     Subject(
         "Processes",
@@ -177,10 +176,18 @@ SUBJECTS = (
     ),
     Subject(
         "Sampling",
-        ("max_tokens", "temperature", "top_p"),
-        ("top_k", "min_p", "repetition_penalty", "stop"),
+        tuple(p.name for p in PARAMETERS if p.declared.flag == "common"),
+        tuple(p.name for p in PARAMETERS if p.declared.flag == "rare"),
     ),
 )  # fmt: skip
+
+
+def _names_in(subject: Subject) -> tuple[str, ...]:
+    """Returns the names of a panel's settings that only `--help-all` shows."""
+    own = (each for each in fields(EngineArgs) if each.metadata.get("subject") == subject.title)
+    return (*subject.more, *(each.name for each in own))
+
+
 _OWN = "Options"
 _REST = "Other settings"
 _LAST = ("config", "help_all", "help")
@@ -246,13 +253,14 @@ class SettingsCommand(TyperCommand):
 
     def _panels(self, ctx: Any, full: bool) -> Iterator[tuple[str, list[Any]]]:
         options = {option.name: option for option in self.get_params(ctx)}
-        known = {name for subject in SUBJECTS for name in (*subject.common, *subject.more)}
+        shown = [(subject, _names_in(subject)) for subject in SUBJECTS]
+        known = {name for subject, more in shown for name in (*subject.common, *more)}
         settings: frozenset[str] = getattr(self.callback, "settings", frozenset())
         own = [o for name, o in options.items() if name not in settings and name not in _LAST]
         if own:
             yield _OWN, own
-        for subject in SUBJECTS:
-            names = (*subject.common, *subject.more) if full else subject.common
+        for subject, more in shown:
+            names = (*subject.common, *more) if full else subject.common
             found = [options[name] for name in names if name in options and name in settings]
             if found:
                 yield subject.title, found

@@ -76,7 +76,7 @@ def quantize(
     revision: Annotated[str | None, typer.Option(help="Hub revision of the model.")] = None,
 ) -> None:
     """Prints what the quantized model lost, and where it and its report are."""
-    recipe = Recipe.of(
+    recipe = Recipe.with_defaults(
         method, bits=bits, group_size=group_size, symmetric=symmetric, weight_only=weight_only
     )
     folder = resolve_model_path(model, revision)

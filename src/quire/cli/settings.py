@@ -24,35 +24,27 @@ from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError
+from quire.features.registry import clash, origin_of_setting
+from quire.sampling_params import PARAMETERS, DeclaredParameter
 from quire.server.args import ServerArgs
 from quire.system import read_bounded
 
 
-def _setting(help: str, default: Any = None) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+class SamplingArgs(dict[str, Any]):
+    """Sampling of the `chat` and `generate` commands: the flags that `SamplingParams` declares.
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingArgs:
-    """Sampling of the `chat` and `generate` commands; None leaves it to the model."""
-
-    max_tokens: int | None = _setting("Longest answer, in tokens. Default: what the context holds.")
-    temperature: float | None = _setting("0 is greedy.")
-    top_p: float | None = _setting("Keep the likeliest tokens that make up this probability.")
-    top_k: int | None = _setting("Keep this many of the likeliest tokens; 0 keeps all.")
-    min_p: float | None = _setting("Drop tokens less likely than this share of the likeliest.")
-    repetition_penalty: float | None = _setting("Above 1: disfavour tokens seen before.")
-    stop: tuple[str, ...] = _setting("End the answer before this text (may be repeated).", ())
+    A parameter that is absent or None is left to the model.
+    """
 
     def given(self) -> dict[str, Any]:
-        """Returns the fields that are set, as keywords of `SamplingParams`."""
-        fields = dataclasses.asdict(self)
-        return {name: value for name, value in fields.items() if value not in (None, ())}
+        """Returns the parameters that are set, as keywords of `SamplingParams`."""
+        return {name: value for name, value in self.items() if value not in (None, ())}
 
 
 SCHEMAS: tuple[type[Any], ...] = (EngineArgs, ServerArgs, SamplingArgs)
 """Everything a settings file may hold. A command ignores the schemas it does not use, so that one
 file serves `serve`, `chat` and `bench` alike."""
+
 
 Args = TypeVar("Args")
 
@@ -78,6 +70,10 @@ class Setting:
 
 
 def settings_of(schema: type[Any]) -> Iterator[Setting]:
+    """Yields the settings of a schema: a class of `SCHEMAS`."""
+    if schema is SamplingArgs:
+        yield from (_sampling_setting(p) for p in PARAMETERS if p.declared.flag)
+        return
     hints = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
         if field.metadata.get("internal"):
@@ -99,6 +95,19 @@ def settings_of(schema: type[Any]) -> Iterator[Setting]:
             bool(field.metadata.get("argument")),
             mapping,
         )
+
+
+def _sampling_setting(parameter: DeclaredParameter) -> Setting:
+    repeated = typing.get_origin(parameter.kind) is tuple
+    return Setting(
+        parameter.name,
+        f"{parameter.summary[:-1]} (may be repeated)." if repeated else parameter.summary,
+        () if repeated else None,
+        typing.get_args(parameter.kind)[0] if repeated else parameter.kind,
+        optional=True,
+        repeated=repeated,
+        argument=False,
+    )
 
 
 def with_settings(
@@ -186,6 +195,10 @@ def _metavar(setting: Setting) -> str | None:
     return type_name(setting.kind)
 
 
+_MOST_CHOICES = 24
+"""Most values of a setting that its help lists."""
+
+
 def _is_literal(kind: Any) -> bool:
     return typing.get_origin(kind) is Literal
 
@@ -195,6 +208,8 @@ def _choices(setting: Setting) -> str:
     names = [str(name) for name in typing.get_args(setting.kind)]
     if not _is_literal(setting.kind) or all(name in setting.help for name in names):
         return ""
+    if len(names) > _MOST_CHOICES:
+        return f" The error for an unknown name lists all {len(names)}."
     return f" One of {', '.join(names)}."
 
 
@@ -341,3 +356,14 @@ def _scalar(setting: Setting, value: Any) -> Any:
         expected = {bool: "true or false", int: "an integer", float: "a number"}.get(kind, "a text")
         raise ConfigError(f"{setting.name} must be {expected}, got {value!r}", setting.name)
     return value
+
+
+def check_names(engine: type[EngineArgs]) -> None:
+    """Raises ConfigError if a feature's setting has the name of another command's setting."""
+    others = {each.name for schema in (ServerArgs, SamplingArgs) for each in settings_of(schema)}
+    for field in dataclasses.fields(engine):
+        if field.name in others:
+            raise clash("setting", field.name, "the server", origin_of_setting(field.name))
+
+
+check_names(EngineArgs)

@@ -49,7 +49,7 @@ def tune(
     """
     where = _gpu(device)
     # Triton is missing on machines without a GPU.
-    from quire.features.tuning.new_entries import lacking, make_entries
+    from quire.features.tuning.new_entries import make_entries, missing_shapes
     from quire.features.tuning.table_order import products_of
     from quire.ops.triton.products.table import BUCKETS, bucket, cache_path, key_of
     from quire.ops.triton.products.table_file import sole_writer
@@ -66,12 +66,12 @@ def tune(
     sizes = sorted({bucket(m) or BUCKETS[-1] for m in rows or BUCKETS})
     products = products_of(rank, sizes)
     card = torch.cuda.get_device_name(where)
-    wanted = products if again else lacking(products, card)
+    wanted = products if again else missing_shapes(products, card)
     known = len(products) - len(wanted)
     typer.echo(f"{card}, {config.model_name}: {len(wanted)} products to measure, {known} are known")
     known_ceilings = ceilings(card, str(dtype).removeprefix("torch."))
 
-    def told(shape: Shape, found: list[Measured]) -> None:
+    def report(shape: Shape, found: list[Measured]) -> None:
         best = preferred(found)
         if best is None:
             typer.echo(f"{key_of(shape):<52} no plan serves: {found[0].error}")
@@ -89,7 +89,7 @@ def tune(
             if not alone:
                 raise QuireError(f"another process measures plans for {cache_path(card)}")
             kept, left_out = make_entries(
-                wanted, card, where, room=free, workers=os.cpu_count() or 1, told=told
+                wanted, card, where, room=free, workers=os.cpu_count() or 1, report=report
             )
     except OSError as error:
         raise QuireError(f"plans cannot be kept: {error}") from error

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 from quire import models
 from quire.config import EngineArgs, EngineConfig, SchedulerConfig
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import all_features, features_at_start, hooks_of, open_loop
+from quire.engine.loop.features import (
+    all_features,
+    enabled_features,
+    features_at_start,
+    hooks_of,
+    open_loop,
+)
 from quire.engine.ranks.deterministic import check_deterministic
 from quire.engine.ranks.ranks import check_ranks, defaults_of_stages
 from quire.engine.ranks.workers import WorkerExecutor
@@ -19,7 +25,6 @@ from quire.features.loop_feature import LoopFeature, RequestedFeature
 from quire.features.spec import FeatureSpec
 from quire.features.spec import resolve as part
 from quire.models.config import load_config
-from quire.models.embedding_settings import embedding_settings
 from quire.models.families.settings import several
 from quire.ops import kv_format
 from quire.runner import ModelRunner
@@ -65,7 +70,7 @@ def resolve(args: EngineArgs) -> EngineConfig:
         eos_token_ids=_eos_ids(path, hf_config, tokenizer_path, spec.vocab_size),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        **_embedding_settings(args.pooling, path, hf_config),
+        **_feature_fields(args, path, hf_config),
     )
 
 
@@ -73,13 +78,13 @@ def _check_uncommon(
     args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
 ) -> None:
     """Refuses settings of few engines that the model or the machine cannot have."""
-    for feature in all_features():
-        if feature.check and feature.enabled(args):
-            part(feature.check)(args, spec)
+    for feature in enabled_features(args):
+        if feature.check:
+            part(feature.check)(args, spec, device)
     if args.parallel:
         check_ranks(args, device, spec, quantization)
     if args.deterministic:
-        check_deterministic(args, device, spec, quantization)
+        check_deterministic(args, spec, quantization)
 
 
 def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> SchedulerConfig:
@@ -102,12 +107,13 @@ def _scheduler_config(args: EngineArgs, device: str, max_positions: int) -> Sche
     )
 
 
-def _embedding_settings(pooling: str, path: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `EngineConfig` that say how the model embeds."""
-    marks = map(hf_config.get, ("is_matryoshka", "matryoshka_dimensions"))
-    if pooling == "auto" and not (path / "1_Pooling").exists() and not any(marks):
-        return {}
-    return embedding_settings(pooling, path, hf_config)
+def _feature_fields(args: EngineArgs, path: Path, hf_config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `EngineConfig` that features read from the model."""
+    found: dict[str, Any] = {}
+    for feature in all_features():
+        if feature.config:
+            found |= part(feature.config)(args, path, hf_config)
+    return found
 
 
 def build_core(

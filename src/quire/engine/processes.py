@@ -60,7 +60,7 @@ def thread_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
     Between two parallel regions OpenMP's threads spin by default. Where other processes share the
     cores, the API process among them, spinning threads take the time that those need to go on.
-    Passive threads sleep instead: `bench/threads.py` measures it, beside one thread.
+    Passive threads sleep instead.
 
     Args:
         environment: of the parent; what it sets of OpenMP stays.

@@ -1,19 +1,20 @@
-"""Calls and news: what clients ask of an engine's features, and what features tell all clients.
+"""Calls, request fields and news: messages between clients and an engine's features.
 
-A feature declares its calls and news as data, with the types of what travels. The client and the
-engine's process know a call by its name only.
+A feature declares each as data, with the types of its values. The client and the engine's process
+know them by their names only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
 from quire.arrays import decode_array, encode_array
+from quire.config import EngineConfig
 from quire.errors import QuireError, RequestError
 from quire.sampling_params import SamplingParams
 
@@ -28,47 +29,70 @@ class CallType(Generic[Asked, Answered]):
 
     Attributes:
         name: unique, "feature.verb".
-        request: the type of what the client sends.
-        answer: the type of what the engine answers.
-        end: the type of the second answer of a call that began something (`Begun`).
-        refusal: returns the error for an engine none of whose features takes the call.
+        request: the request's type.
+        answer: the answer's type.
+        end: the second answer's type, if a call starts work that ends later (`Begun`).
+        refusal: makes the error of an engine without a feature that takes the call. None: the
+            error names the call.
     """
 
     name: str
     request: type[Asked]
     answer: type[Answered]
     end: type[Any] | None = None
-    refusal: Callable[[], RequestError] = lambda: RequestError("this engine does not take the call")
+    refusal: Callable[[], RequestError] | None = None
+
+    def refuse(self) -> RequestError:
+        """Returns the error of an engine without a feature that takes the call."""
+        if self.refusal is not None:
+            return self.refusal()
+        return RequestError(f"this engine does not take the call {self.name!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class RequestField(Generic[Value]):
-    """Declares what a request carries for a feature.
+    """Declares a value that requests carry for a feature.
 
     Attributes:
         name: unique, "feature.noun".
-        value: the type of what it carries.
-        option: the keyword of `Request` that takes the value; None: `LoopFeature.fields` does.
+        value: the value's type.
+        option: the keyword of `Request` for the value. None: `LoopFeature.fields` takes it.
         separates: whether requests with different values share no KV.
-        refusal: returns the error for a value that no feature of the engine takes; None: the value
-            is ignored there.
+        refusal: makes the error of an engine without a feature that takes the value, or returns
+            None to ignore the value. None: a field with a key is an error, and others are ignored.
+        key: the field's name in bodies of HTTP requests. Empty: no body has the field.
+        apis: the APIs with the field: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
+        body: the field's type in a body, for pydantic. None: `value`.
     """
 
     name: str
     value: type[Value]
     option: str | None = None
     separates: bool = False
-    refusal: Callable[[Value], RequestError | None] = lambda value: None
+    refusal: Callable[[Value], RequestError | None] | None = None
+    key: str = ""
+    apis: tuple[str, ...] = ()
+    body: Any = field(default=None, compare=False)
+
+    def refuse(self, value: Value) -> RequestError | None:
+        """Returns the error of an engine without a feature that takes the value; None: no error."""
+        if self.refusal is not None:
+            return self.refusal(value)
+        if not self.key:
+            return None
+        return RequestError(
+            f"'{self.key}' is not supported: the engine runs without its feature", self.key
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NewsType(Generic[Value]):
-    """Declares what a feature tells every client: when it connects, and whenever it has changed.
+    """Declares news: a value that a feature sends to each client at its connection and at a change.
 
     Attributes:
         name: unique, "feature.noun".
-        value: the type of what is told.
-        default: the value until the engine has told one.
+        value: the value's type.
+        default: the value of a client that has no news yet.
     """
 
     name: str
@@ -78,11 +102,11 @@ class NewsType(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """Answers a call that began something which ends later.
+    """The answer of a call that starts work.
 
     Attributes:
-        answer: the answer, sent at once.
-        end: a second answer for clients that asked for it (`Call.end`).
+        answer: the engine sends it at once.
+        end: becomes the second answer, for clients that asked for one (`Call.end`).
     """
 
     answer: Any
@@ -90,11 +114,23 @@ class Begun:
 
 
 class RequestCheck(Protocol):
-    """Checks requests where they arrive. check: raises RequestError for one that it refuses."""
+    """Checks requests in the process where they arrive. `check` raises RequestError."""
 
     async def check(self, params: SamplingParams) -> None: ...
 
     def close(self) -> None: ...
+
+
+class NamedModels(Protocol):
+    """The models that a feature serves beside the engine's own, each by its name in the API."""
+
+    def names(self) -> Collection[str]:
+        """Returns the names, as far as they are known."""
+        ...
+
+    def fields(self, name: str) -> Mapping[RequestField[Any], Any] | None:
+        """Returns what a request for a model carries; None: no model has the name."""
+        ...
 
 
 class Caller(Protocol):
@@ -115,6 +151,8 @@ class Caller(Protocol):
 
 class Callers(Protocol):
     """The client of one engine or more."""
+
+    config: EngineConfig
 
     @property
     def replicas(self) -> Sequence[Caller]: ...

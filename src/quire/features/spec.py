@@ -1,19 +1,18 @@
 """The declaration of a feature: data, and the places of its parts.
 
-A feature's folder exports one `FEATURE`. Its parts are named by "module:name" strings, which
-`resolve` imports where they run. So an API process imports no part that needs torch, and an engine
-imports no part that it does not use.
+A feature's folder exports one `FEATURE`. It names its parts as "module:name", and `resolve` imports
+a part in the process that runs it. So an API process imports no part that needs torch, and an
+engine imports only the parts that it uses.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.config import EngineArgs
     from quire.request import RequestOptions
     from quire.sampling_params import SamplingParams
 
@@ -25,32 +24,56 @@ ANYWHERE = 65
 class FeatureSpec:
     """Declares a feature.
 
+    Texts name a part as "module:name". An empty text leaves the part out.
+
     Attributes:
-        name: unique.
-        loop: makes the part of the engine's loop and of the scheduler, from an `EngineConfig`.
-        hook: makes the runner's part from an `EngineConfig`, on every rank; "": there is none.
-        order: the place among all features: the scheduler and the loop call lower ones first.
-        enabled: whether settings ask for the feature.
-        check: refuses settings that the model cannot have, from `EngineArgs` and a `ModelSpec`;
-            called where settings ask for the feature.
-        requested: whether a request asks for it; None: no request can.
-        serving: returns the `EngineConfig` of an engine that serves clients, from that of any.
-        serves: whether every engine that serves clients has it. One with a hook says `enabled`
-            instead: other ranks do not know whether their engine serves.
+        name: the feature's unique name.
+        order: its place among all features. The scheduler and the loop call lower places first.
+        origin: the package and the place of the declaration. The registry fills it in.
+
+        args: its class of settings, a `FeatureArgs`.
+        enabled: returns whether settings (`EngineArgs`) ask for the feature.
+        check: refuses settings of an engine that has the feature. Arguments: `EngineArgs`, a
+            `ModelSpec`, the device's name.
+        whole_steps: ends the error "is not supported with ..." of an engine that computes steps as
+            two halves. Empty: the feature works with halves.
+        config: returns fields of `EngineConfig`. Arguments: `EngineArgs`, the model's folder, its
+            config.json.
+        serving: changes the `EngineConfig` of an engine that serves clients.
+        serves: gives the feature to every engine that serves clients. It must have no hook,
+            because other ranks do not know whether their engine serves.
+
+        loop: makes the part of the loop and of the scheduler from an `EngineConfig`.
+        hook: makes the part of every rank's worker from an `EngineConfig`.
+        earlier_hook: makes the part of workers in a pipeline's stages before the last.
+        own_logits: tells that models of the hook compute logits on all ranks.
+
+        requested: returns whether a request asks for the feature. None: no request can.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.
-        calls: a tuple of the `CallType`s that it takes.
-        fields: a tuple of the `RequestField`s that it takes.
+        keywords: functions by keyword of `LLM.generate`. Arguments: the loop, the keyword's value,
+            the number of prompts. They return a `RequestOptions` for each prompt.
+        models: makes `NamedModels` from the engine's client, in each API process.
+
+        calls: its tuple of `CallType`s.
+        fields: its tuple of `RequestField`s.
+        routes: its tuple of `Route`s.
         stats: the type of its statistics.
-        stats_name: their name among `EngineStats`.
-        metrics: makes families of Prometheus from its statistics.
+        stats_name: the field of `EngineStats` that holds them.
+        metrics: makes Prometheus families of the statistics.
+        live_rows: names for the live view, by statistic ("sources.draft.rows").
     """
 
     name: str
     loop: str
     hook: str = ""
     order: int = ANYWHERE
-    enabled: Callable[[EngineArgs], bool] = lambda args: False
+    args: str = ""
+    enabled: Callable[[Any], bool] = lambda args: False
     check: str = ""
+    whole_steps: str = ""
+    own_logits: bool = False
+    earlier_hook: str = ""
+    config: str = ""
     requested: Callable[[SamplingParams, RequestOptions], bool] | None = None
     serving: str = ""
     serves: bool = False
@@ -59,7 +82,12 @@ class FeatureSpec:
     fields: str = ""
     stats: str = ""
     stats_name: str = ""
+    live_rows: str = ""
     metrics: str = ""
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    models: str = ""
+    routes: str = ""
+    origin: str = ""
 
     def __post_init__(self) -> None:
         if self.serves and self.hook:

@@ -12,13 +12,38 @@ import msgspec
 
 from quire.grammar.bounded import resolve
 from quire.grammar.grammar import check_size
+from quire.grammar.json_text import json_lark
+from quire.grammar.patterns import check_repeats
 
 _SEPARATORS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON separators that templates use."""
 _OF_ROOTS = ("x-guidance", "$schema", "$id", "id", "$defs", "definitions")
 """Keywords that are allowed only at a schema's root, or that only references need."""
+_QUOTE = '"\\""'
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 _SPECIAL = frozenset(r".^$*+?()[]{}|\/")
+
+
+class GrammarText(dict[str, Any]):
+    """Schema of a string whose text must match a grammar.
+
+    Args:
+        definition: the grammar, or a regular expression in Rust's syntax.
+        syntax: "lark" or "regex".
+
+    Attributes:
+        lark: the grammar in Lark.
+
+    Raises:
+        GrammarError: the regular expression cannot be enforced.
+    """
+
+    def __init__(self, definition: str, syntax: str) -> None:
+        super().__init__(type="string")
+        self.lark = definition
+        if syntax == "regex":
+            check_repeats(definition)
+            self.lark = f"start: /{_between_slashes(definition)}/"
 
 
 class Rules:
@@ -46,6 +71,15 @@ class Rules:
         )
 
     def json(self, schema: Mapping[str, Any]) -> str:
+        """Adds a rule for the documents of a schema, written as templates write JSON."""
+        if isinstance(schema, GrammarText):
+            return self.add(f"{_QUOTE} {self._nested(json_lark(schema.lark))} {_QUOTE}")
+        properties = schema.get("properties")
+        if isinstance(properties, Mapping) and len(properties) == 1:
+            ((name, inner),) = properties.items()
+            if isinstance(inner, GrammarText):
+                begin = self.literal(f"{{{json.dumps(name)}: ")
+                return self.add(f'{begin} {self.json(inner)} "}}"')
         options = {**_SEPARATORS, **schema.get("x-guidance", {})}
         return self.schema({**schema, "x-guidance": options})
 
@@ -62,6 +96,8 @@ class Rules:
             GrammarError: the copies of all properties together are too large.
         """
         value = schema["properties"][key]
+        if isinstance(value, GrammarText):
+            return value
         if not isinstance(value, Mapping):
             value = {} if value else {"not": {}}
         names: dict[str, str] = {}
@@ -110,6 +146,8 @@ class Rules:
 
     def bare_string(self, schema: Mapping[str, Any], end: str) -> str:
         """Returns an expression for a string without quotes or escapes, followed by `end`."""
+        if isinstance(schema, GrammarText):
+            return f"{self._nested(schema.lark)} {self.literal(end)}"
         values = [schema["const"]] if "const" in schema else schema.get("enum")
         if values is None:
             return self.add_until(end)
@@ -139,8 +177,12 @@ class Rules:
         return name
 
     def regex(self, pattern: str) -> str:
-        # Slashes are escaped, unless they already are.
-        return self.add("/{}/".format(_SLASH.sub(lambda found: found[1] or "\\/", pattern)))
+        return self.add(f"/{_between_slashes(pattern)}/")
+
+    def _nested(self, grammar: str) -> str:
+        """Adds a rule for the texts of another grammar."""
+        check_size(len(grammar.encode("utf-8", "surrogatepass")))
+        return self.add(f"%lark {{\n{grammar}\n}}")
 
     def add_text(self, without: Collection[str], first: str = "") -> str:
         """Adds a terminal for any text that neither contains one of `without` nor begins with a
@@ -154,14 +196,24 @@ class Rules:
         return name
 
     def optional_call(
-        self, call: str, starts: Collection[str], first: str, answer: str = ""
+        self,
+        call: str,
+        starts: Collection[str],
+        first: str,
+        answer: str = "",
+        must_answer: bool = False,
     ) -> str:
         """Returns an expression for any text, or for text followed by `call`.
 
         If no special token starts a call, or text begins with `answer`, the expression allows
         either text or a call. Otherwise the grammar could not tell where the text ends.
+
+        Args:
+            must_answer: all text begins with `answer`.
         """
         text = self.add_text(starts, first)
+        if must_answer:
+            return f"{answer} {text} | {call}"
         if answer:
             return f"({answer})? {text} | {call}"
         if first or any(start not in self._added for start in starts):
@@ -170,14 +222,22 @@ class Rules:
 
     def add_until(self, end: str) -> str:
         """Adds a rule for any text up to the first `end`, and for `end` itself."""
-        if end in self._added:
-            return self.add(f"/(?s:.*)/ {self.literal(end)}")
+        token = self._split.search(end) if self._split is not None else None
+        if token is not None:
+            # No expression matches an added token, so the text ends there.
+            at = token.start()
+            return self.add(f"/(?s:.*){_escaped(end[:at])}/ {self.literal(end[at:])}")
         name = f"until_{len(self.lines)}"
         self.lines.append(f"{name}[suffix={_quoted(end)}]: /(?s:.*)/")
         return name
 
     def grammar(self, start: str) -> str:
         return "\n".join([f"start: {start}", *self.lines]) + "\n"
+
+
+def _between_slashes(pattern: str) -> str:
+    """Escapes the slashes of a regular expression, unless they already are escaped."""
+    return _SLASH.sub(lambda found: found[1] or "\\/", pattern)
 
 
 def _renamed(schema: Any, names: dict[str, str]) -> Any:

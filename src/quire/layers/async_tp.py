@@ -9,12 +9,14 @@ stream, the main stream computes the same part of the other half:
 The first half holds the first tokens of the step. Its KV is stored before the second half's
 attention reads it, so the cut may go through a request.
 
-The other two files of this feature are `runner/halves.py`, which measures from how many tokens on
-halves are faster, and `engine/ranks/async_tp.py`, which says for which models they are allowed.
+In `engine/ranks/async_tp.py` a list says for which models this is allowed, and the group is made.
+With "auto" the group measures at the start from how many tokens on halves are faster.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +35,12 @@ from quire.parallel.torch_group import TorchGroup
 if TYPE_CHECKING:  # `exchange` imports triton, which a CPU does not have.
     from quire.parallel.exchange import Exchange
 
+logger = logging.getLogger("quire.parallel")
+
+_FEWEST = 512
+"""Steps with fewer tokens are not measured."""
+_GAIN = 0.99
+"""A step in halves counts as faster if it takes less than this part of a whole step's time."""
 _UNIT = 64
 """The first half is a multiple of this many tokens, because matrix products compute such tiles."""
 
@@ -44,7 +52,7 @@ class _SideWork:
     Attributes:
         done: event after its last kernel.
         work: the function that launched it. It keeps the tensors alive that the kernels read.
-        finish: what the main stream still has to launch before the result is used, or None.
+        finish: launches the rest of the work on the main stream before the result is used, or None.
     """
 
     done: torch.cuda.Event
@@ -56,7 +64,7 @@ class HalvesGroup(TorchGroup):
     """A group whose all-reduces overlap the other half's work within `halves`.
 
     Only all-reduces with a residual overlap. Their result is ready when their half has its next
-    turn. All other collectives are those of `inner`.
+    turn. `inner` does all other collectives.
 
     Attributes:
         inner: the group of the same ranks that does the collectives.
@@ -64,7 +72,7 @@ class HalvesGroup(TorchGroup):
         exchange: all-reduces by copies between GPUs, which occupy no multiprocessor. Without it,
             or for a tensor that it refuses, `inner` runs on the side stream. Its kernels then share
             the multiprocessors with the other half's.
-        measured: whether the runner still has to measure `halves_from`.
+        measured: whether the runner has to call `choose`.
     """
 
     def __init__(
@@ -88,6 +96,36 @@ class HalvesGroup(TorchGroup):
         self._half: int | None = None
         self._running: list[_SideWork | None] = [None, None]
         self._counts = [0, 0]
+
+    def choose(self, seconds: Callable[[int], float], most: int) -> None:
+        """Sets `halves_from` to the fewest tokens from which on steps are faster as halves.
+
+        Tries `most` tokens, then half of them, and so on, while halves are faster.
+
+        Args:
+            seconds: runs a step of so many tokens, as `halves_from` says, and returns its time. All
+                ranks must get the same number, so that they choose alike.
+            most: most tokens of a step.
+        """
+
+        def timed(tokens: int, halves_from: int) -> float:
+            self.halves_from = halves_from
+            found = seconds(tokens)
+            how = "whole" if halves_from else "in halves"
+            logger.info("steps of %d tokens %s: %.2f ms", tokens, how, 1e3 * found)
+            return found
+
+        least, tokens = sys.maxsize, most
+        while tokens >= _FEWEST and timed(tokens, 0) < _GAIN * timed(tokens, sys.maxsize):
+            least, tokens = tokens, tokens // 2
+        self.halves_from = least
+        logger.info("async_tp=auto: %s", self.described)
+
+    @property
+    def described(self) -> str:
+        """A sentence that tells people which steps are computed as halves."""
+        least = self.halves_from
+        return "off" if least == sys.maxsize else f"steps of at least {least} tokens are two halves"
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:
         out: Tensor
@@ -121,7 +159,7 @@ class HalvesGroup(TorchGroup):
 
         Args:
             work: launches kernels. The tensors that it refers to live until the half's next turn.
-            finish: called at the begin of the half's next turn, on the main stream.
+            finish: called at the beginning of the half's next turn, on the main stream.
         """
         half = self._half
         if half is None or self._side is None:
@@ -156,7 +194,7 @@ class HalvesGroup(TorchGroup):
             for half in (0, 1):
                 self._finish(half)
             if any(count % 2 for count in self._counts):
-                raise QuireError("the sums of a half of a step must be even in number")
+                raise QuireError("each half of a step must have an even number of all-reduces")
         finally:
             self._half = None
             self._running = [None, None]

@@ -33,7 +33,7 @@ class Sinks(nn.Module):
         self.weight = build.empty(self.range[1] - self.range[0])
 
     def slices(self) -> Iterator[ParameterSlice]:
-        yield ParameterSlice.of("weight", self.weight.data, (self.heads,), (self.range,))
+        yield ParameterSlice.for_tensor("weight", self.weight.data, (self.heads,), (self.range,))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

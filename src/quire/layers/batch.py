@@ -1,4 +1,4 @@
-"""The tokens of one forward pass. A model sees requests and the KV cache only through them."""
+"""The inputs of one forward pass. A model sees requests and the KV cache only through them."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class ForwardBatch:
         input_ids: int32 [T].
         positions: int32 [T].
         query_start: int32 [R + 1], the index of each row's first token.
-        seq_lens: int32 [R], context lengths with this step's tokens. The device may have computed
-            them, so the host need not know them.
-        groups: one for each KV group, in the order of `Decoder.kv_groups`.
-        q_lens: the rows' numbers of tokens, known to the host.
+        seq_lens: int32 [R], context lengths that include this step's tokens. They may be known to
+            the device only.
+        groups: one `GroupBatch` for each KV group, in the order of `Decoder.kv_groups`.
+        q_lens: number of tokens of each row, known to the host.
         max_q_len: upper bound of `q_lens`, for launch shapes.
         max_seq_len: upper bound of `seq_lens`, for launch shapes.
     """

@@ -18,7 +18,7 @@ class Build:
         group: the ranks that share the layers.
         quantization: chooses each linear layer's weight format.
         device: holds the parameters; "meta" allocates nothing.
-        dtype: of activations, and of parameters that have no weight format.
+        dtype: dtype of activations, and of parameters that have no weight format.
         name: dotted name of the module, such as `layers.0.mlp`.
         expert_parallel: each rank holds whole experts instead of a part of every expert.
         drafts: most draft tokens of a row in a step. Recurrent layers must be able to go back to

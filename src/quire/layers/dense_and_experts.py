@@ -29,7 +29,7 @@ class DenseAndExpertsSpec:
     Attributes:
         dense: the dense part.
         experts: the experts and their router.
-        norm: kind of the norms on both parts' outputs, the experts' input and the router's input.
+        norm: the norm of both parts' outputs, the experts' input and the router's input.
     """
 
     dense: MlpSpec
@@ -81,7 +81,7 @@ class DenseAndExperts(nn.Module):
 
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the parameters of this module itself."""
-        yield ParameterSlice.of("expert_scale", self.expert_scale.data, initial="ones")
+        yield ParameterSlice.for_tensor("expert_scale", self.expert_scale.data, initial="ones")
 
     def finish(self) -> None:
         """Ends loading. Folds 1 / sqrt(hidden) into the router's norm, because the router expects

@@ -40,7 +40,7 @@ class VocabEmbedding(nn.Module):
         width = self.weight.shape[1]
         low, high = ShardSpec(0, padded=True).bounds(self.vocab, self.group.rank, self.group.world)
         target, ranges = self.weight.data[: high - low], ((low, high), (0, width))
-        yield ParameterSlice.of("weight", target, (self.vocab, width), ranges)
+        yield ParameterSlice.for_tensor("weight", target, (self.vocab, width), ranges)
 
 
 class PositionEmbedding(nn.Module):
@@ -55,7 +55,7 @@ class PositionEmbedding(nn.Module):
         return ops.embedding(positions, self.weight)
 
     def slices(self) -> Iterator[ParameterSlice]:
-        yield ParameterSlice.of("weight", self.weight.data)
+        yield ParameterSlice.for_tensor("weight", self.weight.data)
 
 
 class LMHead(Linear):

@@ -52,8 +52,8 @@ class ExpertShard:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""Cache of `experts_scheme`, because a model may have 45,000 projections, and every number of ranks
-that is considered asks for them again."""
+"""Results of `experts_scheme`. They are cached because a model may have 45,000 projections, and the
+search for a number of ranks needs them for every number that it considers."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
@@ -61,8 +61,8 @@ def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: in
 
     Args:
         names: projections that share a weight, such as ("gate", "up"); ("",) for a single one.
-        layout: of the checkpoint.
-        build: its name is that of the projection.
+        layout: layout of the checkpoint.
+        build: see `Build`. Its name is the projection's name.
         count: experts of the layer.
 
     Raises:
@@ -115,7 +115,7 @@ class ExpertLinear(nn.Module):
         names: projections that share the weight, ("",) for a single one.
         shard: the part of the weights that this rank holds.
         scheme: the weight's format and its tensors in the checkpoint.
-        layout: of the checkpoint.
+        layout: layout of the checkpoint.
         build: see `Build`.
         bias: whether the projections have biases. If ranks split the inputs, only the first rank
             adds them.
@@ -241,7 +241,7 @@ class ExpertLinear(nn.Module):
                 if bias is not None:
                     rows = self.shard.rows if own else (0, 0)
                     target = bias[expert - first if own else 0]
-                    yield ParameterSlice.of(
+                    yield ParameterSlice.for_tensor(
                         f"{prefix}.bias", target, (self.shard.outputs,), (rows,)
                     )
 
@@ -251,8 +251,8 @@ class ExpertLinear(nn.Module):
         """Returns the slice of one expert's tensor; it is empty if another rank holds the expert.
 
         Args:
-            name: of the tensor below this module.
-            weight: of the expert, or None if another rank holds it.
+            name: name of the tensor below this module.
+            weight: the expert's weight, or None if another rank holds it.
             stored: how the tensor becomes part of the weight.
             share: this rank's share of the projection.
         """
@@ -290,7 +290,7 @@ class ExpertLinear(nn.Module):
         bias = self._biases(place)
         if bias is not None:
             shape, ranges = (self.shard.count, whole), (self.shard.experts, rows)
-            yield ParameterSlice.of(f"{prefix}bias", bias, shape, ranges)
+            yield ParameterSlice.for_tensor(f"{prefix}bias", bias, shape, ranges)
 
     def _interleaved_slice(self, stored: CheckpointTensor) -> ParameterSlice:
         share, turns = self.shard.share(), len(self.names)

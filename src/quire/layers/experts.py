@@ -24,7 +24,7 @@ from quire.layers.linear import Linear, Output
 from quire.layers.norm import RMSNorm
 from quire.layers.parameter_slice import ParameterSlice
 from quire.layers.residual import DeferredAllReduce, PartialSum, Residual
-from quire.ops.beside import beside
+from quire.ops.branch import start_branch
 from quire.ops.experts import SILU, ExpertCopies, Routed, Routing, Swiglu
 from quire.ops.reference import experts as twins
 from quire.ops.reference.dense import sigmoid
@@ -36,9 +36,10 @@ _add_gated = ops.op(twins.add_gated)
 _ROUTER_PARTS = 8
 """Most partial logits per expert that the router's kernel adds up, for the workspace."""
 _BESIDE_TOKENS = 256
-"""Up to this many tokens the shared expert runs on a second stream; more fill a GPU alone."""
+"""Up to this many tokens the shared expert runs on a second stream. More tokens fill a GPU without
+it."""
 _UNIT = 16
-"""Ranks split an expert's hidden units in multiples of this, unless a rank would get none."""
+"""Ranks split an expert's hidden units in multiples of this, unless a rank would get no units."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ class ExpertsSpec:
             experts, not their weights (DeepSeek-V3).
         shared_width: hidden units of the shared expert, which every token gets; 0 without one.
         shared_gate: whether the shared expert's output is multiplied by a sigmoid gate.
-        layout: of the checkpoint's tensors.
+        layout: layout of the checkpoint's tensors.
     """
 
     experts: int
@@ -119,11 +120,11 @@ class Router(nn.Module):
         )
 
     def slices(self) -> Iterator[ParameterSlice]:
-        yield ParameterSlice.of("weight", self.weight.data)
+        yield ParameterSlice.for_tensor("weight", self.weight.data)
         if self.bias is not None:
-            yield ParameterSlice.of("bias", self.bias.data)
+            yield ParameterSlice.for_tensor("bias", self.bias.data)
         if self.correction is not None:
-            yield ParameterSlice.of("correction", self.correction.data, initial="zeros")
+            yield ParameterSlice.for_tensor("correction", self.correction.data, initial="zeros")
 
 
 class Experts(nn.Module):
@@ -185,7 +186,7 @@ class Experts(nn.Module):
         up, down, act = self.up.weights, self.down.weights, self.spec.act
         alone, fixed = self.group.world == 1, ops.current_policy().deterministic
         if self.shared is not None and alone and not fixed and len(stream) <= _BESIDE_TOKENS:
-            sum_of_shared = beside(self.shared, routed.x, onto)
+            sum_of_shared = start_branch(self.shared, routed.x, onto)
             return Residual(_experts_mlp(*routed, up, down, act, sum_of_shared))
         if self.shared is not None:
             onto = self.shared(routed.x, onto)
@@ -214,7 +215,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert that every token gets, with a gate if its spec says so."""
+    """The expert that every token gets, with a gate if `ExpertsSpec.shared_gate` is set."""
 
     def __init__(self, spec: ExpertsSpec, hidden: int, build: Build) -> None:
         super().__init__()
@@ -260,4 +261,4 @@ class SharedGate(nn.Module):
         return y if residual is None else y.add_(residual)
 
     def slices(self) -> Iterator[ParameterSlice]:
-        yield ParameterSlice.of("weight", self.weight.data)
+        yield ParameterSlice.for_tensor("weight", self.weight.data)

@@ -58,7 +58,7 @@ class StateLayout:
         value_dim: columns of a head's matrix.
         channels: channels of the convolution on this rank: q, k and v.
         taps: tokens that the convolution spans.
-        dtype: of the convolution's inputs.
+        dtype: dtype of the convolution's inputs.
         drafts: most draft tokens in a row. The next step may continue after any of them
             (`ops/state.py`), so the state keeps what it needs to go back.
     """
@@ -97,7 +97,7 @@ class StateLayout:
 
     @property
     def head_sections(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns, for each of `parts`, where ranks split it.
+        """Returns the dimension and the sections along which ranks split each of `parts`.
 
         The number is the dimension of heads. The tuple has the sizes of the sections along it, and
         ranks split each section by heads.
@@ -198,12 +198,12 @@ class GatedDelta(nn.Module):
             target = self.conv.data[start : start + size].unsqueeze(1)
             shape = (output.size, 1, self.spec.taps)
             ranges = ((first, first + size), (0, 1), (0, self.spec.taps))
-            yield ParameterSlice.of(f"conv.{output.name}.weight", target, shape, ranges)
+            yield ParameterSlice.for_tensor(f"conv.{output.name}.weight", target, shape, ranges)
             start += size
         heads = self.spec.value_heads // self._world
         own = ((heads * self._rank, heads * (self._rank + 1)),)
         for name, parameter in (("A_log", self.a_log), ("dt_bias", self.dt_bias)):
-            yield ParameterSlice.of(name, parameter.data, (self.spec.value_heads,), own)
+            yield ParameterSlice.for_tensor(name, parameter.data, (self.spec.value_heads,), own)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""

@@ -37,7 +37,7 @@ class LatentAttentionSpec:
             `rope.rotary_dim` dimensions.
         value_dim: dimensions of a head's value.
         scale: scores are multiplied by it before the softmax.
-        norm: of latents and of the queries' low-rank vectors.
+        norm: the norm of latents and of the queries' low-rank vectors.
         rope: rotation of the shared key and of queries.
         bias: whether the projections from hidden states and the output projection have biases.
     """
@@ -77,7 +77,7 @@ class LatentLayout:
         rank: numbers in the latent.
         width: numbers in the latent and the shared key together.
         query_heads: query heads of this rank.
-        dtype: of the shared key if latents are stored in 8 bits.
+        dtype: dtype of the shared key if latents are stored in 8 bits.
     """
 
     rank: int
@@ -253,7 +253,7 @@ class LatentProjection(nn.Module):
         else:
             target = self.weight.data.flatten(0, 1)
             ranges = self.range, (0, self.shape[1])
-            yield ParameterSlice.of("weight", target, self.shape, ranges)
+            yield ParameterSlice.for_tensor("weight", target, self.shape, ranges)
 
     def finish(self) -> None:
         """Ends loading. Dequantizes the weight if the checkpoint's is quantized."""

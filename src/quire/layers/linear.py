@@ -74,7 +74,7 @@ class Linear(nn.Module):
         split: "outputs" gives each rank a share of every output (column-parallel). "inputs" gives
             each rank a share of the inputs, and an all-reduce adds the results (row-parallel).
         unit: inputs that stay on one rank in a row-parallel layer.
-        tied: another module's weight, used instead of one of its own, or None.
+        tied: another module's weight, which this layer uses as its own, or None.
 
     Attributes:
         adapter: takes the arguments of `forward` in a step with LoRA adapters, and computes the
@@ -160,7 +160,7 @@ class Linear(nn.Module):
             ConfigError: the layer has several weights.
         """
         if len(self.stacks) > 1:
-            raise ConfigError(f"{self.name}: its outputs have {len(self.stacks)} weights")
+            raise ConfigError(f"{self.name} has {len(self.stacks)} weights instead of one")
         return self.stacks[0].weight
 
     def forward(
@@ -176,7 +176,7 @@ class Linear(nn.Module):
         Args:
             x: [T, this rank's inputs].
             norm: applied to x, or None.
-            act: applied to the result, or None. A gated activation halves the width.
+            act: activation applied to the result, or None. A gated activation halves the width.
             residual: [T, outputs], added to the result, or None.
 
         Raises:
@@ -251,7 +251,7 @@ class Linear(nn.Module):
                 if self.bias is not None:
                     target = self.bias.data[start : start + size]
                     name = _dotted(output.name, "bias")
-                    yield ParameterSlice.of(name, target, (output.size,), (rows,))
+                    yield ParameterSlice.for_tensor(name, target, (output.size,), (rows,))
                 start += size
                 row += size
 

@@ -22,7 +22,7 @@ class NormSpec:
         kind: RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016).
         eps: epsilon.
         offset: added to the stored weights; 1.0 for models that store w and multiply by 1 + w.
-        wide: the weight is fp32, and multiplied before the result is rounded instead of after.
+        wide: the weight is fp32, and the norm rounds after the product with it instead of before.
         bias: whether a LayerNorm has a bias.
     """
 
@@ -61,7 +61,9 @@ class RMSNorm(nn.Module):
 
     def slices(self) -> Iterator[ParameterSlice]:
         initial: Literal["ones", "zeros"] = "zeros" if self.offset else "ones"
-        yield ParameterSlice.of("weight", self.weight.data, initial=initial, offset=self.offset)
+        yield ParameterSlice.for_tensor(
+            "weight", self.weight.data, initial=initial, offset=self.offset
+        )
 
 
 class LayerNorm(RMSNorm):
@@ -81,4 +83,4 @@ class LayerNorm(RMSNorm):
     def slices(self) -> Iterator[ParameterSlice]:
         yield from super().slices()
         if self.bias is not None:
-            yield ParameterSlice.of("bias", self.bias.data, initial="zeros")
+            yield ParameterSlice.for_tensor("bias", self.bias.data, initial="zeros")

@@ -18,7 +18,7 @@ class ParameterSlice:
 
     Attributes:
         name: below the module's name, such as `q.weight`.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
         ranges: [first, end) of this rank's part, for each dimension.
         write: takes rows of this rank's part, on `device`, and the index of the first of them.
             Several threads may call it, with rows in any order.
@@ -36,7 +36,7 @@ class ParameterSlice:
     initial: Literal["random", "ones", "zeros"] = "random"
 
     @classmethod
-    def of(
+    def for_tensor(
         cls,
         name: str,
         target: Tensor,
@@ -50,7 +50,7 @@ class ParameterSlice:
         Args:
             name: below the module's name.
             target: this rank's parameter.
-            shape: of the whole tensor; by default that of `target`.
+            shape: shape of the whole tensor; by default the shape of `target`.
             ranges: this rank's part; by default the whole.
             initial: content without a checkpoint.
             offset: added to the values.

@@ -26,8 +26,8 @@ class Residual:
 
     Attributes:
         hidden: [T, width], in the model's dtype.
-        delta_only: a layer that gets this stream returns its own output without adding it to the
-            stream. Blocks that norm or scale that output ask for it.
+        delta_only: a layer that gets this stream returns its own output without adding the stream.
+            Blocks that norm or scale a layer's output set it.
     """
 
     hidden: Tensor

@@ -21,10 +21,10 @@ class Llama3Scaling:
     """The scaling of Llama 3.1, by wavelength.
 
     Attributes:
-        factor: wavelengths over original_max_positions / low_freq_factor are multiplied by it.
+        factor: multiplies wavelengths above original_max_positions / low_freq_factor.
         low_freq_factor: see `factor`.
-        high_freq_factor: wavelengths under original_max_positions / high_freq_factor stay as they
-            are. The ones between are interpolated.
+        high_freq_factor: wavelengths below original_max_positions / high_freq_factor stay as they
+            are. Wavelengths between the two limits are interpolated.
         original_max_positions: the context that the model was trained for.
     """
 
@@ -39,9 +39,9 @@ class YarnScaling:
     """YaRN (Peng et al. 2023).
 
     Attributes:
-        factor: wavelengths of slow dimensions are multiplied by it.
+        factor: multiplies the wavelengths of slow dimensions.
         original_max_positions: the context that the model was trained for.
-        attention_factor: cosines and sines are multiplied by it.
+        attention_factor: multiplies cosines and sines.
         beta_fast: dimensions with at least this many turns over that context stay as they are.
         beta_slow: dimensions with at most this many turns are slow. A linear ramp joins both.
         truncate: both ends of the ramp are rounded to whole dimensions.
@@ -61,7 +61,7 @@ class FactorScaling:
 
     Attributes:
         factors: [rotary_dim / 2], divisors of each pair's frequency.
-        attention_factor: cosines and sines are multiplied by it.
+        attention_factor: multiplies cosines and sines.
     """
 
     factors: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""Rounds a rank's inputs by groups where the border between two ranks splits a group.
+"""Rounds a rank's inputs by group if the border between two ranks splits a group.
 
 A group's scale comes from its largest input on any rank.
 """
@@ -28,7 +28,7 @@ def round_split_groups(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[
     behind = -(weight.first + share) % form.group
     parts = F.pad(x, (weight.first, behind)).view(len(x), -1, form.group)
     tops = parts.abs().amax(2)
-    # Only the first and the last group of a rank may lie on others too.
+    # Other ranks may hold a part of this rank's first and last group only.
     ends = group.all_gather(torch.stack((tops[:, 0], tops[:, -1]), 1), 1)
     firsts = [rank * share // form.group for rank in range(group.world)]
     lasts = [(rank * share + share - 1) // form.group for rank in range(group.world)]

@@ -45,9 +45,9 @@ def build_model(
     Args:
         spec: the model.
         device: "meta" builds only shapes.
-        dtype: of activations, by default the checkpoint's.
+        dtype: dtype of activations, by default the checkpoint's.
         group: the ranks that share the layers, by default this process alone.
-        quantization: chooses weight formats, by default none.
+        quantization: chooses weight formats; None stores floats.
         expert_parallel: see `Build`.
         drafts: see `Build`.
     """

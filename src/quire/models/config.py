@@ -48,7 +48,7 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     Args:
         model: a folder, a GGUF file, an id on the Hugging Face hub, which is downloaded, or None
             for the model that is embedded in the package.
-        revision: of a model on the hub.
+        revision: revision of a model on the hub.
 
     Raises:
         ModelError: there is no such model.

@@ -174,7 +174,7 @@ class Decoder(DecoderLayers):
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
-        # The published code of these models rounds the scale to the model's dtype.
+        # The published code of models with a scale rounds it to the model's dtype.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)

@@ -38,8 +38,8 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
             continue  # another stage of a pipeline holds it
         if part.dtypes not in (FLOATS, FP8, _BYTES):
             raise ModelError(
-                f"dummy weights are floats, and the checkpoint's layers are quantized ({name}); "
-                "without its quantization_config, --quantization rounds random weights"
+                f"dummy weights cannot be stored in the checkpoint's format ({name}); remove "
+                "quantization_config from config.json, and use --quantization to round them"
             )
         value = _constant(part)
         if value is None:

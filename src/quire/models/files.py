@@ -123,7 +123,7 @@ def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
         )
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"{name} is neither a local folder nor on the hub, as far as you have access"
+            f"{name} is neither a local folder nor a model on the hub that you have access to"
         ) from error
     except RevisionNotFoundError as error:
         raise ModelError(f"{name} on the hub has no revision {revision!r}") from error

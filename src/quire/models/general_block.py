@@ -48,8 +48,8 @@ class GeneralBlock(nn.Module):
         self.attention = model.mixer(spec).layer(hidden, rotary, build.within("attention"))
         self.mlp = spec.ffn.layer(hidden, build.within("mlp"))
 
-        def norm(name: str, there: bool) -> RMSNorm | None:
-            return model.norm.layer(hidden, build.within(name)) if there else None
+        def norm(name: str, exists: bool) -> RMSNorm | None:
+            return model.norm.layer(hidden, build.within(name)) if exists else None
 
         inputs, outputs = spec.norms != "output", spec.norms != "input"
         if outputs and (model.norm.kind != "rms" or spec.multiplier != 1.0):
@@ -102,4 +102,4 @@ class ScaledBlock(GeneralBlock):
 
     def slices(self) -> Iterator[ParameterSlice]:
         """Yields the learned number."""
-        yield ParameterSlice.of("scalar", self.scalar.data, initial="ones")
+        yield ParameterSlice.for_tensor("scalar", self.scalar.data, initial="ones")

@@ -80,7 +80,8 @@ def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
 def all_head_scales(models: Sequence[DecoderLayers], path: Path, load_format: str) -> list[Tensor]:
     """Returns the scales of all layers of several models, float32 [2, KV heads] per layer.
 
-    Those of the first model come from its checkpoint in `path`. The others, draft heads, have 1.
+    The first model's scales come from its checkpoint in `path`. The other models are draft heads,
+    and their scales are 1.
     """
     scales = list(head_scales(models[0], path, load_format))
     for model in models[1:]:
@@ -100,7 +101,7 @@ def _read(path: Path, layers: int) -> dict[tuple[int, int], tuple[str, Tensor]]:
                     continue
                 key = int(match["layer"]), "kv".index(match["kind"] or match["output"])
                 if key[0] >= layers:
-                    raise ModelError(f"{name} is of a layer that config.json does not have")
+                    raise ModelError(f"{name} belongs to a layer that config.json does not have")
                 if key in found:
                     raise ModelError(f"{name} and {found[key][0]} are the same scale")
                 found[key] = name, file.get_tensor(name)

@@ -30,7 +30,7 @@ def checkpoint_quantization(
     """Returns the checkpoint's own quantization, or None if its weights are not quantized.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: its config.json.
         spec: the model.
         wanted: see `model_quantization`.
@@ -78,9 +78,9 @@ def read_quantization(
     """Returns the quantization that a checkpoint's settings describe.
 
     Args:
-        settings: with `quant_method`.
+        settings: settings with `quant_method`.
         spec: the model.
-        tensors: of the checkpoint, by canonical name.
+        tensors: tensors of the checkpoint, by canonical name.
     """
     return Checkpoint(method_of(settings), _module_of(spec, _family(spec)), tensors)
 
@@ -112,10 +112,10 @@ _FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 def model_quantization(
     folder: str | Path, config: Mapping[str, Any], spec: ModelSpec, wanted: str | None = None
 ) -> Quantization:
-    """Returns the model's quantization. Of the weight files it reads only headers.
+    """Returns the model's quantization. Reads only the headers of weight files.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: the folder's config.json.
         spec: the model.
         wanted: `EngineArgs.quantization`; None for the checkpoint's own.

@@ -35,7 +35,7 @@ class SampledOutputs:
     """A sample of outputs from projections that share a weight.
 
     Attributes:
-        names: of the projections.
+        names: names of the projections.
         weight: the sample, with equally many outputs of each projection.
         may_be_zero: whether a projection may be zero throughout.
     """
@@ -154,5 +154,5 @@ def _find_problem(sample: SampledOutputs) -> tuple[int, str] | None:
                 f"has weights whose mean is {median:.2f} of their size, where it should be near 0"
             )
         if scale > _LARGEST:
-            return place, f"rounds its inputs by a fixed scale of {scale:.3g}"
+            return place, f"has a static input scale of {scale:.3g}"
     return None

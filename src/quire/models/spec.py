@@ -14,7 +14,7 @@ from quire.layers.rotary import RotaryTable
 
 
 class MixerSpec(Protocol):
-    """A layer that mixes tokens, such as attention, as data. Its module is in the same file."""
+    """Describes a layer that mixes tokens, such as attention. Its module is in the same file."""
 
     def layer(self, hidden: int, rotary: RotaryTable | None, build: Build) -> Any:
         """Returns the layer, a module with the interface of `Attention`: `forward`,
@@ -29,7 +29,7 @@ class MixerSpec(Protocol):
 
 
 class FfnSpec(Protocol):
-    """A layer that computes each token alone, as data. Its module is in the same file."""
+    """Describes a layer that computes each token by itself. Its module is in the same file."""
 
     def layer(self, hidden: int, build: Build) -> Any:
         """Returns the layer, a module with the interface of `Mlp`.
@@ -46,7 +46,7 @@ class LayerSpec:
 
     Attributes:
         mixer: mixes tokens.
-        ffn: computes each token alone.
+        ffn: computes each token by itself.
         norms: whether each part has a norm on its input (pre-norm), its output or both.
         parallel: the ffn gets the same input as the mixer, and x gets both outputs at once.
         multiplier: each part's output is multiplied by it before it is added to x.
@@ -69,10 +69,10 @@ class ModelSpec:
         vocab_size: token ids.
         hidden_size: numbers in a hidden state.
         norm: kind of the norms between layers' parts and before the head.
-        layers: in order.
+        layers: the layers, in order.
         learned_positions: rows of the learned position table, or None without one.
         tied_head: whether the head uses the token embeddings as weights.
-        dtype: of the checkpoint.
+        dtype: dtype of the checkpoint.
         max_positions: tokens of the longest sequence that the model supports.
         bos_token_id: token that begins a text, or None.
         eos_token_ids: tokens that end a text.

@@ -46,7 +46,7 @@ class Stage:
     """One stage of a pipeline. The first also holds the embeddings, the last also the head.
 
     Attributes:
-        index: from 0.
+        index: index of the stage, from 0.
         count: number of stages.
         layers: indices of its layers.
     """
@@ -109,8 +109,9 @@ class StageDecoder(Decoder):
         # with the norm of the next layer.
         self._shallow = 2 + max(map(specs.index, set(specs)))
         self._links = links
-        # Numbers of the tapped layers whose streams arrive with the hidden states, and of those
-        # whose streams leave with them. `_streams` has the streams by layer number.
+        # The residual streams of tapped layers travel with the hidden states. `_streams_in` has the
+        # numbers of the layers whose streams arrive, `_streams_out` of those whose streams leave.
+        # `_streams` has the streams by layer number.
         self._streams_in: tuple[int, ...] = ()
         self._streams_out: tuple[int, ...] = ()
         self._streams: dict[int, Tensor] = {}
@@ -195,11 +196,11 @@ def build_stage(
 
     Args:
         spec: the whole model.
-        index: of the stage, from 0.
+        index: index of the stage, from 0.
         count: number of stages.
         links: connections to the neighbouring stages.
-        device: see `build_model`, as for the arguments that follow.
-        dtype: of activations, by default the checkpoint's.
+        device: see `build_model`.
+        dtype: dtype of activations, by default the checkpoint's.
         group: the ranks that share the stage's layers.
         quantization: chooses weight formats.
         expert_parallel: see `Build`.
@@ -236,7 +237,7 @@ def stage_layers(
 ) -> list[range]:
     """Returns the layers of each of `count` stages.
 
-    The slowest stage takes the least possible time in a decode step. Meanwhile no stage's weights
+    The slowest stage takes the least possible time in a decode step. As a limit, no stage's weights
     exceed `_MOST_BYTES` times the largest stage of the most even split by bytes.
 
     Raises:
@@ -284,9 +285,9 @@ def balanced_ranges(
     """Splits items into `count` ranges such that the largest total cost of a range is minimal.
 
     Args:
-        costs: of the items, in order; at least `count` of them.
-        count: number of ranges. None is empty.
-        sizes: of the items, by default their costs.
+        costs: costs of the items, in order; at least `count` of them.
+        count: number of ranges. Each gets at least one item.
+        sizes: sizes of the items, by default their costs.
         most: upper limit for the total size of a range, kept if that is possible.
     """
     cost_ends = list(itertools.accumulate(costs, initial=0.0))

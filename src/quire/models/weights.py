@@ -46,16 +46,16 @@ def load_weights(
     """Fills a model's weights.
 
     Args:
-        model: with uninitialized weights.
+        model: a model with uninitialized weights.
         path: folder of the checkpoint.
         load_format: "dummy" fills in random weights instead.
-        seed: of random weights.
+        seed: seed of random weights.
         progress: called with the bytes read so far and the bytes in total.
         family: names the checkpoint's tensors, by default the model's family.
 
     Raises:
-        ModelError: a tensor is missing, unexpected, misshapen or of a wrong dtype; the error names
-            it. Or quantized weights are damaged, see `check_weights`.
+        ModelError: a tensor is missing, unexpected, misshapen or of a wrong dtype, or quantized
+            weights are damaged (`check_weights`). The error names the tensor.
     """
     if load_format == "dummy":
         fill_dummy(model, seed)
@@ -66,7 +66,7 @@ def load_weights(
         raise ModelError(f"there is no family {model.spec.family!r}")
     with contextlib.ExitStack() as stack:
         files = [open_file(stack, file) for file in weight_files(Path(path))]
-        # A GGUF file names tensors after the model's parameters, whatever the family.
+        # A GGUF file names tensors after the model's parameters, for models of every family.
         family = getattr(files[0], "family_for", lambda model, own: own)(model, family)
         places = _places(model, family)
         found = _check(files, places, family, tied=model.spec.tied_head)
@@ -91,7 +91,7 @@ def load_weights(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A parameter slice, and where the checkpoint has it."""
+    """A parameter slice and its place in the checkpoint."""
 
     slice: ParameterSlice
     source: Source
@@ -103,8 +103,8 @@ class _Entry:
 
     Attributes:
         file: open.
-        name: of the tensor in the file.
-        nbytes: of the whole tensor.
+        name: name of the tensor in the file.
+        nbytes: size of the whole tensor.
     """
 
     file: Any

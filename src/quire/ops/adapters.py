@@ -1,5 +1,4 @@
-"""Low-rank adapters as the ops see them: the weights of all slots, and the slots of a step's
-tokens.
+"""Arguments of the ops for low-rank adapters: the weights of all slots, and each token's slot.
 
 An adapter (LoRA, Hu et al. 2021) adds scale * B (A x) to a projection's products. Several adapters,
 of different ranks, are in the device's slots at once. A step's tokens may use any of them."""
@@ -20,15 +19,17 @@ WORDS = 4
 
 @dataclass(frozen=True, slots=True)
 class SlotWeights:
-    """One linear layer's adapters in every slot. A is [rows, inputs]; B is [outputs, rank rounded
-    up to a multiple of 8].
+    """One linear layer's adapters in every slot.
+
+    A is [rows, inputs], the rows of all projections one after the other. B is [outputs, rank
+    rounded up to a multiple of 8], one for each projection.
 
     Attributes:
         memory: [slots, elements], A and B of all layers of a slot, in the model's dtype.
-        table: int32 [slots, 2 + 4 * projections], strided. A line begins with the layer's place of
-            A in its slot and its rows of A, 0 if the slot has no adapter for this layer. A has the
-            projections' rows one after the other. Then for each projection: its place of B, its
-            rank, its first row of A, and the bits of its scale, a float32.
+        table: int32 [slots, 2 + 4 * projections], strided. A slot's line begins with the offset of
+            this layer's A in the slot and its number of rows, 0 without an adapter for the layer.
+            Four words for each projection follow: the offset of its B, its rank, its first row of
+            A, and the float32 bits of its scale.
         sizes: outputs of each projection on this rank.
         inputs: inputs of the layer on this rank.
         rank: the largest rank that a slot has room for.
@@ -47,17 +48,18 @@ class SlotWeights:
 
 
 class AdapterRows(NamedTuple):
-    """The tokens of a step that use adapters. The twins read `slots` only, and leave the others
-    empty.
+    """The tokens of a step that use adapters. The twins read only `slots` and leave the other
+    fields empty.
 
     Attributes:
         slots: int32 [T], each token's slot, -1 for none.
-        order: int32 [T], the tokens of slot 0, then the tokens of slot 1, and so on; the rest is
-            undefined.
-        tiles: int32 [most, 4], (slot, first place in `order`, tokens) of runs of at most `tile`
-            tokens of one slot. The last column lists the slots, each once.
-        num_tiles: int32 [2], the number of runs and the number of slots.
-        tile: the most tokens of a run.
+        order: int32 [T], the tokens of slot 0, then the tokens of slot 1, and so on. The places of
+            tokens without a slot are undefined.
+        tiles: int32 [most, 4]. The first three columns describe a tile, which has at most `tile`
+            tokens of one slot: (slot, first place in `order`, number of tokens). The last column
+            lists the slots in use, each once.
+        num_tiles: int32 [2], number of tiles and number of slots in use.
+        tile: the most tokens of a tile.
     """
 
     slots: Tensor
@@ -68,7 +70,7 @@ class AdapterRows(NamedTuple):
 
 
 def padded_rank(rank: int) -> int:
-    """Returns the width of B of an adapter; it makes B's rows begin at multiples of 16 bytes."""
+    """Returns the stored width of an adapter's B. Rows of B begin at multiples of 16 bytes."""
     return -(-rank // 8) * 8
 
 

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 REFERENCE = "reference"
-"""The name of the backend that consists of the twins."""
+"""The name of the backend that runs the twins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Backend:
         devices: the device types that it serves.
         module: holds functions under the names of ops. It is imported on first use, so that only
             processes that run a backend need its dependencies.
-        deterministic: it serves only policies that ask for determinism.
+        deterministic: whether it serves only policies that ask for determinism.
     """
 
     name: str
@@ -48,15 +48,16 @@ BACKENDS = (
 """Backends in order of preference. The twins come last, and serve every op on every device."""
 
 
-# Compared by identity: hashing the fields at every op call was a fifth of the dispatch's cost.
+# Policies are compared by identity, because hashing their fields would take a fifth of the time of
+# each op call's dispatch.
 @dataclass(frozen=True, eq=False)
 class Policy:
     """Decides which code computes ops.
 
     Attributes:
-        backend: the name of the preferred backend, or auto.
-        deterministic: results may depend on the request alone, not on the rest of the batch.
-        disabled: optimizations not to use, see `config.OPTIMIZATIONS`.
+        backend: name of the preferred backend, or "auto".
+        deterministic: whether results must not depend on the other requests of a batch.
+        disabled: optimizations that are switched off, see `config.OPTIMIZATIONS`.
     """
 
     backend: str = "auto"
@@ -67,7 +68,7 @@ class Policy:
         names = ["auto", *(backend.name for backend in BACKENDS), REFERENCE]
         if self.backend not in names:
             raise ConfigError(
-                f"unknown kernel backend {self.backend!r}; known are: {', '.join(names)}"
+                f"unknown kernel backend {self.backend!r}; expected one of: {', '.join(names)}"
             )
 
 
@@ -77,7 +78,7 @@ _policy: ContextVar[Policy] = ContextVar("quire_ops_policy", default=_DEFAULT)
 
 @contextlib.contextmanager
 def use_policy(policy: Policy) -> Iterator[None]:
-    """Lets ops that this thread calls within the block choose by `policy`."""
+    """Applies `policy` to the ops that this thread calls within the block."""
     token = _policy.set(policy)
     try:
         yield
@@ -93,9 +94,9 @@ def current_policy() -> Policy:
 def op(twin: Callable[P, R]) -> Callable[P, R]:
     """Returns the op that `twin` defines: a function of the same name and signature.
 
-    A call runs a backend's function of that name, or else `twin` itself, with the same arguments.
-    The first argument is positional and has a `device`. `op` is used as a decorator of the twin, or
-    as `name = op(twin)` in another module. Other twins call the twin directly."""
+    A call runs a backend's function of that name, or `twin` itself if no backend has one. The
+    first argument is positional and has a `device`. `op` is a decorator of the twin, or another
+    module calls `name = op(twin)`. Twins call other twins directly."""
 
     @functools.wraps(twin)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -17,29 +17,30 @@ def expands(format: WeightFormat, assignments: int, experts: int) -> bool:
     """Whether a GPU widens the weights of all experts of a layer to 16 bits before it multiplies
     them.
 
-    That writes and reads 2 bytes a weight, and saves widening 4-bit floats for each tile of tokens.
+    Widening in advance writes and reads 2 bytes per weight. It avoids widening 4-bit floats again
+    for each tile of tokens.
 
     Args:
         format: format of the weights.
-        assignments: pairs of a token and any of its experts.
-        experts: experts of all ranks.
+        assignments: number of pairs of a token and one of its experts.
+        experts: number of experts of all ranks.
     """
     return format.code == "e2m1" and assignments > _MANY_TOKENS * experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Chooses a token's experts by its logits. Of equal scores the lower index comes first.
+    """Chooses a token's experts by its logits. If scores are equal, the lower index wins.
 
     Attributes:
-        top_k: experts of a token.
-        score: function that gives an expert's score from the logits.
-        renormalize: the weights of the chosen experts are divided by their sum. With "softmax" that
-            equals a softmax over the chosen logits.
+        top_k: number of experts of a token.
+        score: function from logits to scores.
+        renormalize: whether the weights of the chosen experts are divided by their sum. With
+            "softmax" the result equals a softmax over the chosen logits.
         scale: factor of the weights.
-        groups: groups of equal size that the experts form.
-        top_groups: groups that may be chosen from: the ones with the largest sum of their best two
-            scores.
+        groups: number of groups of equal size into which the experts are divided.
+        top_groups: number of groups whose experts may be chosen. Groups are ranked by the sum of
+            their two best scores.
     """
 
     top_k: int
@@ -56,7 +57,7 @@ class Swiglu:
 
     Attributes:
         alpha, cubic, shift: see the formula.
-        limit: upper bound of the gate, and bound of the magnitude of up; 0: no bounds.
+        limit: upper bound of the gate and of the magnitude of up; 0 means no bounds.
     """
 
     alpha: float = 1.0
@@ -69,17 +70,17 @@ SILU = Swiglu()
 """The activation silu(gate) * up."""
 _GELU = math.sqrt(8 / math.pi)
 GELU_TANH = Swiglu(alpha=_GELU, cubic=0.044715 * _GELU)
-"""The activation gelu(gate) * up with the approximation by tanh, 1 + tanh(x) being 2 sigmoid(2 x)
-(Hendrycks & Gimpel 2016)."""
+"""The activation gelu(gate) * up with the approximation by tanh (Hendrycks & Gimpel 2016). It uses
+1 + tanh(x) = 2 sigmoid(2 x)."""
 
 
 class ExpertCopies(NamedTuple):
     """The places of experts' copies. Tokens take the copies of an expert in turn: token t takes
-    copy t modulo their number.
+    copy t modulo the number of copies.
 
     Attributes:
-        counts: int32 [experts], copies of each.
-        slots: int32 [experts, most copies], this rank's number of each copy, -1 for a copy on
+        counts: int32 [experts], number of copies of each expert.
+        slots: int32 [experts, most copies], each copy's index on this rank. It is -1 for a copy on
             another rank.
         loads: int32 [experts]; the number of tokens that choose an expert is added to its entry.
     """
@@ -94,7 +95,7 @@ class Routed(NamedTuple):
 
     Attributes:
         x: [T, hidden], the inputs of the experts.
-        ids: int32 [T, k], this rank's numbers of experts; -1 for padding and for another rank's
+        ids: int32 [T, k], indices of experts on this rank; -1 for padding and for another rank's
             experts.
         weights: float32 [T, k].
     """
@@ -105,13 +106,13 @@ class Routed(NamedTuple):
 
 
 class ExpertWeights(NamedTuple):
-    """One projection of `experts` experts, whose outputs follow each other expert by expert.
+    """One projection of several experts. The outputs of one expert follow those of the one before.
 
     Attributes:
         weight: [experts * outputs, inputs].
-        bias: [experts, outputs of one], or None.
-        experts: experts of this rank.
-        all_ranks: experts of all ranks, copies included; 0: this rank has all of them.
+        bias: [experts, outputs], or None.
+        experts: number of experts of this rank.
+        all_ranks: number of experts of all ranks, copies included; 0 if this rank has all of them.
     """
 
     weight: Weight
@@ -121,14 +122,14 @@ class ExpertWeights(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Returns the experts over which the tokens are spread."""
+        """Returns the number of experts over which the tokens are spread."""
         return self.all_ranks or self.experts
 
     @property
     def outputs(self) -> int:
-        """Returns the outputs of one expert."""
+        """Returns the number of outputs of one expert."""
         return self.weight.outputs // self.experts
 
-    def of(self, expert: int) -> Weight:
+    def expert(self, expert: int) -> Weight:
         """Returns the weight of one expert, a view."""
         return self.weight.rows(expert * self.outputs, (expert + 1) * self.outputs)

@@ -13,8 +13,8 @@ from quire.errors import ConfigError
 Scales = Literal["none", "head", "token"]
 
 LARGEST_VALUE = 57344.0
-"""Bound of the magnitude of keys and values before they are stored in 8 bits: the largest that fp16
-can scale."""
+"""Bound of the magnitude of keys and values before they are stored in 8 bits. It is the largest
+number for which scaling in fp16 does not overflow."""
 SMALLEST_TOP = 1e-20
 """Lower bound on a token's absolute maximum when its scale is computed."""
 _SCALE_BYTES = 4
@@ -37,12 +37,12 @@ class KVFormat:
 
     @property
     def largest(self) -> float:
-        """The value that larger ones are cut to before they are stored in 8 bits."""
+        """The largest magnitude that 8 bits store. Larger values are clipped to it."""
         return _LARGEST[self.dtype]
 
     @property
     def offset(self) -> int:
-        """The number that is added to integers."""
+        """The number that is added to integers when they are stored."""
         return 128 if self.dtype == torch.uint8 else 0
 
     def bytes_per_head(self, head_dim: int) -> int:
@@ -74,7 +74,7 @@ def kv_format(name: str, dtype: torch.dtype, *head_dims: int) -> KVFormat:
     for head_dim in head_dims:
         if head_dim % 2:
             raise ConfigError(
-                f"kv_cache_dtype={name} needs heads of an even size, this model's have {head_dim}; "
+                f"kv_cache_dtype={name} needs an even head size, but this model has {head_dim}; "
                 "use auto",
                 "kv_cache_dtype",
             )
@@ -86,9 +86,11 @@ class KVLayer:
     """The stored keys and values of one layer.
 
     Attributes:
-        k, v: [NB, Hkv, BS, D], strided views; each head's BS * D values are contiguous.
-        k_scale, v_scale: float32 factors of stored values; [Hkv] for fixed scales of heads, views
+        k: [NB, Hkv, BS, D], a strided view; each head's BS * D values are contiguous.
+        v: like `k`.
+        k_scale: float32 factors of stored keys: [Hkv] for fixed scales of heads, a view
             [NB, Hkv, BS] for scales of tokens, or None.
+        v_scale: like `k_scale`, for stored values.
     """
 
     k: Tensor

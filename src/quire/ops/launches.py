@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def compiling(workers: int) -> Iterator[None]:
-    """Makes kernel launches within the block compile only, `workers` at a time, and waits for them
-    at its end.
+    """Makes kernel launches within the block only compile, on `workers` threads.
 
-    A kernel that fails to compile raises at its next launch."""
+    The end of the block waits for all of them. A kernel that fails to compile raises at its next
+    launch."""
     from quire.ops.triton.launch import (
-        compiling as triton_compiling,  # needed only where graphs are
+        compiling as triton_compiling,  # Only a device with graphs needs it.
     )
 
     with triton_compiling(workers):

@@ -35,7 +35,7 @@ class StepRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> StepRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         lanes, query_start, logit_start, flags = self
         return StepRows(
             lanes[:count], query_start[: count + 1], logit_start[: count + 1], flags[:count]
@@ -63,7 +63,7 @@ class LogitRows(NamedTuple):
         return self.lanes.device
 
     def first(self, count: int) -> LogitRows:
-        """Returns the first `count` of them, as views."""
+        """Returns the first `count` rows, as views."""
         return LogitRows(*(part[:count] for part in self))
 
 
@@ -98,10 +98,11 @@ class Expanded(NamedTuple):
     """The inputs of a forward pass over T tokens in R rows.
 
     Attributes:
-        ids, positions: int32 [T]; -1 and 0 for padding.
+        ids: int32 [T], -1 for padding.
+        positions: int32 [T], 0 for padding.
         seq_lens: int32 [R].
         groups: the inputs of each KV group.
-        q_lens: the rows' lengths if the host can read them without waiting, else empty.
+        q_lens: number of tokens of each row if the host can read it without waiting, else empty.
         max_seq_len: upper bound of the rows' lengths after the step.
     """
 

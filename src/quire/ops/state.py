@@ -11,19 +11,20 @@ from torch import Tensor
 class StateLayer(NamedTuple):
     """One layer's recurrent states by slot, as views of the cache.
 
-    `mixed`, `gates` and `base` are None where rows have no drafts. With up to D drafts a row, a
-    state stands after the row's last token that was not a draft. These tensors then hold enough to
-    continue from any draft of the last step.
+    `mixed`, `gates` and `base` are None if rows have no drafts. With up to D drafts per row, the
+    stored state is that after the row's last token that was not a draft. These tensors hold the
+    inputs that are needed to continue after any draft of the last step.
 
     Attributes:
         recurrent: float32 [slots, Hv, Dk, Dv], a matrix per value head.
         conv: [slots, K - 1 + D, C], the last K - 1 inputs of the short convolution, then the inputs
             of the drafts.
-        mixed: [slots, 2, D, C], the drafts' inputs of the rule, without queries.
-        gates: [slots, 2, D, 2 Hv], the drafts' a, then their b.
-        base: int32 [slots, C + Hv Dv], twice the number of tokens that the state has seen, in each
-            entry; the channels of `conv` come first. Its odd bit selects the half of `mixed` and
-            `gates` of the last step, so that a kernel reads one half and writes the other.
+        mixed: [slots, 2, D, C], the rule's inputs for the drafts, without queries.
+        gates: [slots, 2, D, 2 Hv], a of the drafts, then b.
+        base: int32 [slots, C + Hv Dv], with an entry for each channel of `conv`, then for each
+            column of the state. An entry is twice the number of tokens that this part of the state
+            includes. Its lowest bit selects the last step's half of `mixed` and `gates`, so that a
+            kernel reads one half and writes the other.
     """
 
     recurrent: Tensor
@@ -39,19 +40,20 @@ class StateLayer(NamedTuple):
 
 
 class StateRows(NamedTuple):
-    """The rows of a step, as ops over states read them.
+    """The rows of a step, for the ops of recurrent layers.
 
     Attributes:
-        ids: int32 [T], -1 for padding; a row's real tokens come first.
-        lanes: int32 [R], -1 for rows of padding.
+        ids: int32 [T], -1 for padding, which follows a row's real tokens.
+        lanes: int32 [R], -1 for padding rows.
         query_start: int32 [R + 1].
         seq_lens: int32 [R].
         table: int32 [lanes, 1 + 2 S], a lane's slot, then pairs (position, slot). When a row
-            computes the token before such a position, the state after it is copied to that slot.
-        q_lens: the rows' lengths if the host can read them without waiting, else empty.
-        max_q_len: upper bound of the rows' lengths.
+            computes the token before such a position, the state after the token is copied to the
+            slot.
+        q_lens: number of tokens of each row if the host can read it without waiting, else empty.
+        max_q_len: upper bound of the rows' numbers of tokens.
         flags: int32 [R], as in `StepRows`. In a row without PROMPT all tokens but the first are
-            drafts. None: all rows are PROMPT.
+            drafts. None means that all rows are PROMPT.
     """
 
     ids: Tensor

@@ -17,20 +17,21 @@ class WeightFormat:
     """Describes stored weights. A weight is (value - zero) * scale.
 
     Attributes:
-        values: dtype of the stored values. uint8 with 4 `bits` holds two unsigned values; the lower
-            input's is in the low bits.
-        bits: bits of one value; 0: the bits of its dtype.
-        code: meaning of 4 bits: an integer, or a float of one sign bit, two exponent bits and one
+        values: dtype of the stored values. With 4 `bits`, a uint8 holds two unsigned values. The
+            value of the even input is in the low bits.
+        bits: bits of one value; 0 stands for all bits of its dtype.
+        code: meaning of 4 bits: an integer, or a float with one sign bit, two exponent bits and one
             mantissa bit, 0 to 6 in magnitude (OCP Microscaling formats, "MXFP4").
-        scales: dtype of the scales, one per output and group of inputs; None: no scales, and the
-            model computes in `values`. Loading repeats scales that a checkpoint shares among
-            outputs.
-        group: inputs that share a scale, counted from the first of the whole layer; 0: all of them.
-        zeros: each scale comes with an int8 zero. Otherwise the zero of unsigned 4-bit integers is
-            8, and that of other values 0.
-        ordered: inputs are assigned to groups one by one, in any order ("act order").
-        inputs: rounding of the layer's inputs to the dtype `values`: none, with a scale per token,
-            with one fixed scale, or with one scale per token and group.
+        scales: dtype of the scales, one per output and group of inputs. None means no scales, and
+            the model computes in the dtype `values`. If a checkpoint shares scales among outputs,
+            loading repeats them.
+        group: number of inputs that share a scale; 0 stands for all. Groups are counted from the
+            first input of the whole layer.
+        zeros: whether each scale has an int8 zero. Otherwise the zero of unsigned 4-bit integers is
+            8, and the zero of other values is 0.
+        ordered: whether each input has its own group index, in any order ("act order").
+        inputs: how the layer's inputs are rounded to the dtype `values`: not at all, with a scale
+            per token, with one fixed scale, or with a scale per token and group.
     """
 
     values: torch.dtype
@@ -49,7 +50,7 @@ class WeightFormat:
 
     @property
     def zero(self) -> int:
-        """The stored value of 0 if there are no zeros."""
+        """The stored value that means 0 if `zeros` is False."""
         return 8 if self.bits == 4 and self.code == "integer" else 0
 
     @property
@@ -75,21 +76,21 @@ class WeightFormat:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """The stored weights of a layer, or of some outputs of one, with `outputs` x `inputs` weights.
+    """The stored weights of a layer, or of some of its outputs: `outputs` x `inputs` weights.
 
     Attributes:
-        format: how they are stored.
+        format: the storage format.
         values: [outputs, inputs / format.packed].
-        scales: [outputs, groups] for the groups that the inputs touch, or None. If the format is
-            `ordered`, the groups are all of the layer's.
+        scales: [outputs, groups], or None. The groups are those of this weight's inputs. If the
+            format is `ordered`, they are all groups of the layer.
         zeros: int8 [outputs, groups], or None.
         groups: int32 [inputs], the group of each input if the format is `ordered`, else None.
-        input_scale: fp32 [stacked projections], the fixed scale of inputs, equal in all after
-            loading; else None.
-        prepacked: the form in which a CPU multiplies it (`reference/prepacked.py`), or None. The
-            values are then on the device "meta" and have only a shape.
-        first: place of the first input in its group, because a rank's share of the inputs may begin
-            within one.
+        input_scale: fp32 [stacked projections], the fixed scale of inputs, or None. All entries are
+            equal after loading.
+        prepacked: the weight in an order for fast products on a CPU (`reference/prepacked.py`), or
+            None. With it, `values` is on the device "meta" and has only a shape.
+        first: index of the first input within its group. It is not 0 if a rank's share of the
+            inputs begins inside a group.
     """
 
     format: WeightFormat
@@ -114,12 +115,13 @@ class Weight:
         """Returns a weight without content.
 
         Args:
-            format: how it is stored.
-            outputs, inputs: its shape.
-            device: where it is stored.
-            before: inputs of the whole layer before the first.
-            whole: inputs of the whole layer; by default up to the last of this weight.
-            stacked: projections in it.
+            format: the storage format.
+            outputs: number of outputs.
+            inputs: number of inputs.
+            device: device of the tensors.
+            before: number of the layer's inputs before the first one of this weight.
+            whole: number of inputs of the whole layer; by default the last one is this weight's.
+            stacked: number of projections that share the weight.
         """
         first = before % format.group if format.group else 0
         groups = -(-(first + inputs) // format.group) if format.group else 1
@@ -148,7 +150,7 @@ class Weight:
         """Sets every weight to 0."""
         for tensor in (self.values, self.scales, self.zeros):
             if tensor is not None:
-                # A format of bare exponents has no zero; its values have.
+                # Scales that are bare exponents cannot be zero, but values can.
                 tensor.view(torch.uint8).zero_()
 
     @property
@@ -168,7 +170,7 @@ class Weight:
         """Returns the weight of outputs [start, end), a view.
 
         Args:
-            projection: index of the stacked projection that these outputs are; the view then has
+            projection: index of the stacked projection to which the outputs belong. The view gets
                 that projection's fixed scale of inputs.
         """
         scale = self.input_scale

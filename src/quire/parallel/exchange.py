@@ -39,7 +39,7 @@ class Exchange:
         group: the ranks.
         storages: `exchange_bytes` of memory from each rank, zero at first. The exchange holds them,
             because peers may write there at any time.
-        most: limit for the size of a sum, in words of 4 bytes.
+        most: size of the largest sum, in words of 4 bytes.
     """
 
     def __init__(
@@ -52,9 +52,9 @@ class Exchange:
         starts = _starts(most, world)
         epochs = torch.zeros(SLOTS, _ALIGNED, dtype=torch.int32, device=device)
 
-        def words(of: int, start: int, count: int) -> Tensor:
+        def words(owner: int, start: int, count: int) -> Tensor:
             view = torch.empty(0, dtype=torch.int32, device=device)
-            view.set_(storages[of], start // 4, (count,), (1,))
+            view.set_(storages[owner], start // 4, (count,), (1,))
             return view
 
         self._parts: list[kernels.Parts] = []
@@ -81,7 +81,7 @@ class Exchange:
             )
 
     def takes(self, x: Tensor, residual: Tensor | None) -> bool:
-        """Returns whether it can sum tensors of this size, shape and dtype."""
+        """Returns whether the exchange can sum tensors of this size, shape and dtype."""
         words = kernels.words_of(x)
         return words is not None and words <= self._most and residual_matches(x, residual)
 
@@ -105,11 +105,11 @@ class Exchange:
         The copies of `send` must have ended on this rank.
 
         Args:
-            slot: the one given to `send`.
+            slot: the receive buffer that was passed to `send`.
             x: this rank's term of the sum.
             residual: added to the sum, or None.
             out: like x.
-            name: of the sum in error messages.
+            name: name of the sum in error messages.
         """
         site = self._group.site(name)
         kernels.collect(self._group.peers, self._parts[slot], x, residual, out, site)
@@ -139,8 +139,8 @@ def make_exchange(
         group: the ranks.
         rows: most rows of a sum.
         width: elements of a row.
-        dtype: of the elements.
-        device: of this rank.
+        dtype: dtype of the elements.
+        device: device of this rank.
 
     Returns:
         None if the ranks have no access to each other's memory.

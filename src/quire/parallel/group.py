@@ -19,7 +19,7 @@ class ProcessGroup(Protocol):
     """The ranks that share a model's layers. All call the same collectives in the same order.
 
     Attributes:
-        rank: of this process, from 0.
+        rank: number of this rank, from 0.
         world: number of ranks.
     """
 
@@ -46,13 +46,13 @@ class ProcessGroup(Protocol):
         Args:
             x: this rank's term. Its memory may be overwritten.
             residual: equal on all ranks, or None.
-            name: of the sum in error messages.
+            name: name of the sum in error messages.
         """
         ...
 
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
-        """Returns all ranks' `x`, concatenated along `dim` in the order of ranks. All have the same
-        shape."""
+        """Returns all ranks' `x`, concatenated along `dim` in the order of ranks. The shape of `x`
+        must be equal on all ranks."""
         ...
 
 

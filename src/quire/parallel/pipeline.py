@@ -67,7 +67,7 @@ class Pipeline:
         timeout: time limit of gloo's collectives, in seconds.
 
     Attributes:
-        stage: of this rank, from 0.
+        stage: number of this rank's stage, from 0.
         group: the ranks of this stage.
     """
 
@@ -79,11 +79,12 @@ class Pipeline:
         each = world // stages
         own = rank % each
 
-        def at(stage: int, number: int) -> int:
+        def rank_of(stage: int, number: int) -> int:
             return (stages - 1 - stage) * each + number
 
         groups = [
-            self._join([at(stage, number) for number in range(each)]) for stage in range(stages)
+            self._join([rank_of(stage, number) for number in range(each)])
+            for stage in range(stages)
         ]
         self.group = TorchGroup(groups[self.stage])
         self._before: Channel | None = None
@@ -91,8 +92,8 @@ class Pipeline:
         self._results: list[Channel] = []
         for stage in range(stages - 1):
             for number in range(each):
-                sender, last = at(stage, number), at(stages - 1, number)
-                link = self._join([sender, at(stage + 1, number)])
+                sender, last = rank_of(stage, number), rank_of(stages - 1, number)
+                link = self._join([sender, rank_of(stage + 1, number)])
                 results = self._join([sender, last])
                 if number != own:
                     continue

@@ -30,9 +30,9 @@ class ShardSpec:
 
         Args:
             size: entries along `dim`.
-            rank: from 0.
+            rank: number of the rank, from 0.
             world: number of ranks.
-            name: of the entries in error messages.
+            name: name of the entries in error messages.
 
         Raises:
             ConfigError: the units cannot be split evenly.

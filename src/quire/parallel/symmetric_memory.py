@@ -47,10 +47,10 @@ class SymmetricGroup(TorchGroup):
     """Sums small tensors with its own kernels, and large ones with NCCL.
 
     Args:
-        device: of this rank.
+        device: device of this rank.
         handle: see `TorchGroup`.
         width: elements of a hidden state, for all-reduces that are fused with a norm; 0 for none.
-        dtype: of hidden states and logits.
+        dtype: dtype of hidden states and logits.
         vocab: size of the vocabulary, for gathering logits; 0 for none.
 
     Attributes:
@@ -178,7 +178,7 @@ class SymmetricGroup(TorchGroup):
         return super().all_gather(x, dim)
 
     def site(self, name: str) -> int:
-        """Returns the number by which kernels report a sum of this name."""
+        """Returns the number that kernels report for a sum of this name when a wait times out."""
         return self._sites.setdefault(name, len(self._sites))
 
     def one_shot(self, x: Tensor, residual: Tensor | None, site: int = 0) -> Tensor:
@@ -211,7 +211,7 @@ class SymmetricGroup(TorchGroup):
             words *= 2
         one = _largest_size(best, lambda way: way == 0)
         self.limits = (one, max(one, _largest_size(best, lambda way: way < 2)))
-        logger.info("sums over ranks: one shot up to %d words, two up to %d", *self.limits)
+        logger.info("sums over ranks: one-shot up to %d words, two-shot up to %d", *self.limits)
         if self.normed_rows:
             self._choose_normed(dtype)
 
@@ -236,7 +236,7 @@ class SymmetricGroup(TorchGroup):
         most = _largest_size(best, lambda way: way == 0)
         # If fusing wins with the most rows measured, it is used for any number.
         self.normed_rows = sys.maxsize if most == _MOST_ROWS else most
-        logger.info("sums over ranks: normed at once up to %d rows", most)
+        logger.info("sums over ranks: fused with the norm up to %d rows", most)
 
     def _best(self, times: list[float]) -> int:
         """Returns the index of the method with the least time, summed over all ranks."""
@@ -279,7 +279,7 @@ class SymmetricGroup(TorchGroup):
         if waited:
             where = next((name for name, at in self._sites.items() if at == site), "")
             raise EngineDeadError(
-                f"rank {self.rank} waited in vain for rank {waited - 1} in {where or 'a sum'}, "
+                f"rank {self.rank} gave up waiting for rank {waited - 1} in {where or 'a sum'}, "
                 f"read with step {step_id} (sum {epoch} there)"
             )
 
@@ -328,8 +328,8 @@ def symmetric_group(
     All ranks must call it together.
 
     Args:
-        device: of this rank.
-        dtype: of the tensors to sum.
+        device: device of this rank.
+        dtype: dtype of the tensors to sum.
         handle: the ranks; None for the default group.
         width: see `SymmetricGroup`.
         vocab: see `SymmetricGroup`. Only one matrix of gathered logits may be in use at a time.
@@ -347,7 +347,7 @@ def symmetric_group(
     try:
         group = SymmetricGroup(device, handle, width, dtype, vocab)
     except RuntimeError as error:
-        logger.warning("symmetric memory cannot be had (%s): NCCL does all sums", error)
+        logger.warning("symmetric memory is not available (%s): NCCL does all sums", error)
     if not _all_agree(group is not None, device, handle) or group is None:
         return plain
     group.choose(dtype)

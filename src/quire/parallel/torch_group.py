@@ -71,7 +71,7 @@ class TorchGroup:
 
 
 def _pair(dim: int, dims: int) -> tuple[int, int]:
-    """Returns the two neighbouring dimensions, ranks and `dim`, that are merged after a gather."""
+    """Returns the dimensions of ranks and of `dim`, which are merged after a gather."""
     first = dim % dims
     return first, first + 1
 
@@ -81,7 +81,7 @@ def check_no_group() -> None:
     one default group per process."""
     if dist.is_initialized():
         raise ConfigError(
-            "this process has a group of ranks already, of another LLM or of the caller's own: "
+            "this process has already joined a group of ranks, for another LLM or by the caller: "
             "call shutdown() on that LLM, or run each in its own process (tensor_parallel_size, "
             "pipeline_parallel_size)",
             "tensor_parallel_size",
@@ -94,9 +94,9 @@ def join_group(
     """Joins the other ranks, and returns the group of all.
 
     Args:
-        device: of this rank. It becomes the process's current device.
+        device: device of this rank. It becomes the process's current device.
         rendezvous: URL of a file or of rank 0's port, where ranks find each other.
-        rank: from 0.
+        rank: number of this rank, from 0.
         world: number of ranks.
         timeout: time limit of gloo's collectives, in seconds.
     """
@@ -140,8 +140,8 @@ def leave_group(broken: bool = False) -> None:
     """Leaves the default group. All ranks must call it together, unless the group is broken.
 
     Args:
-        broken: some ranks are gone, so nothing waits for them. `abort_group` was called before, and
-            graphs with collectives were deleted.
+        broken: some ranks are gone, so do not wait for them. The caller has called `abort_group`
+            and deleted the graphs with collectives.
     """
     if dist.is_initialized():
         if broken and dist.get_backend() == "nccl":

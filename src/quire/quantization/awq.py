@@ -27,14 +27,14 @@ class Awq:
     exceptions: tuple[str, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Awq:
+    def from_settings(cls, settings: Settings) -> Awq:
         own = {"bits": settings.get("w_bit"), "group_size": settings.get("q_group_size")}
         settings = {**{key: value for key, value in own.items() if value is not None}, **settings}
         fields.one_of(settings, "bits", (4,))
         # transformers 5 renamed "version" to "format".
         version = str(settings.get("version") or settings.get("format") or "gemm").lower()
         if version != "gemm":
-            raise unsupported(f"version {version!r}; known are: gemm")
+            raise unsupported(f"version {version!r}; expected: gemm")
         if not fields.flag(settings, "zero_point", True):
             raise unsupported("awq without zero points")
         return cls(fields.group_size(settings), fields.names(settings, "modules_to_not_convert"))

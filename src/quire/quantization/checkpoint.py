@@ -28,20 +28,20 @@ class Method(Protocol):
 
         Args:
             module: its name in the checkpoint.
-            tensors: of the checkpoint.
+            tensors: tensors of the checkpoint.
             head: whether the module is the model's head.
         """
         ...
 
 
 METHODS: dict[str, Callable[[Settings], Method]] = {
-    "awq": Awq.of,
-    "compressed-tensors": CompressedTensors.of,
-    "fp8": Fp8.of,
-    "gguf": Gguf.of,
-    "gptq": Gptq.of,
-    "mxfp4": Mxfp4.of,
-    "modelopt": Fp8.of_modelopt,
+    "awq": Awq.from_settings,
+    "compressed-tensors": CompressedTensors.from_settings,
+    "fp8": Fp8.from_settings,
+    "gguf": Gguf.from_settings,
+    "gptq": Gptq.from_settings,
+    "mxfp4": Mxfp4.from_settings,
+    "modelopt": Fp8.from_modelopt,
 }
 """The constructors of methods, by `quant_method` in the settings."""
 
@@ -55,7 +55,7 @@ def method_of(settings: Settings) -> Method:
     name = str(settings.get("quant_method") or "an unnamed method")
     if name not in METHODS:
         raise ModelError(
-            f"the checkpoint is quantized by {name}, which is not supported; known are: "
+            f"the checkpoint is quantized by {name}, which is not one of the supported methods: "
             + ", ".join(METHODS)
         )
     return METHODS[name](settings)
@@ -65,9 +65,9 @@ class Checkpoint(Unquantized):
     """The checkpoint's own quantization.
 
     Args:
-        method: of the checkpoint.
+        method: method of the checkpoint.
         module_of: returns a module's name in the checkpoint, given a projection's name.
-        tensors: of the checkpoint.
+        tensors: tensors of the checkpoint.
     """
 
     def __init__(self, method: Method, module_of: Callable[[str], str], tensors: Tensors) -> None:

@@ -25,8 +25,8 @@ class ProjectionShare:
     Attributes:
         rows: [first, end) of the outputs.
         columns: [first, end) of the inputs.
-        outputs: of the whole projection.
-        inputs: of the whole projection.
+        outputs: number of outputs of the whole projection.
+        inputs: number of inputs of the whole projection.
     """
 
     rows: Range
@@ -43,10 +43,10 @@ class CheckpointTensor:
         name: after the projection's name, such as "weight".
         part: the field of `Weight` that is filled from the tensor.
         dtypes: the tensor must have one of them.
-        outputs_per: outputs for each entry along the axis of outputs. None if there is no such
-            axis, or one of length 1.
+        outputs_per: number of outputs that share an entry along the output axis. None if there is
+            no such axis, or one of length 1.
         inputs_per: the same for inputs.
-        every_group: whether a rank reads the groups of all inputs.
+        every_group: whether a rank reads the entries of all groups of inputs.
     """
 
     name: str
@@ -95,7 +95,7 @@ class CheckpointTensor:
     def check(self, part: Tensor) -> None:
         """Raises ModelError if scales are not positive and finite, or FP8 values are NaN."""
         if part.dtype == torch.float8_e8m0fnu:
-            expect((part.view(torch.uint8) != 255).all(), "has scales that are no numbers")
+            expect((part.view(torch.uint8) != 255).all(), "has scales that are NaN")
         elif self.part in ("scales", "input_scale"):
             wide = part.float()
             expect(
@@ -103,7 +103,7 @@ class CheckpointTensor:
                 "has scales that are not positive, or infinite",
             )
         elif part.dtype == torch.float8_e4m3fn:
-            expect(((part.view(torch.uint8) & 127) != 127).all(), "has values that are no numbers")
+            expect(((part.view(torch.uint8) & 127) != 127).all(), "has values that are NaN")
 
 
 def expect(true: Tensor, message: str) -> None:

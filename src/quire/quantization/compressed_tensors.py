@@ -48,7 +48,7 @@ class CompressedTensors:
     """The settings of a compressed-tensors checkpoint.
 
     Attributes:
-        groups: of modules that are quantized alike.
+        groups: each has the modules that are quantized alike.
         ignore: names or patterns of modules that are not quantized.
     """
 
@@ -56,7 +56,7 @@ class CompressedTensors:
     ignore: tuple[str, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> CompressedTensors:
+    def from_settings(cls, settings: Settings) -> CompressedTensors:
         layout = fields.one_of(settings, "format", _FORMATS)
         fields.one_of(settings, "quantization_status", ("compressed", "frozen"), "compressed")
         for name in ("sparsity_config", "transform_config"):
@@ -69,7 +69,7 @@ class CompressedTensors:
                 raise unsupported(f"{name} {value!r}")
         cache = settings.get("kv_cache_scheme")
         if cache is not None and not is_fp8_cache(cache):
-            raise unsupported(f"kv_cache_scheme {cache!r}; known are floats of 8 bits")
+            raise unsupported(f"kv_cache_scheme {cache!r}; only floats of 8 bits are supported")
         groups = settings.get("config_groups")
         if not isinstance(groups, Mapping) or not groups:
             raise unsupported(f"config_groups must name groups, got {groups!r}")
@@ -97,7 +97,7 @@ def _matches(module: str, target: str) -> bool:
     try:
         return re.match(target.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise unsupported(f"{target!r} is no regular expression: {error}") from error
+        raise unsupported(f"{target!r} is not a regular expression: {error}") from error
 
 
 def _group(name: str, group: Any, layout: str) -> _Group:
@@ -133,7 +133,7 @@ def _inputs(name: str, settings: Any, weights: Settings, layout: str) -> Inputs:
     for key in ("type", "num_bits"):
         own = settings.get(key, {"type": "int", "num_bits": 8}[key])
         if own != weights.get(key, {"type": "int", "num_bits": 8}[key]):
-            raise unsupported(f"{what} of {key} {own!r}, other than that of weights")
+            raise unsupported(f"{what} with {key} {own!r}, which differs from the weights'")
     if layout in ("pack-quantized", "mxfp4-pack-quantized"):
         raise unsupported(f"{what} quantized in the format {layout}")
     if not fields.flag(settings, "symmetric", True):

@@ -21,7 +21,7 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         dtype: None if PyTorch does not have it.
-        shape: of the whole tensor.
+        shape: shape of the whole tensor.
     """
 
     dtype: torch.dtype | None
@@ -54,7 +54,7 @@ def one_of(settings: Settings, name: str, known: Sequence[Any], default: Any = N
     value = settings.get(name, default)
     if value not in known:
         names = ", ".join(str(item) for item in known)
-        raise unsupported(f"{name} {value!r}; known are: {names}")
+        raise unsupported(f"{name} {value!r}; expected one of: {names}")
     return value
 
 
@@ -87,8 +87,8 @@ _FUSED = (
 
 
 def aliases(module: str) -> tuple[str, ...]:
-    """Returns the names of a module in lists of exceptions: its own, and that of the fused
-    projection it belongs to."""
+    """Returns the names by which lists of exceptions may mention a module: its own name, and the
+    name of the fused projection that contains it."""
     return (module, *(p.sub(fused, module) for p, fused in _FUSED if p.search(module)))
 
 
@@ -104,7 +104,7 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     """Returns the settings of a checkpoint's quantization, or None if weights are not quantized.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: its config.json.
 
     Raises:
@@ -119,7 +119,7 @@ def settings_of(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any] | 
     if not isinstance(found, Mapping):
         raise ModelError(f"config.json: quantization_config must be an object, got {found!r}")
     if not found.get("config_groups") and is_fp8_cache(found.get("kv_cache_scheme")):
-        return None  # the settings are only about FP8 KV
+        return None  # The settings describe only an FP8 KV cache.
     return found
 
 

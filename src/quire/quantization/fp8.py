@@ -1,5 +1,5 @@
-"""FP8 checkpoints with a scale per tensor, output or block: those of DeepSeek-V3, Qwen3-FP8,
-AutoFP8 and NVIDIA's ModelOpt."""
+"""FP8 checkpoints with a scale per tensor, output or block, as from DeepSeek-V3, Qwen3-FP8, AutoFP8
+and NVIDIA's ModelOpt."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Fp8:
     exceptions: tuple[str, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Fp8:
+    def from_settings(cls, settings: Settings) -> Fp8:
         """Returns the method of `quant_method` "fp8"."""
         fields.one_of(settings, "fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
         scheme = fields.one_of(settings, "activation_scheme", ("dynamic", "static"), "dynamic")
@@ -44,7 +44,7 @@ class Fp8:
             if len(sizes) != 2 or not all(isinstance(size, int) and size > 0 for size in sizes):
                 raise unsupported(f"weight_block_size must be two sizes, got {block!r}")
             if scheme == "static":
-                raise unsupported("blocks of weights with a fixed scale of activations")
+                raise unsupported("block-scaled weights with static activation scales")
             block, inputs = (sizes[0], sizes[1]), "group"
         exceptions = (
             *fields.names(settings, "modules_to_not_convert"),
@@ -53,7 +53,7 @@ class Fp8:
         return cls(block, inputs, exceptions)
 
     @classmethod
-    def of_modelopt(cls, settings: Settings) -> Fp8:
+    def from_modelopt(cls, settings: Settings) -> Fp8:
         """Returns the method of `quant_method` "modelopt", or of a hf_quant_config.json."""
         nested = settings.get("quantization")
         settings = nested if isinstance(nested, Mapping) else settings

@@ -35,10 +35,10 @@ class BlockType:
     Attributes:
         weights: number of weights in a block.
         size: bytes of a block.
-        format: the weight format into which blocks are converted. Formats without zeros are exact.
-            Types with a minimum per group cannot be, because the minimum is no multiple of the
-            step. They are rounded to 8 bits, from the group's smallest weight to its largest. Types
-            without a format of their own become floats.
+        format: the weight format into which blocks are converted. The conversion is exact for
+            formats without zeros. Types with a minimum per group are rounded to 8 bits, from the
+            group's smallest weight to its largest, because the minimum is not a multiple of the
+            step. Types without a format of their own become floats.
     """
 
     weights: int
@@ -96,7 +96,7 @@ class Gguf:
     dequantized: bool = False
 
     @classmethod
-    def of(cls, settings: Settings) -> Gguf:
+    def from_settings(cls, settings: Settings) -> Gguf:
         types = settings.get("types")
         if not isinstance(types, Mapping):
             raise unsupported(f"types must be an object, got {types!r}")
@@ -104,7 +104,7 @@ class Gguf:
             if name not in BLOCKS:
                 known = ", ".join(BLOCKS)
                 raise unsupported(
-                    f"{module} has the type {name}; known are: {known}, F16, BF16, F32"
+                    f"{module} has the type {name}; expected one of: {known}, F16, BF16, F32"
                 )
         return cls(types, bool(settings.get("dequantized")))
 

@@ -29,7 +29,7 @@ class Gptq:
     """The settings of a GPTQ checkpoint.
 
     Attributes:
-        settings: of the checkpoint.
+        settings: settings of the checkpoint.
         rules: patterns of module names with changed settings, or with None if the modules are not
             quantized. The first match applies.
         head: whether the head is quantized.
@@ -40,7 +40,7 @@ class Gptq:
     head: bool
 
     @classmethod
-    def of(cls, settings: Settings) -> Gptq:
+    def from_settings(cls, settings: Settings) -> Gptq:
         # transformers 5 renamed "checkpoint_format" to "format".
         format = str(settings.get("checkpoint_format") or settings.get("format") or "gptq").lower()
         settings = {**settings, "checkpoint_format": format}
@@ -112,7 +112,7 @@ def _rule(pattern: str, changes: Any) -> tuple[re.Pattern[str], Settings | None]
     try:
         compiled = re.compile(pattern.removeprefix("-:").removeprefix("+:"))
     except re.error as error:
-        raise unsupported(f"dynamic: {pattern!r} is no regular expression: {error}") from error
+        raise unsupported(f"dynamic: {pattern!r} is not a regular expression: {error}") from error
     if pattern.startswith("-:"):
         return compiled, None
     if not isinstance(changes, Mapping):

@@ -31,7 +31,7 @@ class Mxfp4:
     exceptions: tuple[str, ...]
 
     @classmethod
-    def of(cls, settings: Settings) -> Mxfp4:
+    def from_settings(cls, settings: Settings) -> Mxfp4:
         return cls(fields.names(settings, "modules_to_not_convert"))
 
     def scheme(self, module: str, tensors: Tensors, *, head: bool) -> Scheme | None:

@@ -24,7 +24,7 @@ def unpack(words: Tensor, bits: int, order: tuple[int, ...] = IN_ORDER) -> Tenso
 
     Args:
         words: int32 [..., n].
-        bits: of an integer.
+        bits: number of bits of an integer.
         order: place of each integer in its word; 0 stands for the lowest bits.
     """
     places = torch.tensor(order[: 32 // bits], dtype=torch.int32, device=words.device)
@@ -71,8 +71,8 @@ class PackedValues(CheckpointTensor):
     """Integers that are packed into int32 along one axis.
 
     Attributes:
-        bits: of an integer.
-        axis: the one along which they are packed.
+        bits: number of bits of an integer.
+        axis: the axis along which integers are packed.
         inputs_first: whether the tensor is [inputs, outputs].
         order: see `unpack`.
     """
@@ -140,11 +140,11 @@ class PackedZeros(GroupScales):
     """Zeros that are packed into int32 along the outputs, n in each.
 
     Attributes:
-        bits: of a zero.
+        bits: number of bits of a zero.
         order: see `unpack`.
         outputs_first: whether the tensor is [outputs / n, groups] instead of [groups, outputs / n].
-        expected: for symmetric weights, which need no zeros. All stored zeros must then be the same
-            one of these numbers. Empty for asymmetric weights.
+        expected: for symmetric weights, the allowed values of stored zeros. All zeros of a tensor
+            must be equal. Empty for asymmetric weights.
         offset: added to each stored zero, modulo 2 ** bits.
     """
 
@@ -183,10 +183,10 @@ class PackedZeros(GroupScales):
                 allowed = torch.tensor(self.expected, dtype=torch.uint8, device=zeros.device)
                 fits = (zeros == one).all() & (one == allowed).any()
                 names = " or ".join(str(zero) for zero in self.expected)
-                expect(fits, f"has other zeros than {names} throughout, though sym is true")
+                expect(fits, f"has zeros that are not all {names}, although sym is true")
             return
         if weight.zeros is None:
-            raise ModelError("has zeros that the format has no place for")
+            raise ModelError("has zeros, but the weight format stores none")
         zeros = (zeros + self.offset) & (2**self.bits - 1)
         if self.bits == 8:
             zeros = zeros ^ 128
@@ -212,7 +212,7 @@ class GroupIndex(CheckpointTensor):
         if weight.groups is not None:
             groups = -(-share.inputs // (self.inputs_per or share.inputs))
             inside = ((part >= 0) & (part < groups)).all()
-            expect(inside, f"names groups that are not among the {groups} there are")
+            expect(inside, f"has group indices outside 0 to {groups - 1}")
             most = self.inputs_per or share.inputs
             fits = torch.bincount(part).max() <= most
             expect(fits, f"puts more than {most} inputs into a group")
@@ -245,4 +245,4 @@ class ZeroBias(CheckpointTensor):
     """A bias [outputs] in the checkpoint for a layer without bias. It must be zero."""
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        expect((part == 0).all(), "is a bias that is not zero, of a layer that has none")
+        expect((part == 0).all(), "is a bias that is not zero, but the layer has no bias")

@@ -16,7 +16,7 @@ class Scheme:
     """A weight's format, and the checkpoint's tensors from which the weight is made.
 
     Attributes:
-        format: of the weight.
+        format: format of the weight.
         stored: the checkpoint's tensors.
         stacks: whether projections of one layer with equal schemes may share a weight. They may not
             if each projection has its own order of inputs (act order).
@@ -44,7 +44,7 @@ class Quantization(Protocol):
 
         Args:
             projection: its name, such as `layers.0.mlp.up.gate` or `head`.
-            dtype: in which the model computes.
+            dtype: the model's dtype.
 
         Raises:
             ModelError: the checkpoint's format of the projection is not supported.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quire.config import QUANTIZATIONS
 from quire.errors import ConfigError
 from quire.ops import Weight, WeightFormat
 from quire.ops.reference.quantized import quantize_rows, row_scales
@@ -32,7 +33,6 @@ FORMATS = {
 
 FLOAT = "float"
 """Name of the quantization that dequantizes a GGUF file's weights to the model's dtype."""
-_HEADS = "head=int8", "head=fp8"
 _SMALLEST = 2.0**-14
 """Smallest scale of 4-bit groups, because float16 loses precision below."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
@@ -103,7 +103,7 @@ def rounding_of(name: str) -> Quantization:
         ConfigError: a format is unknown, or two are given for layers or for the head.
     """
     layers, head = split_name(name)
-    # "float" dequantizes; weights of an unquantized checkpoint are floats already.
+    # "float" dequantizes, but the weights of an unquantized checkpoint are floats already.
     own = Unquantized() if layers in (None, FLOAT) else Rounding(FORMATS[layers])
     return own if head is None else QuantizedHead(own, head)
 
@@ -118,23 +118,23 @@ def split_name(name: str) -> tuple[str | None, str | None]:
     layers: str | None = None
     head: str | None = None
     for part in name.split(","):
-        if part in (*FORMATS, FLOAT) and layers is None:
-            layers = part
-        elif part in _HEADS and head is None:
-            head = part.removeprefix("head=")
-        else:
-            known = ", ".join((*FORMATS, FLOAT, *_HEADS))
+        of_head = part.startswith("head=")
+        if part not in QUANTIZATIONS or (head if of_head else layers) is not None:
             raise ConfigError(
-                f"unknown quantization {name!r}; known are, one for layers, one for the head, or "
-                f"both: {known}",
+                f"unknown quantization {name!r}; give a format for layers, one for the head, or "
+                f"both: {', '.join(QUANTIZATIONS)}",
                 "quantization",
             )
+        if of_head:
+            head = part.removeprefix("head=")
+        else:
+            layers = part
     return layers, head
 
 
 class QuantizedHead:
-    """Stores the head in 8 bits, and layers as another quantization says. A tied head becomes a
-    quantized copy of the embeddings."""
+    """Stores the head in 8 bits, and layers in the formats of another quantization. A tied head
+    becomes a quantized copy of the embeddings."""
 
     own_head = True
 

@@ -36,7 +36,7 @@ class JoinRequest(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         url: the server's address.
         role: what the server does for the fleet, see `Role`.
-        swap: all other replicas leave the fleet.
+        swap: whether all other replicas leave the fleet.
     """
 
     url: str
@@ -48,16 +48,20 @@ class ReplicaEntry(msgspec.Struct):
     """One replica in the answer to GET /replicas.
 
     Attributes:
-        ready: its last health check passed.
-        leaving: it gets no further requests.
-        running: requests in flight from this router.
-        reported: requests in flight from anyone, by the replica's last report.
-        requests: requests that it has answered for this router.
-        failures: health checks and requests that found it lost.
-        informed: its events tell which blocks it holds; False means that the router estimates it.
-        prompt_tokens: prompt tokens that it has yet to compute.
-        prefill_rate: prompt tokens that it computes per second; 0 if unknown.
-        models: the models' names in the API.
+        name: the replica's address without the scheme.
+        url: the replica's address.
+        role: what the replica does for the fleet, see `Role`.
+        ready: whether the last health check passed.
+        leaving: whether the replica gets no further requests.
+        running: number of requests in flight from this router.
+        reported: number of requests in flight from all clients, by the replica's last report.
+        requests: number of requests that the replica has answered for this router.
+        failures: number of health checks and requests during which the replica was lost.
+        informed: whether the replica sends events about its blocks. Otherwise the router estimates
+            them.
+        prompt_tokens: number of prompt tokens that the replica has yet to compute.
+        prefill_rate: prompt tokens that the replica computes per second; 0 if unknown.
+        models: names of the models in the API.
     """
 
     name: str
@@ -90,7 +94,7 @@ class RouterApp:
         admin_key: key that may change the fleet; None refuses all changes.
         keys: checks the clients' keys; None leaves that to the servers.
         hosts: checks `Host` and `Origin`; None accepts any.
-        public_metrics: /metrics needs no key.
+        public_metrics: whether /metrics needs no key.
     """
 
     fleet: Fleet
@@ -105,7 +109,7 @@ class RouterApp:
         if scope["type"] != "http":
             return
         tag = tag_in(scope["headers"])
-        if tag is not None:  # A router in front of this one expects its tag on the answer.
+        if tag is not None:  # A router in front of this one expects its own tag in the answer.
             send = with_headers(send, [(TAG_HEADER, tag)])
         try:
             await self._route(scope, receive, send)

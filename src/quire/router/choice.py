@@ -1,8 +1,8 @@
 """The choice of replicas for a request: which one answers it, and which one computes its prompt.
 
-The policy `prefix` compares the options by cost, in seconds. An option costs the time until the
-request's prompt is computed. A prompt that is computed on the answering replica also costs the time
-by which it delays the next token of every request that decodes there.
+The policy `prefix` compares the options by cost, in seconds. The cost of an option is the time
+until the request's prompt is computed. If the answering replica computes the prompt, its delay of
+every request that decodes there is added.
 
 A short prompt, or one whose KV is mostly cached, is therefore computed on the replica that answers.
 A long prompt is computed on a prefill replica, if the handover costs less than it saves.
@@ -46,8 +46,8 @@ class RouteChoice:
 
     Attributes:
         index: number of the replica that answers.
-        placements: the request's place at the answering replica and, second, at the prefill
-            replica, if there is one.
+        placements: the request's placement at the answering replica. If there is a prefill replica,
+            the placement there comes second.
         prefill: name by which the answering replica knows the prefill replica. "" means that the
             answering replica computes the prompt itself; None leaves the decision to it.
     """
@@ -182,8 +182,9 @@ def mean_rate(states: States) -> float:
 def queue_seconds(state: ReplicaState, rate: float) -> float:
     """Returns the seconds that a request is expected to wait at a replica.
 
-    Half of the queued prompt tokens count, and a few tokens for each running request. If all queued
-    tokens counted, every burst would drive requests away from the replica that has their prefix.
+    The estimate is the time for half of the queued prompt tokens, and for a few tokens of each
+    running request. If all queued tokens counted, every burst would drive requests away from the
+    replica that has their prefix.
 
     Args:
         rate: tokens per second to assume if the replica has measured no prefill rate.

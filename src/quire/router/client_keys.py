@@ -40,9 +40,11 @@ class Allowance:
     """The amounts that one request takes from its key's limits.
 
     Attributes:
-        anthropic: the route is one of Anthropic's API, which names its headers differently.
-        counts: the request's tokens count against the key's limit.
-        levels: what is left of the key's limits after this request took its part.
+        key: the client's key.
+        limiter: counts the requests and tokens of all keys.
+        anthropic: whether the route is in Anthropic's API, which has other header names.
+        counts: whether the request's tokens count against the key's limit.
+        levels: the rest of the key's limits after this request was counted.
     """
 
     key: ApiKey
@@ -75,12 +77,12 @@ class Allowance:
         """Gives back the tokens that were taken and not used.
 
         Args:
-            used: tokens by the server's report. None if the server reported nothing, because the
-                answer broke off or the client disconnected. Then at least the taken tokens count,
-                and at least the prompt plus one token for each piece.
-            computed: a server may have computed something for the request. If not, and `used` is
-                None, no tokens count.
-            pieces: pieces of the answer's body that arrived.
+            used: number of tokens by the server's report. It is None if the answer broke off or the
+                client disconnected before the report. Then the larger one of two numbers counts:
+                the taken tokens, and the prompt plus one token for each piece.
+            computed: whether a server may have computed tokens for the request. If not, and `used`
+                is None, no tokens count.
+            pieces: number of pieces of the answer's body that have arrived.
         """
         if not self.counts:
             return
@@ -108,11 +110,11 @@ class ClientKeys:
 
     Args:
         file: key file in the format of a server's `api_key_file`; None asks for no key.
-        requests_per_minute, tokens_per_minute: limits of the keys for which the file sets none;
-            None is unlimited.
+        requests_per_minute: limit of keys for which the file sets none; None is unlimited.
+        tokens_per_minute: limit of keys for which the file sets none; None is unlimited.
 
     Raises:
-        ConfigError: the file is wrong.
+        ConfigError: the file is invalid.
     """
 
     def __init__(

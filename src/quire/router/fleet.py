@@ -26,7 +26,7 @@ _REFUSED_SECONDS = 30.0
 
 
 class OtherModelError(QuireError):
-    """A replica serves another model than the fleet."""
+    """A replica serves a different model from the fleet's."""
 
 
 class UnknownReplicaError(QuireError):
@@ -39,13 +39,13 @@ class FleetSettings:
 
     Attributes:
         policy: how a replica is chosen for a request.
-        key: API key that the router sends with its own questions to replicas.
+        key: API key that the router sends with its own requests to replicas.
         replica_hosts: hosts whose servers may join, see `ReplicaHosts`.
         check_seconds: pause between two health checks of a replica.
         check_timeout: seconds that a replica has to answer a health check.
         connect_timeout: seconds that a connection to a replica may take.
-        answer_timeout: seconds without a byte of an answer after which a request is given up.
-        drain_timeout: seconds that the requests of a leaving replica have to finish.
+        answer_timeout: seconds without a byte of an answer after which the router gives up.
+        drain_timeout: seconds in which the requests of a leaving replica may finish.
     """
 
     policy: RoutePolicy = "prefix"
@@ -123,8 +123,8 @@ class Fleet:
         Raises:
             ConfigError: `url` is not an address.
             ReplicaNotAllowedError: `replica_hosts` does not name the address.
-            ReplicaLostError: it does not answer, is not ready, or does not prove that it has the
-                replicas' key. For an address that is not trusted the error does not say which.
+            ReplicaLostError: the server does not answer, is not ready, or does not prove that it
+                has the replicas' key. For an untrusted address the error does not say which.
             OtherModelError: it serves another model.
         """
         upstream = Upstream(url, self.settings.connect_timeout)
@@ -186,7 +186,7 @@ class Fleet:
                 await self._questions.check(replica)
                 if self._serves_other_model(replica):
                     serves = model_names(replica.model)
-                    logger.error("%s serves %s now: it leaves", replica.name, serves)
+                    logger.error("%s serves %s now, so it leaves", replica.name, serves)
                     self.dismiss(replica.name)
                 else:
                     await self._announce_peers(replica)
@@ -200,7 +200,7 @@ class Fleet:
             except LateError as error:
                 replica.mark_late(error)
             except Exception:
-                logger.exception("cannot look at %s", replica.name)
+                logger.exception("the health check of %s failed", replica.name)
             replica.upstream.abort_silent(self.settings.answer_timeout)
             await asyncio.sleep(self.settings.check_seconds)
         for task in replica.tasks:
@@ -251,7 +251,7 @@ class Fleet:
                     logger.warning("cached blocks of %s are estimated: %s", replica.name, error)
                     pause = _REFUSED_SECONDS
                 except ReplicaLostError as error:
-                    logger.info("no events of %s: %s", replica.name, error)
+                    logger.info("no events from %s: %s", replica.name, error)
                 except Exception:
                     logger.exception("cannot read the events of %s", replica.name)
             await asyncio.sleep(pause)

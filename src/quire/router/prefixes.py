@@ -1,8 +1,9 @@
 """A map from prompts, as the router sees them, to the KV blocks of engines.
 
-The router sees a prompt's bytes, an engine its tokens. An answer reports the blocks of its prompt
-(see `prompt_report`). The router stores them under the prompt's beginnings. When it sees such a
-beginning again, it knows the last block in it. The replicas' events tell which replica holds it.
+The router sees a prompt's bytes, but an engine sees its tokens. An answer reports the blocks of its
+prompt (see `prompt_report`), and the router stores them under the prompt's beginnings. When it sees
+such a beginning again, it knows the last block in it. The replicas' events say which replica holds
+that block.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _KEPT = 0.98
 """Weight of the earlier prompts in the moving average of bytes per token."""
 
 Block = tuple[int, bytes]
-"""Number of the prompt's tokens up to the end of the block, and the block's hash in events."""
+"""A block: number of the prompt's tokens up to its end, and its hash in events."""
 
 _NO_BLOCK = (0, b"")
 """Stored for a beginning that is shorter than the prompt's first reported block."""
@@ -46,7 +47,7 @@ class PrefixMap:
     """Maps the keys of prompts' pieces to blocks.
 
     Args:
-        most: largest number of keys. The ones that were recorded longest ago are dropped first.
+        most: largest number of keys. Keys that were recorded longest ago are dropped first.
     """
 
     def __init__(self, most: int = _MOST_KEYS) -> None:

@@ -55,7 +55,7 @@ async def read_body(
         raise held.late_error() from None
 
 
-# Keys of prompts. Replicas that hold the KV of a prompt's beginning are found by these keys.
+# Keys of prompts. By them the router finds replicas that hold the KV of a prompt's beginning.
 
 BYTES_PER_TOKEN = 4
 PIECE_BYTES = PIECE * BYTES_PER_TOKEN
@@ -86,8 +86,8 @@ class Prompt:
 
     Attributes:
         keys: one key for each whole piece. Prompts with the same first n keys begin alike.
-        size: bytes.
-        continues: the request continues a stored answer, which only one replica may have.
+        size: number of bytes.
+        continues: whether the request continues a stored answer, which only one replica may have.
     """
 
     keys: tuple[bytes, ...] = ()

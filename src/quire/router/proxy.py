@@ -58,7 +58,7 @@ _FILE_PATH = re.compile(r"(/v1)?/(files|batches)(/.*)?")
 
 
 class Proxy:
-    """Forwards requests to replicas, unchanged but for some headers.
+    """Forwards requests to replicas. Only some headers change.
 
     If a replica is lost or answers 503 before the client got any bytes, the proxy tries another
     one. A stored answer exists on one replica only, so the proxy asks all of them in turn. Files
@@ -207,7 +207,7 @@ class Proxy:
             (name, value)
             for name, value in _end_to_end_headers(scope["headers"])
             if name not in _ROUTER_HEADERS
-            # A page of the router has the router's origin, which a replica would refuse as foreign.
+            # A page of the router has the router's origin, which a replica would refuse.
             and not (name == b"origin" and _is_own_origin(value, scope))
         ]
         headers.append((b"via", self._fleet.via))
@@ -281,11 +281,11 @@ class _Exchange:
     Attributes:
         body: emptied when the answer begins, because the request is not sent again after that.
         held: counts the body's bytes in the `BodyBudget`.
-        sent: a replica probably has the request.
-        status: status of the answer; 0 before there is one.
-        pieces: pieces of the answer's body that have arrived.
-        used: tokens by the replica's report; None without one.
-        whole: the answer is complete.
+        sent: whether a replica has probably received the request.
+        status: HTTP status of the answer; 0 before the answer begins.
+        pieces: number of pieces of the answer's body that have arrived.
+        used: number of tokens by the replica's report; None without a report.
+        whole: whether the answer is complete.
     """
 
     scope: Scope
@@ -338,7 +338,8 @@ def _end_to_end_headers(headers: Headers) -> Headers:
 
 
 def with_headers(send: Send, headers: Headers) -> Send:
-    """Returns a `send` that sets these headers on the answer, replacing ones of the same name."""
+    """Returns a `send` that sets these headers of the answer. Headers of the same name are
+    replaced."""
     names = {name for name, _ in headers}
 
     async def send_with_headers(message: MutableMapping[str, Any]) -> None:

@@ -40,7 +40,7 @@ class _Peers(msgspec.Struct):
 
 
 class QuestionRefusedError(Exception):
-    """A replica answered with another status than 200, or with an invalid body."""
+    """A replica answered with a status other than 200, or with an invalid body."""
 
 
 class NotReadyError(Exception):
@@ -70,7 +70,7 @@ class Questions:
     """Sends the router's own requests to replicas.
 
     Args:
-        key: API key. Only replicas that are trusted, or have proved that they have it, get it.
+        key: API key. It is sent only to replicas that are trusted or have proved that they know it.
         timeout: seconds that an answer may take.
         via: value for the header `Via`, see `Fleet`.
     """
@@ -88,12 +88,12 @@ class Questions:
     async def check(self, replica: RoutedReplica) -> None:
         """Asks a replica for its readiness, its load and its model.
 
-        The model is asked for every time, because another server may start at the same address.
+        It asks for the model every time, because another server may start at the same address.
 
         Raises:
-            NotReadyError: it takes no requests.
-            LateError: it did not answer within the timeout.
-            ReplicaLostError: it cannot be reached, or is not a Quire server.
+            NotReadyError: the replica takes no requests at the moment.
+            LateError: the replica did not answer within the timeout.
+            ReplicaLostError: the replica cannot be reached, or is not a Quire server.
         """
         try:
             await self._ask_ready(replica)
@@ -122,8 +122,9 @@ class Questions:
             The replica's name for each of them, in the same order.
 
         Raises:
-            ReplicaLostError, LateError: it does not answer.
-            QuestionRefusedError: it does not use peers, or the key is not an admin's.
+            ReplicaLostError: the replica cannot be reached.
+            LateError: the replica did not answer within the timeout.
+            QuestionRefusedError: the replica does not use peers, or the key is not an admin's.
         """
         body = msgspec.json.encode(_Peers(list(urls)))
         names = _decode("/kv/peers", await self._ask(replica, b"/kv/peers", body), _Peers).peers
@@ -192,7 +193,7 @@ class Questions:
 
         Raises:
             ReplicaLostError: the connection ended, or nothing arrived within the timeout.
-            QuestionRefusedError: it refuses to send events, or sent an invalid one.
+            QuestionRefusedError: the replica refuses to send events, or sent an invalid one.
         """
         state = replica.state
         try:

@@ -24,11 +24,12 @@ class ReplicaState(Replica):
 
     Attributes:
         role: a prefill replica computes prompts for the decode replicas.
-        informed: the replica sends events. Then only requests in flight are estimated.
-        reported: running and waiting requests, by its last report.
-        grants: the replica computes prompts for others; True until it reports otherwise.
-        load: load of all its engines together, by its last report.
-        peers: maps the number of each prefill replica that it uses to its name for it.
+        informed: whether the replica sends events. Then the router estimates only the requests in
+            flight.
+        reported: number of running and waiting requests, by the last report.
+        grants: whether the replica computes prompts for others; True until it reports otherwise.
+        load: load of all of the replica's engines together, by the last report.
+        peers: maps numbers of prefill replicas to the names by which this replica knows them.
     """
 
     def __init__(self, role: Role = "both") -> None:
@@ -110,9 +111,9 @@ class ReplicaState(Replica):
         return min(prompt.tokens, most)
 
     def settle(self, keys: Sequence[bytes], blocks: Sequence[Block]) -> None:
-        """Replaces the estimate for a prompt by the blocks that its answer reported.
+        """Replaces the estimate for a prompt by the blocks that the prompt's answer reported.
 
-        Only for a replica with events, because an event tells when such a block is evicted.
+        It is called only for replicas with events, which report when such a block is evicted.
 
         Args:
             keys: keys of the prompt's pieces.
@@ -144,14 +145,16 @@ Model = frozenset[ModelEntry]
 Health = Literal["ready", "slow", "refusing", "lost"]
 """Result of a replica's last health check.
 
-ready: it takes requests. slow: it has missed few checks. refusing: it answers that it is not ready.
-lost: it does not answer, or is not a Quire server.
+- ready: the replica takes requests.
+- slow: it has missed a few checks in a row.
+- refusing: it answers that it is not ready.
+- lost: it does not answer, or it is not a Quire server.
 """
 
 _MAX_MISSED_CHECKS = 3
-"""Health checks in a row without an answer in time after which a replica is lost.
+"""A replica is lost after this many health checks in a row without an answer in time.
 
-Its requests are given up if no byte of any answer arrived in as many checks.
+The router gives up its requests if no byte of any answer arrived during these checks.
 """
 
 
@@ -159,20 +162,20 @@ class RoutedReplica:
     """A member of the fleet.
 
     Attributes:
-        number: identifies the replica in choices; -1 before it has joined.
-        name: its address without the scheme.
-        upstream: the connections to it.
+        number: identifies the replica in choices; -1 before the replica has joined.
+        name: the address without the scheme.
+        upstream: the connections to the replica.
         health: result of the last health check.
-        leaving: it gets no further requests.
-        state: its cached blocks and load.
-        model: the models that it serves; None until they are known.
-        answers: number of its answers by HTTP status.
-        failures: number of times it was found lost.
-        trusted: the router's settings name its address, so it may get the replicas' key.
-        proven: it has proved that it has the replicas' key, and was not lost after that.
-        announced_peers: the prefill replicas' addresses that were last sent to it.
-        since: time (`time.time`) at which it last became ready or began to leave.
-        tasks: the tasks that check its health and read its events.
+        leaving: whether the replica gets no further requests.
+        state: the replica's cached blocks and load.
+        model: the models that the replica serves; None until they are known.
+        answers: number of the replica's answers by HTTP status.
+        failures: number of times that the replica was lost.
+        trusted: whether the router's settings name the address. The replica may then get the key.
+        proven: whether the replica has proved that it knows the key, and was not lost since.
+        announced_peers: the addresses of prefill replicas that were last sent to the replica.
+        since: time (`time.time`) at which the replica last became ready or began to leave.
+        tasks: the tasks that check the replica's health and read its events.
     """
 
     def __init__(
@@ -208,11 +211,11 @@ class RoutedReplica:
 
     @property
     def reachable(self) -> bool:
-        """Tells whether requests may be sent to it if no replica is ready."""
+        """Tells whether the replica may get requests if no replica is ready."""
         return self.health != "lost" and not self.leaving
 
     def mark_healthy(self) -> None:
-        """Records that it is ready."""
+        """Records that the replica is ready."""
         if not self.healthy:
             logger.info("replica %s is ready", self.name)
             self.since = time.time()
@@ -220,21 +223,21 @@ class RoutedReplica:
         self._silent_checks, self.upstream.has_received = 0, False
 
     def set_model(self, model: Model) -> None:
-        """Records its model. The cached blocks of a different model are forgotten."""
+        """Records the replica's model. Forgets the cached blocks if the model has changed."""
         if self.model not in (None, model):
             logger.warning("replica %s has changed its model to %s", self.name, model_names(model))
             self.state.forget()
         self.model = model
 
     def mark_not_ready(self, why: object) -> None:
-        """Records that it answers, but takes no requests. Its cached blocks stay known."""
+        """Records that the replica answers, but takes no requests. Keeps its cached blocks."""
         if self.health != "refusing":
             logger.warning("replica %s is not ready: %s", self.name, why)
-        # Its model is unknown until it was ready once, so it may be the wrong server.
+        # If the model is unknown, the replica was never ready, and it may be the wrong server.
         self.health = "lost" if self.model is None else "refusing"
 
     def mark_late(self, why: object) -> None:
-        """Records that it missed a health check, as a very busy machine may."""
+        """Records that the replica missed a health check, which can happen on a busy machine."""
         self._late_checks += 1
         if self.health == "lost" or self._late_checks >= _MAX_MISSED_CHECKS:
             self.mark_lost(why)
@@ -244,12 +247,12 @@ class RoutedReplica:
         self._count_silence()
 
     def mark_unreachable(self, why: object) -> None:
-        """Records that its address does not respond at all."""
+        """Records that the replica's address does not respond at all."""
         self.mark_lost(why)
         self._count_silence()
 
     def mark_lost(self, why: object) -> None:
-        """Records that it is lost. Its cached blocks are forgotten."""
+        """Records that the replica is lost. Forgets its cached blocks."""
         self.failures += 1
         if self.health != "lost":
             logger.warning("replica %s is lost: %s", self.name, why)
@@ -260,9 +263,9 @@ class RoutedReplica:
         self.upstream.close()
 
     def _count_silence(self) -> None:
-        """Aborts its requests if no byte has arrived from it during several health checks.
+        """Aborts the replica's requests if no byte has arrived during several health checks.
 
-        Such a replica hangs, or its host is gone. Nobody else would end the connections.
+        The replica hangs, or its host is gone. Nothing else would end the connections.
         """
         self._silent_checks = 0 if self.upstream.has_received else self._silent_checks + 1
         self.upstream.has_received = False
@@ -271,6 +274,6 @@ class RoutedReplica:
 
 
 def model_names(model: Model | None) -> str:
-    """Returns the models' names for a message, with the checkpoints that are known."""
+    """Returns the models' names for a message, each with its checkpoint if that is known."""
     entries = sorted(model or (), key=lambda entry: entry.id)
     return ", ".join(e.id if e.root in (None, e.id) else f"{e.id} ({e.root})" for e in entries)

@@ -17,11 +17,11 @@ class ReplicaHosts:
     """Decides which addresses may join, before the router sends anything to them.
 
     Args:
-        entries: each entry is one of: HOST; HOST:PORT, which is also trusted with the replicas'
-            key; *.DOMAIN for all names in a domain; a network such as 10.0.0.0/8; * for any host.
+        entries: HOST, HOST:PORT, *.DOMAIN for all names in a domain, a network such as 10.0.0.0/8,
+            or * for any host. Servers at a HOST:PORT may also get the replicas' key.
 
     Raises:
-        ConfigError: an entry has another form.
+        ConfigError: an entry has none of these forms.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -77,7 +77,7 @@ class ReplicaHosts:
 
 
 def _network(text: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    """Parses a network; an address is a network of one. Returns None for any other text."""
+    """Parses a network, or an address as a network of one. Returns None for any other text."""
     try:
         return ipaddress.ip_network(text.partition("%")[0], strict=False)
     except ValueError:

@@ -32,11 +32,15 @@ class RouterArgs:
     Attributes:
         replicas: addresses of the servers, each with its role.
         fleet: settings of the fleet.
-        host, port: address to listen on.
-        admin_key, keys, hosts, public_metrics: see `RouterApp`.
+        host: address to listen on.
+        port: port to listen on.
+        admin_key: see `RouterApp`.
+        keys: see `RouterApp`.
+        hosts: see `RouterApp`.
+        public_metrics: see `RouterApp`.
         max_body_mb: largest request body, in MB.
         max_body_memory_mb: memory of all bodies while they arrive, in MB.
-        drain_timeout: seconds that running requests get to finish at the end.
+        drain_timeout: seconds in which running requests may finish after a signal to stop.
         otlp_endpoint: URL of an OpenTelemetry collector; None sends no traces.
     """
 
@@ -57,7 +61,7 @@ class RouterArgs:
 def run_router(args: RouterArgs, on_ready: Callable[[str], None]) -> None:
     """Routes requests until SIGINT or SIGTERM.
 
-    Running requests then have `drain_timeout` seconds to finish.
+    After the signal, running requests have `drain_timeout` seconds to finish.
 
     Args:
         on_ready: called with the router's URL once it accepts requests.
@@ -86,8 +90,14 @@ def build_router(
     """Returns the router's application for a fleet.
 
     Args:
-        max_body_bytes, max_body_memory_bytes, exporter: see `Proxy`.
-        admin_key, keys, hosts, public_metrics: see `RouterApp`.
+        fleet: the replicas.
+        admin_key: see `RouterApp`.
+        max_body_bytes: see `Proxy`.
+        max_body_memory_bytes: see `Proxy`.
+        exporter: see `Proxy`.
+        keys: see `RouterApp`.
+        hosts: see `RouterApp`.
+        public_metrics: see `RouterApp`.
     """
     metrics = RouterMetrics(fleet)
     proxy = Proxy(fleet, metrics, max_body_bytes, max_body_memory_bytes, exporter)
@@ -142,7 +152,7 @@ async def _route(args: RouterArgs, sock: socket.socket, on_ready: Callable[[str]
 
 
 class _RouterServer(uvicorn.Server):
-    """uvicorn's server without its signal handling, which raises the signals again at the end."""
+    """uvicorn's server without its signal handling, which would raise signals again at its end."""
 
     def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
         super().__init__(config)

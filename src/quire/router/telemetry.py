@@ -52,7 +52,7 @@ class RouterMetrics:
 
 
 class _FleetCollector:
-    """Collects the metrics of the fleet's members, so a replica that left has no series."""
+    """Collects the metrics of the fleet's current members, so replicas that left have no series."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -113,7 +113,7 @@ class RequestSpan:
         Args:
             status: HTTP status of the answer; 0 without one.
         """
-        from opentelemetry.trace import Status, StatusCode  # optional, as above
+        from opentelemetry.trace import Status, StatusCode  # An optional package, as above.
 
         if status:
             self._span.set_attribute("http.response.status_code", status)

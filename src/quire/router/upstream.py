@@ -21,7 +21,7 @@ Headers = list[tuple[bytes, bytes]]
 
 _MOST_IDLE = 256
 _MAX_BUFFERED_BYTES = 1 << 18
-"""Bytes waiting for a slow client above which reading from the replica pauses."""
+"""The router stops reading from the replica while more bytes than this wait for a slow client."""
 _NO_HOST = {errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH}
 _PORTS = {"http": 80, "https": 443}
 
@@ -49,8 +49,8 @@ class _StrayAnswerError(Exception):
 class _Connection(asyncio.Protocol):
     """One connection to a replica, with the answer that it is reading.
 
-    An answer's head, including interim answers, may have `HEAD_BYTES`, checked after each read. So
-    may its trailers and chunk framing. Trailers are dropped. Bytes after the end of an answer end
+    An answer's head, including interim answers, may have `HEAD_BYTES` bytes. The same limit holds
+    for its trailers and chunk framing. Trailers are dropped. Bytes after the end of an answer end
     the connection, because they would be read as the answer to the next request.
 
     Args:
@@ -58,8 +58,8 @@ class _Connection(asyncio.Protocol):
 
     Attributes:
         headers: the answer's headers, with lower-case names.
-        complete: the whole answer has arrived.
-        silent: no byte has arrived since the request was sent.
+        complete: whether the whole answer has arrived.
+        silent: whether no byte has arrived since the request was sent.
     """
 
     def __init__(self, on_data: Callable[[], None]) -> None:
@@ -92,8 +92,8 @@ class _Connection(asyncio.Protocol):
     def reusable(self) -> bool:
         """Tells whether the connection can take another request.
 
-        It cannot while reading is paused: the client of a large answer has disconnected, and
-        nobody would resume the reading.
+        It cannot while reading is paused, because the client of a large answer has disconnected,
+        and nothing would resume the reading.
         """
         paused = self._buffered_bytes > _MAX_BUFFERED_BYTES
         return self.complete and not self._lost and self._keep_alive and not paused
@@ -138,7 +138,7 @@ class _Connection(asyncio.Protocol):
         if reused:
             raise _StrayAnswerError
         if tag is not None:
-            raise BadAnswerError("its answer is to another request")
+            raise BadAnswerError("its answer belongs to another request")
 
     async def parts(self) -> AsyncIterator[bytes]:
         """Yields the answer's body as it arrives.
@@ -250,7 +250,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         if self._head.done():
-            # The parser forgets this once it has left the message.
+            # The parser forgets this value when it leaves the message.
             self._keep_alive = self._parser.should_keep_alive()
             self.complete = True
             self._framing_bytes = 0
@@ -270,7 +270,7 @@ class _Connection(asyncio.Protocol):
 
 
 class ReplicaAnswer:
-    """A replica's answer. Its user calls `close` once, whether or not it has read the body."""
+    """A replica's answer. The caller must call `close` once, even without reading the body."""
 
     def __init__(self, upstream: Upstream, connection: _Connection) -> None:
         self._upstream = upstream
@@ -308,8 +308,9 @@ class Upstream:
 
     Attributes:
         url: the address without a user and without /v1 at its end.
-        host, port: the address's parts.
-        has_received: bytes have arrived on any connection; the reader resets it.
+        host: host of the address.
+        port: port of the address.
+        has_received: whether bytes have arrived on any connection. Its reader resets it.
 
     Raises:
         ConfigError: `url` is not an http address.

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from quire.executor import FULL_STEP
+from quire.layers.async_tp import HalvesGroup
 from quire.ops.launches import compiling
 from quire.parallel.torch_group import sum_over_all_ranks
 from quire.runner.hooks.hook import Level
@@ -188,15 +189,30 @@ class Graphs:
 
     def _tune(self, program: StepProgram) -> None:
         """Measures and chooses the fastest tiles of experts, and from where on steps are halved."""
-        # A plugin point: these modules import Triton, and this one is imported on a CPU, too.
+        # A plugin point: this module imports Triton, and `graphs` is imported on a CPU, too.
         from quire.runner.expert_tiles import choose_tiles
-        from quire.runner.halves import choose_halves
 
         choose_tiles(program.model, self._limits.tokens)
-        if program.model.group.world > 1:
-            choose_halves(program, Graphs(self._device, self._limits), self._buckets.few)
+        group = program.model.group
+        if isinstance(group, HalvesGroup) and group.measured:
+            timed = Graphs(self._device, self._limits)
+            group.choose(functools.partial(timed.body_seconds, program), self._limits.tokens)
             # Frees the memory of the graphs that were captured to be timed.
+            del timed
             torch.cuda.empty_cache()
+
+    def body_seconds(self, program: StepProgram, tokens: int) -> float:
+        """Captures the body of a step of few rows, as it runs now, and times it.
+
+        Returns:
+            the best of three replays, as the mean over all ranks, in seconds.
+        """
+        shape = self._buckets.few(tokens)
+        key = shape, len(self)
+        self.capture({key: functools.partial(_run_body, program, shape)})
+        best = min(self.seconds(key) for _ in range(3))
+        total = sum_over_all_ranks(torch.tensor(best, device=self._device))
+        return float(total) / torch.distributed.get_world_size()
 
     @torch.inference_mode()
     def capture(

@@ -20,7 +20,7 @@ from quire.models.prepack import prepack_weights
 from quire.parallel import ProcessGroup
 from quire.plan import KVGroup
 from quire.runner.hooks import Hook
-from quire.runner.memory import blocks_per_group, cache_budget, cpu_budget
+from quire.runner.memory import activation_bytes, blocks_per_group, cpu_budget, cuda_budget
 from quire.runner.state import Limits
 
 logger = logging.getLogger("quire.engine")
@@ -55,6 +55,7 @@ class LoadedModel:
         began = time.perf_counter()
         self.config = config
         self.limits = limits
+        self._hooks = hooks
         self.group = group
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -129,4 +130,6 @@ class LoadedModel:
     def _cache_budget(self) -> int | None:
         if self.device.type != "cuda":
             return cpu_budget(self.config)
-        return cache_budget(self.config, self.model, self.groups, self.device)
+        reserve = activation_bytes(self.config, self.model)
+        budget = cuda_budget(self.config, self.device, reserve)
+        return budget - sum(hook.reserved_bytes(self.groups, budget) for hook in self._hooks)

@@ -13,14 +13,6 @@ from quire.models import Decoder
 from quire.plan import KVGroup
 
 
-def cache_budget(
-    config: EngineConfig, model: Decoder, groups: Sequence[KVGroup], device: torch.device
-) -> int:
-    """Returns the bytes for the KV cache on a GPU."""
-    budget = cuda_budget(config, device, activation_bytes(config, model))
-    return budget - sum(staging_bytes(config, groups, budget))
-
-
 def activation_bytes(config: EngineConfig, model: Decoder) -> int:
     """Returns an upper bound of a step's memory, without weights and KV cache.
 
@@ -32,22 +24,6 @@ def activation_bytes(config: EngineConfig, model: Decoder) -> int:
     # Logits with their copies, and the sampler's token counts.
     head = 8 * max(limits.max_num_seqs, 256) * model.spec.vocab_size * 4
     return body + head + (1 << 30)
-
-
-def staging_bytes(config: EngineConfig, groups: Sequence[KVGroup], budget: int) -> tuple[int, ...]:
-    """Returns bytes of each group's staging buffer, where blocks wait for their copy to the host.
-
-    A buffer holds the blocks that a step of prompts can move out, but at most a fiftieth of the
-    cache or a quarter of a GB, whichever is more. A step moves out few recurrent states.
-    """
-    if not config.args.host_cache_gb:
-        return tuple(0 for _ in groups)
-    blocks = -(-config.scheduler.max_num_batched_tokens // config.block_size)
-    most = max(budget // 50, GB // 4)
-    sizes = [(2 if group.kind == "state" else blocks) * group.block_bytes for group in groups]
-    return tuple(
-        max(group.block_bytes, min(size, most)) for group, size in zip(groups, sizes, strict=True)
-    )
 
 
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:

@@ -14,7 +14,16 @@ from quire import models, ops
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import QuireError
-from quire.executor import FULL_STEP, Capacity, Measurement, OnProgress, StepSeconds
+from quire.executor import (
+    FULL_STEP,
+    Answered,
+    Asked,
+    Capacity,
+    Measurement,
+    OnProgress,
+    StepSeconds,
+    WorkerCall,
+)
 from quire.parallel import ProcessGroup, SingleGroup
 from quire.plan import StepPlan, StepResult
 from quire.runner.graphs import Graphs
@@ -178,9 +187,9 @@ class ModelRunner:
     def submit_inputs(self, step_id: int, lanes: Int32) -> None:
         self.running.submit_inputs(step_id, lanes)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Asks the transfer places, then the hooks. Returns the first answer that is not None."""
-        return self.running.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        """Lets the hook that takes a call answer it."""
+        return self.running.call(call, request)
 
     def add_hook(self, hook: Hook) -> None:
         """Adds a hook, from the next plan on.

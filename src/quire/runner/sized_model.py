@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from quire.errors import QuireError
 from quire.plan import KVGroup
@@ -17,9 +16,7 @@ from quire.runner.kv_cache import KVCache
 from quire.runner.loaded_model import LoadedModel
 from quire.runner.program import BoundModel, StepProgram
 from quire.runner.state import BatchState, ColumnSpec
-
-if TYPE_CHECKING:
-    from quire.runner.transfer.places import KVTransfer
+from quire.runner.transfer.place import KVTransfer, Place
 
 _RARE_HOOKS: dict[str, type[Hook]] = {
     "logprobs": SampledLogprobs,
@@ -71,18 +68,12 @@ class SizedModel:
             device=loaded.device,
             head_scales=loaded.head_scales(),
         )
-        args = loaded.config.args
-        moves = args.host_cache_gb > 0 or args.kv_peers is not None
-        self.transfer: KVTransfer | None = self._open_places() if moves else None
+        places: dict[str, Place] = {}
+        for hook in features:
+            places |= hook.places(self.cache, loaded.models, loaded.group)
+        self.transfer = KVTransfer(places) if places else None
         self.rare = list(_RARE_HOOKS)
         self._prepare(loaded.groups)
-
-    def _open_places(self) -> KVTransfer:
-        # A plugin point: few engines move blocks to places outside the device.
-        from quire.runner.transfer.places import open_places
-
-        loaded = self.loaded
-        return open_places(loaded.config, self.cache, loaded.models, loaded.group)
 
     def _prepare(self, groups: Sequence[KVGroup]) -> None:
         """Makes the batch state, and the program over it."""

@@ -7,8 +7,7 @@ the device. On a CPU the same programs run as they are called.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ import torch
 from quire import ops
 from quire.arrays import Int32, int32
 from quire.errors import QuireError
+from quire.executor import Answered, Asked, WorkerCall
 from quire.plan import Admit, RowFlag, StepPlan, StepResult
 from quire.runner.hooks import Level
 from quire.runner.program import BodyShape, CapturedPrograms, HeadShape
@@ -132,7 +132,7 @@ class StepRunner:
         elif plan.transfers:
             raise QuireError(
                 f"the plan moves blocks to or from the place {plan.transfers[0].place!r}, but this "
-                "runner has none (host_cache_gb, kv_peers)"
+                "worker has none, because no hook opens it"
             )
         for group, src, dst in copies:
             self.cache.copy_blocks(group, upload[src].long(), upload[dst].long())
@@ -228,7 +228,7 @@ class StepRunner:
             step.result.finished_transfers, step.result.failed_transfers = ended
         return step.result
 
-    # -- host inputs, from any thread, and control messages ------------------------------------
+    # -- host inputs, from any thread, and calls -----------------------------------------------
 
     def input_lines(self) -> Int32:
         gate = self.sized.gate
@@ -245,10 +245,10 @@ class StepRunner:
         if self.sized.gate is not None:
             self.sized.gate.submit_inputs(step_id, lanes)
 
-    def control(self, message: dict[str, Any]) -> Any:
-        """Asks the transfer places, then the hooks. Returns the first answer that is not None."""
-        for part in (self._transfer, *self.sized.hooks):
-            answer = None if part is None else part.on_control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        """Lets the hook that takes a call answer it."""
+        for hook in self.sized.hooks:
+            answer: Callable[[Asked], Answered] | None = hook.calls().get(call)
             if answer is not None:
-                return answer
-        raise QuireError(f"unknown control message {message.get('op')!r}")
+                return answer(request)
+        raise QuireError(f"no hook of this worker takes the call {call.name!r}")

@@ -16,15 +16,15 @@ from quire.scheduler.step import PrefillChunk, wants_prompt_logprobs
 from quire.scheduler.waiting import preemption_exhausted
 
 _FEW = 8
-"""Up to this many requests, short waits matter more than full steps."""
+"""With at most this many requests, short waits matter more than full steps."""
 
 
 class Admission:
     """Decides which requests may enter, and with which blocks.
 
     Args:
-        features: they may bring blocks that a request can start from, and limit what it takes from
-            the cache.
+        features: may bring blocks that a request can start from, and may limit how many cached
+            tokens it uses.
         full_step: see `Capacity`.
     """
 
@@ -119,7 +119,7 @@ class Admission:
         return requests <= _FEW and sum(chunk.length for chunk in chunks) >= self._full_step
 
     def must_wait(self, request: Request, tokens: Int32) -> bool:
-        """Whether a feature is bringing blocks that the request should wait for.
+        """Whether the request should wait for blocks that a feature brings.
 
         Args:
             tokens: int32 [known].

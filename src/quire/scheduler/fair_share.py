@@ -31,9 +31,9 @@ class Tenant:
         queued: whether the tenant takes turns.
         share: its weight against other tenants, > 0.
         requests: number of its unfinished requests.
-        lanes: number of lanes that it holds.
-        credit: tokens that it may still start, negative if it owes some.
-        round: the last round that it was granted credit for.
+        lanes: number of its lanes.
+        credit: tokens it may still start; negative if it owes some.
+        round: the last round in which it was granted credit.
     """
 
     def __init__(self, name: str, key: Callable[[Request], SortKey], round: int) -> None:
@@ -83,11 +83,11 @@ _LANE_RATIO = 4
 """A tenant is interactive if another has at least this many lanes for each of its own."""
 
 _STEPS = 1000
-"""For so many steps after an interactive prompt another one is expected."""
+"""For this many steps after an interactive prompt, another one is expected."""
 
 _PART, _LEAST = 32, 64
-"""While one is expected, prompts get 1 / _PART of a step's token budget, but at least _LEAST
-tokens."""
+"""While an interactive prompt is expected, prompts get 1 / _PART of a step's token budget, but at
+least _LEAST tokens."""
 
 
 class InteractiveBurst:
@@ -105,19 +105,19 @@ class InteractiveBurst:
         self._last_exclusive = False
 
     def choose(
-        self, prompts: Iterable[Request], lanes_beside: Callable[[Request], float], step_id: int
+        self, prompts: Iterable[Request], lane_ratio: Callable[[Request], float], step_id: int
     ) -> str | None:
         """Returns the tenant that has the step to itself, or None.
 
         Args:
             prompts: requests that could be computed in the step, in order.
-            lanes_beside: `FairShare.lanes_beside`.
+            lane_ratio: `FairShare.lane_ratio`.
         """
         if self._last_exclusive:
             self._last_exclusive = False
             return None
         for request in prompts:
-            if lanes_beside(request) >= _LANE_RATIO:
+            if lane_ratio(request) >= _LANE_RATIO:
                 self._last_exclusive = True
                 self._until = step_id + _STEPS
                 return request.tenant
@@ -205,10 +205,9 @@ class FairShare(Order):
         self._add(1, request.known)
 
     def next(self) -> Request | None:
-        """Returns the request to start next.
+        """Returns the request to start next, or None in a step that is reserved for another tenant.
 
-        It is the same one until it is popped or another tenant comes. In a step that is reserved
-        for another tenant it is None.
+        The answer stays the same until the request is popped or another tenant arrives.
         """
         request = self._peek()
         if request is None or self.exclusive in (None, request.tenant):
@@ -263,8 +262,8 @@ class FairShare(Order):
     def victim(self, running: Sequence[Entry]) -> Request:
         """Returns the request to preempt when blocks run out.
 
-        It is the latest of the tenant that holds the most tokens for its share. A tenant's only
-        request is spared, so that every request ends some day.
+        It is the last request of the tenant that holds the most tokens for its share. A tenant's
+        only request is spared, so that every request can end.
         """
         if self.contested:
             greediest = _latest_of_greediest(running, _known, 0.0)
@@ -295,7 +294,7 @@ class FairShare(Order):
     def reserve_step(self, prompts: Iterable[Request], step_id: int) -> bool:
         """Reserves the next step for an interactive tenant, if one waits (`InteractiveBurst`)."""
         if self.contested:
-            self.exclusive = self._burst.choose(prompts, self.lanes_beside, step_id)
+            self.exclusive = self._burst.choose(prompts, self.lane_ratio, step_id)
         else:
             self._burst.skip()
         return self.exclusive is not None
@@ -336,7 +335,7 @@ class FairShare(Order):
         """Returns (tokens, share) of each tenant with queued requests."""
         return {t.name: (t.queue.tokens, t.share) for t in self._turns if t.queue.tokens}
 
-    def lanes_beside(self, request: Request) -> float:
+    def lane_ratio(self, request: Request) -> float:
         """Returns how many lanes the busiest tenant has for each lane of this request's tenant.
 
         Both counts are divided by the tenants' shares.

@@ -63,10 +63,10 @@ class Feature:
     def device_params(self, request: Request, params: SamplingParams) -> SamplingParams:
         """Returns the parameters that the device applies to a request that gets a lane.
 
-        A feature takes out those that it applies itself.
+        A feature removes the parameters that it applies itself.
 
         Args:
-            params: the parameters that earlier features left.
+            params: the parameters that earlier features have not removed.
         """
         return params
 
@@ -110,7 +110,8 @@ class Feature:
         return False
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Adds to a step whose rows are final. Called in the order of registration."""
+        """Adds the feature's data to a step whose rows are final. Features are called in the order
+        of registration."""
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
         """Receives the ids of transfers that ended."""
@@ -120,8 +121,8 @@ class Feature:
 
         Args:
             lanes: int32 [n], the lanes of generating rows.
-            drafts: int32 [n], how many drafts each row was to verify.
-            accepted: int32 [n], how many tokens it gave.
+            drafts: int32 [n], number of drafts that each row verified.
+            accepted: int32 [n], number of tokens that each row produced.
         """
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
@@ -177,7 +178,7 @@ class Feature:
 
 
 class PlanBuilder:
-    """A step whose rows are final, and which features add to.
+    """A step with final rows, to which features add their data.
 
     Attributes:
         requests: the rows' requests, in row order.
@@ -290,7 +291,7 @@ class FeatureSet:
                 if refusal := admit(request):
                     raise refusal
         except Exception:
-            # A feature may fail at what the request holds: the others must still let it go.
+            # If a feature refuses the request or fails, the others must still forget the request.
             self.finish(request)
             raise
 
@@ -329,7 +330,8 @@ class FeatureSet:
         return counts
 
     def preempt(self, request: Request) -> bool:
-        answers = [preempt(request) for preempt in self._calls["preempt"]]  # all are called
+        # A list, because every feature must be called even after one of them has agreed.
+        answers = [preempt(request) for preempt in self._calls["preempt"]]
         return any(answers)
 
     def release(self, request: Request) -> bool:

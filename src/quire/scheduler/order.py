@@ -132,7 +132,7 @@ class Order:
         return False
 
     def open_step(self) -> None:
-        """Opens steps to all requests again."""
+        """Ends the reservation of steps for one tenant."""
 
     def prompt_budget(self, step_id: int) -> int:
         """Returns the most prompt tokens that a step takes."""

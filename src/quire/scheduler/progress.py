@@ -44,14 +44,14 @@ class StepProgress:
         requests: M requests in row order. Read-only, because steps share the list.
         rows: int32 [M], each request's row in the plan.
         lanes: int32 [M], each request's lane in the plan.
-        num_generating: how many generated; the requests in their prompts follow them.
+        num_generating: number of generating requests. The other requests follow them.
         tokens: int32 [M, W]; a request's new tokens come first in its line.
         n_tokens: int32 [M], number of new tokens; 0 in mid-prompt.
         stop_reason: int32 [M], a `StopReason` each.
         finished: indices of the requests that ended in this step, ascending.
-        logprobs: of the plan's rows, as the device gave them.
-        prompt_logprobs: of the plan's rows, as the device gave them.
-        pooled: of the plan's rows, as the device gave them.
+        logprobs: the device's log-probabilities of the plan's rows.
+        prompt_logprobs: the device's log-probabilities of prompt tokens, for the plan's rows.
+        pooled: the device's vectors of the plan's rows.
     """
 
     step_id: int
@@ -136,19 +136,19 @@ class SchedulerStats:
     """Counts since the start, and the current state.
 
     Attributes:
-        running: requests that hold a lane.
-        waiting: requests that are queued or parked.
-        blocks_total: blocks of each KV group.
-        blocks_used: blocks that requests hold, of each KV group.
-        blocks_cached: blocks kept for reuse, which any request may take, of each KV group.
-        blocks_free: blocks that hold nothing, of each KV group.
-        prefix_query_tokens: tokens looked up in the prefix tree.
-        prefix_hit_tokens: tokens found in it.
-        evicted_blocks: blocks of all groups that left the tree for others.
-        copied_blocks: blocks of all groups copied because requests share them only in part.
-        preemptions: how often a running request was put back into the queue.
-        swapped: preemptions after which a feature brings the blocks back.
-        late_rows: rows that sat a step out because their host inputs came late.
+        running: Number of requests with a lane.
+        waiting: Number of queued and parked requests.
+        blocks_total: Number of blocks of each KV group.
+        blocks_used: Number of each KV group's blocks in use by requests.
+        blocks_cached: Number of each KV group's blocks kept for reuse; any request may take one.
+        blocks_free: Number of each KV group's empty blocks.
+        prefix_query_tokens: Tokens looked up in the prefix tree.
+        prefix_hit_tokens: Tokens found in the prefix tree.
+        evicted_blocks: Blocks of all groups evicted from the prefix tree.
+        copied_blocks: Blocks of all groups copied because requests share them only in part.
+        preemptions: Number of times a running request was put back into the queue.
+        swapped: Number of preemptions after which a feature restores the blocks.
+        late_rows: Number of rows that sat a step out because their host inputs came late.
     """
 
     running: int

@@ -119,7 +119,7 @@ class RunningSet:
     def rows(self, step_id: int, idle: bool, with_drafts: bool) -> DecodeRows:
         """Returns the rows of generating requests that the step computes.
 
-        They are all rows, or the first in policy order where the token budget is smaller. With a
+        If the token budget is smaller than all rows, the first in policy order are returned. With a
         `pipeline_depth` above 1 each step takes its share of them, longest waiting first.
 
         Args:

@@ -10,7 +10,7 @@ from        to          when
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
 WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
-RUNNING     WAITING     `plan`: preempted, when blocks run out or another request is owed the lane
+RUNNING     WAITING     `plan`: preempted, if blocks run out or another tenant is due the lane
                         (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than
                         the device accepted
 RUNNING     FINISHED    `update`: a stop token, or the longest length
@@ -252,7 +252,11 @@ class Scheduler:
             yield request
 
     def _plan_step(self, *, reserved: bool) -> StepPlan | None:
-        """Returns a step, or None if it would be empty. reserved: `Order.reserve_step` did."""
+        """Returns a step, or None if it would be empty.
+
+        Args:
+            reserved: whether `Order.reserve_step` reserved the step for one tenant.
+        """
         preemptions = self._preemptions
         most = self._order.prompt_budget(self._step_id)
         rows, chunks = self._running_rows(most)
@@ -497,7 +501,7 @@ def _logit_rows(config: SchedulerConfig, capacity: Capacity, features: FeatureSe
     """Returns the most logit rows of a step.
 
     Raises:
-        ConfigError: as `Scheduler`.
+        ConfigError: see `Scheduler`.
     """
     if features.looks_ahead and not capacity.drafts:
         names = ", ".join(type(feature).__name__ for feature in features.looks_ahead)

@@ -1,7 +1,7 @@
 """A step's rows, and the requests that it admits.
 
-`DecodeRows` are those of generating requests, a `PrefillChunk` is a prompt's; `StepInFlight` has
-all rows of one step.
+`DecodeRows` has the rows of generating requests, and a `PrefillChunk` is the row of a prompt.
+`StepInFlight` has all rows of one step.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class PrefillChunk:
 
     Attributes:
         start: position of the first token that the row computes.
-        length: number of tokens, all of which the host knows.
+        length: number of tokens. The host knows them all.
         forked: whether the tokens before `start` lie in blocks of a sibling.
     """
 
@@ -104,8 +104,8 @@ class PrefillChunk:
     def num_logits(self) -> int:
         """Number of logit rows.
 
-        The end of a prompt has one, to sample from. With prompt logprobs, every position has one
-        whose logprobs were not delivered yet. (Of siblings, the first delivers them.)
+        The end of a prompt has one, to sample from. With prompt logprobs there is one for each
+        position whose logprobs were not delivered yet. Of siblings, only the first delivers them.
         """
         end, request = self.start + self.length, self.request
         if wants_prompt_logprobs(request):
@@ -129,10 +129,10 @@ class StepInFlight:
         requests: R requests, in row order.
         lanes: int32 [R].
         lane_epoch: int32 [R]; a row is stale once its lane has a higher one.
-        q_len: int32 [R], positions that the row computes.
-        n_logits: int32 [R], how many of them have logits.
+        q_len: int32 [R], number of computed positions.
+        n_logits: int32 [R], number of positions with logits.
         flags: int32 [R], a `RowFlag` each.
-        num_generating: how many rows are of generating requests.
+        num_generating: number of rows of generating requests.
         drafts: whether any row verifies draft tokens.
         chunks: the prompts' rows.
     """
@@ -199,8 +199,8 @@ def make_admit(request: Request, tokens: Int32, computed: int, params: SamplingP
 
     Args:
         tokens: int32 [known].
-        computed: how many of them are computed.
-        params: as the device applies them.
+        computed: number of these tokens that are computed.
+        params: sampling parameters, as the device applies them.
     """
     return Admit(
         lane=request.lane,

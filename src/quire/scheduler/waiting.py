@@ -31,9 +31,10 @@ def sort_key(config: SchedulerConfig) -> Callable[[Request], SortKey]:
 
     A key never changes, so queues are never sorted again.
 
-    fcfs: by arrival. priority: by arrival + weight * priority; lower priority values run first. A
-    request gains one unit of priority on later ones for every `weight` seconds that it waits, so no
-    request starves.
+    - fcfs sorts by arrival.
+    - priority sorts by arrival + weight * priority, so lower priority values run first. A request
+      gains one unit of priority on later ones for every `weight` seconds that it waits. So no
+      request starves.
     """
     weight = config.priority_weight if config.policy == "priority" else 0.0
 

@@ -10,6 +10,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import WebSocketRoute
 from starlette.types import ASGIApp
 
 from quire import __version__
@@ -19,6 +20,7 @@ from quire.server.apis.batch.service import BatchService
 from quire.server.apis.batch.store import BatchStore
 from quire.server.apis.openai.convert import model_defaults
 from quire.server.apis.openai.stored_chats import ChatStore
+from quire.server.apis.responses.socket import responses_socket
 from quire.server.apis.responses.store import ResponseStore
 from quire.server.args import ServerArgs
 from quire.server.context.rate_limits import RateLimiter
@@ -28,7 +30,7 @@ from quire.server.http.error_handler import handle_error
 from quire.server.http.sse import ClientDisconnectedError
 from quire.server.openapi import ROUTES
 from quire.server.playground import add_playground, add_root
-from quire.server.routes import COUNTED_PATHS, UNQUEUED_PATHS, public_paths
+from quire.server.routes import COUNTED_PATHS, UNQUEUED_PATHS, active_settings, public_paths
 from quire.server.state import ServerState
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
@@ -72,7 +74,7 @@ def build_app(
     app.state.batches = None
     if batch_store is not None:
         app.state.batches = BatchService(app, state, batch_store)
-    _add_routes(app, playground=args.playground)
+    _add_routes(app, active_settings(args), playground=args.playground)
     if args.playground:
         app.state.live_snapshots = LiveSnapshots(client, args.live_prompts)
         add_playground(app)
@@ -112,11 +114,14 @@ def _add_cors(app: FastAPI, args: ServerArgs) -> None:
         )
 
 
-def _add_routes(app: FastAPI, *, playground: bool) -> None:
+def _add_routes(app: FastAPI, settings: frozenset[str], *, playground: bool) -> None:
     for route in ROUTES:
+        if route.setting and route.setting not in settings:
+            continue
         if route.handler is not None and (playground or not route.playground):
             checks = [] if route.check is None else [Depends(route.check)]
             app.add_api_route(route.path, route.handler, methods=route.methods, dependencies=checks)
+    app.router.routes.append(WebSocketRoute("/v1/responses", responses_socket))
 
 
 async def _client_disconnected(request: Request, error: Exception) -> Response:

@@ -84,15 +84,17 @@ class ApiArgs:
         None, "File with a Jinja chat template to use instead of the model's own."
     )
     tool_call_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_v3", "deepseek_v31", "functionary",
-        "functiongemma", "gemma4", "glm45", "gpt_oss", "granite", "hermes", "kimi_k2", "lfm2",
-        "llama3_json", "minimax_m2", "mistral", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss",
+        "auto", "none", "apertus", "apriel", "command", "command_r", "deepseek_v3", "deepseek_v31",
+        "deepseek_v32", "deepseek_v4", "functionary", "functionary_v32", "functiongemma", "gemma4",
+        "gigachat3", "gigachat31", "glm45", "gpt_oss", "granite", "hermes", "hunyuan", "kimi_k2",
+        "kimi_k3", "lfm2", "llama3_json", "minicpm5", "minimax_m1", "minimax_m2", "minimax_m3",
+        "mistral", "nemotron", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss", "solar",
     ] = _setting(
         "auto", "Format of the model's tool calls. auto: detected from its chat template."
     )  # fmt: skip
     reasoning_parser: Literal[
-        "auto", "none", "apertus", "command", "deepseek_r1", "gemma4", "gpt_oss", "mistral",
-        "qwen3", "seed_oss",
+        "auto", "none", "apertus", "apriel", "command", "deepseek_r1", "gemma4", "gpt_oss",
+        "hunyuan", "kimi_k3", "minimax_m3", "mistral", "qwen3", "seed_oss", "solar",
     ] = _setting(
         "auto", "Format of the model's reasoning. auto: detected from its chat template."
     )  # fmt: skip
@@ -154,6 +156,11 @@ class ServerArgs(ApiArgs):
         "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
     )
     port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
+    ollama_api: int | None = _setting(
+        None,
+        "Answer Ollama's API (/api/chat and so on) too, and listen on this port for it; Ollama's "
+        "own is 11434.",
+    )
     uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -286,8 +293,7 @@ class ServerArgs(ApiArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port must be in [0, 65535], got {self.port}", "port")
+        self._check_ports()
         if self.response_store_size < 0:
             raise ConfigError(
                 f"response_store_size must be >= 0, got {self.response_store_size}",
@@ -326,6 +332,18 @@ class ServerArgs(ApiArgs):
         if self.otlp_endpoint is not None:
             check_endpoint(self.otlp_endpoint)
         self._check_listening()
+
+    def _check_ports(self) -> None:
+        for name in ("port", "ollama_api"):
+            port = getattr(self, name)
+            if port is not None and not 0 <= port <= 65535:
+                raise ConfigError(f"{name} must be in [0, 65535], got {port}", name)
+        if self.ollama_api and self.ollama_api == self.port and self.uds is None:
+            raise ConfigError(
+                f"ollama_api={self.ollama_api} is also --port, which answers Ollama's API "
+                "anyway; choose another port for one of them",
+                "ollama_api",
+            )
 
     def _check_peers(self) -> None:
         self._one_of("role", "kv_transfer", "transport")

@@ -105,6 +105,11 @@ def unsupported_error(param: str, why: str = "is not supported by this server") 
     return ApiError(400, f"'{param}' {why}.", param=param, code="unsupported_parameter")
 
 
+def stuck_error() -> ApiError:
+    """Returns the error for an engine that does not answer in time."""
+    return ApiError(503, "The engine does not respond.", code="engine_stuck")
+
+
 def stopping_error() -> ApiError:
     return ApiError(503, "The server is stopping.", code="stopping", retry_after=_RESTART_SECONDS)
 

@@ -17,9 +17,10 @@ from quire.server import routes
 from quire.server.apis.route import EVENTS, Route, Schema
 from quire.server.errors import ErrorBody
 from quire.server.http.anthropic_errors import AnthropicErrorBody
-from quire.server.http.error_handler import is_anthropic
+from quire.server.http.error_handler import is_anthropic, is_ollama
+from quire.server.http.ollama_errors import OllamaErrorBody
 from quire.server.http.sse import json_response
-from quire.server.routes import PUBLIC_PATHS, public_paths
+from quire.server.routes import PUBLIC_PATHS, SETTINGS, active_settings, public_paths
 from quire.server.state import state_of
 
 _REFERENCE = "#/components/schemas/"
@@ -37,7 +38,9 @@ _EVENT: Schema = {
 async def openapi(request: Request) -> Response:
     state = state_of(request)
     args, keys = state.args, state.keys.required
-    made = await asyncio.to_thread(document, keys, public_paths(args), args.root_path)
+    made = await asyncio.to_thread(
+        document, keys, public_paths(args), args.root_path, active_settings(args)
+    )
     return json_response(made)
 
 
@@ -50,16 +53,24 @@ _DESCRIBED = tuple(route for route in ROUTES if route.summary)
 
 
 @functools.cache
-def document(keys: bool, open_paths: frozenset[str] = PUBLIC_PATHS, root_path: str = "") -> Schema:
+def document(
+    keys: bool,
+    open_paths: frozenset[str] = PUBLIC_PATHS,
+    root_path: str = "",
+    settings: frozenset[str] = SETTINGS,
+) -> Schema:
     """Returns the OpenAPI 3.1 document.
 
     Args:
         keys: requests need an API key, but for those to `open_paths`.
+        settings: settings whose routes the server has.
     """
     asked, requests = _request_schemas()
     given, answers = _answer_schemas()
     paths: Schema = {}
     for route in _DESCRIBED:
+        if route.setting and route.setting not in settings:
+            continue
         operation = _operation(route, asked, given)
         if keys and route.path not in open_paths:
             operation["security"] = _security(route.path)
@@ -96,7 +107,7 @@ def _request_schemas() -> tuple[dict[type[BaseModel], Schema], Schema]:
 
 def _answer_schemas() -> tuple[dict[Any, Schema], Schema]:
     types = [route.answer for route in _DESCRIBED if not isinstance(route.answer, str)]
-    types += [ErrorBody, AnthropicErrorBody]
+    types += [ErrorBody, AnthropicErrorBody, OllamaErrorBody]
     found, schemas = msgspec.json.schema_components(types, ref_template=f"{_REFERENCE}{{name}}")
     return dict(zip(types, found, strict=True)), schemas
 
@@ -109,7 +120,11 @@ def _operation(
     content: Schema = {media: text if route.answer == media else {"schema": given[route.answer]}}
     if route.stream is not None:
         content[route.stream] = {"schema": _EVENT} if route.stream == EVENTS else text
-    shape = AnthropicErrorBody if is_anthropic(route.path) else ErrorBody
+    shape: Any = ErrorBody
+    if is_anthropic(route.path):
+        shape = AnthropicErrorBody
+    elif is_ollama(route.path):
+        shape = OllamaErrorBody
     failure = {"application/json": {"schema": given[shape]}}
     operation: Schema = {
         "summary": route.summary,

@@ -10,19 +10,20 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 
 from quire import __version__
 from quire.engine.processes import stuck_limit
 from quire.errors import ConfigError, EngineDeadError, RequestError
-from quire.features.lora.calls import adapter_names
-from quire.features.lora.registry import folder_of, names_in
+from quire.features.call import NamedModels, RequestField
+from quire.features.registry import installed_features
+from quire.features.spec import resolve
 from quire.server.args import ServerArgs
 from quire.server.context.api_keys import ApiKeys
 from quire.server.context.body_budget import BodyBudget
@@ -33,6 +34,7 @@ from quire.server.errors import (
     engine_dead_error,
     overloaded_error,
     stopping_error,
+    stuck_error,
 )
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.telemetry.metrics import ServerMetrics
@@ -110,6 +112,8 @@ class ServerState:
     """By tenant: time of `time.monotonic` until which its queue is assumed to be full."""
     _patterns: re.Pattern[str] | None = field(default=None, init=False)
     """Matches the names that the patterns in `served_model_name` allow."""
+    _models: list[NamedModels] = field(init=False)
+    """The models that features serve."""
 
     def __post_init__(self) -> None:
         """Sets up the parts.
@@ -120,6 +124,7 @@ class ServerState:
         patterns = [name for name in self.args.served_model_name if "*" in name]
         if patterns:
             self._patterns = re.compile("|".join(map(_regex_of, patterns)))
+        self._models = [resolve(s.models)(self.client) for s in installed_features() if s.models]
         self.keys = ApiKeys(self.args)
         self.bodies = BodyBudget(self.args.max_body_memory_bytes)
         known = f"{__version__} {self.client.config} {self.defaults}".encode()
@@ -173,12 +178,12 @@ class ServerState:
     def is_served(self, name: str) -> bool:
         """Tells whether a name is the served model's.
 
-        An adapter's name is not, even if a pattern matches it.
+        The name of a feature's model is not, even if a pattern matches it.
         """
         if name in self.model_names:
             return True
         matches = self._patterns is not None and self._patterns.fullmatch(name) is not None
-        return matches and not self.is_adapter(name)
+        return matches and self._fields_of(name) is None
 
     async def count(self, work: Callable[[], T]) -> T:
         """Runs `work`, which tokenizes a prompt to count its tokens, in a thread."""
@@ -215,7 +220,7 @@ class ServerState:
         if self.draining:
             raise stopping_error()
         if self.client.silence > stuck_limit(self.args.stuck_timeout, self.client.config.device):
-            raise ApiError(503, "The engine does not respond.", code="engine_stuck")
+            raise stuck_error()
 
     def stop_generations(self) -> None:
         """Ends all running generations with an error that tells clients why."""
@@ -239,32 +244,30 @@ class ServerState:
             raise overloaded_error()
 
     @property
-    def adapters(self) -> tuple[str, ...]:
-        """The sorted names of the LoRA adapters, which are models in the API."""
-        return tuple(sorted({*adapter_names(self.client), *names_in(self._lora_dir)}))
+    def further_models(self) -> tuple[str, ...]:
+        """The sorted names of the models that features serve, such as adapters."""
+        return tuple(sorted({name for each in self._models for name in each.names()}))
 
-    @property
-    def _lora_dir(self) -> Path | None:
-        folder = self.client.config.args.lora_dir
-        return None if folder is None else Path(folder)
-
-    def is_adapter(self, name: str) -> bool:
-        return name in adapter_names(self.client) or folder_of(self._lora_dir, name) is not None
+    def _fields_of(self, name: str) -> Mapping[RequestField[Any], Any] | None:
+        """Returns what requests for a feature's model carry; None: no feature has the model."""
+        found = (each.fields(name) for each in self._models)
+        return next((fields for fields in found if fields is not None), None)
 
     def check_model(self, name: str | None, context: RequestContext) -> None:
-        """Chooses the request's model: the served model, or an adapter.
+        """Chooses the request's model: the served model, or a feature's.
 
         Args:
             name: the name in the request; None selects the served model.
-            context: its `adapter` is set if the name is an adapter's.
+            context: its `model` and `fields` are set if the name is that of a feature's model.
 
         Raises:
             ApiError: 404, there is no such model, or the request's key may not use it.
         """
         if name is None or self.is_served(name):
             model = self.model_name
-        elif self.is_adapter(name):
-            model = context.adapter = name
+        elif (fields := self._fields_of(name)) is not None:
+            model = context.model = name
+            context.fields |= fields
         else:
             model = ""
         key = context.key

@@ -1,4 +1,4 @@
-"""Chat templates: sandboxed Jinja, rendered as `transformers` renders them."""
+"""Chat templates: Jinja in a sandbox, rendered in the same way as by `transformers`."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ MAX_TEMPLATE_CHARS = 1_000_000
 MAX_OUTPUT_CHARS = 64_000_000
 MAX_SECONDS = 10.0
 MAX_WORK_BYTES = 1_000_000_000
-"""Most bytes of all texts and lists that one rendering creates, including temporary ones."""
+"""Limit for the bytes of all texts and lists that one rendering creates."""
 UNSAFE = "unsafe_template"
 """Error code if the sandbox refuses a template."""
 _MAX_EXPONENT = 64
 _MAX_NUMBER = 1_000_000
-"""Largest width, indent or count that a filter or a string method takes."""
+"""Largest width, indent or count that a filter or a string method accepts."""
 _MAX_INDENT = 64
 """Largest indent of JSON, and longest separator."""
 _WIDTH = re.compile(r"[0-9]{7}|\*")
@@ -102,8 +102,8 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        """Parses a template. Inserts a call at the begin of each loop's body, because calls check
-        the time."""
+        """Parses a template. Inserts a call of `tick` at the start of each loop's body, because
+        calls check the time."""
         template = super()._parse(source, name, filename)
         for loop in template.find_all(nodes.For):
             tick = nodes.Call(nodes.EnvironmentAttribute("tick"), [], [], None, None)
@@ -183,7 +183,7 @@ def _check_numbers(values: Iterable[Any]) -> None:
 def _check_width(format: str | bytes) -> None:
     text = format if isinstance(format, str) else format.decode("latin-1")
     if _WIDTH.search(text):
-        raise jinja2.TemplateError("a width is too large, or an argument")
+        raise jinja2.TemplateError("a width is too large, or is given as an argument")
 
 
 def _check_method(
@@ -194,7 +194,7 @@ def _check_method(
     _check_numbers(given)
     if name in ("format", "format_map"):
         if isinstance(owner, str) and (_WIDTH.search(owner) or re.search(r":[^{}]*\{", owner)):
-            raise jinja2.TemplateError("a width is too large, or an argument")
+            raise jinja2.TemplateError("a width is too large, or is given as an argument")
     elif name == "replace":
         _check_replace(owner, given)
     elif name == "join" and given and isinstance(given[0], (list, tuple)):
@@ -204,8 +204,8 @@ def _check_method(
 
 
 def _check_replace(text: Any, given: Sequence[Any]) -> None:
-    """Refuses a replacement whose result may be too large: each character of `text` may become the
-    new part."""
+    """Refuses a replacement whose result may be too large. Each character of `text` may be replaced
+    by the new part."""
     if len(given) > 1 and (_size(text) + 1) * max(1, _size(given[1])) > MAX_OUTPUT_CHARS:
         old, new = given[0], given[1]
         if not isinstance(text, str) or not isinstance(old, str) or not isinstance(new, str):
@@ -279,19 +279,19 @@ def _now(format: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """The way a chat template takes tools and tool calls, see `template_traits.probe`.
+    """The way in which a chat template handles tools and tool calls, see `template_traits.probe`.
 
     Attributes:
-        shows_tools: whether tools reach the prompt.
-        shows_calls: whether tool calls reach the prompt.
+        shows_tools: whether tools are written to the prompt.
+        shows_calls: whether tool calls are written to the prompt.
         needs_description: whether every tool needs a description.
-        arguments_as_text: whether the template takes a call's arguments as JSON text, not as an
-            object.
+        arguments_as_text: whether a call's arguments must be JSON text instead of an object.
         empty_content: the content that a message with only calls must have.
-        call: the probed message with one call, as the template writes it, or None if it does not.
-        ids_name_tools: whether calls show only their ids, which then must contain the tool's name.
-        late_system: whether a system message after other messages reaches the prompt.
+        call: the text of a message with one call. None if the template does not show calls.
+        ids_name_tools: whether the template shows only the ids of calls. An id must then contain
+            the tool's name.
         error: why the sandbox refuses the template, if it shows no tools or no calls.
+        late_system: whether a system message after other messages is written to the prompt.
     """
 
     shows_tools: bool
@@ -317,6 +317,7 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, seconds: float = MAX_SECONDS) -> None:
+        self.source = source
         self._seconds = seconds
         if len(source) > MAX_TEMPLATE_CHARS:
             raise RequestError("the chat template is too large", "chat_template")
@@ -341,8 +342,8 @@ class ChatTemplate:
 
         Args:
             messages: the conversation.
-            variables: of the template. `tools` and `documents` are None by default, as templates
-                expect.
+            variables: variables of the template. `tools` and `documents` are None by default, as
+                templates expect.
 
         Raises:
             RequestError: the template refuses the messages, fails, or exceeds a limit.

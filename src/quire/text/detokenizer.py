@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from quire.text.tokenizer import Tokenizer
 
 _CONTEXT = 6
-"""Prompt tokens that are decoded before the completion's. Some decoders treat the first token
-specially and drop its leading space."""
+"""Number of prompt tokens that are decoded together with the completion. Some decoders treat the
+first token specially and drop its leading space."""
 
 _LONGEST_CHARACTER = 4
-"""Most bytes of a UTF-8 character, and so most tokens that it may take."""
+"""Most bytes of a UTF-8 character, which is also the most tokens that a character can have."""
 
 _MOST_EMPTY = 64
 """Most tokens without text that are kept as context. A decoder may treat the first token with text
@@ -24,9 +24,10 @@ _BROKEN = "\ufffd"
 class Detokenizer:
     """Detokenizes one completion, token by token, in constant time for each.
 
-    Text is held back until its last character is complete. The tokens' bytes decide that, not a
-    U+FFFD in the text, which a model may write itself. Only tokens of whole characters are decoded,
-    because byte fallback replaces a whole run of bytes if one character in it is incomplete.
+    Text is held back until its last character is complete. This is decided by the tokens' bytes and
+    not by a U+FFFD in the text, because a model may write U+FFFD itself. Only tokens of whole
+    characters are decoded, because byte fallback replaces a whole run of bytes if one character in
+    it is incomplete.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class Detokenizer:
         return text
 
     def _give_up(self) -> str:
-        """Returns the text of pending tokens although it is no character, and continues after the
+        """Returns the text of pending tokens that do not form a character, and continues after the
         last whole character."""
         text = self._decode(self._pending[self._borrowed :])
         self._pending, self._borrowed = [], 0
@@ -164,7 +165,7 @@ def _may_follow(begun: bytes, data: bytes) -> bool:
 class StopMatcher:
     """Finds the first stop string in text that arrives in pieces.
 
-    It holds back only text that may be the begin of a stop string.
+    It holds back only text that may be the beginning of a stop string.
 
     Args:
         stops: the stop strings.
@@ -189,7 +190,7 @@ class StopMatcher:
         stops = () if early else self._stops
         found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
         if found:
-            # The stop string that ends first. If several end together, the longest.
+            # The stop string that ends first is chosen, or the longest of several that end there.
             at, stop = min(found, key=lambda pair: (pair[0] + len(pair[1]), pair[0]))
             self._held = ""
             return text[: at + len(stop) if self._include else at], stop

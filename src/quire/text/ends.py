@@ -1,4 +1,4 @@
-"""Adds the BOS and EOS tokens that tokenizer_config.json asks for and tokenizer.json may lack."""
+"""Adds BOS and EOS tokens by the settings of tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ of transformers. DeepSeek's models and their distillations have no BOS in tokeni
 
 
 def set_ends(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Makes texts begin with BOS and end with EOS as `add_bos_token`, by default true, and
-    `add_eos_token` say."""
+    """Makes texts begin with BOS if `add_bos_token` is true (the default), and end with EOS if
+    `add_eos_token` is true."""
     if not str(config.get("tokenizer_class")).startswith(_CLASSES):
         return
     begins, ends = config.get("add_bos_token") is not False, config.get("add_eos_token") is True

@@ -48,10 +48,10 @@ class Splitting:
     """The way a tokenizer splits text.
 
     Attributes:
-        patterns: applied one after the other. Text is split at their matches, and matches are
-            pieces too.
+        patterns: regular expressions that are applied one after the other. Text is split at their
+            matches, and matches are pieces too.
         whole_first: whether a piece that is a token becomes that token without merges.
-        begins: whether texts begin with BOS if the file does not say.
+        begins: whether texts begin with BOS if the file has no setting for it.
         normalized: whether text is normalized to NFC.
         characters: whether tokens consist of characters instead of bytes, with ▁ for spaces.
     """
@@ -168,5 +168,5 @@ _NAMES: dict[Splitting, str] = {
     Splitting((r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")): "default",
 }
 SPLITTINGS = {name: own for own, names in _NAMES.items() for name in names.split()}
-"""All names that llama.cpp knows. The patterns are those of the published tokenizers. llama.cpp's
-own differ, because its regex engine does not support some classes."""
+"""All names that llama.cpp knows. The patterns are from the published tokenizers. llama.cpp uses
+others, because its regex engine does not support some classes."""

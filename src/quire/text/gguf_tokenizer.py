@@ -22,14 +22,14 @@ from quire.text.gguf_splitting import SPLITTINGS, Splitting
 from quire.text.sentencepiece import pair_tokenizer
 
 _CONTROL, _USER = 3, 4
-"""Types of tokens: control tokens, which text is never encoded to, and user-defined tokens, which
-are never split."""
+"""Types of tokens: control tokens, which no text is encoded to, and user-defined tokens, which are
+never split."""
 _ENDS = frozenset([
     "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|return|>", "<|call|>", "<end_of_turn>",
     "<turn|>", "<|end_of_text|>", "<|endofturn|>", "<|END_OF_TURN_TOKEN|>", "<|observation|>",
     "[|endofturn|]", "<end_of_utterance>",
 ])  # fmt: skip
-"""Control tokens that end an answer. Files often name only one of several, or the end of a text."""
+"""Control tokens that end an answer. Files often name only one of them, or the end of a text."""
 
 
 def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def tokenizer_files(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise
     # The `tokenizers` library raises bare Exceptions.
     except Exception as error:
-        raise ModelError(f"the file's tokenizer makes no sense: {error!r}") from error
+        raise ModelError(f"the file's tokenizer is invalid: {error!r}") from error
 
 
 def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def _files(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         )
         if fields.get(key) is not None and fields[key] < len(tokens)
     }
-    # llama.cpp's default. Files of Llama 3 from before 2025 have no setting.
+    # This is llama.cpp's default. Files of Llama 3 from before 2025 have no setting.
     usual = kind == "llama" or _splitting(fields).begins
     begin = fields.get("tokenizer.ggml.add_bos_token", usual) and named.get("bos_token")
     end = fields.get("tokenizer.ggml.add_eos_token", False) and named.get("eos_token")
@@ -126,7 +126,7 @@ def _splitting(fields: Mapping[str, Any]) -> Splitting:
     name = fields.get("tokenizer.ggml.pre", usual)
     if name not in SPLITTINGS:
         known = ", ".join(sorted(SPLITTINGS))
-        raise ModelError(f"the file splits text in the way {name!r}; known are: {known}")
+        raise ModelError(f"tokenizer.ggml.pre is {name!r}; expected one of: {known}")
     return SPLITTINGS[name]
 
 

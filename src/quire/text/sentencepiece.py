@@ -15,7 +15,7 @@ from quire.errors import ModelError
 from quire.system import MOST_TABLE, read_bounded
 
 NORMAL, UNKNOWN, CONTROL, USER = 1, 2, 3, 4
-"""Types of pieces: ordinary text, the piece for unknown text, control pieces, which text is never
+"""Types of pieces: ordinary text, the piece for unknown text, control pieces, which no text is
 encoded to, and user-defined pieces, which are never split."""
 _BPE = 2
 
@@ -25,9 +25,10 @@ class Pieces:
     """The pieces of a SentencePiece model.
 
     Attributes:
-        types: of each piece.
-        scores: of each piece.
-        special: ids of "bos", "eos", "unk" and "pad", as far as the model has them.
+        texts: the text of each piece.
+        scores: the score of each piece.
+        types: the type of each piece.
+        special: ids of "bos", "eos", "unk" and "pad", if the model has them.
         prefix: whether a space is added before each text.
     """
 
@@ -42,7 +43,7 @@ def read_pieces(file: Path) -> Pieces:
     """Reads a `tokenizer.model`.
 
     Raises:
-        ModelError: the file is no SentencePiece model, is not of the kind BPE, or normalizes text.
+        ModelError: the file is not a SentencePiece model of the kind BPE, or it normalizes text.
     """
     data = read_bounded(file, MOST_TABLE)
     texts: list[str] = []
@@ -62,9 +63,9 @@ def read_pieces(file: Path) -> Pieces:
             elif field == 3:
                 rules = dict(_fields(value))
     except (AttributeError, IndexError, TypeError, ValueError, struct.error) as error:
-        raise ModelError(f"{file} is no SentencePiece model") from error
+        raise ModelError(f"{file} is not a SentencePiece model") from error
     if not texts:
-        raise ModelError(f"{file} is no SentencePiece model")
+        raise ModelError(f"{file} is not a SentencePiece model")
     if trainer.get(3, 1) != _BPE:
         raise _refused(file, "a model that is not of the kind BPE")
     if rules.get(2) or rules.get(4, 1):

@@ -1,7 +1,7 @@
-"""Finds out how a chat template takes tools and tool calls, by rendering small conversations.
+"""Finds out how a chat template handles tools and tool calls, by rendering small conversations.
 
-Templates differ, and no standard helps. Some take arguments as an object, others as text. Some want
-no content next to calls, others an empty one. Some need a description of each tool.
+Templates differ, and there is no standard. Some need arguments as an object, others as text. Some
+need no content next to calls, others an empty one. Some need a description of each tool.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNDESCRIBED = {
 }
 PROBED_CALL = {"probed_key": "probed_value"}
 """Arguments of the call to `PROBED_TOOL` in the probing conversations."""
-_ID = "probe1234"  # Mistral's templates accept only ids of this length
+_ID = "probe1234"  # Mistral's templates accept only ids of this length.
 _TEXT = '{"probed_key": "probed_value"}'
 
 
@@ -69,7 +69,7 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
             if "probed_value" in text and 'probed_key\\"' not in text:
                 before = rendered(hello, add_generation_prompt=True)
                 shown = rendered(conversation[:2])
-                call = _behind(before, shown)
+                call = _behind(before, shown, rendered(hello))
                 ids_name_tools = "probed_tool" not in call and _ID in call
                 if ids_name_tools:
                     call = call.replace(_ID, named_id("probed_tool", 0))
@@ -87,8 +87,7 @@ def probe(template: ChatTemplate, special_tokens: Mapping[str, str]) -> Template
 
 
 def _shows_late_system(template: ChatTemplate, special_tokens: Mapping[str, str]) -> bool:
-    """Returns whether a system message after other messages reaches the prompt, as a first one
-    does."""
+    """Returns whether a system message that follows others is written to the prompt."""
     user = {"role": "user", "content": "Hello."}
     system = {"role": "system", "content": "probed_system"}
 
@@ -105,14 +104,24 @@ def named_id(name: str, number: int) -> str:
     """Returns a call's id with its tool's name, in the form of Kimi K2.
 
     Args:
-        name: of the tool.
-        number: of the call in the conversation.
+        name: name of the tool.
+        number: number of the call in the conversation.
     """
     return f"functions.{name}:{number}"
 
 
-def _behind(before: str, text: str) -> str:
-    """Returns `text` without the beginning that it shares with `before`, up to a mark."""
+def _behind(before: str, text: str, other: str) -> str:
+    """Returns the part of `text` that shows the call.
+
+    Args:
+        before: the prompt. The beginning that both share is cut off, up to a mark.
+        other: the text without the call. The end that both share is cut off from a mark on, because
+            some templates close every conversation with instructions.
+    """
+    pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))
+    cut = text.find("<", len(text) - shared)
+    text = text[:cut] if cut >= 0 else text
     pairs = enumerate(zip(before, text, strict=False))
     end = next((i for i, (a, b) in pairs if a != b), min(len(before), len(text)))
     mark = text.rfind("<", 0, end)

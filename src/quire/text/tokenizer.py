@@ -22,15 +22,15 @@ from quire.text.template_traits import probe
 from quire.text.tokenizer_files import BYTE_OF
 
 
-def refused(error: BaseException, what: str) -> RequestError:
+def tokenizer_error(error: BaseException, what: str) -> RequestError:
     """Returns a RequestError for an error of the `tokenizers` library.
 
     The library panics if a tokenizer's pattern fails, and a panic is no `Exception`. Other
     BaseExceptions, such as KeyboardInterrupt, are raised unchanged.
 
     Args:
-        error: of the library.
-        what: begin of the message, such as "the text cannot be tokenized".
+        error: the library's error.
+        what: beginning of the message, such as "the text cannot be tokenized".
     """
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
@@ -87,12 +87,12 @@ class Tokenizer:
             if any(map(config.get, ("add_bos_token", "add_eos_token"))):
                 set_ends(hub, config)
             tokenizer = cls(hub, config, load_templates(folder, config))
-            # A trial run, because a regular expression may compile and still fail on every text.
+            # A test, because a regular expression may compile and still fail on every text.
             tokenizer.decode(tokenizer.encode(_SAMPLE))
             return tokenizer
         except ModelError:
             raise
-        except Exception as error:  # the library raises bare Exceptions
+        except Exception as error:  # The library raises bare Exceptions.
             raise ModelError(f"{folder / 'tokenizer.json'} cannot be read: {error}") from error
 
     @property
@@ -116,7 +116,7 @@ class Tokenizer:
         Args:
             text: to tokenize.
             add_special_tokens: whether to add the tokenizer's special tokens, such as BOS.
-            most: refuse a text with more tokens, if a part of the text suffices to know.
+            most: refuse a text with more tokens, if a part of the text already shows that.
 
         Raises:
             RequestError: the text is too long, or cannot be tokenized.
@@ -126,8 +126,8 @@ class Tokenizer:
         try:
             # Unlike `encode`, `encode_batch_fast` releases the GIL.
             (found,) = self.hub.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except BaseException as error:  # lone surrogates, and panics of the library
-            raise refused(error, "the text cannot be tokenized") from error
+        except BaseException as error:  # Lone surrogates, or a panic of the library.
+            raise tokenizer_error(error, "the text cannot be tokenized") from error
         return np.asarray(found.ids, dtype=np.int32)
 
     def warm_up(self) -> None:
@@ -139,7 +139,7 @@ class Tokenizer:
         try:
             (text,) = self.hub.decode_batch([[int(id) for id in ids]], skip_special_tokens)
         except BaseException as error:
-            raise refused(error, "the tokens cannot be decoded") from error
+            raise tokenizer_error(error, "the tokens cannot be decoded") from error
         return str(text)
 
     def piece(self, id: int) -> str | None:
@@ -187,12 +187,13 @@ class Tokenizer:
         source = next((self.chat_templates[n] for n in names if n in self.chat_templates), None)
         if source is None:
             raise RequestError(
-                "the model has no chat template: use completions, or give one", "messages"
+                "the model has no chat template: use completions, or give --chat-template",
+                "messages",
             )
         return self._compile(source)
 
     def traits(self, template: ChatTemplate) -> TemplateTraits:
-        """Returns how one of the model's templates takes tools and tool calls."""
+        """Returns how one of the model's templates handles tools and tool calls."""
         if template not in self._traits:
             self._traits[template] = probe(template, self.special_tokens)
         return self._traits[template]
@@ -242,12 +243,12 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
             if eos is not None and _content(token) == eos:
                 return (int(id),)
     except (OSError, ValueError, AttributeError, RecursionError):
-        pass  # loading the tokenizer later reports the error
+        pass  # The error is reported when the tokenizer is loaded.
     return Tokenizer.from_path(folder).eos_token_ids
 
 
 def _content(token: Any) -> str | None:
-    """Returns a special token's text. Files have it as text, or as an object with `content`."""
+    """Returns a special token's text. In files it is a text, or an object with `content`."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
 
@@ -258,7 +259,7 @@ def _is_byte_level(hub: HubTokenizer) -> bool:
     return any(part.get("type") == "ByteLevel" for part in parts)
 
 
-# Refuses texts with more tokens than a context, and tokenizes as little of them as possible.
+# -- refusal of texts with more tokens than a context, by tokenizing as little as possible -----
 
 _CHARS = 6
 """The first part of a long text has this many characters for each allowed token."""
@@ -267,10 +268,10 @@ _MARGIN = 1.25
 
 
 def check_length(text: str, most: int, longest: int, encode: Callable[[str], Sized]) -> None:
-    """Refuses a text with more than `most` tokens, unless knowing it needs the whole text.
+    """Refuses a text with more than `most` tokens if a part of the text already shows that.
 
     Args:
-        text: of the request.
+        text: the request's text.
         most: limit for its tokens.
         longest: upper bound for the characters of a token.
         encode: returns a text's tokens.

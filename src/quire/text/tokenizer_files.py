@@ -1,4 +1,4 @@
-"""Reads a folder's tokenizer, and converts other formats to the one of `tokenizers`."""
+"""Reads a folder's tokenizer, and converts other formats to that of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _byte_of() -> dict[str, int]:
 BYTE_OF = _byte_of()
 
 
-# Other formats than tokenizer.json: tiktoken's ranks, Mistral's tekken, and SentencePiece.
+# -- other formats: tiktoken's ranks, Mistral's tekken, and SentencePiece ----------------------
 
 Config = Mapping[str, Any]
 Converted = tuple[Tokenizer, dict[str, Any]]
@@ -64,11 +64,11 @@ _MOST_SPECIAL = 1 << 16
 _CHARS = {byte: char for char, byte in BYTE_OF.items()}
 
 
-def converted(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
+def convert(folder: Path, config: Config) -> tuple[str, dict[str, Any]]:
     """Converts a folder's tokenizer. Returns the text of a tokenizer.json, and the settings.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         config: content of tokenizer_config.json.
 
     Raises:
@@ -172,8 +172,8 @@ def _byte_pairs(
     """Returns a byte-level BPE tokenizer, which merges the pair with the lowest rank first.
 
     Args:
-        before: special tokens with ids before the ranks'.
-        behind: special tokens with ids after the ranks'.
+        before: special tokens with ids before those of the ranks.
+        behind: special tokens with ids after those of the ranks.
 
     Raises:
         ModelError: a token occurs twice.
@@ -188,7 +188,7 @@ def _byte_pairs(
         merges += [(text[:at], text[at:]) for at in pairs]
     vocabulary = {text: id for id, text in enumerate((*before, *texts, *behind))}
     if len(vocabulary) != len(before) + len(texts) + len(behind):
-        raise ModelError("the tokenizer has tokens that are there twice")
+        raise ModelError("the tokenizer contains a token twice")
     # A piece that is a token as a whole is not merged.
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -231,4 +231,4 @@ def tokenizer_files(folder: Path) -> tuple[str, dict[str, Any]]:
     config = json.loads(read_bounded(settings)) if settings.exists() else {}
     if file.exists():
         return read_bounded(file, MOST_TABLE).decode(), config
-    return converted(folder, config)
+    return convert(folder, config)

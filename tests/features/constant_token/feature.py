@@ -13,7 +13,8 @@ from quire.features.call import CallType, RequestField
 from quire.features.loop_feature import EngineInterface, LoopFeature
 from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
-from tests.features.constant_token.calls import NONE, SET_DEFAULT, TOKEN
+from tests.features.constant_token.args import NONE, ConstantTokenArgs
+from tests.features.constant_token.calls import SET_DEFAULT, TOKEN
 from tests.features.constant_token.metrics import ConstantTokenStats
 
 COLUMN = "constant_token"
@@ -25,7 +26,7 @@ class ConstantToken(Feature, LoopFeature):
 
     def __init__(self, config: EngineConfig) -> None:
         self._vocab_size = config.vocab_size
-        self._default = NONE
+        self._default = self._checked(ConstantTokenArgs.of(config.args).constant_token)
         self._tokens: dict[str, int] = {}
         self._stats = ConstantTokenStats()
 

@@ -1,4 +1,4 @@
-"""The runner's part: the head leaves one token to the rows of a request that repeats it."""
+"""The runner's part: the head masks all tokens except the repeated one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from quire.config import EngineConfig
 from quire.runner.hooks import HeadContext, ProgramHook
 from quire.runner.state import BatchState, ColumnSpec, Limits
-from tests.features.constant_token.calls import NONE
+from tests.features.constant_token.args import NONE
 from tests.features.constant_token.feature import COLUMN
 
 
 class ConstantTokenHook(ProgramHook):
-    """Bars all tokens but one. Each row's column decides, on the device."""
+    """Masks all tokens except one, which each row's column holds on the device."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._ids = torch.arange(config.vocab_size)

@@ -11,9 +11,13 @@ from quire.features.metric_families import counters
 
 
 class ConstantTokenStats(msgspec.Struct):
-    """Counted since the start. completions: that ended, and had a token to repeat."""
+    """Counts since the start. completions: number of finished completions with a repeated token."""
 
     completions: int = 0
+
+
+LIVE_ROWS = {"completions": "Completions of one token"}
+"""The name of the statistic in the live view."""
 
 
 def collect(stats: ConstantTokenStats) -> Iterator[Metric]:

@@ -1,5 +1,5 @@
-"""Real engines, one of which computes prompts for the other: connections and shared memory between
-them are real, only HTTP is not there. Tokens are those of an engine that does all itself."""
+"""Two real engines, without HTTP: the writer computes prompts for the reader over real connections
+and shared memory. Tokens equal those of a single engine."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def config_of(folder: Path, disagg: dict[str, Any] | None, **args: Any) -> Engin
 
 
 class LocalPeer:
-    """The writer, asked without HTTP: its loop answers between two steps."""
+    """A client of the writer without HTTP; the writer's loop answers between two steps."""
 
     url, host, up, pulls = "local", "127.0.0.1", True, 0
 
@@ -108,7 +108,7 @@ class Pair:
         self.reader = build_core(config_of(folder, reader, tensor_parallel_size=ranks[1], **args))
 
     def serve(self) -> None:
-        """Answers what the reader has asked."""
+        """Answers the reader's requests."""
         core = self.writer
         while not self.peer.asked.empty():
             asked, answer = self.peer.asked.get()
@@ -241,7 +241,7 @@ def test_engines_of_different_ranks(
 
 
 def blocks_of(core: EngineCore, tokens: list[int]) -> Iterator[torch.Tensor]:
-    """Yields what the tensors of each KV group hold of a prompt that grows them."""
+    """Yields the contents of each KV group's tensors for a prompt."""
     manager = core.scheduler.blocks
     match = manager.match((0, ""), int32(tokens), len(tokens), whole_only=True)
     assert match.length == len(tokens)
@@ -261,12 +261,12 @@ def blocks_of(core: EngineCore, tokens: list[int]) -> Iterator[torch.Tensor]:
         pytest.param("state", "draft", "async", (1, 2), marks=pytest.mark.slow),
     ],
 )
-def test_what_drafts_has_its_kv_too(
+def test_draft_layers_and_models_receive_their_kv_too(
     folders: dict[str, Path], make: Any, model: str, method: str, mode: str, ranks: tuple[int, int]
 ) -> None:
-    """The tokens are those without drafts. Where one rank of either has all of a block, the
-    reader's are the writer's, in what drafts too. A draft head's last pair is not there: the token
-    behind it is not known to the writer."""
+    """Tokens equal those without drafts. With one rank per engine, the reader's KV also equals the
+    writer's, including that of draft layers and models. A draft head's last pair is missing,
+    because the writer does not know the token after it."""
     wanted: dict[str, Any] = {"method": method, "num_speculative_tokens": 2}
     if method != "mtp":
         wanted["model"] = str(folders[method])
@@ -343,7 +343,7 @@ def test_engines_that_do_not_match_say_both_sides_values(folders: dict[str, Path
         ({"pipeline_parallel_size": 2}, "pipeline"),
     ],
 )
-def test_what_does_not_travel_is_refused(
+def test_unsupported_features_and_roles_are_refused(
     folders: dict[str, Path], args: dict[str, Any], match: str
 ) -> None:
     with pytest.raises(ConfigError, match=match):
@@ -369,18 +369,18 @@ def test_what_does_not_travel_is_refused(
         ({"remote_prefill_tokens": 64}, "set peer, or role=prefill or decode"),
     ],
 )
-def test_settings_that_are_refused(settings: dict[str, Any], match: str) -> None:
+def test_conflicting_settings_are_refused(settings: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         ServerArgs(**settings)
 
 
-def test_a_lease_that_sockets_do_not_know() -> None:
-    """The thread that accepts readers would end at the first."""
+def test_a_lease_longer_than_socket_timeouts_is_refused() -> None:
+    """Otherwise the thread that accepts readers would end at the first connection."""
     with pytest.raises(ConfigError, match="lease_timeout must be at most"):
         read_settings({"role": "prefill", "lease_timeout": 1e7})
 
 
-def test_a_server_without_peers_has_none_of_it() -> None:
+def test_a_server_without_peers_has_no_peer_settings() -> None:
     assert ServerArgs().kv_peers is None
     both = ServerArgs(peer=("localhost:1",), peer_key="key").kv_peers
     assert both is not None

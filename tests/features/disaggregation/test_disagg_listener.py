@@ -1,4 +1,4 @@
-"""Connections of readers: those that come, those that say nothing, and what is in their way."""
+"""The listener's connections: new ones, silent ones, and errors when accepting them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def connect(to: Listener) -> socket.socket:
 
 
 def assert_answered(to: Listener, news: News) -> None:
-    """A reader connects, shows its grant and is told of the end."""
+    """A reader connects, shows its grant and receives the end of the transfer."""
     with connect(to) as connected:
         channel = PeerChannel(connected)
         channel.send(OpenGrant(GRANT))
@@ -52,7 +52,7 @@ def assert_answered(to: Listener, news: News) -> None:
             pass
 
 
-def test_readers_come_again_once_there_are_files_to_open(
+def test_readers_are_accepted_again_once_files_can_be_opened(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
@@ -73,7 +73,7 @@ def test_readers_come_again_once_there_are_files_to_open(
 
 
 @pytest.mark.parametrize("name", ["kv-reader", "kv-writer"])
-def test_readers_come_again_once_there_are_threads(
+def test_readers_are_accepted_again_once_threads_can_start(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     start, failed = threading.Thread.start, []
@@ -92,8 +92,8 @@ def test_readers_come_again_once_there_are_threads(
     assert "could not be taken in: can't start new thread" in caplog.text
 
 
-def test_who_shows_no_grant_in_time_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that sends a byte now and then; who has shown a grant stays."""
+def test_a_connection_without_a_grant_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that sends a byte now and then is closed, too; one with a grant stays."""
     monkeypatch.setattr(listener_module, "_TICK", 0.01)
     with (
         listening(lease=0.3) as (listener, news),

@@ -1,6 +1,7 @@
-"""Two schedulers, one of which computes prompts for the other, over a wire that breaks at any
-message: requests are aborted, readers fall silent, engines die. Each request ends with the tokens
-it would get alone, from bodies that check every block they read, and nothing is left over."""
+"""Two schedulers: the writer computes prompts for the reader, over a connection that may break at
+any message. Requests are aborted, readers stall, and engines die. Each request still ends with the
+tokens it would get alone. The fake executors check every block they read, and no resource stays in
+use."""
 
 from __future__ import annotations
 
@@ -92,9 +93,9 @@ class Wire:
         self.out.append(None)
 
     def hear(self, message: Message) -> None:
-        """The reader's message arrives; the loop takes note of it at its next turn."""
+        """The reader's message arrives; the loop handles it in its next iteration."""
         if isinstance(message, OpenGrant) and self.engine.exports is not None:
-            self.engine.exports.meet(self, message.grant)
+            self.engine.exports.greet(self, message.grant)
         if isinstance(message, BatchAck):
             self.taken.add(message.number)
             self.end_if_taken()
@@ -109,7 +110,7 @@ class Wire:
 
 @dataclass(eq=False)
 class FakePull:
-    """A thread that asks and reads, a message at a time."""
+    """A reader's thread, one message at a time."""
 
     order: PullOrder
     cancelled: bool = False
@@ -137,7 +138,8 @@ class FakePuller:
 
 
 class ReadingExecutor(FakeExecutor):
-    """Reads blocks of other bodies, by their names, as they are when a read ends."""
+    """An executor that reads other executors' blocks, with their contents at the end of the
+    read."""
 
     def __init__(self, *given: Any, others: dict[bytes, Engine], **options: Any) -> None:
         super().__init__(*given, **options)
@@ -169,7 +171,7 @@ class ReadingExecutor(FakeExecutor):
         return super()._arrive()
 
     def _check_still(self, move: Any) -> None:
-        """Checks nothing: what is read may change, and must not be used then."""
+        """Checks nothing: blocks may change during a read, and then are not used."""
 
 
 class Engine:
@@ -188,7 +190,7 @@ class Engine:
         others: dict[bytes, Engine] | None = None,
     ) -> None:
         groups = GROUPS[kind]
-        # Few, so that what a writer has given up is soon used again.
+        # Few blocks, so that freed blocks are soon reused.
         counts = [24, 24][: len(groups)] if writes else [60, 40][: len(groups)]
         self.name = str(seed).encode()
         self.executor: Any = FakeExecutor(groups, counts, vocab=VOCAB, seed=seed)
@@ -247,7 +249,7 @@ class Engine:
             self.scheduler.update(self.executor.collect())
 
     def check_empty(self) -> None:
-        """Checks that nothing of any transfer is left."""
+        """Checks that no transfer holds a resource."""
         groups = range(len(self.scheduler.blocks.groups))
         if isinstance(self.slots, FreeSlots):
             assert [self.slots.num_free(g) for g in groups] == [SLOTS for _ in groups]
@@ -264,9 +266,15 @@ class DisaggMachine(RuleBasedStateMachine):
         seed=st.integers(0, 99),
     )
     def begin(self, kind: str, way: str, seed: int) -> None:
-        """way: blocks go through memory between engines, behind the prompt or behind its steps, or
-        the reader reads the writer's own, likewise, or behind each layer if it
-        sees the writer's clock."""
+        """Starts both engines.
+
+        Args:
+            kind: key of `GROUPS`.
+            way: how blocks reach the reader, from `WAYS`. "direct": from the writer's memory, not
+                over a connection. "async": after each step, not after the whole prompt. "layers":
+                after each layer.
+            seed: of the random choices.
+        """
         self.now = [0.0]
         self.kind, self.layers = kind, way.endswith("layers")
         self.seen = self.layers and "unseen" not in way
@@ -322,7 +330,7 @@ class DisaggMachine(RuleBasedStateMachine):
 
     @rule(stuck=st.booleans())
     def stick(self, stuck: bool) -> None:
-        """Reads of the writer's memory do not end, or do again."""
+        """Makes reads of the writer's memory stall, or end again."""
         if isinstance(self.reader.executor, ReadingExecutor):
             self.reader.executor.stuck = stuck
 
@@ -333,7 +341,7 @@ class DisaggMachine(RuleBasedStateMachine):
 
     @rule()
     def preempt_writer(self) -> None:
-        """The writer's latest request starts over, and others take its blocks."""
+        """Preempts the writer's latest request, so that others take its blocks."""
         running = self.writer.scheduler._running.entries
         if running and running[-1][-1].num_preemptions < 3:
             self.writer.scheduler._preempt(running[-1][-1])
@@ -378,7 +386,7 @@ class DisaggMachine(RuleBasedStateMachine):
             self.read(pull, pull.wire)
 
     def end_read(self, pull: FakePull, wire: Wire, batch: BlockBatch) -> None:
-        """Goes on once the reading engine has read a batch from the writer's cache."""
+        """Continues once the reading engine has read a batch from the writer's cache."""
         if not pull.ends:
             return
         pull.reads = None
@@ -478,7 +486,7 @@ class DisaggMachine(RuleBasedStateMachine):
             if not self.alive and not self.reader.puller.pulls:
                 break
         assert not self.alive
-        self.now[0] += 2 * LEASE  # grants that nobody came for
+        self.now[0] += 2 * LEASE  # grants that no reader used
         for engine in (self.writer, self.reader):
             for _ in range(200):
                 engine.step()
@@ -499,8 +507,8 @@ def test_blocks_that_a_step_is_yet_to_fill_are_not_sent() -> None:
     assert machine.fetched == 3
 
 
-def test_everything_goes_well() -> None:
-    """Shows what the machine's luck may not: prompts do come from the other engine."""
+def test_prompts_are_read_from_the_peer_without_faults() -> None:
+    """Checks without random faults that prompts come from the other engine."""
     for kind in GROUPS:
         for way in WAYS:
             machine = DisaggMachine()
@@ -533,14 +541,14 @@ def test_a_request_does_not_wait_for_a_read_that_does_not_end() -> None:
     for _ in range(40):
         machine.run_reader(1)
     assert request.finished
-    # What the read may still write is nobody's until it ends.
+    # Blocks that the read may still write stay reserved until it ends.
     assert machine.reader.scheduler.blocks.loading
     machine.teardown()
     assert machine.reader.stats.local == 1
 
 
-def test_what_is_read_too_late_is_not_used() -> None:
-    """The writer's blocks have long become those of other prompts when the read ends."""
+def test_blocks_read_after_their_lease_are_not_used() -> None:
+    """When the read ends, other prompts have long reused the writer's blocks."""
     machine = DisaggMachine()
     machine.begin("full", "direct", 0)
     machine.stick(True)
@@ -560,8 +568,8 @@ def test_what_is_read_too_late_is_not_used() -> None:
     assert machine.writer.stats.grants == {"timeout": 1}
 
 
-def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
-    """The reader copies what others have written there since, and then the right blocks."""
+def test_blocks_a_running_prompt_loses_during_a_read_are_sent_again() -> None:
+    """The reader first copies blocks that others have overwritten, and then the right ones."""
     machine = DisaggMachine()
     machine.begin("full", "direct async", 0)
     machine.stick(True)
@@ -589,8 +597,8 @@ def test_what_a_running_prompt_loses_while_it_is_read_is_sent_again() -> None:
 
 @pytest.mark.parametrize("way", ["async", "direct async", "direct layers"])
 @pytest.mark.parametrize("seed", range(12))
-def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way: str) -> None:
-    """Requests start over while their blocks are read, and others take these."""
+def test_blocks_lost_during_a_read_are_sent_again(seed: int, way: str) -> None:
+    """Requests are preempted while their blocks are read, and others reuse the blocks."""
     draw = random.Random(seed)
     machine = DisaggMachine()
     machine.begin(draw.choice(["full", "window"]), way, seed)
@@ -612,8 +620,8 @@ def test_blocks_that_are_lost_while_they_are_read_are_sent_again(seed: int, way:
 
 
 def test_layers_can_be_read_while_the_step_that_computes_them_runs() -> None:
-    """Blocks are named with the step that fills them, when it is planned, and the end need not wait
-    for the writer's loop."""
+    """Blocks are announced with the step that fills them when it is planned, and the end of the
+    transfer does not wait for the writer's loop."""
     machine = DisaggMachine()
     machine.begin("full", "direct layers", 0)
     machine.ask(0, 17, 2)
@@ -683,8 +691,8 @@ def test_a_grant_names_blocks_to_the_first_who_shows_it() -> None:
     [("full", "async", 1), ("full", "sync", 2), ("window", "sync", 2), ("state", "sync", 3)],
 )
 def test_a_prompt_s_last_blocks_leave_soon(kind: str, way: str, later: int) -> None:
-    """Counts plans from the one that computes the last of a prompt to the one that sends it, while
-    another is computed: in async it need not wait for the step's result."""
+    """Counts plans between the one that computes a prompt's last tokens and the one that sends
+    them, while another prompt runs. With "async", sending does not wait for the step's result."""
     machine = DisaggMachine()
     machine.begin(kind, way, 0)
     machine.ask(0, 17, 2)

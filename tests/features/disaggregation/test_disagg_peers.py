@@ -1,4 +1,4 @@
-"""Peers that are asked for prompts, and do not answer, or answer nonsense."""
+"""Peers that do not answer requests for prompts, or answer nonsense."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_threads_do_not_wait_for_a_silent_peer_in_turn(monkeypatch: pytest.Monke
         assert time.monotonic() - begun < 4 * 0.5
         assert [failure.outcome for failure in failures] == ["timeout"] * 6
         assert not peer.up
-        peer._not_before = 0.0  # it is asked anew after the pause
+        peer._not_before = 0.0  # it is asked again after the pause
         begun = time.monotonic()
         ask()
         assert time.monotonic() - begun >= 0.5
@@ -62,7 +62,7 @@ def test_threads_do_not_wait_for_a_silent_peer_in_turn(monkeypatch: pytest.Monke
 def pull(
     monkeypatch: pytest.MonkeyPatch, peer: Peer, slots: FreeSlots, answer: object
 ) -> PullEnded:
-    """Has a peer asked for a prompt, which answers with a grant for a port, or an error."""
+    """Requests a prompt from a peer that answers with a grant for a port, or with an error."""
 
     def ask(*_: Any) -> Grant:
         if isinstance(answer, PeerError):
@@ -100,7 +100,7 @@ def answer_with(server: socket.socket, messages: list[Message]) -> threading.Thr
 
 
 @pytest.mark.parametrize(("group", "outcome"), [(0, "overloaded"), (-1, "broken"), (7, "broken")])
-def test_a_peer_is_not_blamed_for_what_is_full_here(
+def test_a_peer_is_not_blamed_for_a_full_local_pool(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     group: int,

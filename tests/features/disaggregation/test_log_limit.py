@@ -30,6 +30,6 @@ def test_five_lines_of_a_message_in_a_minute(
 
 
 @pytest.mark.parametrize("name", ["listener", "exports", "loop"])
-def test_what_strangers_cause_is_limited(name: str) -> None:
+def test_warnings_caused_by_strangers_are_rate_limited(name: str) -> None:
     log = importlib.import_module(f"quire.features.disaggregation.{name}")._log
     assert any(isinstance(each, LogLimit) for each in log.filters)

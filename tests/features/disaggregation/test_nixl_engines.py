@@ -32,5 +32,5 @@ def test_tokens_are_those_of_one_engine(
 def test_engines_of_different_ranks(
     folders: dict[str, Path], make: Any, ranks: tuple[int, int]
 ) -> None:
-    """Layer by layer, behind the clock of each of the writer's ranks."""
+    """KV is read layer by layer, following the clock of each of the writer's ranks."""
     check(make(folders["full"], "async", transport="nixl", ranks=ranks), alone(folders["full"]))

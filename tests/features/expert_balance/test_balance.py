@@ -32,7 +32,7 @@ def rooms_for(experts: int, redundant: int, ranks: int) -> list[int]:
 
 
 def check(placement: Placement, experts: int, rooms: list[int]) -> None:
-    """Every expert is somewhere, and on no rank twice."""
+    """Checks that every expert is placed, and on no rank twice."""
     assert [len(own) for own in placement] == rooms
     held = [[expert for expert in own if expert >= 0] for own in placement]
     assert {expert for own in held for expert in own} == set(range(experts))
@@ -61,7 +61,7 @@ def test_placements_are_whole(data: st.DataObject, ranks: int, experts: int) -> 
 def test_ranks_have_room_for_their_own_experts(
     ranks: int, experts: int, data: st.DataObject
 ) -> None:
-    """60 experts and one copy on eight ranks: an even cut of 61 takes one of a rank away."""
+    """60 experts and one copy on eight ranks, where an even split of 61 gives one rank fewer."""
     redundant = data.draw(st.integers(0, experts * (ranks - 1)))
     held, rooms = rooms_for(experts, 0, ranks), rooms_for(experts, redundant, ranks)
     assert all(own <= room for own, room in zip(held, rooms, strict=True))
@@ -76,7 +76,7 @@ def test_ranks_have_room_for_their_own_experts(
     seed=st.integers(0, 2**16),
 )
 def test_skewed_loads_are_evened_out(shape: tuple[int, int, int], skew: float, seed: int) -> None:
-    """Loads that fall as a power of the rank in popularity: 1.2 gives one of 128 a quarter."""
+    """Returns loads that follow a power law: with 1.2, one of 128 experts gets a quarter."""
     experts, ranks, redundant = shape
     draw = random.Random(seed)
     loads = [draw.uniform(0.8, 1.2) / (place + 1) ** skew for place in range(experts)]
@@ -122,7 +122,9 @@ def test_an_engine_rearranges_experts(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"redundant_experts": 8, "enable_expert_parallel": True}, "more than the 7 that ranks"),
     ],
 )
-def test_copies_that_cannot_be(tmp_path: Path, settings: dict[str, Any], reason: str) -> None:
+def test_impossible_numbers_of_copies_are_refused(
+    tmp_path: Path, settings: dict[str, Any], reason: str
+) -> None:
     folder = str(model_folder(tmp_path, TINY_EXPERTS))
     args = EngineArgs(
         model=folder, device="cpu", skip_tokenizer_init=True, tensor_parallel_size=2, **settings

@@ -1,4 +1,4 @@
-"""KV events: what they say an engine holds is what its prefix tree holds."""
+"""KV events describe exactly the contents of the engine's prefix tree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOAD = EngineLoad()
 
 
 class Reader:
-    """A router's view of an engine, by its events alone."""
+    """A router's view of an engine, built from its events."""
 
     def __init__(self) -> None:
         self.epoch, self.last = "", 0
@@ -65,7 +65,7 @@ OP = st.one_of(
 @settings(max_examples=40)
 @given(st.lists(OP, max_size=60), st.integers(1, 3))
 @example([("add", (0, 4, 0)), ("step", 1), ("reset", None), ("abort", 0)], 1)
-def test_events_say_what_the_tree_holds(ops: list[tuple[str, object]], depth: int) -> None:
+def test_events_reproduce_the_prefix_tree(ops: list[tuple[str, object]], depth: int) -> None:
     group = KVGroup(layers=(0,), tokens_per_block=SIZE)
     executor = FakeExecutor([group], [24], vocab=7)
     config = SchedulerConfig(
@@ -114,8 +114,8 @@ def test_events_say_what_the_tree_holds(ops: list[tuple[str, object]], depth: in
     assert not quiet.changed
 
 
-def test_nothing_is_noted_before_somebody_reads() -> None:
-    """Then, what a prompt finds in the tree is noted with it."""
+def test_no_events_are_recorded_before_a_reader_connects() -> None:
+    """Later, events also cover the blocks that a prompt finds in the tree."""
     group = KVGroup(layers=(0,), tokens_per_block=SIZE)
     executor = FakeExecutor([group], [24], vocab=7)
     scheduler = Scheduler(SchedulerConfig(max_num_batched_tokens=16), executor.start())
@@ -158,7 +158,7 @@ def test_a_reader_of_another_epoch_or_too_far_behind_gets_everything() -> None:
 
 
 @given(st.integers(0, 3000), st.sampled_from([1, 16, 32]))
-def test_reports_name_blocks_by_what_is_before_them(tokens: int, size: int) -> None:
+def test_reports_name_blocks_by_their_prefix(tokens: int, size: int) -> None:
     prompt = [place % 97 for place in range(tokens)]
     read = decode_report(encode_report(prompt, "salt", size))
     assert read is not None
@@ -175,7 +175,7 @@ def test_reports_name_blocks_by_what_is_before_them(tokens: int, size: int) -> N
 
 
 @pytest.mark.parametrize("value", [b"", b"1;2", b"a;16;", b"1;0;", b"-1;16;", b"4;2;&&&&"])
-def test_what_is_no_report_is_ignored(value: bytes) -> None:
+def test_an_invalid_report_is_ignored(value: bytes) -> None:
     assert decode_report(value) is None
 
 
@@ -183,7 +183,7 @@ def test_the_rate_is_that_of_steps_with_prompts() -> None:
     rate = PrefillRate()
     rate.ended(0.0)
     assert rate.value == 0.0
-    # Two steps overlap: the second takes from the first one's end.
+    # The two reads overlap.
     rate.launched(1000, 1.0)
     rate.launched(1000, 1.1)
     rate.ended(2.0)

@@ -1,4 +1,4 @@
-"""The index of the host's pool, names of contents, and what copying is reckoned to cost."""
+"""The index of the host's pool, hashes of contents, and estimated costs of copies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_slot_that_is_copied_is_left_alone() -> None:
     assert tier.expect(key(3)) == slot
 
 
-def test_what_fails_to_come_leaves_its_slot_free() -> None:
+def test_a_failed_transfer_leaves_its_slot_free() -> None:
     tier = HostTier(1)
     tier.expect(key(0))
     tier.arrived(key(0), False)
@@ -58,7 +58,7 @@ def test_what_fails_to_come_leaves_its_slot_free() -> None:
     assert (key(1) in tier, tier.num_free) == (False, 1)
 
 
-def test_clearing_leaves_what_is_copied() -> None:
+def test_clearing_keeps_blocks_being_copied() -> None:
     tier = filled(3)
     tier.pin(key(1))
     tier.clear()
@@ -140,7 +140,7 @@ def test_states_are_kept_where_they_spare_enough() -> None:
     assert costs.swap_pays(276)
 
 
-def test_of_states_the_one_goes_that_saves_least_and_was_not_used_for_long() -> None:
+def test_the_least_useful_state_is_evicted() -> None:
     tier = StateTier(3)
     for n, saves in enumerate((50, 10, 30)):
         tier.note(key(n), saves)
@@ -151,7 +151,7 @@ def test_of_states_the_one_goes_that_saves_least_and_was_not_used_for_long() -> 
     assert tier.expect(key(3)) is not None
     assert key(1) not in tier
     tier.arrived(key(3), True)
-    # What goes raises what later uses count for: 15 and 10 are less than 30 still.
+    # An eviction raises the value of later uses, but 15 + 10 is still less than 30.
     assert tier.oldest(1) == [key(3)]
     tier.touch(key(3))
     for n in range(4, 8):

@@ -1,5 +1,5 @@
 """Recurrent states in the host and disk tiers of a whole engine: tokens are the same with and
-without, and prefixes that the device has lost are reused."""
+without tiers, and prefixes evicted from the device are reused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def states_are_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def used(llm: LLM) -> Any:
-    """Returns the tiers' figures; every block is free again."""
+    """Checks that every block is free again; returns the tiers' statistics."""
     stats = llm.stats()
     assert stats.blocks_used == [0, 0]
     assert stats.tiers is not None
@@ -53,7 +53,7 @@ def test_prefixes_that_the_device_lost_come_back_with_their_states(folder: Path)
 
 
 def test_conversations_go_on_from_the_end_of_a_turn(folder: Path) -> None:
-    """The state behind an answer ends within a block, which goes to the host as well."""
+    """The state after an answer ends within a block, which is copied to the host as well."""
     params = SamplingParams(temperature=0.0, max_tokens=7, ignore_eos=True)
     asked = [stem[:40] for stem in STEMS]
     for host_cache_gb in (_GB, 0.0):

@@ -1,5 +1,5 @@
-"""The host and disk tiers in a whole engine: tokens are the same with and without, whatever was
-pushed out, brought back, damaged or forgotten."""
+"""The host and disk tiers in a whole engine: tokens are the same with and without tiers, although
+blocks are evicted, restored, damaged and dropped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def engine(folder: Path, **settings: Any) -> LLM:
 
 
 def patch_costs(patch: pytest.MonkeyPatch) -> None:
-    """Replaces measured rates: those of a tiny model on a busy machine are of no use to a test."""
+    """Replaces measured rates, because those of a tiny model on a busy machine mean nothing."""
     patch.setattr("quire.features.kv_offload.costs.CostModel.fetch_pays", lambda self, *_: True)
     patch.setattr("quire.features.kv_offload.costs.CostModel.swap_pays", lambda self, *_: True)
     patch.setattr("quire.features.kv_offload.costs.CostModel.worth_keeping", True)
@@ -59,7 +59,7 @@ def copying_always_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(llm: LLM, tail: int = 0) -> list[list[int]]:
-    """One request after another, each with a stem that the pool has lost since the last round."""
+    """Runs one request after another; the pool has evicted each prefix since the last round."""
     found = []
     for stem in STEMS:
         prompt = {"prompt_token_ids": [*stem, 6 + tail]}
@@ -78,7 +78,7 @@ def plain(folder: Path, tail: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the disk cache that an engine has left, which tests copy."""
+    """Returns the disk cache of an ended engine, which tests copy."""
     kv = tmp_path_factory.mktemp("files") / "kv"
     with pytest.MonkeyPatch.context() as patch:
         patch_costs(patch)
@@ -89,7 +89,7 @@ def files(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return kv
 
 
-def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
+def test_blocks_evicted_from_the_device_come_back_from_the_host(folder: Path) -> None:
     llm = engine(folder, host_cache_gb=100 * BLOCK_GB)
     found = [answers(llm, tail) for tail in range(2)]
     stats = llm.stats()
@@ -104,7 +104,7 @@ def test_what_the_device_lost_comes_back_from_the_host(folder: Path) -> None:
 
 
 def test_ranks_keep_their_heads_on_the_host(folder: Path) -> None:
-    """Ranks share the host's memory out, and their blocks are as much smaller."""
+    """Ranks divide the host's memory, and their blocks are smaller in proportion."""
     llm = engine(folder, host_cache_gb=100 * BLOCK_GB, tensor_parallel_size=2)
     found = [answers(llm, tail) for tail in range(2)]
     stats = llm.stats()
@@ -153,7 +153,7 @@ def test_damaged_files_are_computed_again(
 
 
 def test_a_swapped_request_does_not_compute_again(folder: Path) -> None:
-    """Requests outgrow the pool together; the latest give way, and come back."""
+    """Together the requests outgrow the pool; the latest are preempted and resumed."""
     long = SamplingParams(temperature=0.0, max_tokens=38, ignore_eos=True)
     prompts = [{"prompt_token_ids": stem} for stem in STEMS[:4]]
     found = []

@@ -1,7 +1,7 @@
-"""Random adapters of tiny checkpoints, made and judged by PEFT.
+"""Random adapters of tiny checkpoints, made and evaluated by PEFT.
 
-It is imported where it is called: with what it imports, that takes seconds, and processes that
-collect tests or compute as ranks do without.
+Functions import PEFT themselves: the import takes seconds, and processes that collect tests or run
+ranks do not need it.
 """
 
 from __future__ import annotations

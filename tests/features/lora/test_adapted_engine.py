@@ -90,7 +90,7 @@ def test_more_adapters_than_slots(
 ) -> None:
     order = [0, -1, 1, 2, 0, 3, -1, 4, 5, 1, 0, 2]
     assert tokens_of(llm, checkpoint, order) == [expected[a] for a in order]
-    # Again, from the prefix tree and from slots that others had in between.
+    # Again, from the prefix tree and from slots that other adapters used in between.
     order = order[::-1]
     assert tokens_of(llm, checkpoint, order) == [expected[a] for a in order]
     stats = llm.stats().adapters
@@ -195,7 +195,7 @@ def test_loading_and_unloading_under_load(checkpoint: Path, expected: dict[int, 
 def test_a_slot_that_is_always_in_use_is_given_up(
     checkpoint: Path, expected: dict[int, list[int]]
 ) -> None:
-    """Whoever waits for a slot gets one, although requests for the adapter in it keep coming."""
+    """A waiting request gets the slot, although requests for the adapter in it keep coming."""
     llm = open_llm(checkpoint, max_loras=1)
     core = llm._core
     for seed in (0, 1):
@@ -262,7 +262,7 @@ def test_an_adapter_whose_files_change_is_refused(checkpoint: Path, tmp_path: Pa
     llm.shutdown()
 
 
-def test_a_slot_that_cannot_be_filled_keeps_nobody_waiting(
+def test_a_slot_that_cannot_be_filled_fails_its_request_at_once(
     checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: Any) -> None:
@@ -350,7 +350,7 @@ def test_two_ranks_fill_their_slots_together(
 def test_an_adapter_of_the_hub(
     checkpoint: Path, expected: dict[int, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Adapters of the hub are fetched beside the steps of others, once."""
+    """Adapters are downloaded from the hub once, while other requests run."""
     came, asked_for = threading.Event(), []
 
     def fetched(name: str, *, allow_patterns: list[str], **_: Any) -> str:
@@ -383,7 +383,7 @@ def test_an_adapter_of_the_hub(
 
 
 def test_a_name_is_loaded_once_at_a_time(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first load of a name has it, also before it has ended; an unload gives it up."""
+    """The first load of a name reserves it, even before the load has ended; an unload frees it."""
     came = threading.Event()
 
     def fetched(name: str, **_: Any) -> str:
@@ -447,7 +447,7 @@ def test_an_adapter_that_the_hub_does_not_have(
 def test_drafts_change_no_adapters_tokens(
     checkpoint: Path, expected: dict[int, list[int]], settings: dict[str, Any]
 ) -> None:
-    """Drafts are of texts, or of the base model, whatever adapter verifies them."""
+    """Drafts come from texts or the base model, and any adapter verifies them."""
     if settings["method"] == "draft":
         settings = {**settings, "model": str(checkpoint / "model")}
     llm = open_llm(checkpoint, max_loras=3, speculative={**settings, "num_speculative_tokens": 3})

@@ -150,8 +150,8 @@ def test_the_adapter_that_ships() -> None:
     assert sum(file.stat().st_size for file in dragon.iterdir()) <= 300_000
 
 
-def test_a_slot_forgets_what_it_held(tmp_path: Path) -> None:
-    """A second adapter of fewer linears and a lower rank leaves nothing of the first."""
+def test_a_reused_slot_keeps_nothing_of_the_last_adapter(tmp_path: Path) -> None:
+    """A second adapter with fewer linears and a lower rank replaces all values of the first."""
     model = make(tmp_path / "model", "llama")
     make_adapter(model, tmp_path / "a", 0, r=16)
     make_adapter(model, tmp_path / "b", 1, r=2, target_modules=["k_proj"])

@@ -1,4 +1,4 @@
-"""Adapters that would not be computed to the letter are refused by name."""
+"""Adapters with options that Quire does not implement are refused, and the option is named."""
 
 from __future__ import annotations
 

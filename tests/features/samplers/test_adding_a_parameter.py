@@ -1,4 +1,4 @@
-"""docs/adding-a-sampling-parameter.md, done: its changes make a parameter that its tests pass."""
+"""Applies the changes of docs/adding-a-sampling-parameter.md: the page's tests pass."""
 
 from __future__ import annotations
 
@@ -40,20 +40,23 @@ def test_from_nothing_to_its_own_tests(tmp_path: Path) -> None:
     (copy / "embedded").symlink_to(source / "embedded")
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs" / "api.md", tmp_path / "docs")
-    touched = [apply_change(change, tmp_path) for change in blocks("diff")]
-    assert [name for name in touched if name.endswith(".py")] == [
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "parameter_table.py", tmp_path / "tools")
+    assert [apply_change(change, tmp_path) for change in blocks("diff")] == [
         "src/quire/sampling_params.py",
         "src/quire/features/samplers/hook.py",
     ], "the declaration, and what does it"
     (code,) = blocks("python")
     (tmp_path / "test_page.py").write_text(code)
     search = os.pathsep.join(str(path) for path in (tmp_path / "src", ROOT))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "5 passed" in done.stdout
+    env = {**os.environ, "PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def python(*arguments: str) -> str:
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert "6 passed" in python("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_page.py")
+    python("tools/parameter_table.py")
+    assert "| `top_n_sigma` | 0.0 | 0 to 100 |" in (tmp_path / "docs" / "api.md").read_text()

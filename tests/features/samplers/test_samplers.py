@@ -1,4 +1,4 @@
-"""DRY, XTC, typical-p and functions of the caller's: twins in float64, and whole requests."""
+"""DRY, XTC, typical-p and callers' functions, against float64 twins and in whole requests."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_typical_p(logits: list[list[float]], mass: float) -> None:
         order = np.argsort(distance, kind="stable")
         reached = np.cumsum(probs[order])
         count = int((reached < mass).sum()) + 1
-        # What is kept is closer than what is not, and as much as was asked for, but for rounding.
+        # Kept tokens are closer than dropped ones and have the asked mass, except for rounding.
         assert distance[mine].max() <= distance[~mine].min(initial=np.inf) + 1e-4
         if abs(reached - mass).min() > 1e-5:
             assert mine.sum() == min(count, VOCAB)
@@ -177,7 +177,7 @@ def test_dry_ends_loops(llm: LLM) -> None:
     assert broken == repeats(), "no sequence is left"
 
 
-def test_typical_p_and_xtc_change_what_is_drawn(llm: LLM) -> None:
+def test_typical_p_and_xtc_change_the_drawn_tokens(llm: LLM) -> None:
     base = {"max_tokens": 10, "ignore_eos": True}
     seeds = range(3)
     prompts = ["Once upon a time"] * 3
@@ -213,7 +213,7 @@ def test_the_distribution_is_that_of_the_functions(llm: LLM) -> None:
     assert ((counts - expected) ** 2 / expected).sum() < 21.1
 
 
-def test_functions_see_what_was_said(llm: LLM) -> None:
+def test_functions_see_the_tokens_so_far(llm: LLM) -> None:
     seen: list[list[int]] = []
 
     def watch(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""Drafts change how fast tokens come, and never which: whatever is drafted, a run gives the tokens,
-log-probabilities and ends of one without drafts. In float64, so that no rounding turns a choice."""
+"""Drafts change only the speed: with any drafts, a run gives the same tokens, log-probabilities and
+ends as without. Models compute in float64, so that rounding cannot change a token."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Verifier(Hook):
 
 
 class Script(Feature):
-    """Drafts out of texts that are known from a run before.
+    """Drafts from the texts of an earlier run.
 
-    kind: "right" claims what will come; "wrong" something else; "partly" turns wrong at random;
-    "late" repeats the claim of the plan before; "none" asks for drafts and claims nothing; "mixed"
-    any of these for each row. Rows ask for random numbers of drafts.
+    kind: "right" drafts the right tokens; "wrong" wrong ones; "partly" becomes wrong at random;
+    "late" repeats the previous plan's drafts; "none" asks for drafts and gives none; "mixed" picks
+    one of these for each row. Rows ask for random numbers of drafts.
     """
 
     def __init__(self, texts: dict[str, list[int]], kind: str, seed: int = 0) -> None:
@@ -61,7 +61,7 @@ class Script(Feature):
         return text + [-1] * (WIDTH - len(text))
 
     def _claim(self, name: str) -> tuple[list[int], int] | None:
-        """Returns what is claimed of a request, None for what is right."""
+        """Returns the drafts of a request, None for each right one."""
         kinds = ["right", "wrong", "partly", "late", "none"]
         kind = self._draw.choice(kinds) if self.kind == "mixed" else self.kind
         if kind == "late":
@@ -191,8 +191,9 @@ def test_drafts_change_nothing_but_speed(
 def test_masks_hold_for_every_draft(
     folder: Path, plain: tuple[Answers, dict[str, list[int]]]
 ) -> None:
-    """A row under masks that allow one token a position gives these tokens, with their drafts
-    right, and only the first where the mask of the draft's own place bars it."""
+    """With masks that allow one token per position, a row gives these tokens if its drafts are
+    right. If the mask of the first draft's position refuses the draft, it gives only the first
+    token."""
 
     class Gate(Script):
         def plan(self, builder: PlanBuilder) -> None:
@@ -243,7 +244,7 @@ def test_the_runner_refuses_more_drafts_than_it_verifies(folder: Path) -> None:
 
 
 def test_dummy_tokens_run_the_body(folder: Path) -> None:
-    """Ranks keep step with others: the model's collectives are entered."""
+    """A rank without rows still enters the model's collectives."""
     engine = TinyEngine(folder)
     engine.add("a", Job([6, 7, 8], SamplingParams(temperature=0.0, max_tokens=3)))
     expected = TinyEngine(folder).run(

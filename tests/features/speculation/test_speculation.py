@@ -1,4 +1,4 @@
-"""Speculation in whole engines: whatever drafts, tokens are those of an engine without."""
+"""Speculation in whole engines: with every method, tokens equal those without drafts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_tokens_and_logprobs_are_the_same(
 def test_draft_heads_change_nothing(
     folder: Path, plain: Answers, tmp_path: Path, method: str
 ) -> None:
-    """Heads of random weights, whose drafts are wrong; that of EAGLE-3 on two ranks."""
+    """Draft heads of random weights, whose drafts are wrong; EAGLE-3 on two ranks."""
     speculative: dict[str, Any] = {"method": method, "num_speculative_tokens": 3}
     expected, settings = plain, {"depth": 3, "blocks": 30, "budget": 48}
     if method == "mtp":
@@ -129,7 +129,8 @@ def many(seed: int) -> list[Job]:
 
 
 def test_many_requests_at_once(folder: Path) -> None:
-    """Twice over, so that the second half finds prefixes, and texts of the first."""
+    """Every request runs twice, so that the second half finds the first half's prefixes and
+    texts."""
     jobs = many(3) * 2
     expected = TinyEngine(folder, dtype="float64", lanes=64, blocks=900).run(jobs)
     for way in ("suffix", "auto"):
@@ -199,7 +200,7 @@ def generated_plainly(kv_cache_dtype: str) -> tuple[list[list[int]], int]:
 
 
 def free_of_charge(llm: LLM) -> None:
-    """Lets drafts cost nothing: what a busy machine measures is no part of these tests."""
+    """Makes drafts free, because costs measured on a busy machine would make these tests random."""
     from quire.features.speculation.draft_count import StepCosts
 
     for feature in llm._core._loop_features:
@@ -232,7 +233,7 @@ def test_the_embedded_draft_is_accepted(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("depth", [slow(1), 2])
 def test_the_model_catches_up(depth: int) -> None:
-    """A lone request whose text was looked up for long gets the model's drafts again."""
+    """A single request gets the model's drafts again after a long time of lookups."""
     llm = LLM(
         num_kv_blocks=100, max_model_len=512, max_num_seqs=2, speculative={}, steps_in_flight=depth
     )
@@ -242,7 +243,7 @@ def test_the_model_catches_up(depth: int) -> None:
     told = llm._core.add("a", np.arange(40, 60, dtype=np.int32), params, max_total=130)
     found = TextIndex.find
     forced = pytest.MonkeyPatch()
-    # At first the same wrong text is found wherever one looks.
+    # At first every lookup finds the same wrong text.
     forced.setattr(TextIndex, "find", lambda text, tokens: TextMatch(text, 0, 16))
     forced.setattr(feature._acceptance, "of", lambda kinds, lanes: (kinds >= LOOKUP) * 0.9)
     for _ in range(30):
@@ -280,7 +281,7 @@ def test_grammars_hold_and_texts_are_followed() -> None:
 
 
 def test_drafts_stay_within_a_salt() -> None:
-    """Texts of others are looked up only under the same salt."""
+    """Lookups use other requests' texts only with the same salt."""
     from quire.arrays import int32
     from quire.config import EngineArgs
     from quire.engine.builder import build_core, resolve
@@ -312,8 +313,7 @@ def test_drafts_stay_within_a_salt() -> None:
 
 
 def test_texts_of_running_requests_are_followed(folder: Path) -> None:
-    """One that asks the same as another gets its drafts from the blocks that the other has
-    filled."""
+    """A request with the same prompt as another gets its drafts from the other's cached blocks."""
     params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
     job = Job(random_prompts(1, seed=4)[0], params)
     expected = TinyEngine(folder, dtype="float64").run([job])[0]
@@ -360,13 +360,13 @@ def test_a_vocabulary_that_differs_is_refused(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_settings_that_are_wrong(given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(quire.errors.ConfigError, match=message):
         LLM(speculative=given)
 
 
 def test_a_server_does_not_simulate() -> None:
-    """Users of a server would get texts that mean nothing."""
+    """Otherwise users of a server would get meaningless texts."""
     from quire.config import EngineArgs
     from quire.server.args import ServerArgs
     from quire.server.process.server import run_server

@@ -21,7 +21,8 @@ TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
 def longest(text: list[int], tail: list[int], least: int, most: int) -> int:
-    """The tokens before any place of a text, but its end, that are the end of another."""
+    """Returns the longest match: the tokens before any position of a text except its end that also
+    end another text."""
     best = 0
     for place in range(least, len(text)):
         length = 0
@@ -39,8 +40,8 @@ def longest(text: list[int], tail: list[int], least: int, most: int) -> int:
 def test_a_text_finds_where_it_stood_before(
     text: list[int], least: int, most: int, cuts: list[int]
 ) -> None:
-    """However it grew. Only some places are compared, so a longer match may be missed, never one
-    at all."""
+    """This holds for every way the text grew. The index compares only some positions, so it may
+    miss a longer match, but it always finds one."""
     index = TextIndex(least, most, room=1)
     at = 0
     for size in [*cuts, len(text)]:
@@ -83,7 +84,7 @@ def ended(salt: str, tokens: list[int]) -> Request:
 
 
 def test_texts_of_all_namespaces_have_one_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The namespaces in which requests ended last stay, one of them at least."""
+    """The namespaces of the requests that ended last are kept, at least one."""
     monkeypatch.setattr(lookup, "_RECENT", 8)
     monkeypatch.setattr(lookup, "_NAMESPACES", 3)
     texts = TextSource(SpeculationSettings(None, None, True), lanes=2, width=4)
@@ -154,7 +155,7 @@ def test_no_other_choice_is_better(
     plain = rate((0,) * len(rows))
     ours = rate(tuple(found.counts.tolist()))
     assert ours >= plain * 0.9999
-    # Passes are counted for all rows that may have drafts of a model, so a margin is left.
+    # The model's passes are counted for all rows that may draft, so a margin is allowed.
     assert ours >= min(best * 0.9999, best / 1.02 * 0.9999)
     assert not found.counts[chance == 0.0].any()
 
@@ -167,7 +168,7 @@ def test_drafts_stop_where_they_do_not_pay() -> None:
     assert not may_pay(steep, 8, 0.95, 7)
     flat = costs(dict.fromkeys(range(1, 80), 1.0))
     assert (choose(flat, np.full(8, 0.5), nothing, room).counts == 7).all()
-    # A model that takes as long as a step drafts for nobody.
+    # A draft model that takes as long as a step is never used.
     dear = costs(dict.fromkeys(range(1, 80), 1.0), draft=1.0)
     assert not choose(dear, np.full(8, 0.9), ~nothing, room).counts.any()
     assert choose(dear, np.full(8, 0.9), nothing, room).counts.all()
@@ -185,7 +186,7 @@ def test_a_row_that_fails_drops_out() -> None:
     counts = choose(table, np.array([bad, good]), np.zeros(2, dtype=bool), int32([7, 7])).counts
     assert counts[0] == 0
     assert counts[1] > 3
-    # Another request of the lane begins with what its kind has shown.
+    # Another request on the lane starts with the acceptance of its kind.
     rates.forget(int32([0]))
     assert rates.of(one, int32([0]))[0] == pytest.approx(rates.of_kinds()[1])
     before = rates.of_kinds()[1]
@@ -195,7 +196,7 @@ def test_a_row_that_fails_drops_out() -> None:
     assert rates.of_kinds()[1] == pytest.approx(0.6, abs=1e-3)
 
 
-def test_what_was_not_measured_is_not_guessed_small() -> None:
+def test_the_cost_of_unmeasured_steps_is_not_underestimated() -> None:
     table = costs({1: 1.0, 2: 0.9, 4: 2.0})
     assert table.decode(1) == table.decode(2) == 0.9  # fewer are never slower
     assert table.decode(3) == 2.0

@@ -1,4 +1,4 @@
-"""Drafts in pipelines: the tokens of one worker without drafts, whatever makes them."""
+"""Drafts in pipelines: with every method, tokens equal those of one worker without drafts."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine(folder: Path, way: str, stages: int, depth: int, **settings: Any) -> 
 
 
 def sources(found: TinyEngine) -> dict[str, SourceStats]:
-    """Returns what was verified, by source."""
+    """Returns the counts of verified drafts, by source."""
     (feature,) = (f for f in found.features if isinstance(f, SpeculationFeature))
     return feature.stats()["speculation"].sources  # type: ignore[no-any-return]
 
@@ -74,7 +74,7 @@ def sources(found: TinyEngine) -> dict[str, SourceStats]:
         slow("eagle3", "tiny", 2, 3, {"lanes": 3, "prefix_caching": False}),
     ],
 )
-def test_tokens_are_those_without(
+def test_tokens_equal_those_without_drafts(
     base: Path, way: str, model: str, stages: int, depth: int, settings: dict[str, Any]
 ) -> None:
     """Greedy and sampled, penalties, siblings, chunked prompts, prefix hits, preemption, stop
@@ -88,8 +88,8 @@ def test_tokens_are_those_without(
 
 @pytest.mark.parametrize("depth", [2, slow(3)])
 def test_a_draft_model_that_is_the_model_is_always_right(base: Path, depth: int) -> None:
-    """Ahead, too, it drafts for the whole text: behind prompts, accepted drafts and steps in which
-    nothing was verified."""
+    """With steps in flight, the model still drafts from the whole text: after prompts, accepted
+    drafts, and steps without verified drafts."""
     folder = model_folder(base / "same", TINY)
     found = TinyEngine(
         folder, stages=2, depth=depth, make_executor=LocalStages,

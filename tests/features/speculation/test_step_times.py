@@ -1,4 +1,4 @@
-"""Checks that what drafts cost is measured by the programs that steps replay."""
+"""The cost of drafts is measured with the graphs that steps replay."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.runner.state import Limits
 
 
 class Captured:
-    """The programs that are captured for limits; a replay does nothing."""
+    """Captured programs for the given limits; a replay does nothing."""
 
     def __init__(self, limits: Limits, heads: bool) -> None:
         self.buckets = Buckets(limits)

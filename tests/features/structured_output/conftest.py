@@ -34,7 +34,7 @@ def compiler(tokenizer: Tokenizer) -> Iterator[Compiler]:
 
 @pytest.fixture(scope="session")
 def accepts(compiler: Compiler, tokenizer: Tokenizer) -> Accepts:
-    """Whether a text, fed token by token under the masks, may be generated and may end there."""
+    """Returns whether the masks allow every token of a text, and then its end."""
 
     def accept(params: StructuredOutputsParams, text: str) -> bool:
         matcher = compiler.compile(params).result().deep_copy()

@@ -1,4 +1,5 @@
-"""The compiler's queue: grammars are shared, given up with those who wait, and blamed justly."""
+"""The compiler's queue: grammars are shared and cancelled with their requests, and errors name the
+right grammar."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def gate() -> threading.Event:
 
 @pytest.fixture
 def compiled() -> list[str]:
-    """The grammars that were compiled, in order."""
+    """Returns the compiled grammars, in order."""
     return []
 
 
@@ -37,7 +38,7 @@ def compiled() -> list[str]:
 def gated(
     tokenizer: Tokenizer, gate: threading.Event, compiled: list[str], monkeypatch: Any
 ) -> Iterator[Compiler]:
-    """A compiler with one thread, which waits for the gate where a choice is 'slow'."""
+    """A compiler with one thread, which waits for the gate at grammars with the choice 'slow'."""
     config = CompilerConfig(timeout=0.05, cached=2, threads=1)
     made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
     compile = made._compiled_now
@@ -76,7 +77,7 @@ def test_choices(accepts: Accepts, choices: list[str]) -> None:
         assert other in choices or not accepts(params, other)
 
 
-def test_what_nobody_waits_for_is_not_compiled(
+def test_an_abandoned_grammar_is_not_compiled(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     slow = gated.compile(choice("slow"))
@@ -88,14 +89,14 @@ def test_what_nobody_waits_for_is_not_compiled(
     gate.set()
     wait((slow, wanted), 20)
     assert compiled == ["slow", "wanted"]
-    gated.check(choice("left 3"))  # nothing bad was noted of it
+    gated.check(choice("left 3"))  # no failure was recorded for it
     assert compiled == ["slow", "wanted", "left 3"]
 
 
 def test_grammars_are_shared_while_they_wait_and_while_they_run(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
-    """More of them than are kept, and one of two who wait for it leaves."""
+    """More grammars than the cache keeps, and one of two waiting requests is aborted."""
     slow = [gated.compile(choice("slow")) for _ in range(3)]
     asked = [[gated.compile(choice(str(i))) for _ in range(2)] for i in range(5)]
     for i in range(5):
@@ -109,7 +110,7 @@ def test_grammars_are_shared_while_they_wait_and_while_they_run(
     assert compiled == ["slow", *"01234"]
 
 
-def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) -> None:
+def test_the_error_names_the_slow_grammar(gated: Compiler, gate: threading.Event) -> None:
     gated.compile(choice("slow"))
     with pytest.raises(CompilerBusyError) as caught:
         gated.check(choice("quick"))
@@ -121,7 +122,7 @@ def test_the_one_that_is_late_is_blamed(gated: Compiler, gate: threading.Event) 
     gate.set()
 
 
-def test_one_that_is_late_keeps_no_others_waiting(
+def test_a_slow_grammar_does_not_delay_others(
     gated: Compiler, gate: threading.Event, compiled: list[str]
 ) -> None:
     with pytest.raises(GrammarError, match="took longer than"):

@@ -1,5 +1,5 @@
-"""Rows with a grammar whose drafts are made on the device: tokens, log-probabilities and ends are
-those without drafts, whatever is drafted."""
+"""Rows with a grammar and drafts made on the device: tokens, log-probabilities and ends equal those
+without drafts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ JOBS: list[tuple[str, dict[str, Any]]] = [
         "Tell me a story about a dog.",
         {**GREEDY, "structured_outputs": TEXT, "repetition_penalty": 1.2, "presence_penalty": 0.3},
     ),
-    # The stop string ends in the middle of what is accepted at once.
+    # The stop string ends in the middle of the tokens accepted in one step.
     ("Who are you?", {**GREEDY, "structured_outputs": TEXT, "stop": ["help", " a "]}),
     ("Say yes or no.", {**GREEDY, "structured_outputs": {"choice": ["yes", "no", "yes and no"]}}),
     ("Who are you?", {**GREEDY, "structured_outputs": {"regex": "I am.*"}, "min_tokens": 12}),
@@ -65,7 +65,7 @@ Answers = list[tuple[list[int], str, str | None, list[Any]]]
 
 @pytest.fixture(scope="module", autouse=True)
 def free_drafts() -> Iterator[None]:
-    """Nothing is measured, so drafts cost nothing, and there are many."""
+    """Without measured costs, drafts count as free, so there are many."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
         yield
@@ -115,7 +115,7 @@ def counted(llm: LLM) -> SourceStats:
 
 
 @pytest.mark.parametrize("source", ["draft", "eagle3"])
-def test_nothing_but_speed_changes(plain: Answers, llms: dict[str, LLM], source: str) -> None:
+def test_drafts_change_only_the_speed(plain: Answers, llms: dict[str, LLM], source: str) -> None:
     assert answers(llms[source]) == plain
     drafts = counted(llms[source])
     assert drafts.accepted == sum(drafts.accepted_at) > 0
@@ -152,7 +152,7 @@ def test_preempted_requests_go_on(llms: dict[str, LLM], settings: dict[str, Any]
 def test_a_text_under_a_grammar_takes_fewer_steps(
     plain: Answers, llms: dict[str, LLM], source: str
 ) -> None:
-    """More than a token a step, by the drafts of the device alone."""
+    """Only the device drafts, and steps still give more than one token on average."""
     llm = llms[source]
     steps, before = llm.stats().steps, counted(llm).accepted if llm.stats().steps else 0
     assert answers(llm, JOBS[:1]) == plain[:1]
@@ -182,7 +182,7 @@ def none(logits: Tensor) -> Tensor:
 
 
 def broken(patch: pytest.MonkeyPatch, made: Breaks) -> None:
-    """Has drafts drawn from other logits."""
+    """Makes the draft model sample from other logits."""
     for drafter in (DraftModel, HeadDrafter):
         own = drafter.pass_logits
         patch.setattr(drafter, "pass_logits", lambda hook, x, own=own: made(own(hook, x)))
@@ -215,9 +215,11 @@ def test_broken_drafts_change_nothing(
     assert after.accepted - accepted < 0.1 * (after.drafted - drafted)
 
 
-def test_rows_under_a_grammar_say_nothing_about_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that grammars refuse leave the acceptance that is expected of other rows as it is, and
-    rows whose drafts fail get none where they cost something."""
+def test_acceptance_under_a_grammar_does_not_affect_other_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Drafts refused by grammars do not lower the expected acceptance of other rows. Rows whose
+    drafts fail get no drafts if these have a cost."""
     broken(monkeypatch, of_one_token(0))
     llm = LLM(**SIZES, **DRAFT)
     (feature,) = [f for f in llm._core._loop_features if isinstance(f, SpeculationFeature)]

@@ -1,5 +1,5 @@
-"""Rows with a grammar that verify drafts: their masks are asked for once all tokens before them are
-known, one for each draft."""
+"""Rows with a grammar that verify drafts: masks, one per draft, are built once all earlier tokens
+are known."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WIDTH = 40
 
 
 class AnyText:
-    """A matcher that takes every token."""
+    """A matcher that accepts every token."""
 
     def deep_copy(self) -> AnyText:
         return self
@@ -56,7 +56,7 @@ class StubCompiler:
 
 
 class Recorder:
-    """Records the rows that masks are built for, in the order of steps."""
+    """Records the rows of built masks, in step order."""
 
     def __init__(self) -> None:
         self.built: list[list[tuple[int, int, list[int]]]] = []
@@ -78,7 +78,7 @@ class Recorder:
 
 
 class Claims(Feature):
-    """Claims the text of each request, wrong from its ninth token on."""
+    """Drafts the text of each request, which is wrong from its ninth token on."""
 
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         return int32([3] * len(lanes))

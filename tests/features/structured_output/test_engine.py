@@ -1,4 +1,4 @@
-"""Requests with grammars in the engine, beside others and under stress."""
+"""Requests with grammars in the engine, together with others and under stress."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def engine(**options: Any) -> LLM:
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[dict[int, LLM]]:
-    """By how many steps are in flight."""
+    """Engines by the number of steps in flight."""
     made = {depth: engine(steps_in_flight=depth) for depth in (1, 2, 3)}
     yield made
     for llm in made.values():
@@ -110,8 +110,9 @@ def tokens_alone(llm: LLM, prompt: str, params: SamplingParams) -> list[int]:
 
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_a_batch_gives_what_each_request_gives_alone(llms: dict[int, LLM], data: Any) -> None:
-    """With and without neighbours, with and without grammars, however many steps are in flight."""
+def test_a_batch_gives_the_tokens_of_each_request_alone(llms: dict[int, LLM], data: Any) -> None:
+    """The tokens are the same with and without other requests and grammars, for any number of steps
+    in flight."""
     jobs = []
     for _ in range(data.draw(st.integers(2, 5))):
         prompt, seed = data.draw(st.sampled_from(PROMPTS)), data.draw(st.integers(0, 9))
@@ -194,7 +195,7 @@ def test_ends(llm: LLM) -> None:
     assert one("[0-9]{4}", logprobs=2, presence_penalty=1.5, max_tokens=20).logprobs is not None
 
 
-def test_what_cannot_be_enforced_is_refused_before_anything_runs(llm: LLM) -> None:
+def test_a_schema_that_cannot_be_enforced_is_refused_before_any_step(llm: LLM) -> None:
     steps = llm.stats().steps
     bad = asks({"type": "object", "properties": {"a": {"if": {}}}})
     with pytest.raises(GrammarError, match="#/properties/a/if") as caught:
@@ -267,7 +268,7 @@ def test_a_grammar_that_takes_too_long(llms: dict[int, LLM], monkeypatch: Any) -
 def test_a_walk_that_fails_ends_its_request(
     llm: LLM, monkeypatch: Any, panics: bool, most: int
 ) -> None:
-    """Without a token that no mask was made for, also where that would be the last one."""
+    """No token is generated without a mask, not even the last one."""
     build, count = MaskBuilder.build, 0
 
     def failing(self: MaskBuilder, rows: list[MaskRow], *others: Any) -> None:
@@ -307,8 +308,8 @@ def test_abort(llms: dict[int, LLM], depth: int) -> None:
         assert llm.stats().blocks_used == [0]
 
 
-def test_steps_are_submitted_behind_one_that_waits(llm: LLM, monkeypatch: Any) -> None:
-    """When a mask comes there is nothing left to launch."""
+def test_steps_are_submitted_after_one_that_waits_for_its_mask(llm: LLM, monkeypatch: Any) -> None:
+    """All steps are launched before their masks arrive."""
     submitted: list[StepPlan] = []
     heads: list[tuple[int, int]] = []
     more = threading.Condition()

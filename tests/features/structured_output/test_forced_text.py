@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.features.speculation.verifier import Verifier
 from quire.features.structured_output.compiler import Compiler
 from quire.features.structured_output.forced_text import (
@@ -221,3 +222,10 @@ def test_drafts_that_do_not_pay() -> None:
     assert not costs.pays(8, 6)
     assert costs.pays(8, 80)
     assert DraftCosts({}).pays(8, 1)
+
+
+def test_stages_refuse_the_setting() -> None:
+    """Their earlier ones know of other drafts only."""
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2") as caught:
+        LLM(structured_outputs_drafts=3, pipeline_parallel_size=2)
+    assert caught.value.param == "structured_outputs_drafts"

@@ -1,4 +1,5 @@
-"""Every keyword: valid documents can be written, invalid ones never, the rest is refused."""
+"""Every keyword: valid documents can be generated and invalid ones cannot; other keywords are
+refused."""
 
 from __future__ import annotations
 
@@ -396,7 +397,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("schema", "pointer"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED]
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, pointer: str) -> None:
+def test_an_unenforceable_keyword_is_refused_by_its_pointer(schema: Any, pointer: str) -> None:
     with pytest.raises(GrammarError) as caught:
         enforceable(schema)
     assert caught.value.pointer == pointer
@@ -408,7 +409,7 @@ def test_what_cannot_be_enforced_is_refused_by_name(schema: Any, pointer: str) -
     [({"additonalProperties": False}, "additionalProperties"), ({"Required": ["a"]}, "required"),
      ({"type": "string", "format": "date_time"}, "date-time"), ({"itmes": {}}, "items")],
 )  # fmt: skip
-def test_what_a_misspelled_word_may_mean_is_said(schema: Any, word: str) -> None:
+def test_a_misspelled_keyword_gets_a_suggestion(schema: Any, word: str) -> None:
     with pytest.raises(GrammarError, match=f"'{word}' may be meant"):
         enforceable(schema)
 
@@ -421,7 +422,7 @@ def test_regular_expressions_that_an_answer_could_die_of_are_refused() -> None:
 
 @pytest.mark.parametrize("pattern", [r"^(.{0,5}[aeiou].{0,5}){0,11}$", r"^(?:\S+\s+){0,60}\S+$",
                                      r"^(.?.?.?[aeiou].?.?.?){0,18}$", r"^(.|..|...){0,20}x$"])  # fmt: skip
-def test_random_walks_live_through_what_is_not_refused(compiler: Compiler, pattern: str) -> None:
+def test_random_walks_through_accepted_patterns(compiler: Compiler, pattern: str) -> None:
     grammar = compiler.compile(of_schema(STR | {"pattern": pattern})).result()
     for seed in range(4):
         draw, matcher = random.Random(seed), grammar.deep_copy()
@@ -534,7 +535,7 @@ def test_size_limits(schema: Any) -> None:
     assert caught.value.code == "schema_too_large"
 
 
-def test_nullable_allows_null_beside_its_type(accepts: Accepts) -> None:
+def test_nullable_allows_null_and_its_type(accepts: Accepts) -> None:
     params = of_schema(CLOSED | {"properties": {"%41~/": INT | {"nullable": True}}})
     assert accepts(params, '{"%41~/": null}')
     assert not accepts(params, '{"%41~/": "a"}')

@@ -1,4 +1,4 @@
-"""Masks of draft positions are those of the same text step by step."""
+"""Masks of draft positions equal those of the same text step by step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def some_token(mask: Int32) -> int:
 
 
 def step_by_step(compiler: Compiler, count: int) -> tuple[list[int], list[Int32]]:
-    """Tokens that the grammar allows, and the mask before each and after the last."""
+    """Returns tokens that the grammar allows, and the mask before each one and after the last."""
     state, tokens, masks = state_of(compiler), list[int](), list[Int32]()
     while True:
         masks.append(build(compiler, MaskRow(state))[0])
@@ -54,7 +54,7 @@ def test_each_draft_position_has_its_mask(compiler: Compiler) -> None:
     assert (found[2:6] == np.stack(masks)).all()
     assert (found[6] == masks[0]).all()
     assert state.error is None
-    # Nothing has moved: the device may have accepted none.
+    # The state has not advanced: the device may have accepted no draft.
     assert (build(compiler, MaskRow(state))[0] == masks[0]).all()
 
 
@@ -80,8 +80,9 @@ def test_tokens_that_the_tokenizer_has_not_are_refused(compiler: Compiler) -> No
 def test_a_draft_beyond_the_limits_breaks_no_request(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The work that a grammar may take is limited. What a draft would take, which the model does
-    not draw, is no reason to end the request; masks up to it are those without drafts."""
+    """A draft that exceeds a grammar's work limit does not end the request.
+
+    Masks before the draft are the same as without drafts."""
     limits = LLParserLimits(
         initial_lexer_fuel=2_000_000, step_lexer_fuel=1_000_000, step_max_items=60,
         max_lexer_states=1_000_000, max_grammar_size=250_000, verbose_errors=False,
@@ -122,7 +123,7 @@ def test_a_draft_beyond_the_limits_breaks_no_request(
 
 
 def test_a_draft_that_leaves_nothing_to_follow_ends_the_request(compiler: Compiler) -> None:
-    """The same holds where such a token is drawn by itself."""
+    """The same holds if the only drawn token is refused."""
     state = GrammarState(position=2, rules=TokenRules([7], [[7, 7]], compiler.vocab_size))
     found = build(compiler, MaskRow(state, 2, [7]))
     assert (found[0] == build_only(compiler, (7,))).all()
@@ -147,7 +148,7 @@ def test_forbidden_ends_hold_for_drafts(compiler: Compiler) -> None:
 
 
 def build_only(compiler: Compiler, tokens: tuple[int, ...]) -> Int32:
-    """A mask of these tokens."""
+    """Returns a mask that allows these tokens."""
     mask = np.zeros(-(-compiler.vocab_size // 32) * 32, dtype=np.uint8)
     mask[list(tokens)] = 1
     return np.packbits(mask, bitorder="little").view(np.int32)

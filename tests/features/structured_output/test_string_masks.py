@@ -1,4 +1,4 @@
-"""Masks put together from tables are llguidance's, bit for bit, anywhere in random documents."""
+"""Masks built from tables equal llguidance's, bit for bit, at any position of random documents."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def walking(tokenizer: Tokenizer) -> Iterator[Compiler]:
 
 
 class Walk:
-    """A request that samples any token that its masks allow, which are llguidance's."""
+    """A random request: checks its masks against llguidance's, and samples any allowed token."""
 
     def __init__(self, compiler: Compiler, schema: Any, seed: int) -> None:
         self._compiler = compiler
@@ -51,7 +51,7 @@ class Walk:
         self.put_together = 0
 
     def run(self, tokens: int) -> int:
-        """Returns how many masks were put together from tables."""
+        """Runs the request; returns the number of masks built from tables."""
         for _ in range(tokens):
             mask = self._mask()
             allowed = _tokens_of(mask)
@@ -158,7 +158,7 @@ schemas = st.builds(
 
 @settings(max_examples=25)
 @given(schema=schemas, seed=st.integers(0, 2**20))
-def test_masks_at_every_place_are_those_of_llguidance(
+def test_masks_at_every_position_equal_llguidances(
     walking: Compiler, schema: Any, seed: int
 ) -> None:
     Walk(walking, schema, seed).run(60)
@@ -225,7 +225,7 @@ def test_masks_are_remembered_whatever_free_strings_say(
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(schema=schemas, seed=st.integers(0, 2**20))
-def test_masks_of_many_documents_are_those_of_llguidance(
+def test_masks_of_many_documents_equal_llguidances(
     walking: Compiler, schema: Any, seed: int
 ) -> None:
     Walk(walking, schema, seed).run(150)
@@ -324,7 +324,7 @@ def test_what_has_no_schema_is_not_followed(walking: Compiler) -> None:
         assert walking.walk(asked) is None
 
 
-def test_places_of_odd_schemas_are_understood_or_left_out() -> None:
+def test_unusual_schemas_are_followed_or_left_out() -> None:
     """Values and names that look like keywords, references without a target, recursion."""
     bounded = {"type": "string", "maxLength": 3}
     schema = {

@@ -1,4 +1,4 @@
-"""Structural tags: any text, but what a trigger has begun."""
+"""Structural tags: any text is allowed until a trigger, then the tag's grammar applies."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_texts(accepts: Accepts, text: str, accepted: bool) -> None:
     assert accepts(StructuredOutputsParams(grammar=grammar), text) is accepted
 
 
-def test_triggers_that_are_tokens(accepts: Accepts, tokenizer: Tokenizer) -> None:
+def test_triggers_may_be_special_tokens(accepts: Accepts, tokenizer: Tokenizer) -> None:
     name, id = next((name, id) for name, id in tokenizer.added_tokens.items() if id not in EOS)
     grammar = structural_grammar([tag(f"{name}cat:", end="")], [name], tokenizer.added_tokens)
     assert f"<[{id}]>" in grammar

@@ -1,5 +1,5 @@
-"""Plans measured beside an engine: what is asked for, when work may run, what is kept, and how the
-two processes end. No GPU: times are made up."""
+"""Measuring plans while an engine runs: the requested shapes, the times when work may run, the
+saved plans, and the end of both processes. Without a GPU: times are made up."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from quire.engine.loop.features import features_at_start
 from quire.errors import ConfigError
 from quire.features.tuning import feature, new_entries, table_process
 from quire.features.tuning.feature import TableTuning
-from quire.features.tuning.new_entries import lacking, make_entries, pool_for
+from quire.features.tuning.new_entries import make_entries, missing_shapes, pool_for
 from quire.features.tuning.settings import open_tuning, served
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
-from quire.features.tuning.table_order import TableOrder, packed, products_of
+from quire.features.tuning.table_order import TableOrder, products_of, shapes_as_json
 from quire.models import build_model, spec_from_config
 from quire.ops.triton.launch import DeviceTraits
 from quire.ops.triton.products import table
@@ -70,7 +70,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config_of(**settings: Any) -> EngineConfig:
-    """Returns the embedded model's settings as they are resolved for a GPU."""
+    """Returns the embedded model's settings as resolved for a GPU."""
     device = settings.pop("device", "cuda")
     args = EngineArgs(**settings)
     return replace(_resolved(), args=args, device=device, dtype="bfloat16")
@@ -95,7 +95,7 @@ def _resolved() -> EngineConfig:
         ("GPT2LMHeadModel", GPT2),
     ],
 )
-def test_the_products_of_a_model_are_those_that_it_computes(
+def test_the_listed_products_are_those_the_model_computes(
     architecture: str, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_from_config({**TINY, "architectures": [architecture], **more})
@@ -116,11 +116,13 @@ def test_the_products_of_a_model_are_those_that_it_computes(
     assert computed == set(products_of(model, [3]))
 
 
-def test_what_tables_lack_is_asked_for_by_buckets_and_in_16_bits() -> None:
+def test_missing_plans_are_measured_per_bucket_and_in_16_bits() -> None:
     keep(CARD, {key_of(WIDE): PLAN})
     wide = NARROW._replace(dtype=torch.float32)
     many = NARROW._replace(m=300)
-    assert lacking([NARROW, NARROW._replace(m=4), WIDE, wide, many], CARD) == [NARROW._replace(m=4)]
+    assert missing_shapes([NARROW, NARROW._replace(m=4), WIDE, wide, many], CARD) == [
+        NARROW._replace(m=4)
+    ]
 
 
 def test_choices_are_noted_by_where_they_came_from() -> None:
@@ -131,21 +133,21 @@ def test_choices_are_noted_by_where_they_came_from() -> None:
     assert table.chosen.by_rules == {key_of(NARROW): NARROW._replace(m=4)}
 
 
-def test_an_order_survives_its_way() -> None:
-    order = TableOrder(1, CARD, 5 << 30, 2, packed([NARROW, WIDE]))
+def test_an_order_survives_serialization() -> None:
+    order = TableOrder(1, CARD, 5 << 30, 2, shapes_as_json([NARROW, WIDE]))
     back = msgspec.json.decode(msgspec.json.encode(order), type=TableOrder)
     assert back == order
     assert back.shapes() == [NARROW, WIDE]
 
 
-def test_products_for_which_there_is_no_room_are_left_out() -> None:
+def test_products_that_do_not_fit_in_memory_are_left_out() -> None:
     head = Shape(256, 151936, 4096, torch.bfloat16)
     assert pool_for([NARROW, head], 8 << 30) == ([NARROW, head], head.weight_bytes)
     few, pool = pool_for([NARROW, head], 2 << 30)
     assert few == [NARROW]
     assert pool == 320 << 20
     assert pool_for([NARROW, head], 1 << 29)[0] == []
-    # Values of a format are drawn beside others.
+    # Values in one format are drawn at random next to the others.
     assert pool_for([NARROW], 900 << 20)[0]
     assert pool_for([NARROW, NARROW._replace(format=INT4)], 900 << 20)[0] == []
 
@@ -153,7 +155,7 @@ def test_products_for_which_there_is_no_room_are_left_out() -> None:
 # -- what is preferred, and kept -------------------------------------------------------------------
 
 
-def test_the_rules_stand_where_nothing_gains() -> None:
+def test_default_plans_stay_where_no_plan_is_faster() -> None:
     rules, other = Measured(PLAN, 10.0), GemmPlan("gemv", bm=1)
     assert preferred([rules, Measured(other, 9.9)]) is rules
     assert preferred([rules, Measured(other, 9.0), Measured(TORCH, 9.5)]) == Measured(other, 9.0)
@@ -162,7 +164,7 @@ def test_the_rules_stand_where_nothing_gains() -> None:
     assert preferred([broken]) is None
 
 
-def test_entries_are_added_to_what_others_have_kept_since() -> None:
+def test_entries_are_merged_with_those_of_other_processes() -> None:
     keep(CARD, {"a": PLAN})
     assert table_for(CARD).entries == {"a": PLAN}
     path = keep("Card Y", {})
@@ -211,7 +213,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake")
-def test_each_plan_is_kept_at_once_and_what_fails_is_left_out() -> None:
+def test_each_plan_is_saved_at_once_and_failures_are_skipped() -> None:
     told: list[str] = []
 
     def note(shape: Shape, found: list[Measured]) -> None:
@@ -221,17 +223,17 @@ def test_each_plan_is_kept_at_once_and_what_fails_is_left_out() -> None:
 
     shapes = [WIDE, NARROW, WIDE._replace(m=1)]
     where = torch.device("cpu")
-    found = make_entries(shapes, CARD, where, room=8 << 30, workers=1, told=note)
+    found = make_entries(shapes, CARD, where, room=8 << 30, workers=1, report=note)
     assert found == (2, 0)
     assert told == [key_of(WIDE._replace(m=1)), key_of(WIDE)]
 
 
 def order_of(*shapes: Shape, memory: int = 8 << 30) -> TableOrder:
-    return TableOrder(0, CARD, memory, 1, packed(shapes))
+    return TableOrder(0, CARD, memory, 1, shapes_as_json(shapes))
 
 
 @pytest.mark.usefixtures("fake")
-def test_what_another_process_measured_meanwhile_is_not_measured_again() -> None:
+def test_plans_measured_by_another_process_are_not_measured_again() -> None:
     descriptor, counts = StepCounts.make()
     os.close(descriptor)
     keep(CARD, {key_of(WIDE): TORCH})
@@ -248,7 +250,7 @@ def test_what_another_process_measured_meanwhile_is_not_measured_again() -> None
 # -- when work may run -----------------------------------------------------------------------------
 
 
-def test_work_waits_for_the_steps_under_way() -> None:
+def test_background_work_waits_for_running_steps() -> None:
     descriptor, counts = StepCounts.make()
     other = StepCounts(descriptor)
     os.close(descriptor)
@@ -269,7 +271,7 @@ def test_work_waits_for_the_steps_under_way() -> None:
     assert ran[0] - idle_from >= 0.045
 
 
-def test_work_that_a_step_came_upon_is_done_again_behind_it() -> None:
+def test_background_work_interrupted_by_a_step_is_repeated() -> None:
     descriptor, counts = StepCounts.make()
     os.close(descriptor)
     runs, settled = [], []
@@ -329,7 +331,7 @@ def _until(reached: Any, seconds: float = 20.0) -> None:
         time.sleep(0.01)
 
 
-def test_the_engine_tells_how_many_plans_are_missing_and_what_came_of_them(
+def test_the_engine_logs_missing_plans_and_their_measurement(
     engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     tuning = engine(
@@ -347,7 +349,9 @@ def test_the_engine_tells_how_many_plans_are_missing_and_what_came_of_them(
     assert "ended (status" not in caplog.text
 
 
-def test_a_child_that_dies_costs_a_line(engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_measuring_process_that_dies_is_logged(
+    engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     tuning = engine("os.abort()")
     _until(lambda: "the process that measures plans ended (status -6)" in caplog.text)
     tuning.before_submit()
@@ -369,7 +373,7 @@ def test_an_engine_that_ends_takes_the_child_along(
 
 
 def test_the_process_ends_with_its_input() -> None:
-    """So it does when the engine was killed and nobody is left to tell it."""
+    """The process ends even if the engine was killed without a message to it."""
     source = (
         "import sys, time; from quire.features.tuning import table_process as p\n"
         "p.measure = lambda *_: print('measuring', flush=True) or time.sleep(600)\n"
@@ -392,7 +396,7 @@ def test_the_process_ends_with_its_input() -> None:
     process.stdout.close()
 
 
-def test_nothing_starts_where_all_plans_are_known(engine: Any) -> None:
+def test_no_process_starts_if_all_plans_are_known(engine: Any) -> None:
     keep(CARD, {key_of(NARROW): PLAN, key_of(WIDE): PLAN})
     tuning = TableTuning(config_of(), ["/none"])
     assert tuning.start(None, None) is None  # type: ignore[arg-type]
@@ -410,7 +414,7 @@ def test_nothing_starts_where_all_plans_are_known(engine: Any) -> None:
         {"disable": ("skinny",)},
     ],
 )
-def test_where_no_plans_are_taken_from_tables(settings: dict[str, Any]) -> None:
+def test_tuning_is_refused_where_no_tables_are_used(settings: dict[str, Any]) -> None:
     config = config_of(**settings)
     with pytest.raises(ConfigError, match="tune_tables=on: "):
         open_tuning(config)

@@ -9,9 +9,24 @@ import pytest
 from quire.server.parsers.registry import TOOL_PARSERS
 from quire.server.parsers.stream import CallEnd, Text
 from tests.server.parsers.harness import TOOLS, cuts, read
-from tests.server.parsers.test_grammar import CALLS, DS2, DS3, DS4, DS5, OSLO
+from tests.server.parsers.test_grammar import (
+    CALLS,
+    DS2,
+    DS3,
+    DS4,
+    DS5,
+    M3,
+    OSLO,
+    dsml,
+    dsml_argument,
+    kimi_k3,
+    kimi_k3_argument,
+    minicpm5,
+    minimax_m3,
+    minimax_m3_argument,
+)
 
-FORMATS = [name for name in CALLS if name not in ("llama3_json", "pythonic")]
+FORMATS = [name for name in CALLS if name not in ("llama3_json", "pythonic", "functionary_v32")]
 
 
 def calls(name: str, text: str) -> list[Any]:
@@ -40,8 +55,9 @@ def test_calls_with_text_around(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_call_that_is_cut_shows_no_markup(name: str) -> None:
     text = CALLS[name][0]
-    mark = next(mark for mark in TOOL_PARSERS[name].starts if text.startswith(mark))
-    for end in range(len(mark), len(text)):
+    starts = TOOL_PARSERS[name].starts
+    begin = next(at + len(mark) for mark in starts if (at := text.find(mark)) >= 0)
+    for end in range(begin, len(text)):
         found = read(TOOL_PARSERS[name], [text[:end]])
         assert not any(isinstance(part, str) for part in found), text[:end]
         assert [part[0] for part in found] in ([], ["weather"])
@@ -74,8 +90,11 @@ def test_calls_without_end_marks(name: str) -> None:
 def test_unknown_tools_and_other_text_are_text(name: str) -> None:
     mark = TOOL_PARSERS[name].starts[0]
     unknown = CALLS[name][0].replace("weather", "nothing")
-    marked = TOOL_PARSERS[name].marks_text  # these marks never appear as text
-    assert "".join(calls(name, unknown)) == (OSLO if marked else unknown)
+    marked = name == "gpt_oss"  # its marks never appear as text
+    shown = unknown
+    for dropped in TOOL_PARSERS[name].text_marks:
+        shown = shown.replace(dropped, "").lstrip()
+    assert "".join(calls(name, unknown)) == (OSLO if marked else shown)
     for text in ("", "Hello.", f"The mark {mark} ~ is one.", "a < b [c] {d}"):
         assert "".join(calls(name, text)) == (text.replace(mark, "") if marked else text)
 
@@ -203,6 +222,66 @@ def test_only_the_format_begins_calls_that_a_grammar_writes(name: str) -> None:
             continue
         parts = parser.feed(text) + parser.finish()
         assert "".join(part.text for part in parts if isinstance(part, Text)) == text
+
+
+MARKED: list[tuple[str, str, list[Any]]] = [
+    # Text between marks, alone and before calls.
+    ("functionary_v32", "all\nHello.", ["Hello."]),
+    ("functionary_v32", "all\n  I look.>>>now\n{}", ["I look.", ("now", {})]),
+    ("functionary_v32", 'weather\n{"city": "Oslo"}>>>now\n{}',
+     [("weather", {"city": "Oslo"}), ("now", {})]),
+    ("functionary_v32", "al", []),
+    ("functionary_v32", "allo\n{}", ["allo\n{}"]),
+    ("functionary_v32", "Hello >>> there.", ["Hello >>> there."]),
+    ("functionary_v32", "now {}", ["now {}"]),
+    ("functionary_v32", "weather\nIt rains.", ["weather\nIt rains."]),
+    ("kimi_k3", "<|open|>response<|sep|>Hello.<|close|>response<|sep|><|close|>message<|sep|>",
+     ["Hello."]),
+    ("kimi_k3", "<|open|>response<|sep|>I look.<|close|>response<|sep|>"
+     + kimi_k3(("now", "")) + "<|close|>message<|sep|>", ["I look.", ("now", {})]),
+    ("kimi_k3", "<|open|>response<|sep|><|close|>response<|sep|>" + kimi_k3(("now", "")),
+     [("now", {})]),
+    ("solar", "<|begin|>assistant<|content|>Hello.<|end|>", ["Hello."]),
+    ("apriel", "Hello.\n[END FINAL RESPONSE]", ["Hello."]),
+    ("gigachat3", "Hello.<|message_sep|>\n\n", ["Hello."]),
+    # A tag's type decides where the schema does not.
+    ("deepseek_v32", dsml("function_calls", ("now", dsml_argument("a", "7", "true")
+     + dsml_argument("b", "7", "false") + dsml_argument("c", '["x"]', "false"))),
+     [("now", {"a": "7", "b": 7, "c": ["x"]})]),
+    ("deepseek_v32", dsml("function_calls", ("weather", dsml_argument("city", "7", "false"))),
+     [("weather", {"city": "7"})]),
+    ("kimi_k3", kimi_k3(("now", kimi_k3_argument("a&quot;b", "7", "string")
+     + kimi_k3_argument("n", "null", "null"))), [("now", {'a"b': "7", "n": None})]),
+    # Values in CDATA sections, and values with tags.
+    ("minicpm5", minicpm5(("weather", '<param name="city"><![CDATA[a </param> <b>]]></param>')),
+     [("weather", {"city": "a </param> <b>"})]),
+    ("minicpm5", minicpm5(("weather", '<param name="city"><b>]]> <![CDATA[</param>')),
+     [("weather", {"city": "<b>]]> <![CDATA["})]),
+    ("minicpm5", minicpm5(("now", """<param name="a">{'b': [True]}</param>""")),
+     [("now", {"a": "{'b': [True]}"})]),
+    # Elements inside of elements.
+    ("minimax_m3", minimax_m3(("now", minimax_m3_argument("a", minimax_m3_argument("item", "1")
+     + minimax_m3_argument("item", minimax_m3_argument("b", "x <c>"))))),
+     [("now", {"a": [1, {"b": "x <c>"}]})]),
+    ("minimax_m3", f"{M3}<tool_call>{M3}<invoke name=\"now\">{M3}<a>1{M3}</b>",
+     [("now", ""), f"{M3}<a>1{M3}</b>"]),
+    # JSON lists in the place of lines, and calls without their end.
+    ("minimax_m1", '<tool_calls>{"name": "now", "arguments": {}}\n\n{"name": "now"}',
+     [("now", {}), ("now", {})]),
+    ("command_r", 'Plan: look.\nAction: ```json\n[{"tool_name": "now", "parameters": {}}]\n```',
+     ["Plan: look.", ("now", {})]),
+    ("command_r", "Action: I look.", ["Action: I look."]),
+    ("gigachat3", 'function call<|role_sep|>\n{"name": "now", "arguments": {}}', [("now", {})]),
+    ("solar", "<|tool_call:begin|>x<|tool_call:name|>now<|tool_call:args|>{}<|tool_call:end|>",
+     [("now", {})]),
+    ("lfm2", "<|tool_call_start|>[weather(city='a\nb')]<|tool_call_end|>",
+     [("weather", {"city": "a\nb"})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), MARKED, ids=range(len(MARKED)))
+def test_marked_text_and_tagged_values(name: str, text: str, expected: list[Any]) -> None:
+    assert calls(name, text) == expected
 
 
 VALUES: list[tuple[str, Any]] = [

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer
 
 import quire
 from quire.grammar.grammar import compilable
+from quire.grammar.lark import Rules
 from quire.sampling_params import SamplingParams, StructuredOutputsParams
 from quire.server.chat.dialogue import Dialogue, ToolChoice
 from quire.server.chat.tools import constrain_params, parameters_of
 from quire.server.errors import ApiError
 from quire.server.parsers.chat_format import ChatFormat
 from quire.server.parsers.registry import REASONING_FORMATS, TOOL_PARSERS
+from quire.server.parsers.stream import CallArguments
 from tests.server.parsers.harness import TOOLS, read
 
 EMBEDDED = Path(quire.__file__).parent / "embedded" / "quire-tiny" / "tokenizer.json"
@@ -170,7 +172,123 @@ CALLS |= {
     ),
 }
 
+D = "｜DSML｜"
+M3 = "]<]minimax[>["
+
+
+def dsml(block: str, *calls: tuple[str, str]) -> str:
+    inner = "".join(f'<{D}invoke name="{n}">\n{a}</{D}invoke>\n' for n, a in calls)
+    return f"<{D}{block}>\n{inner}</{D}{block}>"
+
+
+def dsml_argument(key: str, value: str, string: str) -> str:
+    return f'<{D}parameter name="{key}" string="{string}">{value}</{D}parameter>\n'
+
+
+def kimi_k3(*calls: tuple[str, str]) -> str:
+    inner = "".join(
+        f'<|open|>call tool="{n}" index="{i}"<|sep|>{a}<|close|>call<|sep|>'
+        for i, (n, a) in enumerate(calls, 1)
+    )
+    return f"<|open|>tools<|sep|>{inner}<|close|>tools<|sep|>"
+
+
+def kimi_k3_argument(key: str, value: str, kind: str) -> str:
+    return f'<|open|>argument key="{key}" type="{kind}"<|sep|>{value}<|close|>argument<|sep|>'
+
+
+def minicpm5(*calls: tuple[str, str]) -> str:
+    return "\n".join(f'<function name="{n}">{a}</function>' for n, a in calls)
+
+
+def hunyuan(*calls: tuple[str, str]) -> str:
+    inner = "".join(
+        f"<tool_call:opensource>{n}<tool_sep:opensource>\n{a}</tool_call:opensource>\n"
+        for n, a in calls
+    )
+    return f"<tool_calls:opensource>\n{inner}</tool_calls:opensource>"
+
+
+def hunyuan_argument(key: str, value: str) -> str:
+    return (
+        f"<arg_key:opensource>{key}</arg_key:opensource>\n"
+        f"<arg_value:opensource>{value}</arg_value:opensource>\n"
+    )
+
+
+def minimax_m3(*calls: tuple[str, str]) -> str:
+    inner = "".join(f'{M3}<invoke name="{n}">{a}{M3}</invoke>\n' for n, a in calls)
+    return f"{M3}<tool_call>\n{inner}{M3}</tool_call>"
+
+
+def minimax_m3_argument(key: str, value: str) -> str:
+    return f"{M3}<{key}>{value}{M3}</{key}>"
+
+
+def minimax_m1(*pairs: tuple[str, str]) -> str:
+    lines = [NAMED.replace("NAME", n).replace("ARGS", a) for n, a in pairs]
+    return "<tool_calls>\n{}\n</tool_calls>".format("\n".join(lines))
+
+
+def gigachat(mark: str) -> Callable[..., str]:
+    return lambda *pairs: "".join(
+        mark + NAMED.replace("NAME", n).replace("ARGS", a) for n, a in pairs
+    )
+
+
+def solar(*pairs: tuple[str, str]) -> str:
+    calls = [
+        f"<|tool_call:begin|>a1b2c3d4e{i}<|tool_call:name|>{n}<|tool_call:args|>{a}"
+        "<|tool_call:end|>"
+        for i, (n, a) in enumerate(pairs)
+    ]
+    return f"<|tool_calls|>{''.join(calls)}<|calls|>"
+
+
+def functionary_v32(*pairs: tuple[str, str]) -> str:
+    return ">>>".join(f"{n}\n{a}" for n, a in pairs)
+
+
+def _tagged(calls: Callable[..., str], argument: Callable[..., str], *kinds: str) -> Any:
+    """The cases of a format with tags; `kinds` are the types of a string and of a number."""
+    string, number = (kinds[:1], kinds[1:]) if kinds else ((), ())
+    oslo, three = argument("city", "Oslo", *string), argument("days", "3", *number)
+    wrong = argument("days", "three", *number)
+    return (
+        calls(("weather", oslo + three)),
+        calls(("weather", oslo), ("now", "")),
+        calls(("weather", oslo + wrong)),
+    )
+
+
+def _dsml(block: str) -> Any:
+    return _tagged(lambda *calls: dsml(block, *calls), dsml_argument, "true", "false")
+
+
+CALLS |= {
+    "apriel": listed("<tool_calls>", "</tool_calls>", NAMED),
+    "nemotron": listed("<TOOLCALL>", "</TOOLCALL>", NAMED),
+    "command_r": listed("Action:\n```json\n", "```", '{"tool_name": "NAME", "parameters": ARGS}'),
+    "minimax_m1": _three(minimax_m1),
+    "gigachat31": _three(gigachat("<|function_call|>")),
+    "gigachat3": _three(gigachat("<|message_sep|>\n\nfunction call<|role_sep|>\n")),
+    "solar": _three(solar),
+    "functionary_v32": _three(functionary_v32),
+    "deepseek_v32": _dsml("function_calls"),
+    "deepseek_v4": _dsml("tool_calls"),
+    "kimi_k3": _tagged(kimi_k3, kimi_k3_argument, "string", "number"),
+    "minicpm5": _tagged(minicpm5, lambda key, value: f'<param name="{key}">{value}</param>'),
+    "hunyuan": _tagged(hunyuan, hunyuan_argument),
+    "minimax_m3": _tagged(minimax_m3, minimax_m3_argument),
+}
+
 BARE = {
+    "deepseek_v32": dsml("function_calls", ("f", dsml_argument("n", "%s", "true"))),
+    "deepseek_v4": dsml("tool_calls", ("f", dsml_argument("n", "%s", "true"))),
+    "kimi_k3": kimi_k3(("f", kimi_k3_argument("n", "%s", "string"))),
+    "minicpm5": minicpm5(("f", '<param name="n">%s</param>')),
+    "hunyuan": hunyuan(("f", hunyuan_argument("n", "%s"))),
+    "minimax_m3": minimax_m3(("f", minimax_m3_argument("n", "%s"))),
     "qwen3_xml": "<tool_call>\n<function=f>\n<parameter=n>\n%s\n</parameter>\n</function>\n"
     "</tool_call>",
     "seed_oss": seed("<function=f>\n<parameter=n>%s</parameter>\n</function>"),
@@ -275,7 +393,7 @@ def test_auto_is_free_unless_a_tool_is_strict(parser: str) -> None:
     assert params_for(parser, ToolChoice()).structured_outputs is None
     assert params_for(parser, ToolChoice("none"), strict=True).structured_outputs is None
     params = params_for(parser, ToolChoice(), strict=True)
-    assert accepts(params, "Hello, how are you? { [ <")
+    assert accepts(params, f"{TOOL_PARSERS[parser].answer}Hello, how are you? {{ [ <")
     assert accepts(params, one)
     assert accepts(params, two)
     assert not accepts(params, wrong)
@@ -321,7 +439,7 @@ def test_headers_of_gpt_oss() -> None:
 
 
 @pytest.mark.parametrize("parser", BARE)
-def test_strings_that_are_written_as_they_are(parser: str) -> None:
+def test_strings_written_without_quotes(parser: str) -> None:
     def params(strict: bool, **keywords: Any) -> SamplingParams:
         text = {"type": "string", "title": "A text.", **keywords}
         schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
@@ -334,6 +452,68 @@ def test_strings_that_are_written_as_they_are(parser: str) -> None:
         assert accepts(params(False, **keywords), BARE[parser] % "a b")
         with pytest.raises(ApiError, match=f"'#/properties/n/{next(iter(keywords))}'"):
             params(True, **keywords)
+
+
+def test_text_up_to_a_mark_with_an_added_token() -> None:
+    hub, _ = tokenizers()
+    rules = Rules(added_tokens())
+    wanted = StructuredOutputsParams(grammar=rules.grammar(rules.add_until("</<tool_call>a>")))
+    params = SamplingParams(structured_outputs=wanted)
+    assert hub.token_to_id("<tool_call>") in added_tokens().values()
+    for text in ("", "one </ two </", "<tool", "a>"):
+        assert accepts(params, f"{text}</<tool_call>a>")
+    for text in ("", "one", "one</", "one<tool_call>a>", "one</<tool_call>b>", "</<tool_call>a>b"):
+        assert not accepts(params, text)
+
+
+NESTED = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "enum": ["a", "b"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+        "place": {
+            "type": "object",
+            "properties": {"street": {"type": "string"}, "no": {"type": "integer"}},
+            "required": ["no"],
+        },
+        "bounded": {"type": "array", "items": {"type": "integer"}, "maxItems": 1},
+    },
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_elements_of_minimax_m3(strict: bool) -> None:
+    def call(inner: str) -> str:
+        return minimax_m3(("f", inner))
+
+    element = minimax_m3_argument
+    params = params_for("minimax_m3", ToolChoice("required"), schemas={"f": NESTED}, strict=strict)
+    sizes = element("item", "1") + element("item", "2")
+    no = element("no", "7")
+    good = {
+        "": {},
+        element("name", "b"): {"name": "b"},
+        element("sizes", sizes): {"sizes": [1, 2]},
+        element("sizes", ""): {"sizes": []},
+        element("place", element("street", "<b> & c") + no): {
+            "place": {"street": "<b> & c", "no": 7}
+        },
+        element("bounded", "[1]"): {"bounded": [1]},
+    }
+    for inner, arguments in good.items():
+        assert accepts(params, call(inner))
+        parser = TOOL_PARSERS["minimax_m3"]({"f": NESTED})
+        parts = [*parser.feed(call(inner)), *parser.finish()]
+        text = "".join(part.text for part in parts if isinstance(part, CallArguments))
+        assert json.loads(text) == arguments
+    for inner in (
+        element("name", "c"),
+        element("sizes", element("item", "x")),
+        element("place", element("street", "a")),
+        element("place", no + element("street", "a")),
+        element("bounded", "[1, 2]"),
+    ):
+        assert not accepts(params, call(inner))
 
 
 NODE = {
@@ -398,7 +578,7 @@ def test_definitions_that_each_property_needs_are_not_too_large() -> None:
     assert (refused.value.param, refused.value.code) == ("tools", "grammar_too_large")
 
 
-def test_many_values_of_strings_that_are_written_as_they_are() -> None:
+def test_many_values_of_strings_written_without_quotes() -> None:
     text = {"type": "string", "enum": [f"v{place}" for place in range(3000)]}
     schema = {"type": "object", "properties": {"n": text}, "required": ["n"]}
     for parser, call in BARE.items():
@@ -439,7 +619,7 @@ def test_structured_outputs_after_reasoning(
 
 
 @pytest.mark.parametrize(("wanted", "good", "bad"), OUTPUTS)
-def test_structured_outputs_beside_tools(
+def test_structured_outputs_together_with_tools(
     wanted: StructuredOutputsParams, good: str, bad: str
 ) -> None:
     one, _, wrong = CALLS["hermes"]
@@ -469,6 +649,9 @@ def test_schemas_with_definitions(parser: str) -> None:
         "pythonic": "[f(n=%s)]",
         "lfm2": "<|tool_call_start|>[f(n=%s)]<|tool_call_end|>",
         **{name: text.replace('<|"|>', "").replace("<escape>", "") for name, text in BARE.items()},
+        "deepseek_v32": BARE["deepseek_v32"].replace('"true"', '"false"'),
+        "deepseek_v4": BARE["deepseek_v4"].replace('"true"', '"false"'),
+        "kimi_k3": BARE["kimi_k3"].replace('"string"', '"object"'),
     }
     of_json = CALLS[parser][0].replace("weather", "f").replace(OSLO, '{"n": %s}')
     text = texts.get(parser, of_json)
@@ -511,7 +694,7 @@ def test_malformed_schemas_are_named(parser: str, properties: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("parser", CALLS)
-def test_what_a_schema_says_of_all_arguments_together(parser: str) -> None:
+def test_keywords_over_all_arguments_of_a_call(parser: str) -> None:
     schemas = {"f": {"type": "object", "properties": {"a": {}, "b": {}}, "minProperties": 1}}
     if not TOOL_PARSERS[parser].by_property:
         params_for(parser, ToolChoice("required"), schemas=schemas, strict=True)

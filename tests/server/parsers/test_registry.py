@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from quire.server.parsers.registry import TOOL_PARSERS, reasoning_format, tool_parser
-from quire.text.chat_template import ChatTemplate
-from quire.text.template_traits import probe
+from tests.server.parsers.template_facts import FACTS, facts
 
 NAME = "{{ c.function.name }}"
 ARGS = "{{ c.function.arguments | tojson }}"
 DS = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>"
+ITEMS = "{% for k, v in c.function.arguments | items %}"
+D, M = "｜DSML｜", "]<]minimax[>["
 WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "{NAME}", "arguments": {ARGS}}}\n</tool_call>',
     "mistral": f'[TOOL_CALLS][{{"name": "{NAME}", "arguments": {ARGS}, "id": "{{{{ c.id }}}}"}}]',
@@ -48,6 +51,33 @@ WRITTEN = {
     "<end_function_call>",
     "gpt_oss": f" to=functions.{NAME}<|channel|>commentary json<|message|>{ARGS}<|call|>",
     "functionary": f"<function={NAME}>{ARGS}</function>",
+    "apriel": f'<tool_calls>[{{"name": "{NAME}", "arguments": {ARGS}}}]</tool_calls>',
+    "minimax_m1": f'<tool_calls>\n{{"name": "{NAME}", "arguments": {ARGS}}}\n</tool_calls>',
+    "nemotron": f'<TOOLCALL>[{{"name": "{NAME}", "arguments": {ARGS}}}]</TOOLCALL>',
+    "command_r": f'\nAction:\n```json\n[\n{{"tool_name": "{NAME}", "parameters": {ARGS}}}\n]```\n',
+    "gigachat31": f'<|function_call|>{{"name": "{NAME}", "arguments": {ARGS}}}<|message_sep|>',
+    "gigachat3": "<|message_sep|>\n\nfunction call<|role_sep|>\n"
+    f'{{"name": "{NAME}", "arguments": {ARGS}}}<|message_sep|>',
+    "solar": f"<|tool_calls|><|tool_call:begin|>{{{{ c.id }}}}<|tool_call:name|>{NAME}"
+    f"<|tool_call:args|>{ARGS}<|tool_call:end|><|calls|>",
+    "functionary_v32": f">>>{NAME}\n{ARGS}",
+    "deepseek_v32": f'<{D}function_calls>\n<{D}invoke name="{NAME}">\n{ITEMS}'
+    f'<{D}parameter name="{{{{ k }}}}" string="true">{{{{ v }}}}</{D}parameter>\n{{% endfor %}}'
+    f"</{D}invoke>\n</{D}function_calls>",
+    "deepseek_v4": f'<{D}tool_calls>\n<{D}invoke name="{NAME}">\n{ITEMS}'
+    f'<{D}parameter name="{{{{ k }}}}" string="true">{{{{ v }}}}</{D}parameter>\n{{% endfor %}}'
+    f"</{D}invoke>\n</{D}tool_calls>",
+    "kimi_k3": f'<|open|>tools<|sep|><|open|>call tool="{NAME}" index="1"<|sep|>{ITEMS}'
+    '<|open|>argument key="{{ k }}" type="string"<|sep|>{{ v }}<|close|>argument<|sep|>'
+    "{% endfor %}<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+    "minicpm5": f'<function name="{NAME}">{ITEMS}<param name="{{{{ k }}}}">{{{{ v }}}}</param>'
+    "{% endfor %}</function>",
+    "hunyuan": f"<tool_calls:opensource>\n<tool_call:opensource>{NAME}<tool_sep:opensource>\n"
+    f"{ITEMS}<arg_key:opensource>{{{{ k }}}}</arg_key:opensource>\n"
+    "<arg_value:opensource>{{ v }}</arg_value:opensource>\n{% endfor %}"
+    "</tool_call:opensource>\n</tool_calls:opensource>",
+    "minimax_m3": f'{M}<tool_call>\n{M}<invoke name="{NAME}">{ITEMS}{M}<{{{{ k }}}}>{{{{ v }}}}'
+    f"{M}</{{{{ k }}}}>{{% endfor %}}{M}</invoke>\n{M}</tool_call>",
     "pythonic": f"[{NAME}({{% for k, v in c.function.arguments | items %}}"
     "{{ k }}={{ v | tojson }}{% endfor %})]",
 }
@@ -98,6 +128,11 @@ def test_auto_refuses_parsers_that_do_not_read_the_call(call: str) -> None:
         ("<|START_THINKING|><|END_THINKING|>", "command"),
         ("<|inner_prefix|><|inner_suffix|>", "apertus"),
         ("<|channel>thought <channel|>", "gemma4"),
+        ("'<think{}>'.format(suffix) and '</think{}>'.format(suffix)", "hunyuan"),
+        ("<mm:think></mm:think>", "minimax_m3"),
+        ("open_tag('think') and <|end_of_msg|>", "kimi_k3"),
+        ("<|begin|>assistant<|think|> and <|end|>", "solar"),
+        ("after the marker [BEGIN FINAL RESPONSE].", "apriel"),
         ("<|channel|>analysis<|message|>...<|end|>", "gpt_oss"),
         ("<|user|>...<|end|>", None),
         ("<tool_call> and <function=", None),
@@ -108,25 +143,30 @@ def test_auto_reasoning(template: str, reasoning: str | None) -> None:
     assert (format and format.name) == reasoning
 
 
-REAL = {
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": ("hermes", None),
-    "Qwen-Qwen2.5-7B-Instruct": ("hermes", None),
-    "Qwen-Qwen3-0.6B": ("hermes", "qwen3"),
-    "Qwen3.5-4B": ("qwen3_xml", "qwen3"),
-    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ("deepseek_v3", "qwen3"),
-    "google-gemma-2-2b-it": (None, None),
-    "meta-llama-Llama-3.1-8B-Instruct": ("llama3_json", None),
-    "meta-llama-Llama-3.2-3B-Instruct": ("llama3_json", None),
-    "openai-gpt-oss-120b": ("gpt_oss", "gpt_oss"),
-    "microsoft-Phi-3.5-mini-instruct": (None, None),
-    "mistralai-Mistral-Nemo-Instruct-2407": ("mistral", None),
-}
+REAL: dict[str, dict[str, Any]] = json.loads(FACTS.read_text("utf-8"))
+"""Facts about the 70 public templates of llama.cpp. `format` is the template's own format."""
 
 
 def detected(source: str) -> tuple[str | None, str | None]:
-    traits = probe(ChatTemplate(source), {"bos_token": "<s>", "eos_token": "</s>"})
-    parser, format = tool_parser("auto", traits.call), reasoning_format("auto", source)
-    return parser and parser.name, format and format.name
+    found = facts(source)
+    return found["parser"], found["reasoning"]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_auto_on_what_real_templates_write(name: str) -> None:
+    fact = REAL[name]
+    template = "".join(fact["hints"]) if fact["shows_tools"] else ""
+    parser = tool_parser("auto", fact["call"], template)
+    assert (parser and parser.name) == fact["parser"]
+    assert fact["parser"] in (fact["format"], None)  # unsure, but never wrong
+    reasoning = reasoning_format("auto", fact["reasoning_mark"] or "")
+    assert (reasoning and reasoning.name) == fact["reasoning"]
+
+
+def test_auto_is_right_for_most_real_templates() -> None:
+    right = [name for name, fact in REAL.items() if fact["parser"] == fact["format"]]
+    assert len(REAL) == 70
+    assert len(right) >= 65
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -134,7 +174,9 @@ def test_auto_on_real_templates(name: str) -> None:
     file = Path(os.environ.get("QUIRE_TEST_TEMPLATES", "/nowhere")) / f"{name}.jinja"
     if not file.is_file():
         pytest.skip("QUIRE_TEST_TEMPLATES names no folder with this template")
-    assert detected(file.read_text("utf-8")) == REAL[name]
+    found = facts(file.read_text("utf-8"))
+    if found["sha256"] == REAL[name]["sha256"]:
+        assert found == {key: REAL[name][key] for key in found}
 
 
 def test_names() -> None:

@@ -62,7 +62,9 @@ def test_every_cut_gives_the_same(
         ("is <think> a tag?<|im_start|>assistant\n", None),
     ],
 )
-def test_what_the_prompt_says(prompt: str, begins_open: bool | None) -> None:
+def test_the_prompt_decides_whether_reasoning_begins_open(
+    prompt: str, begins_open: bool | None
+) -> None:
     assert QWEN.begins_open(prompt) is begins_open
 
 
@@ -76,7 +78,9 @@ def test_what_the_prompt_says(prompt: str, begins_open: bool | None) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])
-def test_what_a_continued_message_says(name: str, continued: str, begins_open: bool) -> None:
+def test_a_continued_message_decides_whether_reasoning_begins_open(
+    name: str, continued: str, begins_open: bool
+) -> None:
     assert REASONING_FORMATS[name].begins_open(f"x{continued}", continued) is begins_open
 
 

@@ -142,7 +142,7 @@ class EngineCore:
             answer = feature.calls().get(call)
             if answer is not None:
                 return answer(self, request)
-        raise call.refusal()
+        raise call.refuse()
 
     def give(self, request_id: str, field: RequestField[Any], value: Any) -> None:
         """Gives a queued request's field to the feature that takes it.
@@ -155,7 +155,7 @@ class EngineCore:
                 take = feature.fields().get(field)
                 if take is not None:
                     return take(request_id, value)
-            if (refusal := field.refusal(value)) is not None:
+            if (refusal := field.refuse(value)) is not None:
                 raise refusal
         except Exception:
             self.abort(request_id)

@@ -1,27 +1,19 @@
-"""The features of an engine: those of `quire.features`, and those that packages add.
-
-A package adds a feature by an entry point of the group `quire.features`, which names its
-`FeatureSpec`. Features' parts are imported when the settings, or a request, ask for them.
-"""
+"""The features of an engine. Their parts are imported when settings, or a request, ask for them."""
 
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
-import quire.features
-from quire.config import EngineConfig
-from quire.features.call import CallType, RequestCheck, RequestField
+from quire.config import EngineArgs, EngineConfig
+from quire.features.call import RequestCheck
+from quire.features.registry import installed_features
 from quire.features.spec import FeatureSpec, resolve
 
 if TYPE_CHECKING:
     from quire.features.loop_feature import LoopFeature
+    from quire.request import RequestOptions
     from quire.runner import Hook
-
-GROUP = "quire.features"
-"""The group of entry points that name features of other packages."""
 
 _RANKS = FeatureSpec(
     name="ranks",
@@ -35,32 +27,12 @@ _RANKS = FeatureSpec(
 @functools.cache
 def all_features() -> tuple[FeatureSpec, ...]:
     """Returns every feature, in the order in which the scheduler and the loop call them."""
-    folders = [each.name for each in pkgutil.iter_modules(quire.features.__path__) if each.ispkg]
-    found: list[FeatureSpec] = [resolve(f"quire.features.{name}:FEATURE") for name in folders]
-    found += [entry.load() for entry in importlib.metadata.entry_points(group=GROUP)]
-    return tuple(sorted([*found, _RANKS], key=lambda spec: (spec.order, spec.name)))
+    return tuple(sorted([*installed_features(), _RANKS], key=lambda spec: (spec.order, spec.name)))
 
 
-def declared_call(name: str) -> CallType[Any, Any] | None:
-    """Returns the call that a feature has declared by this name, whether it runs or not."""
-    return _calls().get(name)
-
-
-def declared_field(name: str) -> RequestField[Any] | None:
-    """Returns the request field that a feature has declared by this name."""
-    return _fields().get(name)
-
-
-@functools.cache
-def _calls() -> dict[str, CallType[Any, Any]]:
-    declared = [resolve(spec.calls) for spec in all_features() if spec.calls]
-    return {call.name: call for calls in declared for call in calls}
-
-
-@functools.cache
-def _fields() -> dict[str, RequestField[Any]]:
-    declared = [resolve(spec.fields) for spec in all_features() if spec.fields]
-    return {field.name: field for fields in declared for field in fields}
+def enabled_features(args: EngineArgs) -> list[FeatureSpec]:
+    """Returns the features that settings ask for."""
+    return [spec for spec in all_features() if spec.enabled(args)]
 
 
 def features_at_start(
@@ -97,6 +69,23 @@ def open_checks(config: EngineConfig) -> list[RequestCheck]:
     return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
 
 
+def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]:
+    """Returns what keywords of a call to `LLM` make of its requests.
+
+    Args:
+        core: the engine's loop.
+        count: number of the call's prompts.
+        given: features' keywords; None: the caller gives none.
+    """
+    options: list[RequestOptions] = [{} for _ in range(count)]
+    readers = {name: place for spec in all_features() for name, place in spec.keywords.items()}
+    for name, value in given.items():
+        if value is not None:
+            for each, more in zip(options, resolve(readers[name])(core, value, count), strict=True):
+                each.update(more)
+    return options
+
+
 def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
     """Makes a feature's part of the engine's loop and of the scheduler."""
     made: LoopFeature = resolve(spec.loop)(config)
@@ -104,5 +93,11 @@ def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
 
 
 def hooks_of(specs: list[FeatureSpec], config: EngineConfig) -> list[Hook]:
-    """Returns the features' hooks of a worker, the same on every rank."""
+    """Returns the features' hooks of a worker that draws tokens, the same on every rank."""
     return [resolve(spec.hook)(config) for spec in specs if spec.hook]
+
+
+def earlier_hooks(config: EngineConfig) -> list[Hook]:
+    """Returns the features' hooks of a worker in a stage before the last."""
+    places = [spec.earlier_hook for spec in enabled_features(config.args)]
+    return [resolve(place)(config) for place in places if place]

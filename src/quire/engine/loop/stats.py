@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 import msgspec
 
-from quire.engine.loop.features import all_features
 from quire.engine.loop.telemetry import Histogram
+from quire.features.registry import clash, installed_features
 from quire.features.spec import resolve
 
 
@@ -80,7 +80,9 @@ else:
     def _feature_fields() -> list[tuple[str, Any, Any]]:
         """Returns the fields of features' statistics; None, or an empty dict, without any."""
         found = []
-        for spec in all_features():
+        for spec in installed_features():
+            if spec.stats_name in CoreStats.__struct_fields__:
+                raise clash("statistics", spec.stats_name, "the engine", spec.origin)
             if spec.stats:
                 kind = resolve(spec.stats)
                 table = get_origin(kind) is dict

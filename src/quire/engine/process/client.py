@@ -14,7 +14,7 @@ from quire.arrays import Int32
 from quire.config import EngineArgs, EngineConfig
 from quire.engine.loop.beam_search import BeamSearch, BeamSearchSequence
 from quire.engine.loop.calls import SNAPSHOT
-from quire.engine.loop.embedding import NO_TOKENS, Embedding, finish, pooling_of
+from quire.engine.loop.embedding import NO_TOKENS
 from quire.engine.loop.features import open_checks
 from quire.engine.loop.messages import AbortRequest, AddRequest
 from quire.engine.loop.output import CompletionReader, CompletionUpdate, PromptLogprobCollector
@@ -25,7 +25,7 @@ from quire.engine.process.host import EngineHost
 from quire.engine.process.placement import Placement
 from quire.engine.process.remote_engine import RemoteEngine
 from quire.engine.process.replicas import Replicas
-from quire.engine.process.streams import RequestStream
+from quire.engine.process.streams import PromptVector, RequestStream
 from quire.errors import (
     BrokenLogitsError,
     EngineDeadError,
@@ -34,8 +34,6 @@ from quire.errors import (
 )
 from quire.executor import OnProgress
 from quire.features.call import CallType, RequestCheck, RequestField, encode_body
-from quire.features.pooling.fields import POOLING
-from quire.pooling_params import PoolingParams
 from quire.request import FinishReason
 from quire.sampling_params import SamplingParams
 from quire.text.tokenizer import Tokenizer
@@ -284,10 +282,9 @@ class EngineClient:
             search.best, count, prompt, params, self.tokenizer, keep_special
         )
 
-    async def embed(
+    async def vector(
         self,
         prompt: str | Sequence[int] | Int32,
-        params: PoolingParams,
         *,
         request_id: str,
         priority: int = 0,
@@ -295,11 +292,12 @@ class EngineClient:
         tenant: str = "",
         share: float = 1.0,
         fields: Mapping[RequestField[Any], Any] | None = None,
-    ) -> Embedding:
-        """Returns the prompt's embedding. Cancelling it aborts the request. Raises as
-        `generate`."""
+    ) -> PromptVector:
+        """Returns the vector that a feature makes of the prompt, as `fields` ask.
+
+        Cancelling it aborts the request. Raises as `generate`.
+        """
         self._replicas.check_alive()
-        pooling = pooling_of(params, self.config)
         ids = await self._ids(prompt, NO_TOKENS)
         placement, (engine, handle, stream) = self._open(
             request_id, 1, ids, _namespace(cache_salt, fields)
@@ -315,7 +313,7 @@ class EngineClient:
                     cache_salt=cache_salt,
                     tenant=tenant,
                     share=share,
-                    features=_encoded({**(fields or {}), POOLING: pooling}),
+                    features=_encoded(fields),
                 )
             )
             await stream.arrived.wait()
@@ -324,9 +322,7 @@ class EngineClient:
             delta = stream.deltas[0]
             if delta.pooled is None:
                 raise QuireError("the request was aborted")
-            return Embedding(
-                finish(delta.pooled, params), ids.tolist(), delta.num_cached_tokens, delta.queued
-            )
+            return PromptVector(delta.pooled, ids.tolist(), delta.num_cached_tokens, delta.queued)
         finally:
             placement.end()
             self._close(engine, request_id, handle, 1)

@@ -127,7 +127,7 @@ class Heartbeat:
 
     def start(self, link: Link, on_silence: Callable[[float], None]) -> None:
         """on_silence: told of the seconds of silence twice a second."""
-        self.heard()
+        self.note_answer()
         self._task = asyncio.create_task(self._ping(link, on_silence))
 
     async def _ping(self, link: Link, on_silence: Callable[[float], None]) -> None:
@@ -138,7 +138,7 @@ class Heartbeat:
             await asyncio.sleep(_PING_SECONDS)
             on_silence(self.silence)
 
-    def heard(self) -> None:
+    def note_answer(self) -> None:
         self._unanswered = 0
 
     @property

@@ -21,7 +21,7 @@ import msgspec
 from quire.engine.builder import build_core, resolve
 from quire.engine.loop.calls import OWN_CALLS
 from quire.engine.loop.core import EngineCore
-from quire.engine.loop.features import declared_call, declared_field, serving_config
+from quire.engine.loop.features import serving_config
 from quire.engine.loop.messages import (
     AbortRequest,
     AddRequest,
@@ -48,6 +48,7 @@ from quire.engine.process.completions import Client, CompletionTable
 from quire.engine.process.connection import Connection, SocketServer
 from quire.errors import EngineDeadError, QuireError, RequestError
 from quire.features.call import Begun, RequestField, decode_body, encode_body
+from quire.features.registry import declared_calls, declared_fields
 from quire.request import RequestOptions
 from quire.system import end_with
 
@@ -125,6 +126,9 @@ class EngineProcess:
                 break
             if isinstance(message, Hello):
                 greeted.append(owner)
+        # Both raise ConfigError for a name that two features declare.
+        declared_calls()
+        declared_fields()
         last = 0.0
 
         def progress(what: str, done: int, total: int) -> None:
@@ -259,7 +263,7 @@ class EngineProcess:
 
     def _found(self, message: Call) -> Any:
         own = OWN_CALLS.get(message.name)
-        call = declared_call(message.name) if own is None else own[0]
+        call = declared_calls().get(message.name) if own is None else own[0]
         if call is None:
             raise RequestError(f"the engine knows no call {message.name!r}")
         try:
@@ -318,7 +322,7 @@ def _read_fields(
     options: dict[str, Any] = {}
     others: list[tuple[RequestField[Any], Any]] = []
     for name, body in features.items():
-        field = declared_field(name)
+        field = declared_fields().get(name)
         if field is None:
             raise RequestError(f"the engine knows no field {name!r} of a request")
         value = decode_body(body, field.value)

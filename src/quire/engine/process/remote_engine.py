@@ -145,7 +145,7 @@ class RemoteEngine:
         self._ready = asyncio.get_running_loop().create_future()
         self.host.wake()
         await self.loaded()
-        self._heartbeat.heard()
+        self._heartbeat.note_answer()
         self.alive = True
 
     def _end_stuck(self, silence: float) -> None:
@@ -241,7 +241,7 @@ class RemoteEngine:
             case StepOutputs():
                 self.streams.deliver(message)
             case Pong():
-                self._heartbeat.heard()
+                self._heartbeat.note_answer()
             case RequestRefused(handle, failure):
                 self.streams.refuse(handle, failure.error())
             case CallAnswer(call, body):
@@ -259,7 +259,7 @@ class RemoteEngine:
                 if not self._ready.done():
                     self._ready.set_result(config)
                 elif not self._closed:
-                    self._heartbeat.heard()
+                    self._heartbeat.note_answer()
                     self.alive = True
             case Failed(failure):
                 error = failure.error()

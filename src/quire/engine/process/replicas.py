@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import dataclasses
 from collections.abc import Sequence
 
 from quire.arrays import Int32
@@ -15,6 +15,7 @@ from quire.engine.process.placement import Placement, ReplicaRouter
 from quire.engine.process.remote_engine import RemoteEngine
 from quire.errors import ConfigError, EngineDeadError
 from quire.executor import OnProgress
+from quire.system import visible_devices
 
 _PARAM = "data_parallel_size"
 
@@ -164,8 +165,9 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         raise ConfigError(f"nnodes is for one engine, not {_PARAM}={count}", "nnodes")
     if args.distributed_executor == "ray":
         raise ConfigError(f"Ray places the ranks of one engine, not {_PARAM}={count}", _PARAM)
-    if args.disk_cache is not None:
-        raise ConfigError(f"disk_cache is for one engine, not {_PARAM}={count}", "disk_cache")
+    for field in dataclasses.fields(args):
+        if field.metadata.get("one_engine") and getattr(args, field.name) is not None:
+            raise ConfigError(f"{field.name} is for one engine, not {_PARAM}={count}", field.name)
     import torch
 
     if args.device == "cpu" or (args.device == "auto" and not torch.cuda.is_available()):
@@ -174,10 +176,8 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         raise ConfigError(
             f"{_PARAM}={count} shares out all visible GPUs, not {args.device!r} alone", "device"
         )
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = list(map(str, range(torch.cuda.device_count())))
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",")][: len(names)]
+    number, visible = torch.cuda.device_count(), visible_devices()
+    names = list(map(str, range(number))) if visible is None else visible[:number]
     each = args.ranks
     if count * each > len(names):
         raise ConfigError(

@@ -12,6 +12,21 @@ from quire.plan import Logprobs
 
 
 @dataclass(slots=True)
+class PromptVector:
+    """A vector that the engine made of a prompt.
+
+    Attributes:
+        values: float32 [hidden size].
+        queued: seconds until the prompt's first step.
+    """
+
+    values: Float32
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    queued: float
+
+
+@dataclass(slots=True)
 class TokenDelta:
     """Stage 1 of a text: one completion's tokens from the engine that nobody has read yet.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.loop.features import enabled_features
 from quire.errors import ConfigError
 from quire.layers.async_tp import HalvesGroup, first_half
 from quire.layers.attention import AttentionSpec
@@ -18,7 +19,6 @@ from quire.layers.mlp import MlpSpec
 from quire.models import ModelSpec, load_config, spec_from_config
 from quire.models.spec import LayerSpec
 from quire.parallel.torch_group import TorchGroup
-from quire.runner.halves import described
 
 logger = logging.getLogger("quire.parallel")
 
@@ -44,10 +44,9 @@ def obstacle(args: EngineArgs, spec: ModelSpec) -> str | None:
     """Returns what keeps steps from being computed as two halves, or None."""
     if args.tensor_parallel_size == 1:
         return "needs tensor_parallel_size of at least 2: it is about sums over ranks"
-    if args.enable_lora or args.lora or args.lora_dir:
-        return "is not supported with LoRA adapters, which find their rows in a whole step"
-    if args.speculates:
-        return "is not supported with speculation: draft heads read whole steps between layers"
+    for feature in enabled_features(args):
+        if feature.whole_steps:
+            return f"is not supported with {feature.whole_steps}"
     for index, layer in enumerate(spec.layers):
         reason = _of_layer(layer)
         if reason is not None:
@@ -75,7 +74,7 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     It returns `group` itself if the model does not allow the overlap. "auto" is measured, and
     therefore also needs a GPU that captures graphs.
     """
-    args, device, least = config.args, torch.device(config.device), sys.maxsize
+    args, device = config.args, torch.device(config.device)
     reason = obstacle(args, spec_from_config(load_config(Path(config.model_path))))
     measured = args.async_tp == "auto"
     if reason is None and measured and device.type == "cpu":
@@ -85,15 +84,18 @@ def halves_group(config: EngineConfig, group: TorchGroup) -> TorchGroup:
     if reason is not None:
         logger.info("async_tp=%s %s: off", args.async_tp, reason)
         return group
-    if not measured:
-        least = _LEAST_ON_CPU if device.type == "cpu" else LEAST
-        logger.info("async_tp=on: %s", described(least))
     if device.type == "cpu":
-        return HalvesGroup(group, least, device, measured=False)
-    # A CPU has no kernels for it.
-    from quire.parallel.exchange import make_exchange
+        halves = HalvesGroup(group, _LEAST_ON_CPU, device, measured=False)
+    else:
+        # `exchange` imports Triton, which a CPU does not have.
+        from quire.parallel.exchange import make_exchange
 
-    tokens = config.scheduler.max_num_batched_tokens
-    dtype: torch.dtype = getattr(torch, config.dtype)
-    exchange = make_exchange(group, tokens - first_half(tokens), config.hidden_size, dtype, device)
-    return HalvesGroup(group, least, device, exchange, measured=measured)
+        tokens = config.scheduler.max_num_batched_tokens
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        width, second = config.hidden_size, tokens - first_half(tokens)
+        exchange = make_exchange(group, second, width, dtype, device)
+        least = sys.maxsize if measured else LEAST
+        halves = HalvesGroup(group, least, device, exchange, measured=measured)
+    if not measured:
+        logger.info("async_tp=on: %s", halves.described)
+    return halves

@@ -16,23 +16,13 @@ from quire.quantization import Quantization
 _RANKS = "tensor_parallel_size"
 
 
-def check_deterministic(
-    args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
-) -> None:
+def check_deterministic(args: EngineArgs, spec: ModelSpec, quantization: Quantization) -> None:
     """Refuses what would make results depend on more than the request.
 
     Raises:
         ConfigError: names what is in the way.
     """
     world = args.tensor_parallel_size
-    adapters = bool(args.enable_lora or args.lora or args.lora_dir)
-    if adapters and (device == "cpu" or world > 1):
-        where = "on a CPU" if device == "cpu" else f"with {_RANKS}={world}"
-        raise ConfigError(
-            f"deterministic is not supported for LoRA adapters {where}: what they add is summed in "
-            "another order there",
-            "deterministic",
-        )
     if world == 1:
         return
     if args.enable_expert_parallel:

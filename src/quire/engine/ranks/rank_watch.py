@@ -111,7 +111,7 @@ class RankWatch:
                 return
 
     def _stuck(self) -> EngineDeadError:
-        late = ", ".join(f"rank {rank}" for rank in self._recorder.behind()) or "no rank"
+        late = ", ".join(f"rank {rank}" for rank in self._recorder.late_ranks()) or "no rank"
         return EngineDeadError(
             f"a step has not ended within {self._timeout:g} s; {late} is behind ({self._recorder})"
         )

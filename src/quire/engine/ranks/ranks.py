@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from quire.config import EngineArgs, EngineConfig
+from quire.engine.loop.features import earlier_hooks, enabled_features
 from quire.engine.ranks.async_tp import check_async_tp, halves_group
 from quire.errors import ConfigError, installing
 from quire.executor import OnProgress
@@ -76,8 +77,8 @@ def open_worker(
         from quire.parallel.symmetric_memory import symmetric_group
 
         dtype: torch.dtype = getattr(torch, config.dtype)
-        # What drafts has logits of its own.
-        vocab = 0 if config.args.speculates else config.vocab_size
+        own_logits = any(spec.own_logits for spec in enabled_features(config.args))
+        vocab = 0 if own_logits else config.vocab_size
         group = symmetric_group(device, dtype, group.handle, config.hidden_size, vocab)
     if config.args.async_tp != "off" and group.world > 1:
         group = halves_group(config, group)
@@ -94,16 +95,6 @@ def draws_tokens(config: EngineConfig, rank: int, world: int) -> bool:
     return stage_of(rank, world, stages) == stages - 1
 
 
-def earlier_hooks(config: EngineConfig) -> list[Hook]:
-    """Returns the hooks of a worker in a stage before the last."""
-    if not config.args.speculates:
-        return []
-    # Engines without drafts load nothing of them.
-    from quire.features.speculation.hook import open_earlier_hook
-
-    return [open_earlier_hook(config)]
-
-
 def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:
     """Refuses ranks that the model, the machine or other settings do not allow.
 
@@ -115,7 +106,6 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
     if args.enable_expert_parallel and (world == 1 or not has_experts(spec)):
         need = f"{_PARAM} of at least 2" if world == 1 else "a model with experts"
         raise ConfigError(f"enable_expert_parallel needs {need}", "enable_expert_parallel")
-    _check_copies(args, spec)
     if args.async_tp == "on":
         check_async_tp(args, spec)
     if device != "cpu":
@@ -141,27 +131,7 @@ def defaults_of_stages(stages: int, defaults: Mapping[str, int]) -> dict[str, in
     }
 
 
-_ADAPTERS = "adapters are loaded into all layers at once"
-_BLOCKS = "KV blocks would have to be moved by stages at different times"
-_FILES = "files hold blocks of all heads, and each rank has some"
-_REASONS = {
-    _PARAM: {"disk_cache": _FILES},
-    _STAGES: {
-        "enable_lora": _ADAPTERS,
-        "lora": _ADAPTERS,
-        "lora_dir": _ADAPTERS,
-        "host_cache_gb": _BLOCKS,
-    },
-}
-"""Settings that do not go with several ranks, or stages, and why."""
-
-
 def _check_settings(args: EngineArgs) -> None:
-    for size, reasons in _REASONS.items():
-        count = getattr(args, size)
-        for name, reason in reasons.items():
-            if count > 1 and getattr(args, name):
-                raise ConfigError(f"{name} is not supported with {size}={count}: {reason}", name)
     _check_nodes(args)
     if args.distributed_executor == "ray":
         _check_ray(args)
@@ -192,23 +162,6 @@ def _check_nodes(args: EngineArgs) -> None:
         )
     if not 1 <= args.master_port < 65535:
         raise ConfigError(f"master_port={args.master_port} must be in [1, 65535)", "master_port")
-
-
-def _check_copies(args: EngineArgs, spec: ModelSpec) -> None:
-    copies, stages = args.redundant_experts, args.pipeline_parallel_size
-    counts = [getattr(layer.ffn, "experts", 0) for layer in spec.layers]
-    fewest = min(filter(None, counts), default=0)
-    reason, most = None, fewest * (args.tensor_parallel_size - 1)
-    if copies < 0:
-        reason = "must not be negative"
-    elif copies and not args.enable_expert_parallel:
-        reason = "needs enable_expert_parallel: copies are of whole experts"
-    elif copies and stages > 1:
-        reason = f"is not supported with {_STAGES}={stages}: stages have layers of their own"
-    elif copies > most:
-        reason = f"is more than the {most} that ranks can hold, which have one of an expert each"
-    if reason is not None:
-        raise ConfigError(f"redundant_experts={copies} {reason}", "redundant_experts")
 
 
 def _check_ray(args: EngineArgs) -> None:

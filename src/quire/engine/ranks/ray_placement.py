@@ -23,6 +23,7 @@ from quire.config import EngineConfig
 from quire.engine.ranks.ranks import ranks_of_node
 from quire.engine.ranks.ray_actor import RankActor
 from quire.errors import ConfigError, EngineDeadError
+from quire.system import visible_devices
 
 logger = logging.getLogger("quire.engine")
 
@@ -197,13 +198,12 @@ def own_devices(ids: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: this process does not see one.
     """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    seen = None if visible is None else [name.strip() for name in visible.split(",")]
+    seen = visible_devices()
     unseen = [id for id in ids if seen is not None and id not in seen]
     if unseen:
         raise ConfigError(
             f"distributed_executor=ray: Ray gives this machine's ranks the GPUs {', '.join(ids)}, "
-            f"but CUDA_VISIBLE_DEVICES={visible} hides {', '.join(unseen)}",
+            f"but CUDA_VISIBLE_DEVICES={','.join(seen or ())} hides {', '.join(unseen)}",
             "distributed_executor",
         )
     return [f"cuda:{int(id) if seen is None else seen.index(id)}" for id in ids]

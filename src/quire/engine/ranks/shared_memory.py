@@ -95,7 +95,7 @@ class FlightRecorder:
         """Returns each rank's last steps, launched and read; -1: none."""
         return [(int(launched), int(read)) for launched, read in self._steps]
 
-    def behind(self) -> list[int]:
+    def late_ranks(self) -> list[int]:
         """Returns the ranks that have launched, or else read, fewer steps than others."""
         steps = [tuple(line) for line in self._steps.tolist()]
         for column in (0, 1):

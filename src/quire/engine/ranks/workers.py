@@ -8,12 +8,13 @@ import os
 import tempfile
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.engine.loop.stats import RankStats
 from quire.engine.processes import MEMORY, PREFIX, remove_stale, take_ownership
 from quire.engine.ranks.nodes import accept_workers, rendezvous_of
 from quire.engine.ranks.rank_watch import RankWatch
@@ -33,7 +34,7 @@ from quire.engine.ranks.remote_worker import (
 )
 from quire.engine.ranks.shared_memory import FlightRecorder, share
 from quire.errors import EngineDeadError
-from quire.executor import Capacity, Executor, OnProgress
+from quire.executor import Answered, Asked, Capacity, Executor, OnProgress, WorkerCall
 from quire.features.loop_feature import Failure, LoopFeature
 from quire.parallel.torch_group import abort_group, check_no_group, leave_group
 from quire.plan import StepPlan, StepResult
@@ -43,10 +44,9 @@ from quire.scheduler import Feature
 if TYPE_CHECKING:
     from quire.engine.ranks.ray_placement import RayPlacement
 
-ASK = {"op": "ranks"}
-WATCH = {"op": "rank_watch"}
-"""The control messages that an executor of several ranks answers: with statistics; and with the
-descriptor that becomes readable when a rank has ended, which is an error from then on."""
+RANK_STATS: WorkerCall[None, list[RankStats]] = WorkerCall("ranks.stats")
+RANK_NEWS: WorkerCall[None, int] = WorkerCall("ranks.news")
+"""Answers the descriptor that becomes readable when a rank has ended, and an error from then on."""
 
 
 class Ranks(LoopFeature):
@@ -60,15 +60,15 @@ class Ranks(LoopFeature):
         return Feature()
 
     def fds(self) -> Sequence[int]:
-        return () if self._executor is None else (self._executor.control(WATCH),)
+        return () if self._executor is None else (self._executor.call(RANK_NEWS, None),)
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
         if self._executor is not None:
-            self._executor.control(WATCH)
+            self._executor.call(RANK_NEWS, None)
         return (), ()
 
     def stats(self) -> dict[str, Any]:
-        return {} if self._executor is None else {"ranks": self._executor.control(ASK)}
+        return {} if self._executor is None else {"ranks": self._executor.call(RANK_STATS, None)}
 
 
 # The executor of several ranks: the first worker in this process, others in their own.
@@ -223,12 +223,18 @@ class WorkerExecutor:
             self._group.check(step_id)
         return result
 
-    def control(self, message: dict[str, Any]) -> Any:
-        if message == WATCH:
-            if self._watched.error is not None:
-                raise self._watched.error
-            return self._watched.news
-        return self._recorder.stats() if message == ASK else self.local.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        own = self._calls.get(call)
+        return self.local.call(call, request) if own is None else own()
+
+    @property
+    def _calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[], Any]]:
+        return {RANK_STATS: self._recorder.stats, RANK_NEWS: self._news}
+
+    def _news(self) -> int:
+        if self._watched.error is not None:
+            raise self._watched.error
+        return self._watched.news
 
     def shutdown(self) -> None:
         broken = self._watch is not None and self._watch.error is not None

@@ -9,10 +9,12 @@ from quire.features.spec import FeatureSpec
 FEATURE = FeatureSpec(
     name="disaggregation",
     order=30,
+    args="quire.features.disaggregation.args:DisaggArgs",
     loop="quire.features.disaggregation.loop:DisaggLoop",
-    hook="quire.features.disaggregation.layer_clock:open_layer_clock",
+    hook="quire.features.disaggregation.layer_clock:open_hook",
     enabled=lambda args: args.kv_peers is not None,
     calls="quire.features.disaggregation.calls:CALLS",
+    routes="quire.features.disaggregation.api:ROUTES",
     fields="quire.features.disaggregation.calls:FIELDS",
     stats="quire.features.disaggregation.stats:DisaggStats",
     stats_name="disagg",

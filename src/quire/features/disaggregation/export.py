@@ -34,25 +34,24 @@ class BatchInFlight:
 
 @dataclass(slots=True, eq=False)
 class Export:
-    """A grant, and how far it is.
+    """A grant, and its progress.
 
     The prompt:
         tokens: int32 [whole blocks].
-        request: the grant's, once it was admitted.
+        request: the grant's request; None until the scheduler admits it.
         finished: the request has ended.
-        computed: seconds from the grant until then.
-        done: how often the request was preempted, and how many tokens were planned, at the last
-            plan.
-        step: the last one of which the prompt was a part.
-        held: its blocks in the prefix tree, kept from eviction, once the request has ended.
-        settled: a plan was made since they are held.
+        computed: seconds from the grant until the request's end.
+        done: the request's preemptions and planned tokens at the last plan.
+        step: the last step that computed a part of the prompt.
+        held: the prompt's blocks in the prefix tree, which are not evicted after the request's end.
+        settled: the scheduler made a plan after it held the blocks.
 
     The reader:
         link: its connection, once it has shown the grant.
         layers: for a reader that waits for each layer.
-        deadline: when it counts as dead.
-        told: when it was last told that work goes on.
-        promised: the connection sends the end by itself.
+        deadline: time at which the reader counts as dead.
+        last_keep_alive: time of the last `KeepAlive`.
+        promised: the connection sends the end itself.
 
     The blocks:
         sent_to: by group, the table entry of the next block to send.
@@ -80,7 +79,7 @@ class Export:
     settled: bool = False
     link: ReaderLink | None = None
     layers: LayerBatches[ReaderLink] | None = None
-    told: float = 0.0
+    last_keep_alive: float = 0.0
     promised: bool = False
     again: list[Entries] = field(default_factory=list)
     moving: dict[int, BatchInFlight] = field(default_factory=dict)

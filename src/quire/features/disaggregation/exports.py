@@ -219,12 +219,12 @@ class Exports:
                 if export is not None:
                     self._stopped(export, broken)
 
-    def meet(self, link: ReaderLink, grant: Grant) -> None:
+    def greet(self, link: ReaderLink, grant: Grant) -> None:
         """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
         fills that is under way. From any thread."""
         export = self._by_name.get(grant.name)
         if export is not None and export.grant == grant and not export.closed and export.layers:
-            export.layers.meet(link)
+            export.layers.greet(link)
 
     def _redeem(self, link: ReaderLink, grant: Grant) -> None:
         export = self._by_name.get(grant.name)
@@ -248,9 +248,9 @@ class Exports:
             return
         export.link = link
         self._by_link[link] = export
-        self._heard(export)
+        self._extend_lease(export)
         if export.layers is not None:
-            export.layers.meet(link)
+            export.layers.greet(link)
         else:
             link.send(GrantAccepted(self._memory))
         self._offer(export)
@@ -265,14 +265,14 @@ class Exports:
             self._offer(export)
         self._stats.blocks_sent += batch.count
         self._stats.bytes_sent += batch.count * self._sizes[batch.group]
-        self._heard(export)
+        self._extend_lease(export)
         self._end_if_sent(export)
 
     def _give_back(self, in_flight: BatchInFlight) -> None:
         """Frees the slots of a batch in the memory between engines."""
         self._slots.give(in_flight.batch.group, in_flight.batch.slots or [])
 
-    def _heard(self, export: Export) -> None:
+    def _extend_lease(self, export: Export) -> None:
         export.deadline = self._clock() + self._lease
 
     def _stopped(self, export: Export, broken: bool) -> None:
@@ -295,8 +295,12 @@ class Exports:
             waits = export.link is None or bool(export.sent)
             if waits and now > export.deadline:
                 self._refuse(export, (504, "the reader gave no sign in time"), "timeout")
-            elif export.link is not None and not waits and now - export.told > self._lease / 4:
-                export.told = now
+            elif (
+                export.link is not None
+                and not waits
+                and now - export.last_keep_alive > self._lease / 4
+            ):
+                export.last_keep_alive = now
                 export.link.send(KeepAlive())
         failures, self._failures = self._failures, []
         return failures
@@ -425,7 +429,7 @@ class Exports:
                 first += in_flight.batch.count
                 export.sent[in_flight.batch.number] = in_flight
                 link.send(in_flight.batch)
-                self._heard(export)
+                self._extend_lease(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
         """Takes note of copies that have ended."""
@@ -439,7 +443,7 @@ class Exports:
                     export.again.append(in_flight.entries)
                 else:
                     export.sent[in_flight.batch.number] = in_flight
-                    self._heard(export)
+                    self._extend_lease(export)
                     export.link.send(in_flight.batch)
             self._forget_ended(export)
 

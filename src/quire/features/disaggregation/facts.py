@@ -22,10 +22,11 @@ _SAMPLE_BYTES = 1 << 16
 class KVFacts(msgspec.Struct, frozen=True):
     """Facts about an engine's blocks.
 
-    model: stands for its configuration and its weights, by their headers and beginnings.
-    transport: how blocks travel, and the host where they stay on one.
-    groups: kind, window, layers and bytes of each KV group's block, with the heads of all ranks.
-    drafts: what has the groups behind the model's own, "" if nothing has.
+    Attributes:
+        model: digest of the configuration, and of the headers and beginnings of the weights.
+        transport: way of the blocks. It names the host if blocks stay on one host.
+        groups: kind, window, layers and bytes of each KV group's block, with all ranks' heads.
+        drafts: drafter whose KV groups follow the model's own; "" without a drafter.
     """
 
     protocol: int

@@ -6,6 +6,7 @@ import functools
 import mmap
 import os
 import threading
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from torch import nn
 
 from quire.config import EngineConfig
+from quire.executor import WorkerCall
+from quire.features.disaggregation.hook import PeerHook
 from quire.features.disaggregation.messages import BlockBatch, GrantAccepted, Message
 from quire.features.disaggregation.settings import read_settings
 from quire.models.decoder import Decoder
@@ -52,7 +55,7 @@ class LayerBatches(Generic[Link]):
             else:
                 self.link.send(batch)
 
-    def meet(self, link: Link) -> None:
+    def greet(self, link: Link) -> None:
         """Greets the reader, if none has come before."""
         with self._lock:
             if self.link is None:
@@ -70,16 +73,22 @@ _NEVER = -1 << 40
 """The count before the first step: no reader waits for so little."""
 
 
-def open_layer_clock(config: EngineConfig) -> Hook:
-    """Returns the hook of an engine with peers: a clock where they read layer by layer."""
-    return LayerClock() if read_settings(config.args.kv_peers or {}).layers else Hook()
+LAYER_CLOCK: WorkerCall[None, SharedMemory] = WorkerCall("disaggregation.layer_clock")
+"""Answers the memory of the clocks of all ranks, int64 [ranks] from `CLOCK_BEGIN` on."""
 
 
-class LayerClock(HostHook):
-    """Answers `layer_clock` with the memory of the clocks of all ranks, int64 [ranks] from
-    `CLOCK_BEGIN` on."""
+def open_hook(config: EngineConfig) -> Hook:
+    """Returns the hook of an engine with peers, with a clock where they read layer by layer."""
+    settings = read_settings(config.args.kv_peers or {})
+    kind = LayerClock if settings.layers else PeerHook
+    return kind(settings.transport, config.device)
 
-    def __init__(self) -> None:
+
+class LayerClock(PeerHook, HostHook):
+    """Counts the layers of a step that have stored their KV."""
+
+    def __init__(self, transport: str = "ipc", device: str = "cpu") -> None:
+        super().__init__(transport, device)
         self._handle: SharedMemory | None = None
         self._pinned: Any = None
 
@@ -104,8 +113,8 @@ class LayerClock(HostHook):
     def begin(self, step: Step) -> None:
         self._before.fill_(step.plan.step_id * self._layers)
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        return self._handle if message.get("op") == "layer_clock" else None
+    def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
+        return {**super().calls(), LAYER_CLOCK: lambda _: self._handle}
 
     def close(self) -> None:
         if self._handle is not None:

@@ -38,8 +38,8 @@ _ENDED = frozenset({errno.EBADF, errno.EINVAL})
 View = Callable[[int, int], memoryview]
 """Returns the bytes of a group's slot. There is none where blocks are read where they are."""
 Tell = Callable[[ReaderMessage | LinkClosed], None]
-Meet = Callable[[ReaderLink, Grant], None]
-"""Greets a reader that shows a grant; see `Exports.meet`."""
+Greet = Callable[[ReaderLink, Grant], None]
+"""Greets a reader that shows a grant; see `Exports.greet`."""
 
 
 class ReaderConnection:
@@ -58,7 +58,7 @@ class ReaderConnection:
         connected: socket.socket,
         view: View | None,
         tell: Tell,
-        meet: Meet,
+        greet: Greet,
         send_seconds: float,
     ) -> None:
         self.silent = True
@@ -66,7 +66,7 @@ class ReaderConnection:
         self._channel = PeerChannel(connected)
         self._view = view
         self._tell = tell
-        self._meet = meet
+        self._greet = greet
         self._shared = False
         self._acked: set[int] = set()
         self._awaited: frozenset[int] = frozenset()
@@ -117,7 +117,7 @@ class ReaderConnection:
                     continue
                 if isinstance(message, OpenGrant):
                     self.silent = False
-                    self._meet(self, message.grant)
+                    self._greet(self, message.grant)
                 if isinstance(message, BatchAck):
                     with self._lock:
                         self._acked.add(message.number)
@@ -169,7 +169,7 @@ class Listener:
         view: View | None,
         tell: Tell,
         wake: Callable[[], None],
-        meet: Meet,
+        greet: Greet,
         lease: float,
         open_grants: Callable[[], int],
     ) -> None:
@@ -184,7 +184,7 @@ class Listener:
         self._view = view
         self._told = tell
         self._wake = wake
-        self._meet = meet
+        self._greet = greet
         self._lease = lease
         self._open_grants = open_grants
         self._links: set[ReaderConnection] = set()
@@ -229,7 +229,9 @@ class Listener:
                 self._make_room()
                 if len(self._links) < _MOST_LINKS and not self._closed.is_set():
                     self._links.add(
-                        ReaderConnection(connected, self._view, self._tell, self._meet, self._lease)
+                        ReaderConnection(
+                            connected, self._view, self._tell, self._greet, self._lease
+                        )
                     )
                     return
         except (OSError, RuntimeError) as error:

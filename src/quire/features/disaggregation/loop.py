@@ -30,6 +30,8 @@ from quire.features.disaggregation.calls import (
 from quire.features.disaggregation.exports import Exports
 from quire.features.disaggregation.facts import KVFacts, differences, facts_of
 from quire.features.disaggregation.free_slots import BlocksInPlace, FreeSlots, PeerSlots
+from quire.features.disaggregation.hook import POOL
+from quire.features.disaggregation.layer_clock import LAYER_CLOCK
 from quire.features.disaggregation.listener import Listener
 from quire.features.disaggregation.log_limit import LogLimit
 from quire.features.disaggregation.messages import (
@@ -132,13 +134,13 @@ class DisaggLoop(LoopFeature):
             ConfigError: The address is not available, or a peer's URL is invalid.
         """
         settings = self._settings
-        pool = executor.control({"op": "staging_pool"})
+        pool = executor.call(POOL, None)
         staged = settings.transport == "tcp"
         own = model_groups(self._config, capacity.groups)
         self._facts = facts_of(self._config, capacity.groups, pool.sizes, settings.transport, own)
         self._memory: bytes = b"" if staged else pool.memory
         if settings.layers:
-            clock = executor.control({"op": "layer_clock"})
+            clock = executor.call(LAYER_CLOCK, None)
             self._memory = encode_memory(decode_memory(pool.memory).ranks, clock)
         if settings.grants:
             self._exports = self._open_exports(pool, staged, len(capacity.groups), own)
@@ -173,7 +175,7 @@ class DisaggLoop(LoopFeature):
             pool.view if staged else None,
             self._inbox.put,
             self._inbox.wake,
-            self._meet,
+            self._greet,
             settings.lease_timeout,
             lambda: 0 if self._exports is None else len(self._exports),
         )
@@ -234,10 +236,10 @@ class DisaggLoop(LoopFeature):
     def fds(self) -> Sequence[int]:
         return (self._inbox.fd,)
 
-    def _meet(self, link: ReaderLink, grant: Grant) -> None:
+    def _greet(self, link: ReaderLink, grant: Grant) -> None:
         """Greets a reader from a connection's thread."""
         if self._exports is not None:
-            self._exports.meet(link, grant)
+            self._exports.greet(link, grant)
 
     # -- calls ---------------------------------------------------------------------------------
 

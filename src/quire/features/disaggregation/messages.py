@@ -98,9 +98,13 @@ class PromptRequest(msgspec.Struct, frozen=True):
 class Grant(msgspec.Struct, frozen=True):
     """The right to fetch the KV of one prompt, once.
 
-    name: not to be guessed. epoch: names the engine that gave it, for its life. generation: counts
-    its grants. reader: who may use it. lease: seconds in which the reader must show itself.
-    port: of the connection, on the host that was asked.
+    Attributes:
+        name: secret random text.
+        epoch: identifies the granting engine until it ends.
+        generation: number of the grant among the engine's grants.
+        reader: engine that may use the grant.
+        lease: seconds until the reader must connect.
+        port: port for the connection, on the granting engine's host.
     """
 
     name: str
@@ -112,8 +116,14 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class ClosedGrant(msgspec.Struct, frozen=True):
-    """The end of a grant by `name`. outcome: see `OUTCOMES`. computed: seconds until the prompt was
-    computed, 0 where it was not. seconds: until the end."""
+    """The end of a grant.
+
+    Attributes:
+        name: the grant's name.
+        outcome: one of `OUTCOMES`.
+        computed: seconds from the grant until the prompt was computed; 0: it was not.
+        seconds: seconds from the grant until its end.
+    """
 
     name: str
     outcome: str

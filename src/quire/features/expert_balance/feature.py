@@ -6,14 +6,15 @@ from typing import Any
 
 from quire.arrays import int32
 from quire.config import EngineConfig
-from quire.executor import Capacity, Executor
+from quire.executor import Capacity, Executor, WorkerCall
+from quire.features.expert_balance.stats import ExpertStats
 from quire.features.loop_feature import LoopFeature
 from quire.scheduler import Feature, PlanBuilder
 
 ENTRY = "rearrange_experts"
 """The name in a plan's writes before whose body experts are rearranged."""
-ASK = {"op": "experts"}
-"""The control message that is answered with `ExpertStats`."""
+EXPERT_STATS: WorkerCall[None, ExpertStats] = WorkerCall("expert_balance.stats")
+"""Answers the statistics of the first rank."""
 FIRST_STEPS, STEPS = 256, 4096
 """Steps until experts are rearranged for the first time, and again."""
 
@@ -42,4 +43,6 @@ class Balance(LoopFeature):
         return StepCount()
 
     def stats(self) -> dict[str, Any]:
-        return {} if self._executor is None else {"experts": self._executor.control(ASK)}
+        return (
+            {} if self._executor is None else {"experts": self._executor.call(EXPERT_STATS, None)}
+        )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quire.config import EngineConfig
+from quire.executor import WorkerCall
 from quire.features.expert_balance.balanced_experts import BalancedExperts
-from quire.features.expert_balance.feature import ASK, ENTRY
+from quire.features.expert_balance.feature import ENTRY, EXPERT_STATS
 from quire.features.expert_balance.stats import ExpertStats
 from quire.layers.experts import Experts
 from quire.models import Decoder
@@ -35,9 +37,10 @@ class BalanceHook(HostHook):
             for layer in self._layers:
                 layer.rearrange()
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        if message != ASK:
-            return None
+    def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
+        return {EXPERT_STATS: lambda _: self._stats()}
+
+    def _stats(self) -> ExpertStats:
         each = [layer.stats for layer in self._layers]
         return ExpertStats(
             most_work=sum(stats.most_work for stats in each),

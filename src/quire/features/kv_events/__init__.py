@@ -8,4 +8,5 @@ FEATURE = FeatureSpec(
     loop="quire.features.kv_events.feature:open_events",
     serves=True,
     calls="quire.features.kv_events.calls:CALLS",
+    routes="quire.features.kv_events.api:ROUTES",
 )

@@ -348,22 +348,22 @@ class OffloadFeature(Feature):
                 del tier.arriving[block_hash]
         match job.kind:
             case Kind.OUT:
-                self._arrived(tier, job, good)
+                self._end_out(tier, job, good)
             case Kind.LOAD:
-                self._loaded(tier, job, good)
+                self._end_load(tier, job, good)
             case Kind.SPILL:
-                self._spilled(tier, job, good)
+                self._end_spill(tier, job, good)
             case Kind.IN:
-                self._brought(tier, job, good)
+                self._end_in(tier, job, good)
         for request_id in job.waiters:
             self._wake(request_id)
 
-    def _arrived(self, tier: GroupTier, job: Job, good: bool) -> None:
+    def _end_out(self, tier: GroupTier, job: Job, good: bool) -> None:
         for block_hash in job.hashes:
             tier.host.arrived(block_hash, good and not job.stale)
 
-    def _loaded(self, tier: GroupTier, job: Job, good: bool) -> None:
-        self._arrived(tier, job, good)
+    def _end_load(self, tier: GroupTier, job: Job, good: bool) -> None:
+        self._end_out(tier, job, good)
         if good:
             seconds = time.monotonic() - job.began
             self._costs.observe_load(len(job.hashes) * tier.block_bytes, seconds)
@@ -371,7 +371,7 @@ class OffloadFeature(Feature):
             for block_hash in job.hashes:
                 tier.files.discard(block_hash)
 
-    def _spilled(self, tier: GroupTier, job: Job, good: bool) -> None:
+    def _end_spill(self, tier: GroupTier, job: Job, good: bool) -> None:
         tier.spilling -= len(job.hashes)
         for block_hash in job.hashes:
             tier.host.unpin(block_hash, good=False)
@@ -379,7 +379,7 @@ class OffloadFeature(Feature):
                 tier.files.add(block_hash)
         self.counts.disk_writes += len(job.hashes) * good
 
-    def _brought(self, tier: GroupTier, job: Job, good: bool) -> None:
+    def _end_in(self, tier: GroupTier, job: Job, good: bool) -> None:
         for block_hash in job.hashes:
             tier.host.unpin(block_hash, good and not job.stale)
         if good:

@@ -15,6 +15,7 @@ from quire.errors import ConfigError
 from quire.executor import Capacity, Executor
 from quire.features.kv_offload.costs import CostModel, Rates
 from quire.features.kv_offload.feature import OffloadFeature
+from quire.features.kv_offload.hook import FILE_KEYS
 from quire.features.kv_offload.tiers import GroupTier
 from quire.features.loop_feature import LoopFeature
 from quire.plan import Admit, BlockAppends, KVGroup, RowFlag, StepPlan, Transfer
@@ -96,8 +97,7 @@ def _group_tier(
         # Rates are a rank's; counts are of all.
         block_bytes = group.block_bytes * config.args.tensor_parallel_size
         return GroupTier(index, slots, block_bytes, state=state)
-    found: Int32 = executor.control({"op": "disk_keys", "group": index})
-    keys = [key.tobytes() for key in found]
+    keys = [key.tobytes() for key in executor.call(FILE_KEYS, index)]
     most = int(config.args.disk_cache_gb * 1e9) // group.block_bytes
     return GroupTier(index, slots, group.block_bytes, keys, most, state=state)
 

@@ -49,3 +49,23 @@ class TierStats(msgspec.Struct):
     prefill_rate: float = 0.0
     out_rate: float = 0.0
     in_rate: float = 0.0
+
+
+LIVE_ROWS = {
+    "host_blocks_total": "Blocks of host memory",
+    "host_blocks_used": "Blocks of host memory in use",
+    "disk_blocks": "Blocks in files",
+    "host_hit_tokens": "Tokens from host memory",
+    "disk_hit_tokens": "Tokens from files",
+    "host_evictions": "Blocks that host memory gave up",
+    "disk_writes": "Blocks written to files",
+    "swapped_out": "Blocks copied out",
+    "swapped_in": "Blocks copied in",
+    "swapped_out_bytes": "Bytes copied out",
+    "swapped_in_bytes": "Bytes copied in",
+    "transfer_failures": "Transfers that failed",
+    "prefill_rate": "Prompt tokens a second, measured",
+    "out_rate": "Bytes a second out, measured",
+    "in_rate": "Bytes a second in, measured",
+}
+"""The names of the statistics in the live view."""

@@ -56,14 +56,14 @@ class AdaptedLinear:
         # What every rank holds whole may enter the sum over ranks only once.
         bias = None if shared and layer.group.rank else layer.bias
         if len(layer.stacks) > 1:
-            return self._apart(x, residual, bias, act, rows)
+            return self._one_by_one(x, residual, bias, act, rows)
         out = _adapted_linear(
             x, layer.weight, bias, None if shared else residual, scale, act, self._weights, rows
         )
         # Each rank has added what its share of the inputs gives.
         return layer.group.all_reduce(out, residual, layer.name) if shared else out
 
-    def _apart(
+    def _one_by_one(
         self,
         x: Tensor,
         residual: Tensor | None,

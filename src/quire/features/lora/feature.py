@@ -25,7 +25,7 @@ from quire.features.call import CallType, NewsType
 from quire.features.loop_feature import EngineInterface, Failure, LoopFeature
 from quire.features.lora.adapter_pool import AdapterPool
 from quire.features.lora.calls import LOAD, NAMES, UNLOAD, LoadAdapter
-from quire.features.lora.hook import COLUMN, LOADS, load_entry
+from quire.features.lora.hook import ADAPTER_POOL, COLUMN, LOADS, load_entry
 from quire.features.lora.peft import fetch, fetch_now, on_the_hub
 from quire.features.lora.registry import Registry, SlotTable, Version, parse_setting, valid_name
 from quire.request import Request
@@ -131,7 +131,7 @@ class AdapterFeature(Feature, LoopFeature):
         Raises:
             ConfigError: one of them cannot be used.
         """
-        self._pool = executor.control({"op": "adapters"})
+        self._pool = executor.call(ADAPTER_POOL, None)
         for setting in self._config.args.lora:
             name, path = parse_setting(setting)
             if name in self._registry:

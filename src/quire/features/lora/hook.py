@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from quire.arrays import Int32
 from quire.config import EngineConfig
 from quire.errors import ConfigError
+from quire.executor import WorkerCall
 from quire.features.lora.adapter_pool import AdapterPool, Flags
 from quire.features.lora.peft import MOST_RANK
 from quire.models import Decoder
@@ -22,6 +23,8 @@ from quire.runner.state import BatchState, ColumnSpec, Limits
 
 COLUMN, LOADS = "adapter", "adapter_loads"
 """The column of lanes' slots, -1 for none, and the entry of plans that fill slots."""
+ADAPTER_POOL: WorkerCall[None, AdapterPool] = WorkerCall("lora.pool")
+"""Answers the pool of the first rank."""
 _MOST_RANKS = 64
 
 
@@ -89,8 +92,8 @@ class AdapterHook(ProgramHook, HostHook):
         else:
             self.pool.end()
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        return self.pool if message.get("op") == "adapters" else None
+    def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
+        return {ADAPTER_POOL: lambda _: self.pool}
 
     def close(self) -> None:
         self.pool.close()

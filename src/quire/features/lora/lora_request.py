@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from quire.errors import RequestError
 from quire.features.call import CallType
 from quire.features.lora.calls import LOAD, LoadAdapter
+from quire.request import RequestOptions
 
 
 class AdapterLoader(Protocol):
@@ -40,9 +41,8 @@ class LoRARequest:
 Asked = LoRARequest | Sequence[LoRARequest | None]
 
 
-def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[str]:
-    """Reads the adapters of `count` prompts, where they are not known already. Returns their names,
-    "" for none.
+def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[RequestOptions]:
+    """Reads the adapters of `count` prompts, where they are not known already.
 
     Raises:
         RequestError: their number is another, an adapter cannot be used, or the engine takes none.
@@ -59,4 +59,4 @@ def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[str]:
         while not answer.done():
             core.step()
         answer.result()
-    return ["" if one is None else one.name for one in each]
+    return [{} if one is None else {"adapter": one.name} for one in each]

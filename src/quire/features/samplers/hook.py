@@ -14,6 +14,7 @@ from quire.config import EngineConfig
 from quire.ops.reference import random, truncate
 from quire.plan import Admit, StepPlan
 from quire.runner.hooks import HeadContext, HostHook, Level, ProgramHook
+from quire.runner.hooks.sampling import sampling_columns
 from quire.runner.readback import Upload, logit_starts
 from quire.runner.state import BatchState
 from quire.sampling_params import SamplingParams
@@ -123,6 +124,15 @@ def without_top_choices(
     return logits.masked_fill(left_out, -torch.inf)
 
 
+_CUTS = {
+    "typical_p": typical_p,
+    "min_p": truncate.min_p,
+}
+"""Functions that drop tokens, by the parameter that they take a column of, in their order."""
+
+_NEUTRAL = SamplingParams()
+"""The values that change nothing."""
+
 # The runner's side: logits of rows that ask for more than graphs hold, to tokens.
 
 logger = logging.getLogger("quire.engine")
@@ -161,6 +171,7 @@ class Samplers(ProgramHook, HostHook):
 
     def bind(self, state: BatchState) -> None:
         self._state = state
+        self._columns = sampling_columns(state)
         self._admits: dict[int, Admit] = {}
         self._plan: StepPlan | None = None
 
@@ -249,18 +260,12 @@ class Samplers(ProgramHook, HostHook):
         temperature = rows.column("temperature").clamp(min=1e-9).unsqueeze(1)
         kept = self._kept(x / torch.where(random.unsqueeze(1), temperature, 1.0), rows)
         masked = torch.where(random.unsqueeze(1), x.masked_fill(~kept, -torch.inf), x)
-        floats, ints = (self._state.columns[f"sampling_{kind}"] for kind in ("floats", "ints"))
         # What is cut off is cut off already.
         tokens = ops.sample(
             masked,
             rows.lanes,
             rows.lengths,
-            temperature=floats[:, 0],
-            top_p=floats[:, 1],
-            min_p=floats[:, 2],
-            top_k=ints[:, 0],
-            seed=ints[:, 1:3],
-            sample_index=ints[:, 3],
+            **self._columns,
             truncate_rows=False,
         )
         only = torch.full_like(x, -torch.inf)
@@ -270,18 +275,18 @@ class Samplers(ProgramHook, HostHook):
 
     def _kept(self, x: Tensor, rows: _Rows) -> Tensor:
         """Tells which tokens may be drawn, bool [K, vocab]. x: after temperature."""
-        for name, cut in (("typical_p", typical_p), ("min_p", truncate.min_p)):
-            neutral = 1.0 if name == "typical_p" else 0.0
+        for name, cut in _CUTS.items():
+            neutral = getattr(_NEUTRAL, name)
             if any(getattr(params, name) != neutral for params in rows.params):
                 x = cut(x, rows.column(name))
         top_k, top_p = rows.column("top_k").clamp(min=0), rows.column("top_p")
         if any(params.top_k > 0 or params.top_p < 1.0 for params in rows.params):
             x = truncate.top_k_top_p(x, top_k.int(), top_p)
         if any(params.xtc_probability for params in rows.params):
-            own, ints = rows.lanes.long(), self._state.columns["sampling_ints"]
+            own, columns = rows.lanes.long(), self._columns
             x = without_top_choices(
                 x,
-                (ints[own, 1:3], ints[own, 3], rows.lengths),
+                (columns["seed"][own], columns["sample_index"][own], rows.lengths),
                 probability=rows.column("xtc_probability"),
                 threshold=rows.column("xtc_threshold"),
             )

@@ -9,15 +9,21 @@ What a draft says never changes a token (`StepPlan`), so all of this is about sp
 """
 
 from quire.features.spec import FeatureSpec
+from quire.features.speculation.args import SpeculationArgs
 
 FEATURE = FeatureSpec(
     name="speculation",
     order=40,
+    args="quire.features.speculation.args:SpeculationArgs",
     loop="quire.features.speculation.feature:open_speculation",
     hook="quire.features.speculation.hook:open_hook",
-    enabled=lambda args: args.speculates,
+    enabled=lambda args: SpeculationArgs.of(args).enabled,
+    whole_steps="speculation: draft heads read whole steps between layers",
+    own_logits=True,
+    earlier_hook="quire.features.speculation.hook:open_earlier_hook",
     check="quire.features.speculation.settings:check_settings",
     stats="quire.features.speculation.stats:SpeculationStats",
     stats_name="speculation",
+    live_rows="quire.features.speculation.stats:LIVE_ROWS",
     metrics="quire.features.speculation.metrics:collect",
 )

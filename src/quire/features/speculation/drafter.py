@@ -27,6 +27,7 @@ from quire.ops.rows import Drafts, LogitRows, StepRows
 from quire.plan import StepPlan
 from quire.runner.graphs import Buckets
 from quire.runner.hooks import HostHook
+from quire.runner.hooks.sampling import sampling_columns
 from quire.runner.program import BodyShape
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
@@ -118,7 +119,7 @@ class Drafter(Verifier, HostHook):
         names = "draft_ids", "draft_start", "drafts_used"
         self._claims = Drafts(*(columns[name] for name in names))
         self._own_used = Drafts(*self._claims[:2], ints(lanes))
-        self._floats, self._ints = columns["sampling_floats"], columns["sampling_ints"]
+        self._columns = sampling_columns(state)
 
     # -- programs ------------------------------------------------------------------------------
 
@@ -129,12 +130,7 @@ class Drafter(Verifier, HostHook):
             self.pass_logits(hidden),
             passes.lanes[:count],
             passes.lengths[:count],
-            temperature=self._floats[:, 0],
-            top_p=self._floats[:, 1],
-            min_p=self._floats[:, 2],
-            top_k=self._ints[:, 0],
-            seed=self._ints[:, 1:3],
-            sample_index=self._ints[:, 3],
+            **self._columns,
             truncate_rows=truncates,
         )
         state = self._state
@@ -191,10 +187,7 @@ class Drafter(Verifier, HostHook):
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
         for admit in plan.admits:
-            p = admit.params
-            self._truncates[admit.lane] = not p.greedy and (
-                p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0
-            )
+            self._truncates[admit.lane] = admit.params.truncates
         self._rows = None
         if DRAFT_ROWS not in plan.writes:
             return

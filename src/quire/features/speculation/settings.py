@@ -139,7 +139,7 @@ def read_settings(args: EngineArgs) -> SpeculationSettings:
     )
 
 
-def check_settings(args: EngineArgs, target: ModelSpec) -> None:
+def check_settings(args: EngineArgs, target: ModelSpec, device: str = "") -> None:
     """Refuses settings that do not fit the model whose tokens are drafted.
 
     Raises:

@@ -35,3 +35,29 @@ class SpeculationStats(msgspec.Struct):
     drafts_per_row: float = 0.0
     gain: float = 1.0
     sources: dict[str, SourceStats] = {}
+
+
+_DRAFTERS = {
+    "draft": "the draft model",
+    "mtp": "the MTP layer",
+    "eagle3": "the EAGLE-3 head",
+    "tree": "the prefix tree",
+    "suffix": "lookups",
+}
+_COUNTS = {
+    "rows": "Rows with drafts of {}",
+    "drafted": "Drafts of {} verified",
+    "accepted": "Drafts of {} accepted",
+    "accepted_at": "Drafts of {} accepted, all places",
+}
+LIVE_ROWS = {
+    "steps": "Steps with drafts",
+    "drafts_per_row": "Drafts of a row, in the last step",
+    "gain": "Speed expected of the last step, over one without drafts",
+    **{
+        f"sources.{source}.{count}": text.format(name)
+        for source, name in _DRAFTERS.items()
+        for count, text in _COUNTS.items()
+    },
+}
+"""The names of the statistics in the live view."""

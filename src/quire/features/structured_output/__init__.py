@@ -11,8 +11,9 @@ from quire.features.spec import FeatureSpec
 FEATURE = FeatureSpec(
     name="structured_output",
     order=80,  # behind drafts: masks of their positions need what others have written
+    args="quire.features.structured_output.args:StructuredOutputArgs",
     loop="quire.features.structured_output.feature:open_grammars",
-    hook="quire.runner.hooks.mask:Mask",
+    hook="quire.features.structured_output.hook:open_mask",
     stats="quire.features.structured_output.stats:GrammarStats",
     stats_name="grammars",
     metrics="quire.features.structured_output.metrics:collect",

@@ -15,9 +15,9 @@ import torch
 from quire.config import EngineConfig
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import LoopFeature
-from quire.features.tuning.new_entries import lacking
+from quire.features.tuning.new_entries import missing_shapes
 from quire.features.tuning.step_counts import StepCounts
-from quire.features.tuning.table_order import TableOrder, packed
+from quire.features.tuning.table_order import TableOrder, shapes_as_json
 from quire.ops.triton.products.plan import Shape
 from quire.ops.triton.products.table import chosen
 from quire.scheduler import Feature
@@ -43,7 +43,7 @@ class TableTuning(LoopFeature):
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
         device = torch.device(self._config.device)
         card = torch.cuda.get_device_name(device)
-        missing = lacking(chosen.by_rules.values(), card)
+        missing = missing_shapes(chosen.by_rules.values(), card)
         dtype = getattr(torch, self._config.dtype)
         missing = [shape for shape in missing if shape.dtype == dtype]
         if not missing:
@@ -52,7 +52,7 @@ class TableTuning(LoopFeature):
         left = int(total * (1.0 - self._config.args.gpu_memory_utilization))
         self._launch(device.index or 0, card, left, missing)
         every = len(chosen.measured) + len(chosen.by_rules)
-        _say(
+        _log(
             f"{len(missing)} of {every} products run by rules of thumb on {card}; their plans are "
             "measured while the engine is idle, for its next start"
         )
@@ -60,7 +60,7 @@ class TableTuning(LoopFeature):
 
     def _launch(self, device: int, card: str, memory: int, shapes: Sequence[Shape]) -> None:
         workers = max(1, min(_WORKERS, (os.cpu_count() or 1) // 4))
-        order = TableOrder(device, card, memory, workers, packed(shapes))
+        order = TableOrder(device, card, memory, workers, shapes_as_json(shapes))
         descriptor, self._counts = StepCounts.make()
         try:
             self._process = subprocess.Popen(
@@ -83,7 +83,7 @@ class TableTuning(LoopFeature):
         said = False
         for line in process.stdout:
             said = True
-            _say(line.decode(errors="replace").rstrip())
+            _log(line.decode(errors="replace").rstrip())
         status = process.wait()
         if not said and not self._closing:
             logger.warning("the process that measures plans ended (status %d)", status)
@@ -102,7 +102,7 @@ class TableTuning(LoopFeature):
             self._process.kill()
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     """Logs a line, also in a process that has no log of its own: on standard error."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()

@@ -15,10 +15,10 @@ _LEAST_POOL = 320 << 20
 _SPARE = 256 << 20
 """Bytes of the device that are left to others, and that kernels' code takes."""
 
-Told = Callable[[Shape, list[Measured]], None]
+Report = Callable[[Shape, list[Measured]], None]
 
 
-def lacking(shapes: Iterable[Shape], card: str) -> list[Shape]:
+def missing_shapes(shapes: Iterable[Shape], card: str) -> list[Shape]:
     """Returns the shapes without an entry in the card's tables, of 16 bits, each once, their rows
     rounded up to buckets."""
     known = table_for(card).entries
@@ -53,11 +53,11 @@ def _scratch(shape: Shape) -> int:
 
 def make_entries(
     shapes: Sequence[Shape], card: str, device: torch.device, *, room: int, workers: int,
-    told: Told, turn: Turn = at_once,
+    report: Report, turn: Turn = at_once,
 ) -> tuple[int, int]:  # fmt: skip
     """Measures shapes of one dtype and keeps their plans.
 
-    room: bytes of the device to take. told: gets each shape's measurements, the rules' first.
+    room: bytes of the device to take. report: gets each shape's measurements, the rules' first.
     Returns how many were kept, and how many there was no room for.
 
     Raises:
@@ -72,5 +72,5 @@ def make_entries(
             if best is not None:
                 keep(card, {key_of(shape): best.plan})
                 kept += 1
-            told(shape, found)
+            report(shape, found)
     return kept, len(shapes) - len(fitting)

@@ -31,7 +31,7 @@ def served(config: EngineConfig) -> EngineConfig:
     if config.args.tune_tables != "auto":
         return config
     wanted: Literal["on", "off"] = "on" if obstacle(config) is None else "off"
-    return replace(config, args=replace(config.args, tune_tables=wanted))
+    return replace(config, args=config.args.replace(tune_tables=wanted))
 
 
 def obstacle(config: EngineConfig) -> str | None:

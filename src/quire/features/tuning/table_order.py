@@ -19,7 +19,7 @@ from quire.ops.weight import WeightFormat
 
 class TableOrder(msgspec.Struct, frozen=True):
     """device: the number of the GPU. card: its name. memory: bytes of it that the process may take.
-    workers: threads that compile. products: see `packed`."""
+    workers: threads that compile. products: see `shapes_as_json`."""
 
     device: int
     card: str
@@ -29,15 +29,15 @@ class TableOrder(msgspec.Struct, frozen=True):
 
     def shapes(self) -> list[Shape]:
         """Returns the shapes of the products."""
-        return [_unpacked(product) for product in self.products]
+        return [_from_json(product) for product in self.products]
 
 
-def packed(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
+def shapes_as_json(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
     """Returns shapes as JSON has them: dtypes by their names."""
-    return [_packed(shape) for shape in shapes]
+    return [_as_json(shape) for shape in shapes]
 
 
-def _packed(shape: Shape) -> dict[str, Any]:
+def _as_json(shape: Shape) -> dict[str, Any]:
     data: dict[str, Any] = shape._asdict() | {"dtype": _name(shape.dtype)}
     form = shape.format
     if form is not None:
@@ -50,7 +50,7 @@ def _packed(shape: Shape) -> dict[str, Any]:
     return data
 
 
-def _unpacked(data: dict[str, Any]) -> Shape:
+def _from_json(data: dict[str, Any]) -> Shape:
     shape = Shape(**{**data, "dtype": getattr(torch, data["dtype"])})
     stored = data["format"]
     if stored is None:

@@ -16,7 +16,7 @@ import time
 import msgspec
 import torch
 
-from quire.features.tuning.new_entries import lacking, make_entries
+from quire.features.tuning.new_entries import make_entries, missing_shapes
 from quire.features.tuning.step_counts import IdleTurn, StepCounts
 from quire.features.tuning.table_order import TableOrder
 from quire.ops.triton.products.plan import Shape
@@ -40,18 +40,18 @@ def measure(order: TableOrder, counts: StepCounts) -> str:
         if not alone:
             return f"another process measures plans for {path}; this engine leaves it to that"
         table_for.cache_clear()
-        shapes = lacking(order.shapes(), order.card)
+        shapes = missing_shapes(order.shapes(), order.card)
         device = torch.device("cuda", order.device)
         room = _room(device, order.memory)
         gains = 0
 
-        def told(shape: Shape, found: list[Measured]) -> None:
+        def report(shape: Shape, found: list[Measured]) -> None:
             nonlocal gains
             gains += preferred(found) is not found[0]
 
         began = time.monotonic()
         kept, left_out = make_entries(
-            shapes, order.card, device, room=room, workers=order.workers, told=told,
+            shapes, order.card, device, room=room, workers=order.workers, report=report,
             turn=IdleTurn(counts, torch.cuda.synchronize),
         )  # fmt: skip
     if not kept and left_out:

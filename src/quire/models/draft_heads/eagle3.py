@@ -90,12 +90,12 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     """Returns the head that a config.json describes.
 
     Raises:
-        ModelError: it describes no EAGLE-3 head, or one for another model. The error names the key.
+        ModelError: config.json describes no EAGLE-3 head, or a head for another model. The error
+            names the key.
     """
     if not is_eagle3(config):
         raise ModelError(
-            "config.json: neither architectures nor speculators_model_type say that this is an "
-            "EAGLE-3 head"
+            "config.json: neither architectures nor speculators_model_type names an EAGLE-3 head"
         )
     layer = config.get("transformer_layer_config")
     nested = isinstance(layer, Mapping)
@@ -112,8 +112,8 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     vocab = settings.integer(own, "vocab_size", target.vocab_size)
     if vocab != target.vocab_size:
         raise ModelError(
-            f"config.json: the head's vocabulary has {vocab} tokens, the model's "
-            f"{target.vocab_size}: they must be the same"
+            f"config.json: the head expects a vocabulary of {vocab} tokens, but the model has "
+            f"{target.vocab_size}"
         )
     width = settings.integer(config, "target_hidden_size", target.hidden_size)
     if width != target.hidden_size:
@@ -124,7 +124,7 @@ def eagle3_spec(config: Mapping[str, Any], target: ModelSpec) -> Eagle3Spec:
     bias = settings.flag(own, "attention_bias", False)
     base = llama.with_layers(base, {"qkv_bias": bias, "out_bias": bias})
     return Eagle3Spec(
-        # Heads are trained on short texts but draft in long ones too: every draft is verified.
+        # The head may draft in texts longer than those it was trained on: every draft is verified.
         model=replace(
             base, tied_head=False, max_positions=max(base.max_positions, target.max_positions)
         ),
@@ -271,8 +271,8 @@ def load_eagle3(
     """Returns the head in a folder, with its weights. See `load_mtp`.
 
     Raises:
-        ModelError: the folder holds no EAGLE-3 head, or one that does not fit the target. The
-            error names a key or a tensor.
+        ModelError: the folder holds no EAGLE-3 head, or its head does not fit the target. The error
+            names a key or a tensor.
     """
     spec = eagle3_spec(load_config(folder), target.spec)
     made = build(Unquantized())
@@ -282,8 +282,8 @@ def load_eagle3(
         head.own_embedding(made)
     elif spec.model.hidden_size != target.spec.hidden_size:
         raise ModelError(
-            f"missing tensor embed_tokens.weight: the head is {spec.model.hidden_size} wide, so "
-            f"that it cannot take the model's embeddings, which are {target.spec.hidden_size}"
+            f"missing tensor embed_tokens.weight: the head is {spec.model.hidden_size} wide and "
+            f"cannot use the model's embeddings, which are {target.spec.hidden_size} wide"
         )
     if spec.vocab < target.spec.vocab_size or "lm_head.weight" in there:
         head.own_head(spec.vocab, made)
@@ -319,18 +319,18 @@ _FAMILY = Family(
     spec=llama.FAMILY.spec,
     source=_source,
     prefixes=_PREFIXES,
-    # d2t is no weight, and `_ids` reads it. t2d is not needed.
+    # d2t is not a weight, and `_ids` reads it. t2d is not needed.
     ignored=re.compile(r"^(d2t|t2d|embed_tokens\.weight)$"),
     head="",
 )
 
 
-def _ids(folder: Path, spec: Eagle3Spec, there: bool, target: Decoder) -> Tensor | None:
+def _ids(folder: Path, spec: Eagle3Spec, has_d2t: bool, target: Decoder) -> Tensor | None:
     """Returns the target's ids of the head's tokens, int64 [vocab], or None if they are the same.
 
     The tensor `d2t` holds the differences between the target's and the head's ids.
     """
-    if not there:
+    if not has_d2t:
         if spec.vocab < target.spec.vocab_size:
             raise ModelError(
                 f"missing tensor d2t: the head knows {spec.vocab} of the model's "

@@ -2,8 +2,8 @@
 (DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 2.2).
 
 The layer's input is x = fc [norm(embedding of the next token), norm(the target's final normed
-state)]. The norm of its output goes to the target's head. When the layer drafts further, that norm
-also replaces the target's state.
+state)]. Its normed output goes to the target's head. When the layer drafts further, its normed
+output also replaces the target's state.
 """
 
 from __future__ import annotations
@@ -107,23 +107,23 @@ class MtpHead(DraftHead):
 
 
 def mtp_layers(config: Mapping[str, Any], target: ModelSpec) -> int:
-    """Returns the number of such layers according to config.json, by default 0."""
+    """Returns the number of MTP layers according to config.json, by default 0."""
     layout = _LAYOUTS.get(target.family)
     return 0 if layout is None else settings.integer(_text(config), layout.count, 0, low=0)
 
 
 def check_mtp(folder: Path, target: ModelSpec, load_format: str) -> None:
-    """Checks that the checkpoint has the layer.
+    """Checks that the checkpoint has one MTP layer.
 
     Raises:
-        ModelError: there is no such layer, there are several, or a tensor is missing.
+        ModelError: there is no MTP layer, there are several, or a tensor is missing.
     """
     layout = _LAYOUTS.get(target.family)
     if layout is None:
         families = ", ".join(sorted(_LAYOUTS))
         raise ModelError(
-            f"no MTP layers are known of {target.architecture}; families that have them are: "
-            f"{families}"
+            f"MTP layers of {target.architecture} are not supported; expected a model of one of "
+            f"the families: {families}"
         )
     config = load_config(folder)
     count = mtp_layers(config, target)
@@ -134,11 +134,11 @@ def check_mtp(folder: Path, target: ModelSpec, load_format: str) -> None:
     if load_format == "dummy":
         return
     family = _target_family(target)
-    there = _tensors(folder, family)
+    names = _tensors(folder, family)
     for part, name in layout.parts.items():
         stored = f"{name.format(n=len(target.layers))}.weight"
-        # A quantized weight has other tensors besides, or instead.
-        if part not in _SHARED and not any(each.startswith(stored) for each in there):
+        # A quantized weight is stored in other tensors, with or without one called `weight`.
+        if part not in _SHARED and not any(each.startswith(stored) for each in names):
             raise ModelError(f"the checkpoint has no MTP layer: missing tensor {stored}")
 
 
@@ -160,13 +160,13 @@ def load_mtp(
         seed: see `load_weights`.
 
     Raises:
-        ModelError: the checkpoint has no such layer, or one that does not fit. The error names a
-            tensor.
+        ModelError: the checkpoint has no MTP layer, or the layer does not fit the model. The error
+            names a tensor.
     """
     own = target.spec
     check_mtp(folder, own, load_format)
     layout, family = _LAYOUTS[own.family], _target_family(own)
-    spec = replace(own, layers=(_like(own),), tied_head=False)
+    spec = replace(own, layers=(_last_attention_layer(own),), tied_head=False)
     source = _source(own, layout, family)
     stored = Family(
         name=f"{family.name} MTP",
@@ -181,10 +181,10 @@ def load_mtp(
     made = build(quantization or quantization_of(wanted))
     head = MtpHead(spec, target, made)
     if load_format != "dummy":
-        there = _tensors(folder, family)
-        if source(spec, "embedding.weight").name in there:
+        names = _tensors(folder, family)
+        if source(spec, "embedding.weight").name in names:
             head.own_embedding(made)
-        if source(spec, "head.weight").name in there:
+        if source(spec, "head.weight").name in names:
             head.own_head(spec.vocab_size, made)
     load_weights(head, folder, load_format, seed, family=stored)
     share_equal(head)
@@ -197,7 +197,7 @@ def _source(
     """Returns the `Family.source` of the layer. Its block has the names of a layer of the model,
     with another prefix."""
     count = len(target.layers)
-    more = replace(target, layers=(*target.layers, _like(target)))
+    more = replace(target, layers=(*target.layers, _last_attention_layer(target)))
 
     def find(spec: ModelSpec, name: str) -> Source:
         part, _, rest = name.partition(".")
@@ -210,7 +210,7 @@ def _source(
     return find
 
 
-def _like(target: ModelSpec) -> LayerSpec:
+def _last_attention_layer(target: ModelSpec) -> LayerSpec:
     """Returns the model's layer whose shape the MTP layer has: the last one with attention."""
     return next(
         layer for layer in reversed(target.layers) if not isinstance(layer.mixer, GatedDeltaSpec)

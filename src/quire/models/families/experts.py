@@ -66,7 +66,7 @@ def source(
 
     Args:
         block: name of the layer's feed-forward part.
-        names: of an expert's gate, up and down projections.
+        names: names of an expert's gate, up and down projections.
         correction: tensor of `Router.correction`.
         shared: name of the shared expert.
     """

@@ -15,11 +15,11 @@ class Source:
     """The place of a parameter slice in a checkpoint.
 
     Attributes:
-        name: of the checkpoint's tensor.
-        transposed: the tensor is [inputs, outputs].
+        name: the tensor's name in the checkpoint.
+        transposed: whether the tensor is [inputs, outputs] instead of [outputs, inputs].
         span: [start, end) of the tensor's outputs that belong to the slice, or None for all.
-        every: (offset, size, period): of every `period` outputs, `size` outputs from `offset` on
-            belong to the slice. None for all outputs.
+        every: (offset, size, period). In each `period` outputs, the `size` outputs from `offset` on
+            belong to the slice. None means all outputs.
     """
 
     name: str
@@ -33,11 +33,11 @@ class Family:
     """A kind of checkpoint: how to read its config.json and where to find its tensors.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         spec: builds a `ModelSpec` from config.json, or raises ModelError.
         source: returns the place in the checkpoint for the name of a parameter slice.
-        prefixes: replacements for prefixes of the checkpoint's names, which differ with the program
-            that saved them. The first matching prefix is replaced; the result is a canonical name.
+        prefixes: maps prefixes of the checkpoint's names to those of canonical names. Programs that
+            save checkpoints use different prefixes. The first matching prefix is replaced.
         ignored: matches canonical names of tensors that are not read.
         head: canonical name of the head's weight.
         implements: keys of `unsupported` that `spec` supports.

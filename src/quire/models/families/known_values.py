@@ -1,4 +1,4 @@
-"""Checks keys of config.json of which a family supports only some values."""
+"""Checks keys of config.json for which a family supports only some values."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ def windows(
 ) -> tuple[int | None, ...]:
     """Returns each layer's window.
 
-    `layer_types` says which layers have one. Without that key, every layer has the
-    window `width` except each `every`-th one.
+    `layer_types` says which layers have a window. Without that key, all layers have the window
+    `width`, except every `every`-th one.
     """
     if config.get("layer_types") is None and width is not None:
         every = settings.integer(config, "sliding_window_pattern", every)
@@ -42,7 +42,7 @@ def rope_settings(
     """Returns the rope settings of layers without a window, and of layers with one.
 
     transformers 5 stores both in `rope_parameters`. In older configs layers with a window have no
-    scaling, and their base is under the key `local_theta`, or is the same.
+    scaling. Their base is under the key `local_theta`. Without it they use the same base.
     """
     given = config.get("rope_parameters")
     if isinstance(given, Mapping) and "full_attention" in given:

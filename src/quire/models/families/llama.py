@@ -35,7 +35,7 @@ def source(spec: ModelSpec, name: str, stems: Mapping[str, str] = _STEMS) -> Sou
 
     Args:
         spec: the model.
-        name: of the slice.
+        name: name of the slice.
         stems: names of a layer's submodules in the checkpoint, by this project's names.
     """
     stem, _, tensor = name.rpartition(".")

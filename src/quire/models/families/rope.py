@@ -43,12 +43,12 @@ def read_scaling(
         )
     if kind == "yarn":
         return _yarn(scaling, config, max_positions)
-    # Its first name was "su".
+    # "su" was the first name of LongRoPE.
     if kind in ("longrope", "su"):
         return _longrope(scaling, config, max_positions, rotary_dim // 2)
     raise ModelError(
-        f"config.json: rope type {kind!r} is not supported; known are: default, linear, llama3, "
-        "longrope, yarn"
+        f"config.json: rope type {kind!r} is not supported; expected one of: default, linear, "
+        "llama3, longrope, yarn"
     )
 
 
@@ -131,7 +131,7 @@ def rope_spec(config: settings.Config, head_dim: int, max_positions: int) -> Rop
     `rope_theta` and `rope_scaling`.
 
     Args:
-        config: of the model.
+        config: the model's config.json.
         head_dim: dimensions of a head.
         max_positions: tokens of the longest sequence.
 

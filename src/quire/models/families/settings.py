@@ -67,7 +67,7 @@ def choice(config: Config, name: str, allowed: Mapping[str, Any], default: str) 
     value = str(config.get(name) or default)
     if value not in allowed:
         raise ModelError(
-            f"config.json: {name} {value!r} is not supported; known are: {', '.join(allowed)}"
+            f"config.json: {name} {value!r} is not supported; expected one of: {', '.join(allowed)}"
         )
     return allowed[value]
 

@@ -26,14 +26,14 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_OFF, (None, False, 0)),
     **dict.fromkeys(_ONE, (None, 1)),
 }
-"""Maps keys to the values with which they change nothing.
+"""Maps each key to the values that leave the computation unchanged.
 
 `partial_rotary_factor` is here because the published code of Llama, Mistral and Qwen ignores it and
 rotates whole heads. A checkpoint that sets it was made for other code.
 """
 
 _EACH_LAYER: dict[str, Any] = {"layer_types": "full_attention", "no_rope_layers": 1}
-"""Maps keys with a list of values, one for each layer, to the value that changes nothing."""
+"""Maps keys with one value per layer to the value that leaves the computation unchanged."""
 
 
 def check(config: Mapping[str, Any], implemented: Collection[str]) -> None:

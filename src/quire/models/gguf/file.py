@@ -98,7 +98,7 @@ class GgufFile:
         """Gives the tensors the names of the model's parameters, and returns the file.
 
         Args:
-            layout: of the architecture.
+            layout: layout of the architecture.
             config: the model's config.json.
             layers: number of layers; tensors of further layers are ignored.
 
@@ -185,7 +185,7 @@ def parts_of(path: Path) -> list[Path]:
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise ModelError(
-            f"{path.name} is one of {int(found[3])} files of its model; not there: "
+            f"{path.name} is one of {int(found[3])} files of its model; missing: "
             + ", ".join(missing[:4])
         )
     return parts
@@ -261,12 +261,12 @@ class GgufTensor:
 
     Args:
         name: the parameter's name, for errors.
-        tensor: of the file.
+        tensor: a tensor of the file.
         order: the parameter's rows of the tensor, or None for all.
         expert: index along the first axis of a tensor for all experts, or None.
         offset: added to the stored values.
-        shape: replaces the first axis by these, or None.
-        blocks: whether quantized blocks are given as bytes instead of floats.
+        shape: sizes that replace the first axis, or None.
+        blocks: whether quantized blocks are read as bytes instead of floats.
     """
 
     def __init__(

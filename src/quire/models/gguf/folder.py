@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from quire.models.gguf.file import GgufFile, parts_of
 from quire.models.gguf.layouts import Layout, layers, layout_of
 from quire.models.gguf.rope import rope_scaling
 from quire.models.gguf.settings import Settings
+from quire.system import cache_folder
 from quire.text.gguf_tokenizer import tokenizer_files
 
 _LINK = "model.gguf"
@@ -36,9 +36,7 @@ def folder_of(path: Path) -> Path:
     stats = [(part, part.stat()) for part in parts_of(path)]
     told = f"{_VERSION} " + " ".join(f"{p} {at.st_size} {at.st_mtime_ns}" for p, at in stats)
     name = f"{path.stem}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-    root = os.environ.get("QUIRE_CACHE_DIR")
-    cache = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
-    base = cache.expanduser() / "gguf"
+    base = cache_folder() / "gguf"
     folder = base / name
     if (folder / "config.json").is_file():
         return folder
@@ -92,12 +90,12 @@ def _config(file: GgufFile) -> dict[str, Any]:
     settings = _settings(file)
     layout = layout_of(settings)
     if "token_embd.weight" not in file.tensors:
-        raise ModelError("the file has no token_embd.weight: it holds no whole model")
+        raise ModelError("the file has no token_embd.weight, so it does not hold a whole model")
     # In merged files the count is 0.
     count = file.fields.get("split.count")
     if count not in (None, 0, 1) and "split.tensors.count" not in file.fields:
         raise ModelError(
-            f"the file is one of {count} of its model; merge them (llama.cpp: "
+            f"the file is one of {count} parts of its model; merge them (llama.cpp: "
             "llama-gguf-split --merge)"
         )
     config = {**_common(file, settings, layout)}

@@ -266,7 +266,7 @@ def _gemma_scale(largest: int) -> Setting:
 def _latent(name: str) -> Callable[[Settings], int]:
     """Returns a function for the size of a head's keys or values.
 
-    Files of llama.cpp since its support for latents have it under a name with `_mla`.
+    Files that llama.cpp wrote after it began to support latents use a name with `_mla`.
     """
     return lambda settings: settings.integer(
         f"attention.{name}_mla" if settings.get(f"attention.{name}_mla") else f"attention.{name}"
@@ -338,8 +338,8 @@ class _DeltaOrder:
     """Orders of rows in the tensors of gated delta nets.
 
     Attributes:
-        tiled: whether value heads of the same key head are apart in files: head i belongs to key
-            head i % key_heads.
+        tiled: whether value head i belongs to key head i % key_heads in files. Otherwise the value
+            heads of a key head are neighbours.
     """
 
     tiled: bool
@@ -476,7 +476,7 @@ def _scaling(settings: Settings, multiplier: float) -> dict[str, Any] | None:
     """Returns the `rope_scaling` of models with YaRN's `mscale`.
 
     Args:
-        settings: of the file.
+        settings: settings of the file.
         multiplier: the file stores `mscale` times this.
     """
     found = rope_scaling(settings)

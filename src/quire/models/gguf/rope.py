@@ -38,7 +38,7 @@ def rope_scaling(settings: Settings) -> dict[str, Any] | None:
         return {"rope_type": "longrope", **both, "attention_factor": 1.0}
     factor = "rope.scaling.factor"
     if settings.get(factor) is None and settings.get("rope.scale_linear") is not None:
-        factor = "rope.scale_linear"  # its first name
+        factor = "rope.scale_linear"  # The first version of the format used this name.
     # In llama.cpp a factor without a type means linear scaling.
     usual = "none" if settings.get(factor) is None else "linear"
     name = settings.get("rope.scaling.type") or usual

@@ -16,8 +16,8 @@ from quire.ops.reference.attention import stored_values
 from quire.ops.reference.cache import head_rows
 
 _TILE = 64
-"""Positions whose weights are added up at once. Tiles start at multiples of it, so that tiles that
-a token does not see add only zeros."""
+"""Positions of a tile, whose weights are added up at once. Tiles start at multiples of this number,
+so a tile outside of a token's window adds only zeros."""
 
 
 def paged_attention(

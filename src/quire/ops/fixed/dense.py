@@ -36,7 +36,7 @@ def linear(
     norm: RmsScale | None = None,
     act: Activation | None = None,
 ) -> Tensor:
-    """See `reference.linear`. All between the inputs and the result is in float32 or wider."""
+    """See `reference.linear`. Computes in float32 or wider."""
     if norm is not None:
         x = rms_norm(x, *norm)
     out = products(round_inputs(x, weight).to(wider(x.dtype)), widened(weight, x.dtype))
@@ -53,7 +53,7 @@ def widened(weight: Weight, dtype: torch.dtype) -> Tensor:
     return values.to(wider(dtype))
 
 
-# The choice of experts.
+# -- the choice of experts ---------------------------------------------------------------------
 
 
 def route(

@@ -7,18 +7,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 16
-"""Rows of every product. BLAS has other kernels for fewer rows, and cuts more rows by its own
-rules. At this number a row's place and the number of outputs make no difference
+"""Rows of every product. BLAS uses other kernels for fewer rows, and splits more rows by its own
+rules. With this number, results depend neither on a row's place nor on the number of outputs
 (`tests/ops/test_fixed.py`)."""
 INPUTS = 256
-"""Inputs of a product, the most that no BLAS cuts. Sums of further ones are added in order."""
+"""Most inputs of a product, because BLAS libraries split more. The sums of further inputs are added
+in order."""
 
 
 def products(x: Tensor, weight: Tensor, inputs: int = INPUTS) -> Tensor:
     """Returns x [T, K] @ weight [N, K]ᵀ, [T, N], of one dtype, float32 or float64.
 
     Args:
-        inputs: inputs of each sum that is made at once, at most `INPUTS`.
+        inputs: number of inputs that one product sums, at most `INPUTS`.
     """
     tokens, outputs = len(x), len(weight)
     x = F.pad(x, (0, 0, 0, -tokens % ROWS))
@@ -34,5 +35,5 @@ def products(x: Tensor, weight: Tensor, inputs: int = INPUTS) -> Tensor:
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums of numbers of a dtype."""
+    """Returns the dtype in which numbers of a dtype are summed."""
     return torch.promote_types(dtype, torch.float32)

@@ -13,7 +13,7 @@ from quire.ops.weight import Weight
 
 
 def adapter_rows(rows: StepRows, column: Tensor, *, num_tokens: int, num_slots: int) -> AdapterRows:
-    """Returns which tokens of a step use which slot.
+    """Returns the tokens of a step that use adapters, by slot.
 
     Args:
         column: int32 [lanes], each lane's slot, -1 for none.
@@ -33,7 +33,7 @@ def add_adapters(
     """Adds scale * B (A norm(x)) to the rows of `out` whose tokens use an adapter, and returns
     `out`.
 
-    It works in place; other rows keep their bits.
+    Rows of other tokens keep their bits.
 
     Args:
         out: [T, outputs].

@@ -1,4 +1,7 @@
-"""Attention sinks: a score per head that takes its share of the weights and has no value."""
+"""Attention over the paged cache, with optional attention sinks.
+
+A sink is a score per head that takes part in the softmax and has no value.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ def softmax(scores: Tensor, sinks: Tensor) -> Tensor:
 # Attention over the paged cache, by gathering blocks and masking.
 
 _TILE = 256
-"""Most queries of one piece. The bound limits the mask, and skips most pairs that causality hides.
-"""
+"""Most queries of one piece. The bound limits the size of the mask, and avoids most (query, key)
+pairs that causality hides."""
 _BATCHED = 16
 """Most queries of pieces that share a bucket."""
 _BUCKET_BYTES = 4 << 20
@@ -49,8 +52,8 @@ class _Piece:
     Attributes:
         start: the first token's index in the batch.
         queries: number of tokens.
-        behind: tokens of the row after them.
-        blocks: upper bound of the cache blocks that they see.
+        behind: number of the row's tokens after the run.
+        blocks: upper bound of the number of cache blocks that the run sees.
     """
 
     row: int
@@ -66,8 +69,9 @@ class _Bucket:
 
     Attributes:
         pieces: P, the number of pieces.
+        queries: number of tokens of each piece.
         tokens: indices [P * queries] of the tokens, or a slice if they are contiguous.
-        blocks: int64 [P * Hkv * n], rows of `head_rows` of either cache.
+        blocks: int64 [P * Hkv * n], indices of rows of `head_rows`, for keys and for values.
         mask: 0 or -inf, [P, 1, queries, n * BS].
     """
 
@@ -93,14 +97,20 @@ def attention_schedule(
 ) -> Any:
     """Returns a schedule of `paged_attention` for a step's rows.
 
-    It serves all layers with these shapes and this window, in their `scratch` under "schedule". The
-    twin returns None: its first layer splits the work by `q_lens`, on the host.
+    All layers with these shapes and this window share it, in their `scratch` under "schedule". The
+    twin returns None, because its first layer splits the work by `q_lens`, on the host.
 
     Args:
-        heads, kv_heads: heads of this rank.
+        query_start: see `paged_attention`.
+        seq_lens: see `paged_attention`.
+        heads: query heads of this rank.
+        kv_heads: KV heads of this rank.
+        head_dim: D.
         dtype: dtype of the queries.
-        tokens: places for tokens.
-        query_start, seq_lens, head_dim, kv_format, max_q_len, window: see `paged_attention`.
+        kv_format: format of stored keys and values.
+        tokens: T, padding included.
+        max_q_len: see `paged_attention`.
+        window: see `paged_attention`.
     """
     return None
 
@@ -128,10 +138,11 @@ def paged_attention(
     Args:
         q: [T, Hq, D]. Row r's tokens start at query_start[r]. They are the last q_lens[r] of its
             seq_lens[r] positions, and their k and v are in the cache already.
-        kv: stored keys and values; all values are finite, written or not.
+        kv: stored keys and values. All values must be finite, also those that were never written.
         block_table: int32 [R, max_blocks].
         q_lens: lengths of the rows, known to the host.
-        max_q_len, max_seq_len: upper bounds.
+        max_q_len: upper bound of `q_lens`.
+        max_seq_len: upper bound of `seq_lens`.
         window: a token sees itself and the window - 1 tokens before it (Beltagy et al. 2020).
         softcap: scores become softcap * tanh(score / softcap) (Gemma Team 2024).
         sinks: [Hq], a score of each head that joins the softmax and has no value.
@@ -159,7 +170,7 @@ def paged_attention(
 def _pieces(
     q_lens: Sequence[int], seq_lens: Tensor, max_seq_len: int, window: int | None, size: int
 ) -> list[_Piece]:
-    # Where the lengths cannot be read at no cost, the host has to do with its bound.
+    # If reading the lengths would make the host wait for a device, the host uses its upper bound.
     known = host_reads(seq_lens)
     lengths = seq_lens.tolist() if known else [max_seq_len] * len(q_lens)
     pieces = []
@@ -294,12 +305,12 @@ def stored_values(
 def _gather(name: str, cache: Tensor, rows: Tensor, workspace: dict[Any, Tensor]) -> Tensor:
     """Returns rows of `head_rows(cache)`, in memory that the next layer reuses.
 
-    Allocating megabytes costs the CPU more page faults than copying them costs time."""
+    On a CPU the page faults of fresh memory take longer than the copy."""
     view, _ = head_rows(cache)
     size = len(rows) * view.shape[1]
     buffer = workspace.get((name, cache.dtype))
     if buffer is None or buffer.numel() < size:
-        with torch.inference_mode(False):  # it may be filled in that mode or out of it
+        with torch.inference_mode(False):  # Later calls may fill it inside or outside of that mode.
             buffer = cache.new_empty(size * 5 // 4)
         workspace[name, cache.dtype] = buffer
     out = buffer[:size].view(len(rows), view.shape[1])

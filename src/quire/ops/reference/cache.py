@@ -34,11 +34,12 @@ def qk_norm_rope_store(
         qkv: [T, Hq + 2 * Hkv, D], the fused projection.
         kv: destination of k and v, rounded to 8 bits if the cache has 8 bits.
         positions: int [T].
-        slots: int [T], destination of each token (block * BS + offset), -1: none.
-        cos_sin: float32 [positions, rotary], cosines, then sines, of a head's first `rotary`
-            dimensions (Su et al. 2021); None: no rotation. They rotate in pairs (i, i + rotary /
-            2).
-        q_weight, k_weight: [D], RMSNorm weights over a head, applied before the rotation, or None.
+        slots: int [T], destination of each token (block * BS + offset); -1 stores nothing.
+        cos_sin: float32 [positions, rotary], the cosines and then the sines for the first `rotary`
+            dimensions of a head, which rotate in pairs (i, i + rotary / 2) (Su et al. 2021). None
+            means no rotation.
+        q_weight: [D], RMSNorm weights over a head of q, applied before the rotation, or None.
+        k_weight: like `q_weight`, for k.
         interleaved: dimensions rotate in pairs (2 i, 2 i + 1) instead.
     """
     scratch = {} if scratch is None else scratch
@@ -59,7 +60,7 @@ def qk_norm_rope_store(
 def _put(
     plan: StorePlan, values: Tensor, cache: Tensor, scale: Tensor | None, kv_format: KVFormat
 ) -> None:
-    """Stores values [T, Hkv, D], and their scales where each has its own."""
+    """Stores values [T, Hkv, D], and their scales if each token has its own."""
     if scale is None:
         plan.store(values, cache)
         return
@@ -69,11 +70,12 @@ def _put(
 def cos_sin_of(
     table: Tensor, positions: Tensor, dtype: torch.dtype, scratch: Scratch
 ) -> tuple[Tensor, Tensor]:
-    """[T, 1, rotary] cosines, and sines with the sign of the half that they multiply."""
+    """Returns the cosines [T, 1, rotary], and the sines with the sign of the half that they
+    multiply."""
     key = ("rope", table.data_ptr(), dtype)
     found: tuple[Tensor, Tensor] | None = scratch.get(key)
     if found is None:
-        # Padding tokens carry any position; the clamp keeps them inside of the table.
+        # Padding tokens may have any position, so positions are clamped to the table.
         rows = table.index_select(0, positions.clamp(0, table.shape[0] - 1)).to(dtype)
         cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)
         found = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -96,21 +98,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def host_reads(x: Tensor) -> bool:
-    """Whether the host can look at `x` without waiting for a device."""
+    """Whether the host can read `x` without waiting for a device."""
     return x.device.type == "cpu"
 
 
 def token_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """Returns a [rows, D] view of the memory of `cache` [NB, Hkv, BS, D], and its step in rows from
-    block to block.
+    """Returns a [rows, D] view of the memory of `cache` [NB, Hkv, BS, D], and the number of rows
+    from one block to the next, `step`.
 
     Token `o` of head `h` of block `b` is row b * step + h * BS + o."""
     return _row_view(cache, cache.shape[3])
 
 
 def head_rows(cache: Tensor) -> tuple[Tensor, int]:
-    """Returns a view as `token_rows` does, with one row of BS * D values per block and head: row b
-    * step + h."""
+    """Returns the same as `token_rows`, but with rows of BS * D values: one per block and head.
+
+    Head `h` of block `b` is row b * step + h."""
     return _row_view(cache, cache.shape[2] * cache.shape[3])
 
 
@@ -126,10 +129,10 @@ class StorePlan:
     """The cache rows that a store writes, and their tokens.
 
     Attributes:
-        rows: int64 [N * Hkv], cache rows (of `token_rows`) to write.
-        source: tokens that are stored; None: all, in order.
-        live: on devices that the host must not wait for, whether any token has a slot at all. If
-            none has, the store writes back the present content.
+        rows: int64 [N * Hkv], rows of `token_rows` to write.
+        source: indices of the tokens that are stored; None means all, in order.
+        live: whether any token has a slot. It is None if the host can read the slots. If no token
+            has a slot, the store writes back the present content.
     """
 
     rows: Tensor

@@ -35,7 +35,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Returns x Φ(x), Φ being the normal distribution function (Hendrycks & Gimpel 2016)."""
+    """Returns x Φ(x), where Φ is the normal distribution function (Hendrycks & Gimpel 2016)."""
     return (x * math.sqrt(0.5)).erf_().add_(1) * (x * 0.5)
 
 
@@ -45,7 +45,7 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return torch.tanh(inner).add_(1) * (x * 0.5)
 
 
-# Norms, activations, products and look-ups over [tokens, width].
+# -- norms, activations, products and look-ups over [tokens, width] ----------------------------
 
 _WIDE = (torch.float32, torch.float64)
 _ZERO = torch.zeros(())
@@ -55,11 +55,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
     """Returns x / sqrt(mean(x²) + eps) * weight over the last axis (Zhang & Sennrich 2019), plus
     `residual`.
 
-    The normalized value is rounded to the weight's dtype before the product. Models with weights of
-    x's dtype were trained like that; others round only the result."""
+    The normalized value is rounded to the weight's dtype before it is multiplied by the weight.
+    Models with weights of x's dtype were trained in this way. With wider weights only the result is
+    rounded."""
     one = x.numel() == weight.numel() and x.dtype is torch.float32 and x.device.type == "cpu"
     if one and eps and not current_policy().deterministic:
-        # PyTorch's takes nine operations, which cost more than their work on one row.
+        # PyTorch's norm takes nine operations. On one row their calls cost more than their work.
         row = x.reshape(-1)
         factor = (torch.dot(row, row).item() / len(row) + eps) ** -0.5
         return torch.addcmul(_ZERO if residual is None else residual, x, weight, value=factor)
@@ -105,8 +106,8 @@ def linear(
 ) -> Tensor:
     """Returns act(norm(x) [T, in] @ weight [out, in]ᵀ + bias [out]) + residual [T, out].
 
-    The order after the product is: scales, adapters, bias, activation, residual. The result may
-    reuse the residual's memory.
+    After the product come, in this order, scales, adapters, bias, activation and residual. The
+    result may reuse the residual's memory.
 
     Args:
         norm: applied to x.
@@ -132,13 +133,12 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN multiplies an fp32 product faster than BLAS, to which PyTorch sends it on a
-    CPU.
+    """Whether oneDNN computes an fp32 product on a CPU faster than BLAS, PyTorch's default.
 
     MKL multiplies a few rows in one thread; oneDNN uses all threads. A call of oneDNN takes 10 µs,
-    which in tiny products exceeds the gain. It also keeps a program of about 0.5 MB for each number
-    of rows, and a copy of most strided weights. On Intel's processors MKL uses all threads too,
-    except for three rows or more of weights output by output."""
+    which exceeds the gain in tiny products. oneDNN also keeps a program of about 0.5 MB for each
+    number of rows, and a copy of most strided weights. On Intel's processors MKL uses all threads
+    too, except for three or more rows if the weight is stored output by output."""
     return (
         torch.get_num_threads() > 1
         and x.dtype is torch.float32
@@ -151,7 +151,7 @@ def _suits_onednn(x: Tensor, weight: Tensor) -> bool:
 
 @functools.cache
 def _intel() -> bool:
-    """Whether Intel made the processor. Linux takes long to say so of many cores."""
+    """Whether Intel made the processor. Cached, because Linux takes long to list many cores."""
     return any("GenuineIntel" in file.read_text() for file in Path("/proc").glob("cpuinfo"))
 
 
@@ -162,7 +162,7 @@ _ONEDNN_ROWS = 16 if _HAS_ONEDNN else 0
 def embedding(ids: Tensor, table: Tensor, start: int = 0) -> Tensor:
     """Returns rows of `table` [rows, width] for int ids [T], as [T, width].
 
-    The table holds ids from `start` on; ids outside of it, -1 among them, give zeros.
+    The table holds ids from `start` on. Ids outside of the table, including -1, give zeros.
     """
     local = ids - start if start else ids
     inside = (local >= 0) & (local < table.shape[0])

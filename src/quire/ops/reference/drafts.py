@@ -1,7 +1,7 @@
-"""Drafts of a second model, between its passes.
+"""The work between the passes of a draft model.
 
-M is the number of lanes, R of rows. A model's position in a lane is its first token that it has not
-computed. The tokens that it draws past the known text are drafts."""
+M is the number of lanes, R of rows. The draft model's position in a lane is the first token that it
+has not computed. The tokens that it samples past the known text are drafts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.ops.rows import Drafts
 
 
 class DraftRows(NamedTuple):
-    """The rows for which a model drafts, int32, by descending number of drafts.
+    """The rows for which the model drafts, int32, in descending order of their number of drafts.
 
     Attributes:
         lanes: [M], -1 past the last row.
@@ -29,14 +29,14 @@ class DraftRows(NamedTuple):
 
 
 class PassRows(NamedTuple):
-    """The rows of the next pass, int32; each pass writes them for the next.
+    """The rows of the next pass, int32. Each pass writes the rows of the pass after it.
 
     Attributes:
         lanes: [M], -1 past the last row.
-        query_start: [M + 1]; each row has one token.
-        lengths: [M], the position of the token that the pass gives.
-        places: [M], the index of each row's last token in the first pass.
-        depth: [1], passes begun.
+        query_start: [M + 1]. Each row has one token.
+        lengths: [M], position of the token that the pass samples.
+        places: [M], index of each row's last token in the first pass.
+        depth: [1], number of passes begun.
     """
 
     lanes: Tensor
@@ -95,7 +95,7 @@ def keep_drafts(
     claims: Drafts,
     passes: PassRows,
 ) -> None:
-    """Advances the model, and keeps the tokens that it drew past the known text as drafts.
+    """Advances the draft model, and keeps the tokens that it sampled past the known text as drafts.
 
     A row takes part in the next pass if it asks for more drafts than there were passes. Lanes that
     have ended stay as they are.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from quire.ops.arguments import RmsScale
-from quire.ops.beside import PendingTensor, joined
+from quire.ops.branch import PendingTensor, join_branch
 from quire.ops.experts import ExpertCopies, ExpertWeights, Routed, Routing, Swiglu
 from quire.ops.reference.dense import linear, rms_norm
 
@@ -32,11 +32,12 @@ def route(
     Logits are norm(x) @ weight [experts, hidden]ᵀ + bias [experts], in fp32.
 
     Args:
-        live: int32 [1], the number of tokens that are not padding; padding comes last.
-        correction: fp32 [experts], added to scores for the choice, but not in the weights (Wang et
+        live: int32 [1], number of tokens that are not padding. Padding comes last.
+        correction: fp32 [experts], added to scores for the choice, but not for the weights (Wang et
             al. 2024).
-        first, count: the experts of this rank; by default all.
-        copies: the places of experts' copies, instead of `first` and `count`.
+        first: index of this rank's first expert.
+        count: number of experts of this rank; by default all.
+        copies: the places of experts' copies; replaces `first` and `count`.
     """
     if norm is not None:
         x = rms_norm(x, *norm)
@@ -103,15 +104,16 @@ def experts_mlp(
     act: Swiglu,
     residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:
-    """Returns the weighted sum of down(act(up(x))) over each token's experts, + residual, [T,
-    hidden].
+    """Returns residual + the weighted sum of down(act(up(x))) over each token's experts.
 
-    The sum has the order of the experts. A pending residual is joined as late as possible. The host
-    reads the ids.
+    The result is [T, hidden]. Experts are added in the order of `ids`. A pending residual is joined
+    as late as possible. The twin reads the ids on the host.
 
     Args:
-        x, ids, weights: see `Routed`.
-        up: gates [width], then ups.
+        x: see `Routed`.
+        ids: see `Routed`.
+        weights: see `Routed`.
+        up: each expert's gate outputs, then its up outputs.
     """
     tokens, top_k = ids.shape
     out = torch.zeros(tokens, top_k, down.outputs, dtype=x.dtype, device=x.device)
@@ -120,14 +122,14 @@ def experts_mlp(
         if not len(token):
             continue
         bias = None if up.bias is None else up.bias[expert]
-        inner = swiglu(linear(x[token], up.of(expert), bias), act)
+        inner = swiglu(linear(x[token], up.expert(expert), bias), act)
         bias = None if down.bias is None else down.bias[expert]
-        out[token, place] = linear(inner, down.of(expert), bias)
+        out[token, place] = linear(inner, down.expert(expert), bias)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(tokens, down.outputs, dtype=wide, device=x.device)
     for each, weight in zip(out.unbind(1), weights.unbind(1), strict=True):
         total += each.to(wide) * weight.unsqueeze(1)
-    onto = joined(residual)
+    onto = join_branch(residual)
     return (total if onto is None else total + onto).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
 """The gated delta rule, its convolution and its norm, in float32, or float64 if states are float64.
 
-S is a matrix [Dk, Dv] per value head. For each token, with k and q of unit length, a decay g <= 0
-and a strength 0 < b < 1 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"):
+The state S is a matrix [Dk, Dv] per value head. Each token has k and q of unit length, a decay
+g <= 0 and a strength 0 < b < 1 (Yang, Kautz, Hatamizadeh 2024, "Gated Delta Networks"):
 
     S = exp(g) S;  S += b k (v - Sᵀ k)ᵀ;  out = Sᵀ q / sqrt(Dk)
 """
@@ -20,9 +20,9 @@ from quire.ops.rows import PROMPT
 from quire.ops.state import StateLayer, StateRows
 
 CHUNK = 64
-"""Tokens that the chunked form treats at once."""
+"""Tokens of a chunk in the chunked form."""
 _EPS = 1e-6
-"""In the norms of q and k, as published."""
+"""Epsilon of the norms of q and k, as in the published code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class _Span:
     """Tokens [first, last) of a batch, all of one row.
 
     Attributes:
-        first, last: the tokens.
-        start: position of the first token; at 0 the state begins as zeros.
+        first: index of the first token in the batch.
+        last: index after the last token.
+        start: position of the first token. At position 0 the state begins as zeros.
         slot: slot of the row's state.
         saves: slots that get a copy of the state after the last token.
         drafts: number of drafts at the end.
@@ -46,12 +47,13 @@ class _Span:
 
     @property
     def certain(self) -> int:
-        """Tokens that are no drafts."""
+        """Number of tokens that are not drafts."""
         return self.last - self.first - self.drafts
 
 
 def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
-    """Yields the real tokens of each row, cut where copies are to be left unless `whole`."""
+    """Yields the real tokens of each row. Unless `whole`, they are cut at positions where a copy of
+    the state must be saved."""
     bounds = rows.query_start.tolist()
     real = (rows.ids >= 0).tolist()
     for row, lane in enumerate(rows.lanes.tolist()):
@@ -83,12 +85,12 @@ def _spans(rows: StateRows, whole: bool) -> Iterator[_Span]:
 def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) -> Tensor:
     """Returns silu of the causal convolution of each channel over its row, [T, C].
 
-    Places of padding are undefined.
+    The results of padding are undefined.
 
     Args:
         x: [T, C], any stride between tokens.
         weight: [C, K].
-        state: `conv` holds the inputs before each row, and then the row's last inputs.
+        state: `conv` holds the inputs before each row. It is replaced by the row's last inputs.
     """
     taps = weight.shape[1]
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -129,16 +131,17 @@ def gated_delta(
 ) -> Tensor:
     """Returns the gated delta rule's output [T, Hv, Dv], and advances the rows' states.
 
-    Rows of one token take the recurrent form, others the chunked form; the two round differently.
-    If results must not depend on how a row was cut, all rows take the recurrent form. Places of
-    padding are undefined.
+    Rows of one token use the recurrent form, others the chunked form. The two round differently.
+    So all rows use the recurrent form if results must not depend on how a prompt is split over
+    steps. The results of padding are undefined.
 
     Args:
-        mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side. Each of Hk heads of q and
-            k serves Hv / Hk value heads in turn. The rule scales q and k to unit length.
-        a, b: [T, Hv], of one stride between tokens; g = -exp(a_log) softplus(a + dt_bias), and the
-            strength is sigmoid(b).
-        a_log, dt_bias: float32 [Hv].
+        mixed: [T, 2 Hk Dk + Hv Dv], q, k and v of all heads side by side. Each of the Hk heads of q
+            and k serves Hv / Hk neighbouring value heads. The rule scales q and k to unit length.
+        a: [T, Hv]; the decay is g = -exp(a_log) softplus(a + dt_bias).
+        b: [T, Hv], with the stride of `a` between tokens; the strength is sigmoid(b).
+        a_log: float32 [Hv].
+        dt_bias: float32 [Hv].
     """
     by_token = current_policy().deterministic
     matrices = state.recurrent
@@ -214,21 +217,21 @@ def _resumed(
 
 
 def _step(inputs: tuple[Tensor, ...], token: int, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes one token of `_inputs`; returns [H, Dv] and the new state [H, Dk, Dv]."""
+    """Computes one token of `_inputs`. Returns its output [H, Dv] and the new state [H, Dk, Dv]."""
     q, k, v, decay, strength = (x[token : token + 1] for x in inputs)
     out, after = recurrent(q, k, v, decay, strength, state.unsqueeze(0))
     return out[0], after[0]
 
 
 def _keep_drafts(state: StateLayer, span: _Span, mixed: Tensor, a: Tensor, b: Tensor) -> None:
-    """Keeps the rule's inputs of a row's drafts, and the number of tokens the state has seen."""
+    """Keeps the rule's inputs for a row's drafts, and the number of tokens in the state."""
     if state.mixed is None or state.gates is None or state.base is None:
         return
     channels = mixed.shape[1]
     which = 1 - int(state.base[span.slot, channels]) % 2
     tokens = slice(span.first + span.certain, span.last)
     heads, value_dim = state.recurrent.shape[1], state.recurrent.shape[3]
-    queries = (channels - heads * value_dim) // 2  # no state depends on them
+    queries = (channels - heads * value_dim) // 2  # Queries are dropped: they change no state.
     state.mixed[span.slot, which, : span.drafts, queries:] = mixed[tokens, queries:]
     state.gates[span.slot, which, : span.drafts] = torch.cat([a[tokens], b[tokens]], dim=1)
     for slot in (span.slot, *span.saves):
@@ -243,12 +246,14 @@ def _unit(x: Tensor, repeat: int) -> Tensor:
 def recurrent(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes one token of each of B rows; returns [B, H, Dv] and the new states.
+    """Computes one token of each of B rows. Returns their outputs [B, H, Dv] and the new states.
 
     Args:
-        q, k: [B, H, Dk].
+        q: [B, H, Dk].
+        k: [B, H, Dk].
         v: [B, H, Dv].
-        decay, strength: [B, H].
+        decay: [B, H].
+        strength: [B, H].
         state: [B, H, Dk, Dv].
     """
     product = _by_pairs if current_policy().deterministic else _by_blas
@@ -276,16 +281,18 @@ def _by_pairs(state: Tensor, x: Tensor) -> Tensor:
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, strength: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Computes the tokens of one row by matrix products, `CHUNK` tokens at a time; returns [n, H,
-    Dv] and the new state.
+    """Computes the n tokens of one row by matrix products, `CHUNK` tokens at a time.
 
-    G is the running sum of g within a chunk, and D = exp(G_i - G_j). The tokens' writes x solve the
-    triangular system (1 + tril(b k kᵀ D, -1)) x = b (v - exp(G) S k).
+    Returns the outputs [n, H, Dv] and the new state. G is the running sum of g within a chunk, and
+    D = exp(G_i - G_j). The tokens' writes x solve the triangular system
+    (1 + tril(b k kᵀ D, -1)) x = b (v - exp(G) S k).
 
     Args:
-        q, k: [n, H, Dk].
+        q: [n, H, Dk].
+        k: [n, H, Dk].
         v: [n, H, Dv].
-        decay, strength: [n, H].
+        decay: [n, H].
+        strength: [n, H].
         state: [H, Dk, Dv].
     """
     outputs = []
@@ -319,5 +326,5 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """Returns x sigmoid(gate), [T, W]; gate: [T, W], any stride between tokens."""
+    """Returns x sigmoid(gate), [T, W]. The gate is [T, W] with any stride between tokens."""
     return x * dense.sigmoid(gate.to(torch.promote_types(gate.dtype, torch.float32))).to(x.dtype)

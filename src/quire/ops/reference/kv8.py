@@ -18,7 +18,7 @@ class Store(Protocol):
 
 
 def store(plan: Store, values: Tensor, cache: Tensor, scale: Tensor, kv_format: KVFormat) -> None:
-    """Stores values [T, Hkv, D], and their scales where each token has its own."""
+    """Stores values [T, Hkv, D], and their scales if each token has its own."""
     stored, scales = quantize(values, kv_format, scale)
     plan.store(stored, cache.view(torch.int8))
     if kv_format.scales == "token":
@@ -36,7 +36,7 @@ def load(
     """Returns stored values as float32 of `shape`.
 
     Args:
-        gather: returns a bucket's rows of a cache, in memory of the given name.
+        gather: returns a bucket's rows of a cache. Its first argument names the memory to reuse.
     """
     stored = gather(name, cache.view(torch.int8)).view(shape)
     if scale.dim() == 1:
@@ -63,6 +63,6 @@ def quantize(x: Tensor, kv_format: KVFormat, scale: Tensor | None) -> tuple[Tens
 
 
 def dequantize(stored: Tensor, scale: Tensor, kv_format: KVFormat, dtype: torch.dtype) -> Tensor:
-    """The bytes, as int8 [..., D], and float32 scales of all but their last dimension -> dtype."""
+    """Returns stored values, int8 [..., D], times their scales, float32 [...], in `dtype`."""
     values = stored.view(kv_format.dtype).float().sub_(kv_format.offset)
     return values.mul_(scale.unsqueeze(-1)).to(dtype)

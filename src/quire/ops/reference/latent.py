@@ -34,16 +34,18 @@ def store_latent(
 ) -> None:
     """Norms tokens' latents, rotates their shared keys, and stores both in the paged cache.
 
-    In 8 bits, k and v of the cache are latents and keys. Keys keep the dtype of `latent`, because
-    all heads score by them. Rounded like latents, they would cause more error than all the rest.
+    In 8 bits the cache's k holds latents and its v holds keys. Keys keep the dtype of `latent`,
+    because all heads use the same key. Rounding it would cause more error than all other rounding.
 
     Args:
         latent: [T, R + P], latents and keys as projected, any stride between tokens.
-        kv: destination; k is [NB, 1, BS, R + P]. In 8 bits k is [NB, 1, BS, R], latents with
-            `k_scale`, and v [NB, 1, BS, P], the keys.
+        kv: destination. Its k is [NB, 1, BS, R + P]. In 8 bits k is [NB, 1, BS, R], the latents
+            with `k_scale`, and v is [NB, 1, BS, P], the keys.
         norm: norm of the latents, weight [R].
+        positions: see `ops.qk_norm_rope_store`.
+        slots: see `ops.qk_norm_rope_store`.
         cos_sin: float32 [positions, P].
-        positions, slots, interleaved: see `ops.qk_norm_rope_store`.
+        interleaved: see `ops.qk_norm_rope_store`.
     """
     scratch = {} if scratch is None else scratch
     content, key = torch.split(latent, [len(norm.weight), cos_sin.shape[-1]], dim=1)
@@ -66,7 +68,7 @@ def latent_queries(
     interleaved: bool,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """Returns queries of latents and shared keys, [T, Hq, R + P].
+    """Returns queries for latents and shared keys, [T, Hq, R + P].
 
     Args:
         q: [T, Hq, N + P]; the last P dimensions are rotated.
@@ -81,7 +83,7 @@ def latent_queries(
 
 
 def latent_values(mean: Tensor, weight: Tensor) -> Tensor:
-    """Returns the values of heads side by side, [T, Hq * V].
+    """Returns the heads' values side by side, [T, Hq * V].
 
     Args:
         mean: [T, Hq, R], means of latents.
@@ -102,8 +104,9 @@ def latent_schedule(
     tokens: int,
     max_q_len: int,
 ) -> Any:
-    """Returns a schedule of `latent_attention` for a step's rows, as `ops.attention_schedule` does;
-    the twin returns None.
+    """Returns a schedule of `latent_attention` for a step's rows. The twin returns None.
+
+    See `ops.attention_schedule`.
 
     Args:
         rank: R.
@@ -128,8 +131,8 @@ def latent_attention(
 ) -> Tensor:
     """Computes causal attention of each row's last tokens over the row's latents.
 
-    Returns the means of latents, [T, Hq, R]; undefined for padding tokens. The other arguments are
-    those of `ops.paged_attention`.
+    Returns the means of latents, [T, Hq, R], which are undefined for padding tokens. For the other
+    arguments see `ops.paged_attention`.
 
     Args:
         q: [T, Hq, R + P], see `latent_queries`.
@@ -147,10 +150,10 @@ def latent_attention(
 def widened_latents(
     kv: KVLayer, block_table: Tensor, longest: int, dtype: torch.dtype, scratch: Scratch | None
 ) -> tuple[KVLayer, Tensor]:
-    """Returns a table's blocks with latents and keys side by side in `dtype`, and the table of
-    their places.
+    """Returns a table's blocks with latents and keys side by side in `dtype`, and a block table for
+    them.
 
-    All layers of a step share that table. A cache that is not in 8 bits is returned as it is.
+    All layers of a step share the new table. A cache that is not in 8 bits is returned unchanged.
 
     Args:
         longest: the most tokens of a row.

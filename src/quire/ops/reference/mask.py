@@ -38,8 +38,8 @@ def mask_logits(logits: Tensor, mask: Tensor, lines: Tensor | None = None) -> Te
     Args:
         logits: [n, vocab], dense rows.
         mask: int32 [m, at least vocab / 32]; bit i of word w is token 32 w + i.
-        lines: int32 [n], the line of the mask of each row, or -1 for no mask; by default each row
-            has its own line.
+        lines: int32 [n], index of each row's line of the mask, -1 for no mask. By default row i has
+            line i.
     """
     if lines is not None:
         mask = mask[lines.clamp(min=0).long()].masked_fill_((lines < 0).unsqueeze(1), -1)
@@ -107,14 +107,14 @@ def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
     return some & (logit_rows.lanes[places] >= 0)
 
 
-# A count in the host's memory of how far a model's layers have come.
+# -- a count in host memory of the layers that have finished -----------------------------------
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
-    """Sets a clock after all queued work: to its value before the step plus `layers`.
+    """Sets a clock, after all queued work, to its value before the step plus `layers`.
 
     Args:
         before: int64 [1], on the device.
-        clock: int64 [1], in memory of the host that the device can write.
+        clock: int64 [1], in host memory that the device can write.
     """
     torch.add(before, layers, out=clock)

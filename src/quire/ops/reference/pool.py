@@ -1,4 +1,4 @@
-"""Hidden states of a prompt to one vector."""
+"""Pools the hidden states of a prompt to one vector."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def pool_rows(
 
     Args:
         hidden: [T, width].
-        shares: int32 [R], bits: 1 to add the row's states, 2 to begin the sum anew, 4 if the vector
-            is complete; 0 for rows that take no part.
+        shares: int32 [R], bits of each row: 1 adds the row's states to the sum, 2 clears the sum
+            first, 4 writes the vector, because it is complete. 0 skips the row.
         sums: float32 [M, width].
-        lengths: int32 [R], the number of tokens of a mean.
-        out: float32 [R, width]: the mean if states are added up, else the row's last state.
+        lengths: int32 [R], number of tokens by which the sum is divided.
+        out: float32 [R, width], output: the mean if states are added up, else the last state.
     """
     starts = rows.query_start.tolist()
     for row, (lane, share) in enumerate(zip(rows.lanes.tolist(), shares.tolist(), strict=True)):

@@ -1,7 +1,7 @@
-"""Weights in the orders that PyTorch's CPU kernels multiply fastest.
+"""Weights in the memory orders that PyTorch's CPU kernels multiply fastest.
 
-The bytes of the weights bound the time of one row of tokens. Instructions bound a few rows, and
-these orders take fewer."""
+Reading the weights takes most of the time for one row. For a few rows the instructions do, and
+products in these orders need fewer."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from quire.ops.reference.quantized import dequantize
 from quire.ops.weight import Weight
 
 _TOP = 15
-"""Exponent of the power of two that bounds a layer's largest value: one less than fp16's."""
+"""Values are scaled until the largest is below 2 to this exponent, one below fp16's limit."""
 _ULP = 2.0**-24
-"""The distance of fp16's smallest numbers."""
+"""The step between fp16's smallest numbers."""
 _DIGIT = 63
-"""The largest digit of inputs: 7 bits. CPUs without VNNI add pairs of 8-bit products in 16 bits,
-which only products with 7 bits never exceed."""
+"""The largest digit of an input, 7 bits. CPUs without VNNI add pairs of 8-bit products in 16 bits,
+which overflow with larger digits."""
 _BASE = 2 * _DIGIT + 1
 """The value of a digit, in units of the next lower digit."""
 _LEAST = 1e-30
-"""The largest of a row that counts as zeros, lest its unit has no inverse."""
+"""A row counts as zeros up to this magnitude, because the inverse of its unit would overflow."""
 _CHUNK = 256
-"""Rows whose digits are in memory at once."""
+"""Rows that are split into digits at once, which bounds their memory."""
 _FEW = 2
-"""Rows up to which values of 4 bits are read as such. With more they are slower to widen."""
+"""Up to this many rows, products read 4-bit values. With more rows, widening them takes longer than
+reading 8 bits."""
 _PACKED_GROUPS = 32, 64, 128, 256
-"""Inputs that may share a scale in PyTorch's order of 4 bits, which holds outputs by 16."""
+"""Sizes of groups of inputs that PyTorch's 4-bit order supports. It stores outputs in blocks of
+16."""
 _COARSE = 0.25
-"""The most that a step of 8 bits may be of one of 4 bits, as the root of the mean square."""
+"""Upper limit for the root mean square of 8-bit steps divided by 4-bit steps."""
 
 
 class Prepacked(Protocol):
-    """A weight in such an order."""
+    """A weight in an order for fast products."""
 
     def product(self, x: Tensor) -> Tensor:
         """Returns x [T, inputs] @ weightᵀ, fp32 [T, outputs]."""
@@ -49,8 +51,8 @@ class Prepacked(Protocol):
 class Halves:
     """Values in fp16, times a power of two. Products and sums are fp32.
 
-    Values of bfloat16 and integers of few bits are exact in fp16 once a power of two has brought
-    them into its range.
+    A power of two first scales values into fp16's range. Then bfloat16 values and integers of few
+    bits are exact in fp16.
 
     Attributes:
         values: PyTorch's handle.
@@ -69,8 +71,8 @@ class Halves:
 class Integers:
     """Integers of 8 bits with a scale for each output. Products and sums are exact integers.
 
-    Inputs are rounded to two digits, 1 / 8001 of the row's largest. The error of outputs is below
-    that of the 8-bit weights. Inputs that are multiples of 1 / 127 of the largest are exact.
+    Inputs are rounded to two digits, in steps of 1 / 8001 of the row's largest. This causes less
+    error than the weights' 8 bits. Inputs that are multiples of 1 / 127 of the largest are exact.
 
     Attributes:
         values: PyTorch's handle, scales included.
@@ -89,7 +91,7 @@ class Integers:
         return torch.cat([self._chunk(x[start : start + _CHUNK]) for start in starts])
 
     def _row(self, x: Tensor) -> Tensor:
-        """Multiplies one row, in half of the operations that several take."""
+        """Multiplies one row, with half as many operations as `_chunk`."""
         low, high = x.aminmax()
         top = max(-low.item(), high.item())
         if not _LEAST < top < math.inf:
@@ -104,14 +106,14 @@ class Integers:
         scaled = x / torch.where(unit == 0, 1.0, unit)
         first = scaled.round()
         digits = torch.cat((first, scaled.sub_(first).mul_(_BASE)))
-        # The product rounds digits as well: it adds the number that makes them positive.
+        # The product also rounds the digits, by adding a number that makes them positive.
         out: Tensor = _MULTIPLY(digits, 1.0, _DIGIT + 1, self.values)
         return out[: len(x)].add_(out[len(x) :], alpha=1 / _BASE).mul_(unit)
 
 
 _MULTIPLY = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32.default
 _SPLIT = torch.tensor([[1.0, 0.0], [-_BASE, _BASE]])
-"""The factors that make both digits of the first and the whole number."""
+"""Factors that compute both digits from the high digit and the whole number."""
 _JOIN = torch.tensor([[1.0, 1 / _BASE]])
 """Weights that recombine the digit products."""
 
@@ -120,13 +122,13 @@ _JOIN = torch.tensor([[1.0, 1 / _BASE]])
 class FourBits:
     """Values of 4 bits in groups, and the same values rounded to 8 bits for more than a few rows.
 
-    A few rows are rounded to bfloat16, and so are their outputs; sums are fp32.
+    Products of a few rows round inputs and outputs to bfloat16, and sum in fp32.
 
     Attributes:
-        values: in PyTorch's order.
+        values: 4-bit values in PyTorch's order.
         scales: bfloat16 [groups, outputs, 2], factors and addends.
         group: inputs that share a scale.
-        rounded: the weight for more rows.
+        rounded: the weight in 8 bits, for more rows.
     """
 
     values: Tensor
@@ -157,17 +159,17 @@ def prepack(weight: Weight) -> Prepacked | None:
 def _integers(values: Tensor, scales: Tensor) -> Integers:
     zeros = torch.zeros(len(values), dtype=torch.int64)
     with warnings.catch_warnings():
-        # PyTorch's own kind of tensor for such values is deprecated, its products are not.
+        # PyTorch deprecates its quantized tensors, but not their products.
         warnings.filterwarnings("ignore", "torch.quantize_per_tensor", UserWarning)
         whole = torch._make_per_channel_quantized_tensor(values, scales.double(), zeros, 0)
     return Integers(torch.ops.quantized.linear_prepack(whole, None), len(values))
 
 
 def _four_bits(weight: Weight) -> FourBits | None:
-    """Returns 4-bit integers in groups, or None where PyTorch has no such groups.
+    """Returns 4-bit integers in groups, or None if PyTorch does not support the groups.
 
-    It also returns None if an output's groups differ so much that 8 bits for all its inputs would
-    be much coarser."""
+    Also returns None if the scales of an output's groups differ so much that one 8-bit scale for
+    all inputs would be much coarser."""
     kind, scales = weight.format, weight.scales
     if kind.bits != 4 or kind.code != "integer" or kind.ordered or scales is None:
         return None
@@ -191,8 +193,7 @@ def _halves(weight: Weight) -> Halves | None:
     """Returns the weight in fp16, or None if fp16 cannot hold it.
 
     Values without scales must be exact: errors are below 2^-38 of the layer's largest value. Values
-    of few bits with scales for groups of inputs may be rounded to fp16's 11 bits, which is more
-    than the 8 of a model in bfloat16."""
+    of few bits in groups may be rounded to fp16's 11 bits. A model in bfloat16 has only 8."""
     kind, scales = weight.format, weight.scales
     apart = scales is not None and not (kind.group or kind.zeros)
     values = dequantize(replace(weight, scales=None) if apart else weight, torch.float32)
@@ -200,7 +201,7 @@ def _halves(weight: Weight) -> Halves | None:
     if not 0.0 < top < math.inf:
         return None
     power = 2.0 ** (_TOP - math.frexp(top)[1])
-    values = values * power  # they may be the weight's own
+    values = values * power  # Not in place, because `values` may be the weight's own tensor.
     if kind.scales is None:
         error = (values.half().float() - values).abs_().max().item()
         if error > _ULP / 2:

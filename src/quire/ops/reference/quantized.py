@@ -1,4 +1,4 @@
-"""Weights and inputs in few bits, as tensors."""
+"""Quantized weights and inputs: rounding, dequantization and products."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from quire.ops.weight import Weight
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest number of each dtype that values are scaled to; for int8, both signs have it."""
+"""The largest number of each dtype to which values are scaled. For int8 it is 127, because -128 has
+no positive counterpart."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of 4 bits in the code "e2m1"."""
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns the weights as [outputs, inputs] in `dtype`; absent scales count as 1."""
+    """Returns the weights as [outputs, inputs] in `dtype`. Without scales the scale is 1."""
     kind = weight.format
     plain = kind.values == torch.int8 and not (kind.group or kind.zeros)
     if plain and weight.scales is not None and dtype is not torch.float64:
-        # One pass, because a large weight's intermediates would take more memory than the
-        # weight.
+        # One fused pass, because the intermediate results would take more memory than the weight.
         out = torch.empty(weight.values.shape, dtype=dtype, device=weight.values.device)
         return torch.mul(weight.values, weight.scales.float(), out=out)
     wide = dtype if dtype in (torch.float32, torch.float64) else torch.float32
@@ -50,12 +50,12 @@ def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
 
 
 def product(x: Tensor, weight: Weight, plain: Callable[[Tensor, Tensor, None], Tensor]) -> Tensor:
-    """Returns x @ weightᵀ, [T, outputs], with x rounded as the format says.
+    """Returns x @ weightᵀ, [T, outputs], with x rounded as the weight's format says.
 
-    Scales apply to the products if each output has one.
+    If each output has one scale, it is applied to the products.
 
     Args:
-        plain: computes the product with weights without scales.
+        plain: computes a product with unquantized weights.
     """
     x = round_inputs(x, weight)
     if weight.prepacked is not None:
@@ -70,15 +70,15 @@ def product(x: Tensor, weight: Weight, plain: Callable[[Tensor, Tensor, None], T
 
 
 def _each(x: Tensor, groups: Tensor | None) -> Tensor:
-    """Returns entries [outputs, groups] for each input, or as [outputs, 1]."""
+    """Repeats entries [outputs, groups] for each input. One group stays [outputs, 1]."""
     return x if groups is None else x.index_select(1, groups)
 
 
 def row_scales(x: Tensor, values: torch.dtype) -> Tensor:
-    """Returns fp32 [rows, 1], scales that map each row's largest number to the largest of the dtype
+    """Returns scales, fp32 [rows, 1], that map each row's largest magnitude to the largest of dtype
     `values`.
 
-    A row of zeros has the scale 1; a row with a NaN or an infinity has a scale that is not finite.
+    A row of zeros has scale 1. A row with a NaN or an infinity has a scale that is not finite.
     """
     top = x.abs().amax(1, keepdim=True).float()
     return torch.where(top == 0, 1.0, top / LARGEST[values])
@@ -92,9 +92,10 @@ def quantize_rows(x: Tensor, scales: Tensor, values: torch.dtype) -> Tensor:
 
 
 def round_inputs(x: Tensor, weight: Weight) -> Tensor:
-    """Returns x [T, inputs] rounded to the dtype of the values and back, by the weight's format.
+    """Returns x [T, inputs] rounded to the dtype of the weight's values and converted back.
 
-    A rank with a share of the inputs rounds its share as if it were the whole."""
+    The scales follow from the weight's format. A rank with a share of the inputs rounds its share
+    as if there were no other inputs."""
     kind = weight.format
     values = kind.values
     if kind.inputs == "none":

@@ -15,16 +15,19 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
 
 SAMPLE = 0
-"""The draw that picks a token. Other uses of the same position take other numbers."""
+"""The draw number for sampling a token. Other uses of the same position have other draw numbers."""
 
 
 def philox(
     counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words per counter. All tensors int64 that hold unsigned 32-bit words, broadcastable."""
+    """Returns four random words per counter.
+
+    All tensors are int64, hold unsigned 32-bit words and can be broadcast to one shape.
+    """
     shape = np.broadcast_shapes(*(word.shape for word in (*counter, *key)))
-    # In place from here on: fresh memory for each of a hundred operations would cost more than
-    # the operations. A word may have stray bits above its low 32 until it becomes a factor.
+    # The operations work in place, because fresh memory for each of a hundred operations would cost
+    # more time than the operations. Bits above a word's low 32 are cleared before it is a factor.
     c0, c1, c2, c3 = (word.expand(shape).clone() for word in counter)
     k0, k1 = key
     spare = torch.empty_like(c0)
@@ -60,7 +63,7 @@ def gumbel(
 def gumbel_at(
     seed: Tensor, sample_index: Tensor, position: Tensor, entries: Tensor, draw: int = SAMPLE
 ) -> Tensor:
-    """The noise that `gumbel` has at entries int64 [N, W], float32 [N, W]."""
+    """Returns the noise of `gumbel` at entries int64 [N, W], as float32 [N, W]."""
     words = _words(seed, sample_index, position, entries >> 2, draw)
     word = torch.stack(words, dim=-1).gather(-1, (entries & 3).unsqueeze(-1))
     return _noise(word.squeeze(-1))
@@ -76,7 +79,7 @@ def _words(
 
 def _noise(words: Tensor) -> Tensor:
     """Returns the noise of int64 words, which are overwritten."""
-    # The 23 bits and a half are strictly between 0 and 1, and exact in float32. With one bit
-    # more the largest word would round to 1, and its noise would be infinite.
+    # 23 random bits plus one half give numbers strictly between 0 and 1 that are exact in float32.
+    # With 24 bits the largest number would round to 1, and its noise would be infinite.
     uniform = (words >> 9).float().add_(0.5).mul_(2.0**-23)
     return uniform.log_().neg_().log_().neg_()

@@ -20,8 +20,8 @@ def add_pairs(
 ) -> Tensor:
     """Returns the sum of parts [P, T, N], + bias [N] + residual [T, N], rounded once to `dtype`.
 
-    P is a power of two. Neighbours are added first, then neighbouring sums, and so on. So the sum
-    of either half equals the sum of a rank that has half of the parts."""
+    P is a power of two. Neighbours are added first, then neighbouring sums, and so on. So a rank
+    that has one half of the parts gets the same sum for that half."""
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
     total = parts[0]
@@ -37,7 +37,7 @@ def segment_sum(
     """Returns x [T, inputs] @ weightᵀ + bias + residual, [T, outputs], summed by `segments`
     segments of equal length.
 
-    Groups of the weight do not cross segments. See `add_pairs`."""
+    A group of the weight must lie in one segment. See `add_pairs`."""
     return add_pairs(_segments(x, weight, segments), dtype, bias, residual)
 
 
@@ -59,8 +59,8 @@ def expert_segments(
 ) -> Tensor:
     """Returns the weighted sums of down(act(up(x))) for each segment of the hidden units.
 
-    The result is [segments, T, hidden], in float32 or wider. A sum has the order of the token's
-    experts. The biases of `down` belong to the first segment. The other arguments are those of
+    The result is [segments, T, hidden], in float32 or wider. A token's experts are added in the
+    order of `ids`. The biases of `down` belong to the first segment. For the other arguments see
     `experts_mlp`."""
     tokens, top_k = ids.shape
     wide = wider(x.dtype)
@@ -69,8 +69,8 @@ def expert_segments(
         token, place = (ids == expert).nonzero(as_tuple=True)
         if not len(token):
             continue
-        inner = linear(x[token], up.of(expert), None if up.bias is None else up.bias[expert])
-        parts = _segments(_swiglu(inner, act), down.of(expert), segments)
+        inner = linear(x[token], up.expert(expert), None if up.bias is None else up.bias[expert])
+        parts = _segments(_swiglu(inner, act), down.expert(expert), segments)
         if down.bias is not None:
             parts[0] += down.bias[expert]
         out[:, token, place] = parts
@@ -91,8 +91,8 @@ def _swiglu(x: Tensor, act: Swiglu) -> Tensor:
 
 
 def columns(weight: Weight, first: int, end: int) -> Weight:
-    """Returns the weight of inputs [first, end), a view; groups lie whole in it, or inputs are
-    assigned to them one by one."""
+    """Returns the weight of inputs [first, end), a view. Unless the weight has a group index, the
+    range must not split a group."""
     packed, group = weight.format.packed, weight.format.group
     groups = (
         slice(None)

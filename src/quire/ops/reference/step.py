@@ -39,7 +39,7 @@ def text_position(position: Tensor) -> Tensor:
 
 
 FIRST_TOKEN = 2
-"""The column of the first token in a line of results."""
+"""Index of the first token's column in the results."""
 
 
 def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None:
@@ -47,8 +47,8 @@ def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None
 
     Args:
         memory: int32 [words].
-        packed: int32, a line for each segment (start in memory, number of words, place of its
-            values after all lines), then the values.
+        packed: int32. It begins with a line for each segment: start in memory, number of words,
+            offset of its values. The values follow after the lines.
         longest: the most words of a segment.
     """
     values = packed[3 * segments :]
@@ -59,18 +59,18 @@ def scatter(memory: Tensor, packed: Tensor, segments: int, longest: int) -> None
 def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
     """Copies block `src[i]` to `dst[i]`, int64 [n], in order, at most `most` at a time.
 
-    `memory` is [blocks, ...]. A copy may overwrite a block that an earlier one has read."""
+    `memory` is [blocks, ...]. A copy may overwrite the source of an earlier copy."""
     for at in range(0, len(src), most):
         part = slice(at, at + most)
         memory.index_copy_(0, dst[part], memory.index_select(0, src[part]))
 
 
 def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Drafts) -> None:
-    """Writes the drafts that each generating row computes after its last token.
+    """Writes the drafts that each generating row computes to `tokens`, after the row's last token.
 
     A row of `q_len` tokens takes up to q_len - 1 drafts. They are the guesses past the row's first
-    position, provided that the guesses before it agree with the text. `drafts.used` gets their
-    number.
+    position. The row takes none if an earlier guess differs from the text. `drafts.used` gets the
+    number of drafts.
 
     Args:
         position: int32 [M], the first position that each lane computes.
@@ -90,7 +90,7 @@ def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Draft
     inside = places.clamp(0, tokens.shape[1] - 1)
     before = column < known.unsqueeze(1)
     differs = (before & (tokens[lane.unsqueeze(1), inside] != claimed)).any(dim=1)
-    # The first unclaimed place after the text ends the drafts.
+    # The first place without a guess after the text ends the drafts.
     gaps = torch.where(~before & (claimed < 0), column, width)
     used = torch.minimum(gaps.amin(dim=1) - known, room).clamp(min=0)
     used = torch.where((known >= 0) & (known < width) & ~differs, used, 0)
@@ -113,17 +113,18 @@ def expand_rows(
 ) -> Expanded:
     """Returns the model's inputs for the rows' tokens, and fills in `logit_rows`.
 
-    Places past the last row get id -1, position 0, slot -1; rows of padding get length 0. A row's
-    block table holds the blocks of its length; the rest is undefined.
+    Tokens past the last row get id -1, position 0 and slot -1. Padding rows get length 0. A row's
+    block table holds the blocks for its length. The rest of it is undefined.
 
     Args:
         position: int32 [M], the first position that each lane computes. All places of a row are
             padding if its lane has `ENDED` or is held. A HELD row still has its logit row.
         tokens: int32 [M, max_len].
-        tables: for each KV group its block tables, int32 [M, blocks], and the tokens of a block.
+        tables: for each KV group, its block tables, int32 [M, blocks], and the tokens of a block.
+        num_tokens: T.
         max_seq_len: upper bound of the rows' lengths after the step.
-        drafts: after `place_drafts`; None if no row has drafts. Places of drafts that a row does
-            not use are padding.
+        drafts: the result of `place_drafts`, or None if no row has drafts. Unused places for drafts
+            are padding.
     """
     start = rows.query_start.long()
     q_lens = start[1:] - start[:-1]
@@ -159,9 +160,11 @@ def expand_rows(
 
 
 def _computed(rows: StepRows, live: Tensor, lane: Tensor, drafts: Drafts | None) -> Tensor:
-    """Returns how many of each row's tokens are real, int64 [R].
+    """Returns the number of each row's tokens that are not padding, int64 [R].
 
-    `live` is int64 [R], the row's tokens, 0 for lanes that have ended."""
+    Args:
+        live: int64 [R], number of the row's tokens, 0 for lanes that have ended.
+    """
     if drafts is None:
         return live
     drafted = ((rows.flags & PROMPT) == 0) & (live > 1)
@@ -237,8 +240,8 @@ def collect_rows(
 
     Args:
         hidden: [T, width].
-        position: int32 [M]; a PROMPT row's lane advances by the row's tokens.
-        last: [at least L, width]; gets the hidden states of the logit rows. Lines of logit rows
+        position: int32 [M]. A PROMPT row advances its lane's position by the row's tokens.
+        last: [at least L, width], output: the hidden states of the logit rows. Lines of logit rows
             without a lane are undefined.
         kept: [at least T, width]; gets all hidden states.
         held: [M, width], the hidden states of lanes that are held, for HELD rows; None if there
@@ -276,15 +279,16 @@ def adjust(
     Rows without a lane are undefined.
 
     Args:
-        tokens: int32 [M, max_len]; the drafts ahead of a logit row count as generated.
+        tokens: int32 [M, max_len]. The drafts ahead of a logit row count as generated.
         penalties: float32 [M, 3], repetition, presence, frequency.
         counts: int32 [M, vocab], twice the number of times a token was generated, plus one if the
-            prompt has it.
-        num_bias: int32 [M], biases of a lane.
-        bias_ids, bias_values: int32 and float32 [M, B].
-        num_stops: int32 [M], stop tokens of a lane.
+            prompt contains it.
+        num_bias: int32 [M], number of a lane's biases.
+        bias_ids: int32 [M, B].
+        bias_values: float32 [M, B].
+        num_stops: int32 [M], number of a lane's stop tokens.
         stops: int32 [M, S].
-        min_total: int32 [M], the length before which no stop token may come.
+        min_total: int32 [M]. Stop tokens are excluded until the text has this length.
     """
     out = logits.float() if logits.dtype != torch.float32 else logits.clone()
     lanes = rows.lanes.long()
@@ -351,24 +355,24 @@ def sample(
     sample_index: Tensor,
     truncate_rows: bool = True,
 ) -> Tensor:
-    """Returns a token for each row, int32 [L]; -1 where logits are not numbers.
+    """Returns a token for each row, int32 [L], or -1 if a logit is NaN.
 
-    The order is vLLM's: temperature, min-p, top-k (ties kept), top-p of the rest. The draw is
-    Gumbel-max over counter-based noise: a token depends on seed, sample index and position alone.
+    The order is vLLM's: temperature, min-p, top-k (ties kept), top-p of the rest. Tokens are drawn
+    by Gumbel-max over counter-based noise, which depends only on seed, sample index and position.
     Rows of lane -1 are undefined. The arguments per lane are columns of one float32 and one int32
     table, of any stride.
 
     Args:
         logits: [L, vocab], after penalties and masks, dense rows.
         lanes: int32 [L].
-        position: int32 [L], the new token's.
-        temperature: per lane; 0: greedy.
-        top_k: per lane; 0: all.
-        top_p: per lane; 1: all.
-        min_p: per lane; 0: all.
+        position: int32 [L], position of the new token.
+        temperature: per lane; 0 is greedy.
+        top_k: per lane; 0 keeps all tokens.
+        top_p: per lane; 1 keeps all tokens.
+        min_p: per lane; 0 keeps all tokens.
         seed: [M, 2], low and high word.
         sample_index: per lane.
-        truncate_rows: False promises that no row uses top-k, top-p or min-p.
+        truncate_rows: False if the caller knows that no row uses top-k, top-p or min-p.
     """
     best, greedy = logits.max(dim=-1)
     own = lanes.long().clamp(min=0)
@@ -388,7 +392,7 @@ Counter = tuple[Tensor, Tensor, Tensor]
 
 
 def _draw(logits: Tensor, counter: Counter, cuts: tuple[Tensor, Tensor, Tensor] | None) -> Tensor:
-    """Returns tokens int64 [N] of rows with a temperature; logits float32 after it."""
+    """Returns tokens, int64 [N], of rows with a temperature, by which `logits` are divided."""
     if cuts is None:
         return _perturbed(logits, counter)
     top_k, top_p, min_p = cuts
@@ -438,7 +442,7 @@ def finish_rows(
     """Accepts sampled tokens, advances lanes past the computed tokens, and records why rows end.
 
     A row with drafts accepts the longest prefix on which drafts and samples agree, and the sample
-    after it. A token that ends the row cuts them off.
+    after it. Tokens after one that ends the row are dropped.
 
     Args:
         sampled: int32 [L].
@@ -449,7 +453,7 @@ def finish_rows(
         tokens: int32 [M, max_len]; gets the accepted tokens.
         max_total, min_total, num_stops: int32 [M].
         stops: int32 [M, S].
-        counts: int32 [M, vocab]; each accepted token's entry grows by 2; or None.
+        counts: int32 [M, vocab], or None. Each accepted token's entry grows by 2.
     """
     count = (rows.logit_start[1:] - rows.logit_start[:-1]).long()
     results[: len(count)].fill_(-1)
@@ -489,7 +493,7 @@ def _late(rows: StepRows, logit_rows: LogitRows, active: Tensor, position: Tenso
 
 
 def _present(active: Tensor, place: Tensor, logit_rows: LogitRows) -> tuple[Tensor, Tensor]:
-    """Returns the rows whose logit row at `place` exists."""
+    """Returns the rows that have a logit row at `place`."""
     real = logit_rows.lanes[place] >= 0
     return (active, place) if bool(real.all()) else (active[real], place[real])
 
@@ -503,7 +507,8 @@ def _reason(
     num_stops: Tensor,
     stops: Tensor,
 ) -> Tensor:
-    """Returns why a row of `total` tokens ends with this token, int32 [n]; 0: it continues."""
+    """Returns the reason for which a row of `total` tokens ends with this token, int32 [n], 0 if it
+    continues."""
     reason = (total >= max_total[lane]).int() * LENGTH
     most = int(num_stops[lane].max())
     if most:
@@ -520,13 +525,12 @@ def token_logprobs(
     """Writes log-probabilities of tokens int32 [L] and of their likeliest alternatives.
 
     Args:
-        logits: [L, vocab], as the model gave them.
-        wanted: int32 [M], the number of alternatives that a lane asks for, -1: no
-            log-probabilities.
-        out: int32 [at least L, 2 + 2 (1 + W)]; only lines of asking rows are written: the token's
-            position, its rank (1: the likeliest), the ids, and the log-probabilities, float32 by
-            their bits. Ids are the token's, then the likeliest ones', ties by id. Entries past the
-            wanted number are undefined.
+        logits: [L, vocab], before penalties and masks.
+        wanted: int32 [M], number of alternatives that a lane asks for, -1 for no log-probabilities.
+        out: int32 [at least L, 2 + 2 (1 + W)], output. Only lines of rows that ask are written.
+            A line has the token's position, its rank (1 is the likeliest), 1 + W ids and the
+            float32 bits of their log-probabilities. The first id is the token's. The alternatives
+            follow, the likeliest first, ties by id. Entries past the wanted number are undefined.
     """
     own = rows.lanes.long().clamp(min=0)
     asked = torch.nonzero((rows.lanes >= 0) & (wanted[own] >= 0)).flatten()
@@ -549,7 +553,8 @@ def token_logprobs(
 
 
 def _ranked(x: Tensor) -> Tensor:
-    """Returns int64 keys that sort as float32 x [n, vocab] does; of ties the first is largest."""
+    """Returns int64 keys that sort in the order of x, float32 [n, vocab]. If entries are equal, the
+    first one has the largest key."""
     bits = x.view(torch.int32)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
     return (ordered << 32) - torch.arange(x.shape[1], device=x.device)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 _NARROW = 256
-"""Likeliest tokens to look at for a nucleus, before all of them are sorted."""
+"""Number of likeliest tokens that are tried for top-p before all tokens are sorted."""
 
 Noise = Callable[[Tensor], Tensor]
-"""Entries int64 [N, W], a line for each row -> their noise float32 [N, W]."""
+"""Returns the noise, float32 [N, W], of entries, int64 [N, W], with a line for each row."""
 
 
 def min_p(logits: Tensor, threshold: Tensor) -> Tensor:
@@ -43,17 +43,17 @@ def top_k_top_p(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def pick_likely(
     logits: Tensor, top_k: Tensor, top_p: Tensor, noise: Noise
 ) -> tuple[Tensor, Tensor]:
-    """Returns each row's kept token of the largest logit plus noise, int64 [N], and whether it is
-    certain, bool [N].
+    """Returns each row's kept token with the largest logit plus noise, int64 [N], and whether that
+    result is certain, bool [N].
 
-    A row that keeps too many tokens is uncertain, and needs `top_k_top_p`. The kept tokens of a
-    certain row do not depend on the number of tokens examined, and so not on other rows.
+    A row that keeps too many tokens is uncertain and needs `top_k_top_p`. The kept tokens of a
+    certain row do not depend on the number of tokens examined, so they do not depend on other rows.
 
     Args:
         logits: float32 [N, V], after temperature and min-p.
     """
     rows, vocab = logits.shape
-    # One more than top-k, to see that nothing is tied with the last.
+    # One more than top-k, which shows whether another token ties with the last one.
     width = int(torch.where(top_k > 0, top_k.clamp(max=vocab) + 1, _NARROW).amax())
     if width > vocab // 8:
         return torch.zeros(rows, dtype=torch.int64), torch.zeros(rows, dtype=torch.bool)
@@ -70,11 +70,11 @@ def pick_likely(
 def _kept(ordered: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Returns which of each row's likeliest tokens stay, bool [N, W].
 
-    Sums run from the first token on, in float64, so that they are equal for every W.
+    Probabilities are summed from the likeliest on, in float64, so the sums are equal for every W.
 
     Args:
-        ordered: their scores, likeliest first.
-        probs: their probabilities among all of the row's tokens, in the same order.
+        ordered: logits of the likeliest tokens, [N, W], largest first.
+        probs: probabilities of the same tokens among all of the row's tokens.
     """
     last = top_k.clamp(max=ordered.shape[1]).long() - 1
     threshold = ordered.gather(1, last.clamp(min=0).unsqueeze(1))

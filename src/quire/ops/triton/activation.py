@@ -1,4 +1,4 @@
-"""Activations, plain or gating the second half of their input, and the parts that kernels fuse."""
+"""Activations as a kernel of their own, and as a function for fused kernels."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def run(
     out = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
     if out.numel() == 0:
         return out
-    # Few rows take narrow blocks, which spread over the card; many rows take wide blocks, which
-    # amortize the launch.
+    # With few rows, narrow blocks spread over the card. With many rows, wide blocks amortize the
+    # cost of a program.
     block = min(triton.next_power_of_2(width), 1024 if rows.shape[0] <= 64 else 4096)
     use_pdl = traits(x.device).pdl if pdl is None else pdl
     launch(_activation, (rows.shape[0], triton.cdiv(width, block)))(

@@ -23,23 +23,23 @@ def reinterpret(tiles, dtype, shape, layout, _semantic=None):
 
 
 @core.builtin
-def joined(first, second, _semantic=None):
+def concat(first, second, _semantic=None):
     """Returns the tuple of all values of two tuples.
 
-    From Triton 3.8 on, `+` turns the second one's constexprs into plain numbers, which workers of
-    `warp_specialize` do not accept."""
+    From Triton 3.8 on, `+` turns constexprs of the second tuple into plain numbers, and workers of
+    `warp_specialize` do not accept these."""
     return core.tuple([*first, *second])
 
 
 @gluon.constexpr_function
 def sums_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """The layout of a warpgroup's sums [64, columns]."""
+    """Returns the layout of a warpgroup's sums [64, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
 def wait_for_predecessor():
-    """Waits for the kernel before; see `launch.py`."""
+    """Waits for the preceding kernel, see `launch.py`."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -55,6 +55,6 @@ def release_successor():
 
 @gluon.jit
 def wait_and_release():
-    """Waits for the kernel before, then lets the next one start."""
+    """Waits for the preceding kernel, then lets the next one start."""
     wait_for_predecessor()
     release_successor()

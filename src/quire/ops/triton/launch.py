@@ -2,9 +2,9 @@
 
 **Programmatic dependent launch (PDL).** A kernel launched with `launch_pdl=True` may start while
 its predecessor still runs. `gdc_wait` blocks until the predecessor has finished and its writes are
-visible. Every kernel here calls `gdc_wait` in *all* of its programs, early exits included, and
-`gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its predecessor
-is complete. Before its own wait it may read weights and the step's metadata, but nothing newer."""
+visible. Every kernel here calls `gdc_wait` in *all* of its programs, also in those that exit early,
+and `gdc_launch_dependents` only *after* it. So when a kernel starts, everything before its
+predecessor is complete. Before its own wait it may read only weights and the step's metadata."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DeviceTraits:
         num_sms: multiprocessors.
         shared_memory: bytes of shared memory that one program may use.
         pdl: the device has programmatic dependent launch (sm_90 and newer).
-        bf16: its tensor cores take bf16 (sm_80 and newer).
+        bf16: the tensor cores support bf16 (sm_80 and newer).
     """
 
     capability: tuple[int, int]
@@ -43,18 +43,19 @@ class DeviceTraits:
 
     @property
     def gluon(self) -> bool:
-        """Whether the Gluon kernels run on it; all of them are for Hopper cards."""
+        """Whether the device runs the Gluon kernels, which are for Hopper cards."""
         return self.capability == (9, 0) and gluon_missing() is None
 
 
 GLUON_VERSIONS = ((3, 6), (3, 9))
-"""The first and the last version of Triton with whose Gluon the kernels compile: Gluon is not
-stable yet. `hopper_common.py` contains the differences between versions."""
+"""The first and the last version of Triton whose Gluon compiles the kernels. Gluon is not stable
+yet. `hopper_common.py` contains the differences between versions."""
 
 
 def gluon_missing(version: str = triton.__version__) -> str | None:
-    """Returns why a version of Triton runs no Gluon kernels, and which versions do; None: it runs
-    them."""
+    """Returns why a version of Triton does not run the Gluon kernels, and which versions do.
+
+    Returns None if it runs them."""
     own = tuple(int(part) for part in version.split(".")[:2])
     first, last = GLUON_VERSIONS
     if first <= own <= last:
@@ -68,7 +69,8 @@ def gluon_missing(version: str = triton.__version__) -> str | None:
 
 
 INTERPRETED = DeviceTraits((0, 0), 4, 1 << 30, pdl=False, bf16=False)
-"""Traits of CPU tensors: kernels run under TRITON_INTERPRET=1, whose matrix product has no bf16."""
+"""Traits of CPU tensors. Kernels then run under TRITON_INTERPRET=1, whose matrix product does not
+support bf16."""
 
 
 @functools.cache
@@ -94,7 +96,8 @@ def traits(device: torch.device) -> DeviceTraits:
 
 
 def options(pdl: bool, **rest: Any) -> dict[str, Any]:
-    """Launch keywords; `launch_pdl` is named only where it applies (the interpreter lacks it)."""
+    """Returns the keywords of a launch. `launch_pdl` is left out without PDL, because the
+    interpreter does not know it."""
     return {**rest, "launch_pdl": True} if pdl else rest
 
 
@@ -102,8 +105,8 @@ _compiling: ContextVar[bool] = ContextVar("quire_compiling", default=False)
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """Returns `kernel[grid]`; within `compiling`, a launcher that only compiles for the same
-    arguments."""
+    """Returns `kernel[grid]`, or within `compiling` a function that only compiles the kernel for
+    its arguments."""
     if _compiling.get():
         return functools.partial(kernel.warmup, grid=grid)
     return kernel[grid]
@@ -111,10 +114,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def compiling(workers: int) -> Iterator[None]:
-    """Makes launches within the block compile only, `workers` at once, and waits for them at its
-    end.
+    """Makes launches within the block only compile, on `workers` threads.
 
-    A kernel that fails to compile raises at its next launch."""
+    The end of the block waits for all of them. A kernel that fails to compile raises at its next
+    launch."""
     token = _compiling.set(True)
     try:
         with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):

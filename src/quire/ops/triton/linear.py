@@ -1,4 +1,4 @@
-"""The linear layer on a GPU: one fused kernel for few rows, cuBLAS and further kernels for many."""
+"""The linear layer on a GPU: one fused kernel for few rows, cuBLAS and other kernels for many."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from quire.ops.triton.products.table import BUCKETS
 from quire.ops.weight import Weight
 
 _FEW_ROWS = 32
-"""Rows up to which a layer's inputs in 8 bits are multiplied as 16-bit numbers."""
+"""Up to this many rows, inputs that were rounded to 8 bits are multiplied as 16-bit numbers."""
 
 
 def linear(
@@ -39,7 +39,7 @@ def linear(
 ) -> Tensor:
     """See `ops.linear`.
 
-    It dequantizes a whole weight first if no kernel loads its format, or if there are many rows."""
+    A whole weight is dequantized first if no kernel loads its format, or if there are many rows."""
     policy = current_policy()
     if weight.format.inputs != "none":
         if not policy.deterministic and takes(weight) and loads(weight):
@@ -48,8 +48,8 @@ def linear(
                 return block_gemv.product(args)
             if (blocks := _hopper_blocks(traits(x.device))) and blocks.takes(args):
                 return blocks.product(args)
-            # The weight's bytes bound the time of few rows, in whichever dtype they are
-            # multiplied.
+            # With few rows, reading the weight takes most of the time, in any dtype of the
+            # product.
             if len(x) > _FEW_ROWS:
                 return product(args)
         x, norm = round_inputs(x, weight, norm), None
@@ -80,26 +80,26 @@ def linear(
     if args.gated and (hopper := _hopper_gated(traits(x.device))) and hopper.takes(args):
         return hopper.gated_product(args)
     if act is None and residual is not None and bias is None:
-        # In place, because otherwise the residual is first copied to the result's memory.
+        # In place, because otherwise `addmm` first copies the residual to the result's memory.
         return torch.addmm(residual, x, values.t(), out=residual)
     return _finish(F.linear(x, values, bias), residual, act)
 
 
 @functools.cache
 def _hopper_gated(card: DeviceTraits) -> ModuleType | None:
-    """Returns the products of gated layers on Hopper cards, if this is one."""
+    """Returns the module for gated layers on Hopper cards, or None on other cards."""
     return importlib.import_module("quire.ops.triton.experts.hopper_gated") if card.gluon else None
 
 
 @functools.cache
 def _hopper_few_bits(card: DeviceTraits) -> ModuleType | None:
-    """Returns the products of weights in few bits on Hopper cards, if this is one."""
+    """Returns the module for weights of few bits on Hopper cards, or None on other cards."""
     return importlib.import_module("quire.ops.triton.products.hopper_gemm") if card.gluon else None
 
 
 @functools.cache
 def _hopper_blocks(card: DeviceTraits) -> ModuleType | None:
-    """Returns the products of 8-bit floats in groups on Hopper cards, if this is one."""
+    """Returns the module for 8-bit floats in groups on Hopper cards, or None on other cards."""
     return (
         importlib.import_module("quire.ops.triton.products.hopper_blocks") if card.gluon else None
     )
@@ -107,14 +107,14 @@ def _hopper_blocks(card: DeviceTraits) -> ModuleType | None:
 
 @functools.cache
 def _hopper_narrow(card: DeviceTraits) -> ModuleType | None:
-    """Returns the products of few rows with 16-bit weights on Hopper cards, if this is one."""
+    """Returns the module for few rows and 16-bit weights on Hopper cards, or None on others."""
     return (
         importlib.import_module("quire.ops.triton.products.hopper_narrow") if card.gluon else None
     )
 
 
 def loads(weight: Weight) -> bool:
-    """Whether kernels load the weight on its card: 8-bit floats need sm_89."""
+    """Whether kernels can load the weight on its card. 8-bit floats need sm_89."""
     floats = weight.dtype == torch.float8_e4m3fn
     device = weight.values.device
     old = floats and device.type == "cuda" and traits(device).capability < (8, 9)

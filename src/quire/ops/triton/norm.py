@@ -37,7 +37,7 @@ def _norm(
     out = x * inverse
     kind = out_ptr.dtype.element_ty
     if not CENTER:
-        # Rounded as the weight is, see `ops.rms_norm`.
+        # Rounds to the weight's dtype before the product, see `ops.rms_norm`.
         out = out.to(weight_ptr.dtype.element_ty).to(tl.float32)
     out = out * scale + shift
     if RESIDUAL:
@@ -88,7 +88,7 @@ def rms_norm(
         x: rows of any stride.
         weight: None means ones.
         residual: rows of any stride.
-        pdl: programmatic dependent launch; by default where the card has it.
+        pdl: programmatic dependent launch; by default it is used on cards that have it.
     """
     return _run(x, weight, None, residual, eps, center=False, pdl=pdl)
 

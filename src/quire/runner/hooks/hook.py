@@ -3,7 +3,7 @@
 The runner knows hooks by these classes only. A hook inherits the parts that it has:
 
 =============  ====================================================================================
-`Hook`         the base: its start, its settings, control messages
+`Hook`         the base: its start, its settings, its calls
 `ProgramHook`  changes logits or uses tokens within the step's programs, which may be captured
 `HostHook`     acts on the host in every step, and launches work outside of the programs
 `GateHook`     makes a head wait for inputs that the host makes while the step runs
@@ -21,13 +21,15 @@ import numpy as np
 from torch import Tensor
 
 from quire.arrays import Int32
-from quire.executor import StepSeconds
+from quire.executor import StepSeconds, WorkerCall
 from quire.models.decoder import Decoder, DecoderLayers
 from quire.ops import LogitRows, StepRows
-from quire.plan import Admit, StepPlan
+from quire.parallel import ProcessGroup
+from quire.plan import Admit, KVGroup, StepPlan
 from quire.runner.kv_cache import KVCache
 from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
+from quire.runner.transfer.place import Place
 
 SharedMemory = np.ndarray[tuple[int], np.dtype[np.int8]]
 """Memory that all ranks map, int8 [bytes]."""
@@ -125,6 +127,30 @@ class Hook:
     def take_cache(self, cache: KVCache) -> None:
         """Receives the KV cache, in which the layers of `models` follow the target model's."""
 
+    def reserved_bytes(self, groups: Sequence[KVGroup], budget: int) -> int:
+        """Returns the bytes of the device that the hook takes from the KV cache.
+
+        Args:
+            groups: KV groups of all models.
+            budget: bytes for the KV cache and hooks.
+        """
+        return 0
+
+    def places(
+        self, cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup
+    ) -> Mapping[str, Place]:
+        """Opens places outside the device, by name, to and from which plans move blocks.
+
+        All ranks call it at once.
+
+        Args:
+            models: the target model, then those of hooks, in the order of their KV groups.
+
+        Raises:
+            ConfigError: there is too little memory, or the model's KV cannot be moved.
+        """
+        return {}
+
     def seconds(self, program: Any, graphs: Any) -> StepSeconds:
         """Measures steps, for the scheduler to plan by. Called after all programs are captured.
 
@@ -134,9 +160,9 @@ class Hook:
         """
         return {}
 
-    def on_control(self, message: dict[str, Any]) -> Any:
-        """Answers a control message, at any time. None: the message is for another hook."""
-        return None
+    def calls(self) -> Mapping[WorkerCall[Any, Any], Callable[[Any], Any]]:
+        """Returns the calls that the hook takes, each with the function that answers a request."""
+        return {}
 
     def close(self) -> None:
         """Ends the hook, and wakes every thread that waits for the host. Idempotent."""

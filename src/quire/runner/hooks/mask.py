@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
-from quire.errors import ConfigError
 from quire.executor import StepSeconds
-from quire.layers.gated_delta import GatedDeltaSpec
-from quire.models import Decoder, load_config, spec_from_config
+from quire.models import Decoder
 from quire.ops import op
 from quire.ops.reference import mask as twins
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, StepPlan
@@ -33,8 +30,6 @@ from quire.runner.state import BatchState, Limits
 if TYPE_CHECKING:
     from quire.runner.graphs import Graphs
 
-FORCED_DRAFTS = 7
-"""A row of eight tokens is the longest that the kernels for short rows take."""
 _mask_logits = op(twins.mask_logits)
 _wait_for_inputs = op(twins.wait_for_inputs)
 
@@ -48,7 +43,9 @@ class Mask(ProgramHook, HostHook, GateHook):
     A row has a mask after each of its drafts, which the device may have made. So the host receives
     the claims of a step whose GATED rows verify drafts.
 
-    A grammar may force several tokens, which are then verified as drafts.
+    Args:
+        drafts: most draft tokens of a row that the host knows for certain.
+        patience_us: microseconds that a head waits for masks.
 
     Attributes:
         inputs: holds the masks; made by `bind`.
@@ -56,11 +53,11 @@ class Mask(ProgramHook, HostHook, GateHook):
 
     rare = True
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.drafts = forced_drafts(config)
+    def __init__(self, config: EngineConfig, *, drafts: int = 0, patience_us: float = 0.0) -> None:
+        self.drafts = drafts
         self._depth = config.scheduler.steps_in_flight + 1
         self._words = -(-config.vocab_size // 32)
-        self._patience = config.args.structured_outputs_wait_us
+        self._patience = patience_us
         self._memory: SharedMemory | None = None
         self._rank, self._world = 0, 1
         self.inputs: HostInputs | None = None
@@ -152,30 +149,6 @@ class Mask(ProgramHook, HostHook, GateHook):
         for each in (self.inputs, self._claims):
             if each is not None:
                 each.close()
-
-
-def forced_drafts(config: EngineConfig) -> int:
-    """Returns the most forced tokens of a row that a step computes besides its own.
-
-    Raises:
-        ConfigError: the engine is a pipeline, whose earlier stages verify no such drafts.
-    """
-    args = config.args
-    given, stages = args.structured_outputs_drafts, args.pipeline_parallel_size
-    if given and stages > 1 and not args.speculates:
-        raise ConfigError(
-            f"structured_outputs_drafts {given} needs --speculative with --pipeline-parallel-size "
-            f"{stages}",
-            "structured_outputs_drafts",
-        )
-    if given is not None:
-        return given
-    if args.speculates or stages > 1 or config.device == "cpu" or config.eager:
-        return 0  # With speculation, forced text has the drafts of that.
-    spec = spec_from_config(load_config(Path(config.model_path)))
-    # A recurrent state would have to keep what leads back behind any draft.
-    recurrent = any(isinstance(layer.mixer, GatedDeltaSpec) for layer in spec.layers)
-    return 0 if recurrent else FORCED_DRAFTS
 
 
 def _measure(graphs: Graphs, shapes: Mapping[int, BodyShape]) -> dict[int, float]:

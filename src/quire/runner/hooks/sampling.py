@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from quire.plan import Admit, StepPlan
 from quire.runner.hooks.hook import HeadContext, HostHook, Level, ProgramHook
 from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
+
+
+def sampling_columns(state: BatchState) -> dict[str, Any]:
+    """Returns the arguments of `ops.sample` that are columns of the batch state, by name."""
+    floats, ints = state.columns["sampling_floats"], state.columns["sampling_ints"]
+    return {
+        "temperature": floats[:, 0],
+        "top_p": floats[:, 1],
+        "min_p": floats[:, 2],
+        "top_k": ints[:, 0],
+        "seed": ints[:, 1:3],
+        "sample_index": ints[:, 3],
+    }
 
 
 class Sampling(ProgramHook, HostHook):
@@ -32,6 +46,7 @@ class Sampling(ProgramHook, HostHook):
     def bind(self, state: BatchState) -> None:
         self._floats = state.columns["sampling_floats"]
         self._ints = state.columns["sampling_ints"]
+        self._columns = sampling_columns(state)
 
     def stage(self, plan: StepPlan, upload: Upload) -> None:
         admits = plan.admits
@@ -44,21 +59,14 @@ class Sampling(ProgramHook, HostHook):
         upload.put_lines(self._ints, lanes, int32([_ints(admit) for admit in admits]))
 
     def lane_level(self, admit: Admit) -> Level:
-        p = admit.params
-        truncates = not p.greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
-        return Level.MASKED if truncates else Level.PLAIN
+        return Level.MASKED if admit.params.truncates else Level.PLAIN
 
     def logits(self, ctx: HeadContext) -> None:
         ctx.tokens = ops.sample(
             ctx.logits,
             ctx.logit_rows.lanes,
             ctx.logit_rows.lengths,
-            temperature=self._floats[:, 0],
-            top_p=self._floats[:, 1],
-            min_p=self._floats[:, 2],
-            top_k=self._ints[:, 0],
-            seed=self._ints[:, 1:3],
-            sample_index=self._ints[:, 3],
+            **self._columns,
             truncate_rows=ctx.level >= Level.MASKED,
         )
 

@@ -79,6 +79,7 @@ class DirectPlace:
         fence: Callable[[], Callable[[], bool]],
     ) -> None:
         self.pool = pool
+        self.slots: tuple[int, ...] = ()
         self._agent = agent
         self._layouts = layouts
         self._groups = groups

@@ -119,6 +119,7 @@ class PoolPlace(Generic[Pool]):
 
     def __init__(self, pool: Pool, copier: Copier, moves: Moves) -> None:
         self.pool = pool
+        self.slots: tuple[int, ...] = ()
         self._copier = copier
         self._moves = moves
 
@@ -143,3 +144,7 @@ class PoolPlace(Generic[Pool]):
 
 class HostPlace(PoolPlace[HostPool]):
     """The host's memory: each rank has a pool of its own."""
+
+    def __init__(self, pool: HostPool, copier: Copier, moves: Moves) -> None:
+        super().__init__(pool, copier, moves)
+        self.slots = pool.slots

@@ -16,7 +16,7 @@ from quire.server.state import ServerState, state_of
 
 async def list_models(request: Request) -> Response:
     state = state_of(request)
-    names = [*state.model_names, *state.adapters]
+    names = [*state.model_names, *state.further_models]
     key = context_of(request).key
     shown = [name for name in names if _shown(state, key, name)]
     if "anthropic-version" in request.headers:

@@ -48,6 +48,7 @@ class Route:
         queued: whether a counted request uses the engine, so that a full queue refuses it.
         answers_head: whether HEAD requests are answered too.
         playground: whether only a server with the playground has it.
+        setting: field of `ServerArgs` without which the server does not have it; "": every server.
     """
 
     method: str
@@ -65,6 +66,7 @@ class Route:
     queued: bool = True
     answers_head: bool = False
     playground: bool = False
+    setting: str = ""
 
     @property
     def methods(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Request fields of sampling parameters, made from their declarations in `SamplingParams`."""
+"""Request fields of sampling parameters and of features, made from their declarations."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model
 
+from quire.features.registry import body_fields, clash, origin_of_field
 from quire.sampling_params import PARAMETERS, DeclaredParameter
 from quire.server.http.strict_model import StrictModel
 
@@ -19,10 +20,19 @@ def sampling_model(api: str) -> Any:
     """Returns a model with a field for each sampling parameter of an API, to inherit from.
 
     Every field may be null, which asks for the default. Integers are bounded here. Numbers are
-    bounded by `SamplingParams`.
+    bounded by `SamplingParams`. The model also has the fields that features declare for the API.
     """
-    fields: dict[str, Any] = {p.name: (_field_type(p) | None, None) for p in parameters_of(api)}
-    return create_model(f"{api.capitalize()}Sampling", __base__=StrictModel, **fields)
+    fields: dict[str, Any] = {
+        p.name: (_field_type(p) | None, Field(None, description=p.text)) for p in parameters_of(api)
+    }
+    features = {key: each for key, each in body_fields().items() if api in each.apis}
+    for key, each in features.items():
+        if key in fields:
+            raise clash("request field", key, "the server", origin_of_field(each))
+        fields[key] = ((each.value if each.body is None else each.body) | None, None)
+    model = create_model(f"{api.capitalize()}Sampling", __base__=StrictModel, **fields)
+    model.feature_fields = features
+    return model
 
 
 def _field_type(parameter: DeclaredParameter) -> Any:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from quire.outputs import Logprob
+from quire.server.chat.custom_tools import InputReader
 from quire.server.chat.dialogue import (
     ChatEvent,
     Finished,
@@ -52,6 +53,7 @@ class ChoiceParser:
     Args:
         think: splits off the reasoning; None for a model without reasoning.
         tools: finds tool calls; None if there are no tools.
+        custom_tools: names of the tools whose arguments become an input.
         one_call: drops all calls after the first.
         show_reasoning: reasoning gets events.
         with_tokens: tokens without text get an event too.
@@ -66,6 +68,7 @@ class ChoiceParser:
         think: ThinkParser | None,
         tools: ToolParser | None,
         *,
+        custom_tools: frozenset[str],
         one_call: bool,
         show_reasoning: bool,
         with_tokens: bool,
@@ -74,6 +77,8 @@ class ChoiceParser:
         self._tokenizer = tokenizer
         self._think = think
         self._tools = tools
+        self._custom_tools = custom_tools
+        self._input: InputReader | None = None
         self._one_call = one_call
         self._show_reasoning = show_reasoning
         self._with_tokens = with_tokens
@@ -122,7 +127,7 @@ class ChoiceParser:
         Args:
             waiting: number of waiting tokens from earlier pieces.
         """
-        if think.in_answer:
+        if think.done:
             return piece.text
         reasoning, answer, block = think.feed(piece.text)
         undecided = think.undecided
@@ -170,11 +175,21 @@ class ChoiceParser:
             case Text(text):
                 events.append(TextDelta(choice, text, *self._take_tokens()))
             case CallBegin(id, name) if shown:
-                events.append(ToolCallBegin(choice, index, id, name, *self._take_tokens()))
+                custom = name in self._custom_tools
+                self._input = InputReader() if custom else None
+                events.append(ToolCallBegin(choice, index, id, name, *self._take_tokens(), custom))
+            case CallArguments(text) if shown and self._input is not None:
+                if read := self._input.feed(text):
+                    delta = ToolCallDelta(choice, index, read, *self._take_tokens(), True)
+                    events.append(delta)
             case CallArguments(text) if shown:
                 events.append(ToolCallDelta(choice, index, text, *self._take_tokens()))
             case CallEnd():
                 self._complete_calls += 1
+                if self._input is not None and (rest := self._input.finish()):
+                    delta = ToolCallDelta(choice, index, rest, *self._take_tokens(), True)
+                    events.append(delta)
+                self._input = None
 
 
 def _before_calls(tools: ToolParser, text: str) -> tuple[str, str]:

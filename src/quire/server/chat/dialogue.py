@@ -12,6 +12,7 @@ from quire.engine.loop.beam_search import BeamSearchParams
 from quire.errors import RequestError
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
+from quire.server.chat.prompt_memo import PromptMemo
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,8 @@ class Dialogue:
             limit to the context.
         tools: tools in OpenAI's shape: {"type": "function", "function": {name, description,
             parameters, strict}}.
+        custom_tools: names of the tools that stand for custom tools, see `custom_tools`.
+        found_tools: names of the tools that messages show, so that the template need not.
         parallel_tool_calls: False allows one call at most.
         chat_template: replaces the model's own template.
         template_kwargs: further variables of the chat template, such as documents.
@@ -55,6 +58,7 @@ class Dialogue:
         truncation_side: side on which the other tokens are dropped, by default the left.
         include_reasoning: False leaves reasoning out of the events. It is still generated.
         beams: searches for the likeliest answers instead of sampling them.
+        memo: has the tokens of the conversation so far; None tokenizes the whole prompt.
         with_tokens: tokens without text, such as the end of sequence, get an event too. Routes set
             it if they return token ids or log-probabilities.
     """
@@ -64,6 +68,8 @@ class Dialogue:
     default_max_tokens: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     tool_choice: ToolChoice = field(default_factory=ToolChoice)
+    custom_tools: frozenset[str] = frozenset()
+    found_tools: frozenset[str] = frozenset()
     parallel_tool_calls: bool = True
     chat_template: str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -74,6 +80,7 @@ class Dialogue:
     truncation_side: Literal["left", "right"] | None = None
     include_reasoning: bool = True
     beams: BeamSearchParams | None = None
+    memo: PromptMemo | None = None
     with_tokens: bool = False
     request_id: str
     priority: int = 0
@@ -111,6 +118,7 @@ class ToolCallBegin:
 
     Attributes:
         index: number of the call in its choice, from 0.
+        is_custom: the tool is a custom tool.
     """
 
     choice: int
@@ -119,17 +127,19 @@ class ToolCallBegin:
     name: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]]
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """More of the JSON text of a call's arguments."""
+    """More of the JSON text of a call's arguments, or of a custom tool's input."""
 
     choice: int
     index: int
     arguments: str
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]]
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -154,9 +164,16 @@ ChatEvent = Delta | Finished
 
 @dataclass(slots=True)
 class ToolCall:
+    """A call.
+
+    Attributes:
+        arguments: JSON text, or the input of a custom tool.
+    """
+
     id: str
     name: str
     arguments: str = ""
+    is_custom: bool = False
 
 
 @dataclass(slots=True)
@@ -182,7 +199,8 @@ class ChatAnswer:
             case ReasoningDelta():
                 self.reasoning += event.text
             case ToolCallBegin():
-                self.tool_calls.append(ToolCall(event.id, event.name))
+                call = ToolCall(event.id, event.name, is_custom=event.is_custom)
+                self.tool_calls.append(call)
             case ToolCallDelta():
                 self.tool_calls[event.index].arguments += event.arguments
         self.token_ids += event.token_ids

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -37,9 +37,15 @@ _LONG_TEXT = 20_000
 
 
 async def prepare(
-    state: ServerState, dialogue: Dialogue, context: RequestContext
+    state: ServerState,
+    dialogue: Dialogue,
+    context: RequestContext,
+    before: Sequence[int] = (),
 ) -> ChatGeneration:
     """Returns a generation that is ready to start, and charges its tokens to the key's limit.
+
+    Args:
+        before: token ids to put before the prompt.
 
     Raises:
         ApiError, RequestError: a field is invalid; the error names it.
@@ -50,6 +56,7 @@ async def prepare(
     def build() -> ChatGeneration:
         most = state.client.config.scheduler.max_model_len
         prompt = render_prompt(tokenizer, dialogue, most)
+        prompt.token_ids = [*before, *prompt.token_ids]
         if state.args.log_prompts:
             context.prompts.append(prompt.text)
         return ChatGeneration(state, tokenizer, dialogue, prompt, context)
@@ -200,6 +207,7 @@ class ChatGeneration:
             self._tokenizer,
             think,
             tools,
+            custom_tools=dialogue.custom_tools,
             one_call=one_call(dialogue),
             show_reasoning=dialogue.include_reasoning,
             with_tokens=dialogue.with_tokens,

@@ -12,10 +12,12 @@ from quire.server.chat.dialogue import Dialogue
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.errors import ApiError
 from quire.server.http.strict_model import cut_prompt
+from quire.server.parsers.registry import tool_parser
 from quire.text.chat_template import ChatTemplate
 from quire.text.template_traits import named_id
 
 if TYPE_CHECKING:
+    from quire.server.parsers.stream import ToolParser
     from quire.text.chat_template import TemplateTraits
     from quire.text.tokenizer import Tokenizer
 
@@ -71,6 +73,8 @@ def render_prompt(
     if dialogue.continue_final_message:
         text = _cut_at_mark(text)
         continued = dialogue.messages[-1]["content"]
+    if dialogue.memo is not None:
+        return RenderedPrompt(text, dialogue.memo.encode(tokenizer, text, most), continued)
     keep = dialogue.most_prompt_tokens
     limit = most if keep is None else None
     ids: list[int] = tokenizer.encode(text, dialogue.add_special_tokens, limit).tolist()
@@ -105,6 +109,7 @@ def _tools_for_template(
     choice = dialogue.tool_choice
     if choice.mode == "none" or not dialogue.tools:
         return []
+    hidden = dialogue.found_tools
     traits = tokenizer.traits(template(True))
     if not traits.shows_tools:
         raise _not_shown_error("tools", "tools", traits)
@@ -114,7 +119,8 @@ def _tools_for_template(
         function.setdefault("parameters", {"type": "object", "properties": {}})
         if traits.needs_description:
             function.setdefault("description", "")
-        if choice.mode == "required" or choice.names is None or function["name"] in choice.names:
+        name, every = function["name"], choice.mode == "required" or choice.names is None
+        if name not in hidden and (every or name in (choice.names or ())):
             shown.append({"type": "function", "function": function})
     return shown
 
@@ -161,7 +167,10 @@ def _messages(
     if not has_calls:
         return messages
     if not traits.shows_calls:
-        raise _not_shown_error("tool calls", "messages", traits)
+        parser = tool_parser("auto", None, template(with_tools).source)
+        if parser is None or traits.error is not None:
+            raise _not_shown_error("tool calls", "messages", traits)
+        return [_write_calls(message, parser) for message in messages]
     if traits.ids_name_tools:
         messages = _rename_call_ids(messages)
     return [
@@ -225,6 +234,16 @@ def _format_calls(message: dict[str, Any], traits: TemplateTraits) -> dict[str, 
         calls.append({**call, "function": function})
     content = message.get("content") or traits.empty_content
     return {**message, "content": content, "tool_calls": calls}
+
+
+def _write_calls(message: dict[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+    """Returns a message with its calls in its content, for a template that shows only content."""
+    content = message.get("content") or ""
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    if functions:
+        content += parser.write([(f["name"], json.loads(f["arguments"])) for f in functions]) or ""
+    fields = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**fields, "content": content}
 
 
 def _add_mark(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

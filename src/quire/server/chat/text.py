@@ -15,7 +15,6 @@ from quire.errors import OverloadedError, RequestError
 from quire.features.call import RequestField
 from quire.features.disaggregation.calls import PEER, PeerChoice
 from quire.features.kv_events.prompt_report import encode_report
-from quire.features.lora.calls import ADAPTER
 from quire.outputs import Logprob
 from quire.sampling_params import SamplingParams
 from quire.server.context.request_context import RequestContext, timeout_error
@@ -272,9 +271,7 @@ class TextGeneration:
     def _fields(self) -> dict[RequestField[Any], Any]:
         """Returns what the request carries for the engine's features."""
         context = self.context
-        fields: dict[RequestField[Any], Any] = {}
-        if context.adapter:
-            fields[ADAPTER] = context.adapter
+        fields = dict(context.fields)
         if context.prefill is not None or context.traceparent:
             fields[PEER] = PeerChoice(context.prefill, context.traceparent)
         return fields
@@ -285,8 +282,8 @@ class TextGeneration:
             info.token_ids = update.prompt_token_ids
             info.logprobs = update.prompt_logprobs
             info.num_cached_tokens = update.num_cached_tokens
-            # With an adapter, block hashes depend on a name that only the engine knows.
-            if self.context.wants_report and index == 0 and not self.context.adapter:
+            # Block hashes of a feature's model depend on what only the engine knows.
+            if self.context.wants_report and index == 0 and not self.context.model:
                 self.context.report = encode_report(
                     info.token_ids, self.cache_salt, self.state.client.config.block_size
                 )

@@ -146,6 +146,8 @@ def constrain_params(
         return params
     rules = Rules(added, format.template)
     answer = rules.literal(format.reasoning.answer) if format.reasoning and reasons else ""
+    if format.tool_parser is not None and format.tool_parser.answer:
+        answer = rules.literal(format.tool_parser.answer)
     body = f"{answer} ({_output_rule(rules, outputs)})" if outputs is not None else ""
     if calls and format.tool_parser is not None:
         parser = format.tool_parser
@@ -163,7 +165,9 @@ def constrain_params(
         else:
             # If the format also marks text, no first character has to be kept for calls.
             first = "" if parser.marks_text else parser.first_chars
-            body = rules.optional_call(call, parser.starts, first, answer)
+            body = rules.optional_call(
+                call, parser.starts, first, answer, must_answer=bool(parser.answer)
+            )
     if reasons and format.reasoning is not None:
         turn = rules.literal(format.reasoning.turn)
         block = f"{rules.add_until(format.reasoning.close)} {turn} /\\s{{0,4}}/"

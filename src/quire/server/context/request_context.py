@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 from starlette.types import Scope
@@ -20,6 +20,7 @@ from quire.server.errors import ApiError
 
 if TYPE_CHECKING:
     from quire.engine.loop.output import CompletionUpdate
+    from quire.features.call import RequestField
 
 SCOPE_KEY = "quire.request_context"
 BATCH_KEY = "quire.batch_key"
@@ -50,7 +51,9 @@ class RequestContext:
             their tokens are counted already.
         first_token: seconds until the first token.
         prompts: the prompts' texts, if the server logs them.
-        adapter: the LoRA adapter that the request chose as its model; "" for the model itself.
+        model: the feature's model that the request chose, such as an adapter; "" for the model
+            itself.
+        fields: what the request carries for the engine's features.
         batch: the request belongs to a batch, so other requests go first.
         prefill: the peer that a router chose to compute the prompt. "" means no peer; None leaves
             the decision to the engine.
@@ -80,7 +83,8 @@ class RequestContext:
     is_continuation: bool = False
     first_token: float | None = None
     prompts: list[str] = field(default_factory=list)
-    adapter: str = ""
+    model: str = ""
+    fields: dict[RequestField[Any], Any] = field(default_factory=dict)
     batch: bool = False
     prefill: str | None = None
     traceparent: str = ""
@@ -222,7 +226,7 @@ def limit_error(what: str, left: LimitStatus, need: int) -> ApiError:
 
     Args:
         what: "requests" or "tokens".
-        left: the limit, and what is left of it.
+        left: the limit and its rest.
         need: the amount that the request needs.
     """
     if need > left.limit:

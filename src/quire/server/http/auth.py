@@ -44,16 +44,27 @@ class AuthMiddleware:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        if scope["type"] != "http":  # The server has no websockets.
-            await send({"type": "websocket.close", "code": 1008})
-            return
         try:
-            self._authorize(scope)
+            if scope["type"] == "websocket":
+                self._authorize_socket(scope)
+            else:
+                self._authorize(scope)
         except ApiError as error:
             self.state.metrics.count_error(error)
             await error_response(error, scope)(scope, receive, send)
             return
         await self.app(scope, receive, send)
+
+    def _authorize_socket(self, scope: Scope) -> None:
+        """Checks a WebSocket's host, origin and key. Its turns are authorized again, one by one.
+
+        Raises:
+            ApiError: 401 or 403; 503 while the server stops.
+        """
+        self.hosts.check_socket(scope)
+        self._find_key(scope)
+        if self.state.draining:
+            raise stopping_error()
 
     def _authorize(self, scope: Scope) -> None:
         """Checks a request's host and key, and charges it to the key's limit.

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from quire.server.context.body_budget import HeldBody, late_body_error
 from quire.server.context.request_context import context_of
 from quire.server.errors import ApiError, from_validation
+from quire.server.http.strict_model import StrictModel
 from quire.server.state import state_of
 
 MAX_MEMBERS = 50_000
@@ -67,6 +68,20 @@ _OFF_LOOP_BYTES = 64 * 1024
 Model = TypeVar("Model", bound=BaseModel)
 
 
+async def read_any_body(request: Request, model: type[Model], limit: int) -> Model:
+    """Reads a JSON body of any content type.
+
+    Ollama's clients, such as curl in its documentation, send JSON with the type of a form. Browsers
+    send the header `Origin` with requests to other sites. Such requests need JSON's own type.
+
+    Raises:
+        ApiError: as `read_body`.
+    """
+    if "origin" in request.headers:
+        return await read_body(request, model, limit)
+    return await _read(request, model, limit)
+
+
 async def read_body(request: Request, model: type[Model], limit: int) -> Model:
     """Reads and validates a body. Large bodies are parsed in a thread, one at a time.
 
@@ -84,6 +99,10 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
         raise ApiError(
             415, "The body must be JSON, sent with the header 'Content-Type: application/json'."
         )
+    return await _read(request, model, limit)
+
+
+async def _read(request: Request, model: type[Model], limit: int) -> Model:
     state = state_of(request)
     with state.bodies.hold() as held:
         async with body_time(request, held) as timeout:
@@ -91,10 +110,16 @@ async def read_body(request: Request, model: type[Model], limit: int) -> Model:
                 held.take(chunk)
         data = held.finish()
         if len(data) <= _OFF_LOOP_BYTES:
-            return parse(data, model)
-        loop, thread = asyncio.get_running_loop(), state.parse_thread
-        run = contextvars.copy_context().run  # The context has the request's hints.
-        return await loop.run_in_executor(thread, run, _parse_large, data, model)
+            body = parse(data, model)
+        else:
+            loop, thread = asyncio.get_running_loop(), state.parse_thread
+            run = contextvars.copy_context().run  # The context has the request's hints.
+            body = await loop.run_in_executor(thread, run, _parse_large, data, model)
+    if isinstance(body, StrictModel):
+        for key, field in body.feature_fields.items():
+            if (value := getattr(body, key)) is not None:
+                context_of(request).fields[field] = value
+    return body
 
 
 @contextlib.asynccontextmanager

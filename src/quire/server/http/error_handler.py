@@ -11,7 +11,7 @@ from starlette.types import Scope
 from quire.server import errors
 from quire.server.context.request_context import context_in
 from quire.server.errors import ApiError, as_api_error
-from quire.server.http import anthropic_errors
+from quire.server.http import anthropic_errors, ollama_errors
 from quire.server.http.unknown_routes import no_such_method, no_such_route
 
 
@@ -27,9 +27,16 @@ def is_anthropic(path: str) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
+def is_ollama(path: str) -> bool:
+    return path.startswith("/api/")
+
+
 def error_response(error: ApiError, scope: Scope) -> Response:
-    if is_anthropic(route_of(scope)):
+    path = route_of(scope)
+    if is_anthropic(path):
         return anthropic_errors.error_response(error, context_in(scope).id)
+    if is_ollama(path) and scope["app"].state.server.args.ollama_api is not None:
+        return ollama_errors.error_response(error)
     return errors.error_response(error)
 
 

@@ -49,6 +49,21 @@ class HostCheck:
                     "names.",
                     code="host_not_allowed",
                 )
+        self._check_origin(scope, own)
+
+    def check_socket(self, scope: Scope) -> None:
+        """Checks the handshake of a WebSocket.
+
+        Browsers ask no permission (CORS) before they open one, so its origin is always checked.
+
+        Raises:
+            ApiError: 403.
+        """
+        self.check(scope)
+        own = [value.decode("latin-1") for name, value in scope["headers"] if name == b"host"]
+        self._check_origin(scope, own)
+
+    def _check_origin(self, scope: Scope, own: list[str]) -> None:
         for name, value in scope["headers"]:
             if name == b"origin" and not self._may_ask(value.decode("latin-1"), own):
                 raise ApiError(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from quire.server.errors import ApiError
@@ -64,8 +65,8 @@ class Query:
         return int(value)
 
 
-class Page(NamedTuple, Generic[T]):
-    """A page of a list, with the fields of the APIs' lists in their order.
+class Page(msgspec.Struct, Generic[T]):
+    """A page of a list, as the APIs send it.
 
     Attributes:
         first_id: id of the first item; None if there are no items.
@@ -77,6 +78,7 @@ class Page(NamedTuple, Generic[T]):
     first_id: str | None
     last_id: str | None
     has_more: bool
+    object: str = "list"
 
 
 def page_of(

@@ -101,9 +101,8 @@ class EventStream(Response, Generic[T]):
         source: the batches' source, which was started.
         write: appends the bytes of a batch to a buffer.
         finish: appends the last bytes, after all batches.
-        fail: appends an error that happens after the headers were sent. The default is an event
-            with OpenAI's error. A stream of plain text cannot carry an error, so its connection is
-            cut.
+        fail: appends an error that happens after the headers were sent. The default for events is
+            OpenAI's error. Plain text cannot carry an error, so its connection is cut.
         is_long: tells whether a batch is so long that a thread should write it.
     """
 
@@ -124,7 +123,7 @@ class EventStream(Response, Generic[T]):
         self.source = source
         self.write = write
         self.finish = finish
-        self.fail = fail or _write_error
+        self.fail = fail or (_write_error if media_type == "text/event-stream" else None)
         self.is_long = is_long or (lambda batch: False)
         self.metrics = metrics
 
@@ -153,7 +152,7 @@ class EventStream(Response, Generic[T]):
         except Exception as error:
             api_error = as_api_error(error)
             self.metrics.count_error(api_error)
-            if self.media_type != "text/event-stream":
+            if self.fail is None:
                 raise
             buffer = bytearray()
             self.fail(buffer, api_error)

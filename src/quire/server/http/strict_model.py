@@ -6,7 +6,7 @@ Types must match exactly. Unknown fields are refused by name, unless they are nu
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,6 +19,8 @@ from pydantic import (
 )
 
 from quire.errors import MAX_BIAS_ENTRIES, RequestError
+from quire.features.call import RequestField
+from quire.features.registry import clash, origin_of_field
 from quire.server.context.hints import decline, refuses_hints
 
 INT32_MAX = 2**31 - 1
@@ -28,6 +30,7 @@ _MANY_FIELDS = 256
 
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[str, Field(max_length=512)]
+ToolName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 RequestId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._:/+=@-]{0,127}\z")]
 """A request id that the client has chosen."""
 
@@ -172,6 +175,14 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+    feature_fields: ClassVar[Mapping[str, RequestField[Any]]] = {}
+    """The fields that features declare, by key."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        for key in cls.feature_fields.keys() & vars(cls).get("__annotations__", {}).keys():
+            origin = origin_of_field(cls.feature_fields[key])
+            raise clash("request field", key, "the server", origin)
 
     @model_validator(mode="before")
     @classmethod

@@ -75,8 +75,12 @@ def no_such_route(scope: Scope, path: str, routes: list[BaseRoute]) -> ApiError:
     if similar is not None:
         return _error(f"There is no route '{method} {shown}'; there is {method} {similar[:200]}.")
     for begin, api, instead in _DIALECTS:
+        if begin.startswith("/api") and _has_route("/api/chat", "POST", routes):
+            continue
         if path == begin or path.startswith((f"{begin}/", f"{begin}:")):
             hint = _HAS if instead is None else f"Use {instead}."
+            if begin.startswith("/api"):
+                hint += " `quire serve --ollama-api 11434` adds Ollama's API."
             return _error(
                 f"'{method} {shown}' is of {api}, which this server does not have. {hint}"
             )

@@ -40,12 +40,14 @@ class ChatFormat:
             return cls(None, None, "", frozenset())
         template = "\n".join(tokenizer.chat_templates.values())
         written = error = None
+        shows_tools = False
         if tokenizer.chat_templates:
             # An invalid template only makes chats fail. `ServerState` logs the reason.
             with contextlib.suppress(RequestError):
                 traits = tokenizer.traits(tokenizer.template(with_tools=True))
                 written, error = traits.call, traits.error
-        parser = tool_parser(args.tool_call_parser, written)
+                shows_tools = traits.shows_tools
+        parser = tool_parser(args.tool_call_parser, written, template if shows_tools else "")
         reasoning = reasoning_format(args.reasoning_parser, template)
         marks = () if parser is None else (*parser.starts, *parser.lenient_starts, *parser.marks)
         if reasoning is not None:

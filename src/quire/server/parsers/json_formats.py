@@ -1,11 +1,11 @@
-"""Tool calls written as JSON: Granite, Phi 4, Command, Apertus, Hermes, Llama 3, Mistral."""
+"""Tool calls written as JSON objects with a name and arguments, alone or in lists."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from quire.grammar.lark import Rules
@@ -18,10 +18,13 @@ class JsonListParser(JsonToolParser):
 
     Attributes:
         close: mark after the list, which models may leave out.
+        list_open, list_close: brackets of the list in the grammar.
         keys: the JSON keys of a call's name and of its arguments.
     """
 
     close: ClassVar[str] = ""
+    list_open: ClassVar[str] = "["
+    list_close: ClassVar[str] = "]"
     keys: ClassVar[tuple[str, str]] = ("name", "arguments")
 
     def calls(self) -> Reading:
@@ -44,7 +47,16 @@ class JsonListParser(JsonToolParser):
             calls.append(f"{rules.literal(before)} {rules.json(schema)} {rules.literal(after)}")
         call = rules.any_of(calls)
         more = f'(", " {call})*' if parallel else ""
-        return f'{rules.literal(cls.starts[0])} "[" {call} {more} "]" {rules.literal(cls.close)}'
+        begin = rules.literal(cls.starts[0] + cls.list_open)
+        return f"{begin} {call} {more} {rules.literal(cls.list_close + cls.close)}"
+
+    @classmethod
+    def write(cls, calls: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+        if not cls.hints:
+            return None
+        pairs = ((cls.text_around(name), json.dumps(values)) for name, values in calls)
+        entries = ", ".join(f"{before}{values}{after}" for (before, after), values in pairs)
+        return f"{cls.starts[0]}{cls.list_open}{entries}{cls.list_close}{cls.close}"
 
 
 class GraniteParser(JsonListParser):
@@ -52,6 +64,7 @@ class GraniteParser(JsonListParser):
 
     name = "granite"
     starts = ("<|tool_call|>", "<tool_call>")
+    hints = ("respond only with <|tool_call|> followed by a JSON list",)
 
 
 class Phi4Parser(JsonListParser):
@@ -97,6 +110,101 @@ class ApertusParser(JsonListParser):
     @classmethod
     def text_around(cls, name: str) -> tuple[str, str]:
         return f"{{{json.dumps(name)}: ", "}"
+
+
+class CommandRParser(JsonListParser):
+    """Action: and a list [{"tool_name": "f", "parameters": {...}}] in a block of code: Command R
+    and R+."""
+
+    name = "command_r"
+    starts = ("Action:",)
+    list_open, list_close = "\n```json\n[", "]```"
+    keys = ("tool_name", "parameters")
+
+
+class NemotronParser(JsonListParser):
+    """<TOOLCALL>[{"name": "f", "arguments": {...}}]</TOOLCALL>: Nemotron Nano 2."""
+
+    name = "nemotron"
+    starts = ("<TOOLCALL>",)
+    close = "</TOOLCALL>"
+    marks = (close,)
+
+
+class AprielParser(JsonListParser):
+    """<tool_calls>[{"name": "f", "arguments": {...}}]</tool_calls>: Apriel, Hunyuan A13B."""
+
+    name = "apriel"
+    starts = ("<tool_calls>",)
+    close = "</tool_calls>"
+    marks = (close,)
+    text_marks = ("[END FINAL RESPONSE]",)
+
+
+class MiniMaxM1Parser(JsonToolParser):
+    """<tool_calls> with a JSON object on each line, and </tool_calls>: MiniMax M1."""
+
+    name = "minimax_m1"
+    starts = ("<tool_calls>",)
+    close = "</tool_calls>"
+    marks = (close,)
+
+    def calls(self) -> Reading:
+        yield from self.space()
+        yield from self.optional_fence(self._lines)
+        if self.char == "<":
+            yield from self.expect(self.close)
+
+    def _lines(self) -> Reading:
+        yield from self.call()
+        yield from self.space()
+        while self.char == "{":
+            yield from self.call()
+            yield from self.space()
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        call = _object_rule(rules, tools)
+        more = f'("\\n" {call})*' if parallel else ""
+        begin, end = rules.literal(f"{cls.starts[0]}\n"), rules.literal(f"\n{cls.close}")
+        return f"{begin} {call} {more} {end}"
+
+
+class GigaChatParser(JsonToolParser):
+    """<|function_call|>{"name": "f", "arguments": {...}}: GigaChat 3.1."""
+
+    name = "gigachat31"
+    starts = ("<|function_call|>",)
+    before: ClassVar[str] = ""
+    """Text before the mark of a call."""
+
+    def calls(self) -> Reading:
+        yield from self.space()
+        yield from self.call()
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        call = f"{rules.literal(cls.before + cls.starts[0])} {_object_rule(rules, tools)}"
+        return f"{call} ({call})*" if parallel else call
+
+
+class GigaChat3Parser(GigaChatParser):
+    """A message of the role "function call" with {"name": "f", "arguments": {...}}: GigaChat 3."""
+
+    name = "gigachat3"
+    starts = ("function call<|role_sep|>\n",)
+    before = "<|message_sep|>\n\n"
+    text_marks = ("<|message_sep|>",)
+    marks_text = True
+
+
+def _object_rule(rules: Rules, tools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns a rule for an object with a tool's name and its arguments."""
+    end = rules.literal("}")
+    return rules.any_of(
+        f"{rules.literal(JsonListParser.text_around(name)[0])} {rules.json(schema)} {end}"
+        for name, schema in tools.items()
+    )
 
 
 # <tool_call>{"name": "f", "arguments": {...}}</tool_call>: Hermes, Qwen 2.5 and Qwen 3.

@@ -1,8 +1,9 @@
-"""Calls as a name between marks and then JSON: Kimi K2, DeepSeek V3 and V3.1, Functionary."""
+"""Calls as a name between marks and then JSON: Kimi K2, DeepSeek V3, Functionary, Solar."""
 
 from __future__ import annotations
 
 import re
+import secrets
 import string
 from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from quire.server.parsers.json_calls import JsonToolParser
 from quire.server.parsers.stream import NotACallError, Reading
 
 _NAME = frozenset(string.ascii_letters + string.digits + "_-.:")
+_ID = string.ascii_lowercase + string.digits
 _INDEX = re.compile(r":[0-9]+$")
 
 
@@ -93,12 +95,17 @@ class NamedJsonParser(JsonToolParser):
         prefix, number = ("functions.", '":" /[0-9]{1,3}/') if cls.numbers_calls else ("", "")
         calls = []
         for name, schema in tools.items():
-            begin = rules.literal(cls.call_begin + prefix + name)
+            begin = cls.name_rule(rules, prefix + name)
             middle, end = rules.literal(cls.middle), rules.literal(cls.call_end)
             calls.append(f"{begin} {number} {middle} {rules.json(schema)} {end}")
         call = rules.any_of(calls)
         more = f"({rules.literal(cls.between)} {call})*" if parallel else ""
         return f"{rules.literal(cls.section)} {call} {more} {rules.literal(cls.section_end)}"
+
+    @classmethod
+    def name_rule(cls, rules: Rules, name: str) -> str:
+        """Returns a rule for the mark before a name and for the name."""
+        return rules.literal(cls.call_begin + name)
 
 
 class KimiK2Parser(NamedJsonParser):
@@ -148,3 +155,75 @@ class FunctionaryParser(NamedJsonParser):
     name = "functionary"
     call_begin, middle, call_end = "<function=", ">", "</function>"
     starts = (call_begin,)
+
+
+class SolarParser(NamedJsonParser):
+    """<|tool_call:begin|>ID<|tool_call:name|>f<|tool_call:args|>{...}<|tool_call:end|> in a
+    section: Solar Open."""
+
+    name = "solar"
+    section, section_end = "<|tool_calls|>", "<|calls|>"
+    call_begin, middle = "<|tool_call:begin|>", "<|tool_call:args|>"
+    call_end = "<|tool_call:end|>"
+    name_mark: ClassVar[str] = "<|tool_call:name|>"
+    """Mark between a call's id and its name."""
+    starts = (section,)
+    lenient_starts = (call_begin,)
+    answer = "<|content|>"
+    text_marks = ("<|begin|>assistant", answer, "<|end|>")
+    marks_text = True
+    marks = (section_end, call_begin, name_mark, middle, call_end)
+
+    def _name(self) -> Generator[None, None, str]:
+        while self.char in _NAME:
+            yield
+        yield from self.expect(self.name_mark)
+        return (yield from super()._name())
+
+    def new_id(self) -> str:
+        """Returns ten letters and digits, as the chat template tells the model to write."""
+        return "".join(secrets.choice(_ID) for _ in range(10))
+
+    @classmethod
+    def name_rule(cls, rules: Rules, name: str) -> str:
+        begin, mark = rules.literal(cls.call_begin), rules.literal(cls.name_mark + name)
+        return f"{begin} /[a-z0-9]{{10}}/ {mark}"
+
+
+class FunctionaryV32Parser(JsonToolParser):
+    """>>>f and {...} on the next line: Functionary 3.2.
+
+    The prompt ends with the first mark, so a completion begins with a name. The name "all" begins
+    text.
+    """
+
+    name = "functionary_v32"
+    starts = (">>>",)
+    answer = "all\n"
+    marks_text = True
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]], enforced: bool = False) -> None:
+        super().__init__(tools, enforced)
+        self.began_with_mark = True
+        self._reading = self.calls()
+
+    def calls(self) -> Reading:
+        name = ""
+        while self.char != "\n":
+            name += self.char
+            if not self.char or not any(each.startswith(name) for each in ("all", *self.tools)):
+                raise NotACallError
+            yield
+        yield
+        if name != "all":
+            yield from self.space()
+            yield from self.arguments(name)
+            self.end_call()
+
+    @classmethod
+    def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
+        call = rules.any_of(
+            f"{rules.literal(name)} {rules.json(schema)}"
+            for name, schema in ((f"{name}\n", schema) for name, schema in tools.items())
+        )
+        return f'{call} ("{cls.starts[0]}" {call})*' if parallel else call

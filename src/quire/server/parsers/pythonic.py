@@ -6,7 +6,7 @@ import ast
 import json
 import string
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from quire.grammar.lark import Rules
@@ -86,6 +86,10 @@ class PythonicParser(ToolParser):
                         raise NotACallError
                 elif char == quote:
                     quote = ""
+                elif char < " ":  # Models write raw line breaks in strings.
+                    chars.append(json.dumps(char)[1:-1])
+                    yield
+                    continue
             elif char in "'\"":
                 quote = char
             elif char in "([{":
@@ -154,3 +158,12 @@ class Lfm2Parser(PythonicParser):
     first_chars = ""
     close = "<|tool_call_end|>"
     marks = (close,)
+    hints = ("List of tools: ", "ns.system_prompt")
+
+    @classmethod
+    def write(cls, calls: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+        entries = (
+            f"{name}({', '.join(f'{key}={value!r}' for key, value in values.items())})"
+            for name, values in calls
+        )
+        return f"{cls.starts[0]}[{', '.join(entries)}]{cls.close}"

@@ -36,6 +36,9 @@ class Qwen3XmlParser(ToolParser):
         call_end: mark after a call.
         block_end: mark after a block, which the first mark began.
         value_break: text around a value.
+        wrap: marks inside of the value's marks that models may add around it.
+        gap: text between the tags of a call.
+        call_gap: text around a call in a block.
         many_per_block: a block may have several calls.
     """
 
@@ -49,6 +52,9 @@ class Qwen3XmlParser(ToolParser):
     call_end: ClassVar[str] = "</function>"
     block_end: ClassVar[str] = "</tool_call>"
     value_break: ClassVar[str] = "\n"
+    wrap: ClassVar[tuple[str, str]] = ("", "")
+    gap: ClassVar[str] = "\n"
+    call_gap: ClassVar[str] = "\n"
     many_per_block: ClassVar[bool] = False
     marks: ClassVar[tuple[str, ...]] = (block_end,)
     by_property = True
@@ -78,7 +84,7 @@ class Qwen3XmlParser(ToolParser):
             self._ended = mark == self.block_end
 
     def _call(self) -> Reading:
-        name = yield from self.read_until(self.bracket)
+        name = yield from self.read_name()
         self.begin_call(name)
         keys: set[str] = set()
         while True:
@@ -89,13 +95,28 @@ class Qwen3XmlParser(ToolParser):
             if mark != self.parameter:
                 self._ended = mark == self.block_end
                 break
-            key = yield from self.read_until(self.bracket)
-            yield from self.read_value(name, key, keys)
+            key, kind = yield from self.read_key()
+            yield from self.read_value(name, key, keys, kind)
         self.emit_arguments("}" if keys else "{}")
         self.end_call()
 
-    def read_value(self, name: str, key: str, keys: set[str]) -> Reading:
+    def read_name(self) -> Generator[None, None, str]:
+        """Reads the rest of the tag that begins a call, and returns the tool's name."""
+        return (yield from self.read_until(self.bracket))
+
+    def read_key(self) -> Generator[None, None, tuple[str, str | None]]:
+        """Reads the rest of a parameter's opening tag.
+
+        Returns:
+            The parameter's name, and the JSON Schema type that the tag gives it, or None.
+        """
+        return (yield from self.read_until(self.bracket)), None
+
+    def read_value(self, name: str, key: str, keys: set[str], kind: str | None = None) -> Reading:
         """Reads the value of a parameter, and adds its name to `keys`.
+
+        Args:
+            kind: the type in the tag, which decides if the schema allows several types.
 
         Raises:
             NotACallError: `keys` has the name already.
@@ -107,7 +128,7 @@ class Qwen3XmlParser(ToolParser):
         self.emit_arguments(f"{', ' if keys else '{'}{json.dumps(key)}: ")
         keys.add(key)
         tool = self.tools[name]
-        yield from self._value(tool.get("properties", {}).get(key, {}), tool)
+        yield from self._value(tool.get("properties", {}).get(key, {}), tool, kind)
 
     def read_until(self, end: str) -> Generator[None, None, str]:
         """Reads a name and the mark `end`; returns the name."""
@@ -118,32 +139,39 @@ class Qwen3XmlParser(ToolParser):
         yield from self.expect(end)
         return "".join(letters)
 
-    def _value(self, schema: Any, tool: Mapping[str, Any]) -> Reading:
+    def _value(self, schema: Any, tool: Mapping[str, Any], tagged: str | None) -> Reading:
         kind = schema.get("type") if isinstance(schema, Mapping) else None
+        types = None if kind == "string" else types_of(schema, tool)
+        if tagged is not None and kind != "string" and (types is None or tagged in types):
+            kind = tagged
         if kind == "string":
             self.emit_arguments('"')
             yield from self.pass_arguments(self._text())
             self.emit_arguments('"')
             return
         raw = yield from self.capture(self._text(escape=False))
-        self.emit_arguments(_as_json(raw, _types(schema, tool)))
+        self.emit_arguments(as_json(raw, types))
 
     def _text(self, escape: bool = True) -> Reading:
         """Reads a value and its end mark. Only the value's text counts as consumed."""
-        waiting = ""
-        ends = (f"{self.value_break}{self.value_end}", self.value_end)
+        waiting, opening, end = "", self.wrap[0], self.value_end
+        marks = (f"{self.value_break}{end}", end, *filter(None, [opening]))
         while True:
             if self.char == "":
                 raise NotACallError
             waiting += self.char
-            ended = waiting.endswith(self.value_end)
+            if opening and waiting == opening:
+                waiting, opening, end = "", "", f"{self.wrap[1]}{end}"
+                marks = (end,)
+            ended = waiting.endswith(end)
             if ended:
-                out = waiting[: -len(self.value_end)].removesuffix(self.value_break)
-            elif waiting[0] in "\n<":
-                out = waiting[: len(waiting) - overlap(waiting, ends)]
+                out = waiting[: -len(end)].removesuffix(self.value_break)
+            elif waiting and waiting[0] in {mark[0] for mark in marks}:
+                out = waiting[: len(waiting) - overlap(waiting, marks)]
                 waiting = waiting[len(out) :]
             else:
                 out, waiting = waiting, ""
+            opening = "" if out else opening
             self.char = json.dumps(out, ensure_ascii=False)[1:-1] if escape else out
             yield
             if ended:
@@ -151,29 +179,45 @@ class Qwen3XmlParser(ToolParser):
 
     @classmethod
     def grammar(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]], parallel: bool) -> str:
-        begin, end = rules.literal(f"{cls.starts[0]}\n"), rules.literal(cls.block_end)
-        call = rules.any_of(
-            "{} {} {}".format(
-                rules.literal(f"{cls.function}{name}{cls.bracket}\n"),
-                cls._parameters(rules, schema),
-                rules.literal(cls.call_end),
-            )
+        begin, end = rules.literal(f"{cls.starts[0]}{cls.call_gap}"), rules.literal(cls.block_end)
+        gap, call = rules.literal(cls.call_gap), cls.call_rule(rules, tools)
+        if cls.many_per_block:
+            more = f"({gap} {call})*" if parallel else ""
+            return f"{begin} {call} {more} {gap} {end}"
+        block = f"{begin} {call} {gap} {end}"
+        return f'{block} ("\\n" {block})*' if parallel else block
+
+    @classmethod
+    def call_rule(cls, rules: Rules, tools: Mapping[str, Mapping[str, Any]]) -> str:
+        """Adds a rule for one call without the marks of its block, and returns its name."""
+        return rules.any_of(
+            f"{cls.opening_rule(rules, name)} {rules.literal(cls.gap)} "
+            f"{cls._parameters(rules, schema)} {rules.literal(cls.call_end)}"
             for name, schema in tools.items()
         )
-        if cls.many_per_block:
-            more = f'("\\n" {call})*' if parallel else ""
-            return f'{begin} {call} {more} "\\n" {end}'
-        block = f'{begin} {call} "\\n" {end}'
-        return f'{block} ("\\n" {block})*' if parallel else block
+
+    @classmethod
+    def opening_rule(cls, rules: Rules, name: str) -> str:
+        """Returns a rule for the tag that begins a call."""
+        return rules.literal(f"{cls.function}{name}{cls.bracket}")
+
+    @classmethod
+    def key_tag(cls, key: str, schema: Mapping[str, Any]) -> str:
+        """Returns the tag that begins a parameter.
+
+        Args:
+            schema: of the parameter.
+        """
+        return f"{cls.parameter}{key}{cls.bracket}"
 
     @classmethod
     def _parameters(cls, rules: Rules, schema: Mapping[str, Any]) -> str:
         """Returns a rule for the properties in their order; optional ones may be left out."""
         parts, required = [], frozenset(schema.get("required", ()))
         for key in schema.get("properties", {}):
-            before = rules.literal(f"{cls.parameter}{key}{cls.bracket}{cls.value_break}")
-            inner = cls.value_rule(rules, rules.property(schema, key))
-            part = f'{before} {inner} "\\n"'
+            value = rules.property(schema, key)
+            before = rules.literal(f"{cls.key_tag(key, value)}{cls.value_break}")
+            part = f"{before} {cls.value_rule(rules, value)} {rules.literal(cls.gap)}"
             parts.append(part if key in required else f"({part})?")
         return " ".join(parts) or '""'
 
@@ -260,7 +304,7 @@ class Glm45Parser(Qwen3XmlParser):
         return f'{call} ("\\n" {call})*' if parallel else call
 
 
-def _as_json(raw: str, types: set[str] | None) -> str:
+def as_json(raw: str, types: set[str] | None) -> str:
     """Returns a value as JSON text.
 
     Args:
@@ -295,7 +339,7 @@ def _kinds_of(value: Any) -> set[str]:
     return {"array" if isinstance(value, list) else "object"}
 
 
-def _types(schema: Any, tool: Mapping[str, Any]) -> set[str] | None:
+def types_of(schema: Any, tool: Mapping[str, Any]) -> set[str] | None:
     """Returns the types that a schema allows; None if it does not restrict them.
 
     Args:

@@ -97,8 +97,14 @@ class ToolParser(ABC):
     bare_strings: ClassVar[bool] = False
     """The format writes strings without quotes. For a string only `enum` and `const` are enforced,
     no other keyword of its schema."""
+    text_marks: ClassVar[tuple[str, ...]] = ()
+    """Marks around plain text. They are dropped."""
+    answer: ClassVar[str] = ""
+    """Text that begins every answer without calls."""
     marks_text: ClassVar[bool] = False
     """The format also marks plain text, so answers are parsed even without tools."""
+    hints: ClassVar[tuple[str, ...]] = ()
+    """Texts that show the format in a chat template that shows tools but not calls."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any]], enforced: bool = False) -> None:
         self.tools = tools
@@ -106,9 +112,8 @@ class ToolParser(ABC):
         self.stopped = True
         """The model ended its text itself; False if a limit cut it off."""
         self._call_starts = self.starts if enforced else (*self.starts, *self.lenient_starts)
-        self._scan_marks = (
-            self._call_starts if enforced or self.marks_text else (*self._call_starts, FENCE)
-        )
+        fences = () if enforced or self.marks_text else (FENCE,)
+        self._scan_marks = (*self._call_starts, *self.text_marks, *fences)
         self._in_code = False  # inside a block of code that is emitted as text
         self._parts: list[Part] = []
         self._waiting = ""  # may begin a call, or be white space around one
@@ -119,6 +124,17 @@ class ToolParser(ABC):
         self._after_call = False
         self.began_with_mark = False
         """The current call began with a mark."""
+
+    @classmethod
+    def write(cls, calls: Sequence[tuple[str, dict[str, Any]]]) -> str | None:
+        """Returns calls in the format, for a chat template that does not show them.
+
+        Returns None if the format has no `hints`.
+
+        Args:
+            calls: names of tools with their arguments.
+        """
+        return None
 
     @abstractmethod
     def calls(self) -> Reading:
@@ -198,6 +214,9 @@ class ToolParser(ABC):
             return text[end:]
         plain = text[:place].rstrip()
         self._emit_text(plain)
+        if start in self.text_marks:
+            self._after_call = True
+            return text[end:]
         self.began_with_mark = start not in (*self.first_chars, FENCE)
         reading = self._block_of_code() if start == FENCE else None
         return self._start_reading(text[len(plain) : end], text[end:], reading)

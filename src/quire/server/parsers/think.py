@@ -15,11 +15,12 @@ class ReasoningFormat:
 
     Attributes:
         name: the format's name in `--reasoning-parser`.
-        open, close: marks around the block.
+        open: mark before the block.
+        close: mark after the block.
         implicit_open: a completion begins with reasoning even without the opening mark.
         turn: text after every block.
         answer: text that begins an answer, with or without reasoning before it.
-        hint: text by which a chat template shows that it uses the format; "" means `close`.
+        hint: text in a chat template that uses the format; "" means `close`.
     """
 
     name: str
@@ -98,6 +99,11 @@ class ThinkParser:
     @property
     def in_answer(self) -> bool:
         return self._state in (_ThinkState.AFTER, _ThinkState.ANSWER)
+
+    @property
+    def done(self) -> bool:
+        """Tells whether all further text belongs to the answer as it is."""
+        return self._state is _ThinkState.ANSWER
 
     def feed(self, text: str) -> tuple[str, str, int]:
         """Splits more text.

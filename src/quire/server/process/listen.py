@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import ipaddress
@@ -64,6 +65,24 @@ def bind(args: ServerArgs, *, shared: bool = False) -> socket.socket:
     return sock
 
 
+def bind_all(args: ServerArgs, *, shared: bool = False) -> list[socket.socket]:
+    """Returns the API's bound socket, and with `ollama_api` one for that port.
+
+    Raises:
+        ConfigError: an address cannot be bound.
+    """
+    first = bind(args, shared=shared)
+    if args.ollama_api is None:
+        return [first]
+    try:
+        ollama = dataclasses.replace(args, port=args.ollama_api, ollama_api=None, uds=None)
+        return [first, bind(ollama, shared=shared)]
+    except ConfigError as error:
+        first.close()
+        message = str(error).replace("--port", "--ollama-api")
+        raise ConfigError(f"ollama_api: {message}", "ollama_api") from None
+
+
 def _bind_unix(path: str) -> socket.socket:
     """Binds a Unix socket that only this user and group may connect to.
 
@@ -89,12 +108,13 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 @contextlib.contextmanager
-def closing_socket(sock: socket.socket, args: ServerArgs) -> Iterator[None]:
-    """Closes the socket at the end, and removes a Unix socket's file."""
+def closing_sockets(sockets: list[socket.socket], args: ServerArgs) -> Iterator[None]:
+    """Closes the sockets at the end, and removes a Unix socket's file."""
     try:
         yield
     finally:
-        sock.close()
+        for sock in sockets:
+            sock.close()
         if args.uds is not None:
             Path(args.uds).unlink(missing_ok=True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import socket
 import ssl
@@ -16,7 +15,13 @@ from quire.server.apis.batch.service import open_store
 from quire.server.apis.batch.store import BatchStore
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.process.listen import bind, closing_socket, tls_context, url_of, warn_if_open
+from quire.server.process.listen import (
+    bind_all,
+    closing_sockets,
+    tls_context,
+    url_of,
+    warn_if_open,
+)
 from quire.server.process.supervisor import Supervisor
 from quire.server.process.uvicorn_server import serve
 
@@ -51,27 +56,28 @@ def run_server(
             "speculative: simulate_acceptance is for quire bench; its texts mean nothing",
             "speculative",
         )
-    engine_args = dataclasses.replace(engine_args, kv_peers=server_args.kv_peers)
+    engine_args = engine_args.replace(kv_peers=server_args.kv_peers)
     # Loading the model may take minutes. Binding first reports a taken port at once.
     tls = tls_context(server_args)
-    sock = bind(server_args)
+    sockets = bind_all(server_args)
     if server_args.api_workers > 1 and server_args.uds is None:
         # The exclusive bind above fails if another server has the port. Without it both servers
         # would share the port, and each would get half of the requests.
-        sock.close()
-        sock = bind(server_args, shared=True)
+        for sock in sockets:
+            sock.close()
+        sockets = bind_all(server_args, shared=True)
     store = open_store(server_args)
     with (
-        closing_socket(sock, server_args),
+        closing_sockets(sockets, server_args),
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        runner.run(_serve(engine_args, server_args, sock, tls, store, on_ready, on_progress))
+        runner.run(_serve(engine_args, server_args, sockets, tls, store, on_ready, on_progress))
 
 
 async def _serve(
     engine_args: EngineArgs,
     server_args: ServerArgs,
-    sock: socket.socket,
+    sockets: list[socket.socket],
     tls: ssl.SSLContext | None,
     batch_store: BatchStore | None,
     on_ready: OnReady | None,
@@ -99,11 +105,11 @@ async def _serve(
 
         def ready() -> None:
             if on_ready is not None:
-                on_ready(url_of(sock, server_args), app.state.server.model_name)
+                on_ready(url_of(sockets[0], server_args), app.state.server.model_name)
 
         if server_args.api_workers == 1:
-            await serve(app, sock, tls, server_args, ready)
+            await serve(app, sockets, tls, server_args, ready)
         else:
-            await Supervisor(client, server_args, sock).run(ready)
+            await Supervisor(client, server_args, sockets).run(ready)
     finally:
         await client.shutdown()

@@ -43,29 +43,33 @@ class Supervisor:
 
     Args:
         client: client of the launched engine.
-        sock: a bound socket. Each worker binds its own socket to the same port. A Unix socket is
-            shared by all workers.
+        sockets: bound sockets, the API's first. Each worker binds its own to the same ports. With a
+            Unix socket all workers share these.
     """
 
-    def __init__(self, client: EngineClient, args: ServerArgs, sock: socket.socket) -> None:
+    def __init__(
+        self, client: EngineClient, args: ServerArgs, sockets: list[socket.socket]
+    ) -> None:
         if client.host is None:
             raise QuireError("a supervisor starts engines itself")
         folder = client.host.folder
         self._metrics = folder / "metrics"
         self._metrics.mkdir()
-        self._sock = sock
-        self._fd: int | None = None
-        if sock.family == socket.AF_UNIX:
-            sock.listen(2048)
-            self._fd = sock.fileno()
+        self._sockets = sockets
+        self._fds: list[int] = []
+        if sockets[0].family == socket.AF_UNIX:
+            for sock in sockets:
+                sock.listen(2048)
+                self._fds.append(sock.fileno())
         else:
-            # Port 0 means any free port. All workers must bind the port that was chosen.
-            args = dataclasses.replace(args, port=sock.getsockname()[1])
+            # Port 0 means any free port. All workers must bind the ports that were chosen.
+            port, *others = (sock.getsockname()[1] for sock in sockets)
+            args = dataclasses.replace(args, port=port, ollama_api=others[0] if others else None)
         self._args = args
         self._config = WorkerConfig(
             args,
             [engine.host.address for engine in client.replicas if engine.host is not None],
-            self._fd,
+            self._fds,
             str(folder / "limits"),
             os.getpid(),
         )
@@ -168,7 +172,7 @@ class Supervisor:
             *python_command("quire.server.process.worker"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            pass_fds=() if self._fd is None else (self._fd,),
+            pass_fds=self._fds,
             start_new_session=True,  # a terminal's Ctrl-C is for the supervisor alone
             env={**os.environ, MULTIPROCESS: str(self._metrics)},
         )

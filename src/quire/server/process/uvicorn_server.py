@@ -19,6 +19,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from quire.server.args import ServerArgs
+from quire.server.http.websocket import WebSocketProtocol, accept_key
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -31,6 +32,10 @@ LINGER_SECONDS = 10.0
 FRAMING_PER_BYTE = 16
 """Bytes of chunk sizes and chunk extensions that may come with each byte of a body."""
 _CLOSE_SECONDS = 0.5
+SOCKET_PATHS = ("/v1/responses",)
+"""Ends of the paths on which clients may open a WebSocket."""
+MAX_MESSAGE = 16 * 1024 * 1024
+"""Most bytes of a WebSocket's message. The route's own limit is lower by default."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -43,10 +48,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     A request may be answered before its body has arrived. The rest of the body is then read for
     `LINGER_SECONDS`, so that the client gets to read the answer.
 
-    `Upgrade` is ignored (RFC 9110, 7.8), because the server has no other protocol. CONNECT is
-    refused.
+    A GET with the handshake of a WebSocket on one of `SOCKET_PATHS` is upgraded. Any other
+    `Upgrade` is ignored (RFC 9110, 7.8). CONNECT is refused.
     """
 
+    _upgraded = False
     _in_message = False
     _in_head = True
     _framing_bytes = 0
@@ -61,7 +67,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._framing_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._upgraded:
             return
         if self._framing_bytes > HEAD_BYTES:
             what = "head" if self._in_head else "trailer or framing"
@@ -85,12 +91,53 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                     if self.parser.get_method() == b"CONNECT":
                         self._refuse("CONNECT is not available.")
                         return
+                    if self._upgrade(data[upgrade.args[0] :]):
+                        return
                     data = self._head_without_upgrade() + data[upgrade.args[0] :]
                     self.parser = httptools.HttpRequestParser(self)
                     self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("Invalid HTTP request received.")
+
+    def _upgrade(self, rest: bytes) -> bool:
+        """Hands the connection to a WebSocket's protocol, if the head asks for one that exists.
+
+        Args:
+            rest: the bytes behind the head.
+        """
+        accept = accept_key(self.headers)
+        url = httptools.parse_url(self.url)
+        path = url.path.decode("ascii", "replace")
+        known = any(path.endswith(each) for each in SOCKET_PATHS)
+        if accept is None or not known or not self._answered or self.parser.get_method() != b"GET":
+            return False
+        self._upgraded = True
+        self._stop_timer()
+        self.connections.discard(self)
+        scope = {
+            **self.scope,
+            "type": "websocket",
+            "scheme": "wss" if self.scheme == "https" else "ws",
+            "path": path,
+            "raw_path": url.path,
+            "query_string": url.query or b"",
+            "subprotocols": [],
+            "extensions": {"websocket.http.response": {}},
+        }
+        protocol = WebSocketProtocol(
+            self.app,
+            scope,
+            accept,
+            self.transport,
+            connections=self.connections,
+            tasks=self.tasks,
+            most=MAX_MESSAGE,
+        )
+        self.transport.set_protocol(protocol)
+        if rest:
+            protocol.data_received(rest)
+        return True
 
     def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -183,18 +230,18 @@ _LAST_EVENTS_SECONDS = 2.0
 
 async def serve(
     app: FastAPI,
-    sock: socket.socket,
+    sockets: list[socket.socket],
     tls: ssl.SSLContext | None,
     args: ServerArgs,
     on_started: Callable[[], None],
 ) -> None:
-    """Serves an application on a bound socket until SIGINT or SIGTERM.
+    """Serves an application on bound sockets until SIGINT or SIGTERM.
 
     Running requests then have `drain_timeout` seconds to finish. A second signal ends them at once.
     SIGHUP reads the key file again.
 
     Args:
-        on_started: called once the socket listens.
+        on_started: called once the sockets listen.
     """
     config = uvicorn.Config(
         app,
@@ -215,7 +262,7 @@ async def serve(
         loop.add_signal_handler(number, server.handle_exit, number, None)
     loop.add_signal_handler(signal.SIGHUP, app.state.server.keys.reload)
     try:
-        await server.serve(sockets=[sock])
+        await server.serve(sockets=sockets)
     finally:
         if app.state.batches is not None:
             await app.state.batches.close()

@@ -17,7 +17,7 @@ import msgspec
 from quire.engine.process.client import EngineClient
 from quire.server.app import build_app
 from quire.server.args import ServerArgs
-from quire.server.process.listen import bind, tls_context
+from quire.server.process.listen import bind_all, tls_context
 from quire.server.process.uvicorn_server import serve
 from quire.server.telemetry import logs
 from quire.system import end_with
@@ -32,14 +32,14 @@ class WorkerConfig(msgspec.Struct):
     Attributes:
         args: the server's settings.
         engines: addresses of the engines' sockets.
-        fd: a listening socket that all workers share; None binds a new one to the port in `args`.
+        fds: listening sockets that all workers share; empty: bind new ones to the ports in `args`.
         limits: path of the file with the keys' rate limits.
         owner: process id of the supervisor.
     """
 
     args: ServerArgs
     engines: list[str]
-    fd: int | None
+    fds: list[int]
     limits: str
     owner: int
 
@@ -60,10 +60,9 @@ async def _serve(config: WorkerConfig) -> None:
     try:
         app = build_app(client, config.args, Path(config.limits))
         tls = tls_context(config.args)
-        sock = (
-            bind(config.args, shared=True) if config.fd is None else socket.socket(fileno=config.fd)
-        )
-        await serve(app, sock, tls, config.args, lambda: _write_line(READY_LINE))
+        shared = [socket.socket(fileno=fd) for fd in config.fds]
+        sockets = shared or bind_all(config.args, shared=True)
+        await serve(app, sockets, tls, config.args, lambda: _write_line(READY_LINE))
     finally:
         alive_reports.cancel()
         await client.shutdown()

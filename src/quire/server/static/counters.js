@@ -1,4 +1,4 @@
-/* All numbers that the engine counts, by the names that people know; those unknown here as they are. */
+/* All numbers that the engine counts, by the names that people know. Features name their own. */
 
 import { sum } from "./charts.js";
 import { $, duration, make, number } from "./dom.js";
@@ -17,42 +17,7 @@ const NAMES = {
   blocks_cached: "Blocks kept for reuse",
   blocks_free: "Blocks free",
   swapped: "Preempted, to be brought back",
-  "tiers.host_blocks_total": "Blocks of host memory",
-  "tiers.host_blocks_used": "Blocks of host memory in use",
-  "tiers.disk_blocks": "Blocks in files",
-  "tiers.host_hit_tokens": "Tokens from host memory",
-  "tiers.disk_hit_tokens": "Tokens from files",
-  "tiers.host_evictions": "Blocks that host memory gave up",
-  "tiers.disk_writes": "Blocks written to files",
-  "tiers.swapped_out": "Blocks copied out",
-  "tiers.swapped_in": "Blocks copied in",
-  "tiers.swapped_out_bytes": "Bytes copied out",
-  "tiers.swapped_in_bytes": "Bytes copied in",
-  "tiers.transfer_failures": "Transfers that failed",
-  "tiers.prefill_rate": "Prompt tokens a second, measured",
-  "tiers.out_rate": "Bytes a second out, measured",
-  "tiers.in_rate": "Bytes a second in, measured",
-  "speculation.steps": "Steps with drafts",
-  "speculation.drafts_per_row": "Drafts of a row, in the last step",
-  "speculation.gain": "Speed expected of the last step, over one without drafts",
 };
-
-/** What drafts tokens, by the name of the source. */
-const DRAFTED_BY = {
-  draft: "the draft model",
-  mtp: "the MTP layer",
-  eagle3: "the EAGLE-3 head",
-  tree: "the prefix tree",
-  suffix: "lookups",
-};
-
-for (const [source, name] of Object.entries(DRAFTED_BY)) {
-  const key = `speculation.sources.${source}`;
-  NAMES[`${key}.rows`] = `Rows with drafts of ${name}`;
-  NAMES[`${key}.drafted`] = `Drafts of ${name} verified`;
-  NAMES[`${key}.accepted`] = `Drafts of ${name} accepted`;
-  NAMES[`${key}.accepted_at`] = `Drafts of ${name} accepted, all places`;
-}
 
 /** Where prompts' tokens came from: the name, and the class of its part of the bar. */
 const SOURCES = { device: "the cache", host: "host memory", disk: "files", computed: "computed" };
@@ -80,8 +45,9 @@ export class Counters {
     $("sources").append(title, this.bar, legend);
   }
 
-  take({ stats }) {
+  take({ stats }, { rows }) {
     if (!stats) return;
+    this.rows = rows ?? {};
     this.#sources(stats);
     const { histograms = {}, ...counts } = stats;
     for (const [name, value] of Object.entries(counts)) {
@@ -113,7 +79,7 @@ export class Counters {
     if (!element) {
       element = make("dd", { class: "num" });
       this.values.set(key, element);
-      $("counters").append(make("div", {}, make("dt", {}, NAMES[key] ?? words(key)), element));
+      $("counters").append(make("div", {}, make("dt", {}, NAMES[key] ?? this.rows[key] ?? words(key)), element));
     }
     element.textContent = text;
   }

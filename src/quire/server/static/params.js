@@ -2,21 +2,12 @@
  * server's and the model's own defaults hold. */
 
 import { $, make, store } from "./dom.js";
+import { PARAMETERS } from "./parameters.js";
 
 const FIELDS = [
   { name: "system", label: "System prompt", kind: "text", whole: true },
   { group: "Sampling" },
-  { name: "temperature", label: "Temperature", kind: "number", otherwise: "1", min: 0, max: 2, step: 0.1 },
-  { name: "seed", label: "Seed", kind: "integer", otherwise: "random" },
-  { name: "top_p", label: "Top p", kind: "number", otherwise: "1", min: 0, max: 1, step: 0.05 },
-  { name: "top_k", label: "Top k", kind: "integer", otherwise: "0", min: 0 },
-  { name: "min_p", label: "Min p", kind: "number", otherwise: "0", min: 0, max: 1, step: 0.01 },
-  { name: "repetition_penalty", label: "Repetition penalty", kind: "number", otherwise: "1", min: 0, step: 0.05 },
-  { name: "presence_penalty", label: "Presence penalty", kind: "number", otherwise: "0", min: -2, max: 2, step: 0.1 },
-  { name: "frequency_penalty", label: "Frequency penalty", kind: "number", otherwise: "0", min: -2, max: 2, step: 0.1 },
-  { group: "Length" },
-  { name: "max_tokens", label: "Max tokens", kind: "integer", otherwise: "to the context's end", min: 1 },
-  { name: "min_tokens", label: "Min tokens", kind: "integer", otherwise: "0", min: 0 },
+  ...PARAMETERS,
   { name: "stop", label: "Stop at, one a line (\\n is a new line)", kind: "lines", whole: true },
   { group: "Format" },
   {
@@ -132,7 +123,7 @@ export class Params {
     const why = make("span", { class: "why", role: "alert", hidden: true });
     const row = make(
       "div", { class: `field${field.whole ? " whole" : ""}` },
-      make("label", { for: id }, field.label), control, why,
+      make("label", { for: id, title: field.help }, field.label), control, why,
     );
     this.controls.set(field.name, { field, control, row, why });
     return row;

@@ -17,8 +17,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from quire import __version__
-from quire.engine.loop.features import all_features
 from quire.features.metric_families import counters, gauge
+from quire.features.registry import installed_features
 from quire.features.spec import resolve
 from quire.server.telemetry.metrics import ServerMetrics
 
@@ -109,7 +109,7 @@ class EngineMetrics(Collector):
             yield from _histograms(self._stats)
             if self._stats.ranks:
                 yield from _ranks(self._stats.ranks)
-            for spec in all_features():
+            for spec in installed_features():
                 found = getattr(self._stats, spec.stats_name) if spec.metrics else None
                 if found:
                     yield from resolve(spec.metrics)(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from quire.server.telemetry.metrics import ServerMetrics
+from quire.system import visible_devices
 
 
 def open_nvml() -> Any:
@@ -37,9 +37,9 @@ def visible_gpus(nvml: Any) -> Iterator[tuple[int, Any]]:
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         gpus.append((index, handle, text(nvml.nvmlDeviceGetUUID(handle))))
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [str(index) for index, *_ in gpus] if visible is None else visible.split(",")
-    for name in (name.strip() for name in names):
+    visible = visible_devices()
+    names = [str(index) for index, *_ in gpus] if visible is None else visible
+    for name in names:
         for index, handle, uuid in gpus:
             # CUDA_VISIBLE_DEVICES may contain indices, or beginnings of UUIDs.
             if name == str(index) or (name and uuid.startswith(name)):

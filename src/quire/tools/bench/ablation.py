@@ -11,26 +11,32 @@ from quire.errors import ConfigError
 from quire.tools.bench.record import BenchRecord
 
 PREFIX = "ablation:"
-"""Prefix of the case's name in records; `settings["off"]` names the optimization that was off, ""
-for none."""
+"""Prefix of the case's name in records. `settings["off"]` names the optimization that was off, or
+is "" if all were on."""
 
 
 def without(fields: Mapping[str, Any], switch: str) -> dict[str, Any]:
-    """Returns the engine's settings with `switch` off as well. Raises ConfigError for an unknown
-    one."""
+    """Returns the engine's settings with `switch` off as well.
+
+    Raises:
+        ConfigError: the switch is unknown.
+    """
     if switch not in OPTIMIZATIONS:
-        raise ConfigError(f"unknown switch {switch!r}; known are {', '.join(OPTIMIZATIONS)}", "off")
+        raise ConfigError(
+            f"unknown switch {switch!r}; expected one of: {', '.join(OPTIMIZATIONS)}", "off"
+        )
     return {**fields, "disable": (*fields.get("disable", ()), switch)}
 
 
 def switches_of(tensor_parallel_size: int) -> tuple[str, ...]:
-    """Returns the optimizations that engines of so many GPUs a layer have."""
+    """Returns the optimizations of an engine with this number of ranks per layer."""
     alone = tensor_parallel_size == 1
     return tuple(name for name in OPTIMIZATIONS if not (alone and name == "symmetric"))
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics by which a case is judged: output tokens/s, or milliseconds to the first token."""
+    """Returns the metrics by which a case is compared: output tokens/s, or ms to the first
+    token."""
     if "output_tok_s" in metrics:
         return {"output_tok_s": metrics["output_tok_s"]}
     return {name: value for name, value in metrics.items() if name.startswith("ttft_")}
@@ -40,7 +46,11 @@ def figures(metrics: Mapping[str, float]) -> dict[str, float]:
 class Line:
     """One figure with everything on, and without each switch.
 
-    speed: of the run without a switch, as a share of the run with everything on.
+    Attributes:
+        label: the case and the figure.
+        unit: unit of the figure.
+        on: the figure with everything on.
+        off: the figure by the switch that was off.
     """
 
     label: str

@@ -1,8 +1,7 @@
 """Benchmark of the prefix cache: CPU time per request of a full cache, by prompt length.
 
-Only bookkeeping is timed; no KV is moved. The cache is full of prompts of one length. A request
-either is new, so that it evicts others, or continues a cached one from the middle of one of its
-last blocks.
+Only bookkeeping is timed. No KV is moved. The cache is full of prompts of one length. A new request
+evicts others. A known request shares a cached prompt up to the middle of one of its last blocks.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _BLOCK = 16
 _SPACE = (0, "")
 _BATCH = 20
 _OWN = 24
-"""Tokens of a request after those that are cached."""
+"""Number of a request's tokens after the cached ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCase:
-    """A cache full of prompts that have their first `shared` tokens in common, and `length` in
+    """A cache full of prompts of `length` tokens, of which the first `shared` are the same in
     all."""
 
     name: str
@@ -43,13 +42,13 @@ CASES = (
     CacheCase("1k", 1024),
     CacheCase("4k", 4096),
     CacheCase("32k", 32768),
-    # Conversations over one system prompt that ends in mid-block: all hang on one node.
+    # Conversations with one system prompt that ends inside a block: all are children of one node.
     CacheCase("hub", 2600, shared=1000),
 )
 
 
 class _CacheBench:
-    """A manager whose cache is full of one case's prompts."""
+    """A block manager whose cache is full of one case's prompts."""
 
     def __init__(self, case: CacheCase, num_blocks: int, seed: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -68,7 +67,7 @@ class _CacheBench:
         return self._random.integers(0, 32_000, count, dtype=np.int32)
 
     def new(self) -> dict[str, float]:
-        """A request that only begins as the others do, and ends in mid-block."""
+        """Times a request that shares only the common beginning, and ends inside a block."""
         own = self._case.length - self._case.shared - 5
         prompt = np.concatenate([self._shared, self._draw(own)])
         times = self._run(prompt, own)
@@ -76,21 +75,26 @@ class _CacheBench:
         return times
 
     def known(self) -> dict[str, float]:
-        """A request that leaves an earlier one in the middle of one of its last blocks."""
+        """Times a request that differs from a cached one from the middle of one of its last blocks
+        on.
+        """
         prompt = self._prompts[int(self._random.integers(len(self._prompts)))]
         cut = len(prompt) - int(self._random.integers(_OWN, 2 * _OWN))
         return self._run(np.concatenate([prompt[:cut], self._draw(_OWN)]), _OWN)
 
     def _run(self, tokens: Int32, own: int) -> dict[str, float]:
-        """A request from its arrival to its end, the last `own` of whose tokens are its own; what
-        each part took, in microseconds."""
+        """Times a request from its arrival to its end. Returns the µs of each part.
+
+        Args:
+            own: number of the last tokens that are not cached.
+        """
         manager, length = self.manager, len(tokens)
         lane, ends = int32([0]), int32([length])
         self._lines[0, :length] = tokens
         lacking = -(-own // _BLOCK) + 1 - manager.groups[0].pool.num_free
         clock = time.perf_counter_ns
         began = clock()
-        if lacking > 0:  # admission would do it; apart from the rest, it can be timed
+        if lacking > 0:  # Admission would evict, too. Here it is timed separately.
             manager.evict(0, lacking)
         evicted = clock()
         match = manager.match(_SPACE, tokens, length - 1)
@@ -118,9 +122,11 @@ class _CacheBench:
 
 
 def measure(case: CacheCase, *, num_blocks: int, requests: int, seed: int = 0) -> dict[str, float]:
-    """Microseconds: of finding, sharing and copying a known request's prefix; of what a new one
-    enters and pushes out, and of leaving it. Each is the best of means over 20 requests, as the
-    machine may be shared; medians are over all."""
+    """Measures matching, sharing and copying for known requests, and inserting, evicting and
+    releasing for new ones, in µs.
+
+    Each time is the best mean over 20 requests, because the machine may be shared. Medians are over
+    all requests."""
     bench = _CacheBench(case, num_blocks, seed)
     new, known = [], []
     for _ in range(requests):
@@ -150,9 +156,9 @@ def measure(case: CacheCase, *, num_blocks: int, requests: int, seed: int = 0) -
 def run(
     cases: Sequence[CacheCase] = CASES, *, num_blocks: int = 1_000_000, requests: int = 200
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """Each case's name and metrics, as soon as they are there."""
+    """Yields each case's name and metrics as soon as they are measured."""
     for case in cases:
-        # Collections would be charged to whatever they fall into.
+        # A garbage collection would count as time of the part during which it happens.
         gc.collect()
         gc.disable()
         try:
@@ -162,7 +168,7 @@ def run(
 
 
 def table(records: Sequence[tuple[str, dict[str, float]]]) -> str:
-    """The records of `run` as text."""
+    """Returns the records of `run` as text."""
     parts = ("match", "insert", "evict", "admit_known", "admit_new", "release")
     lines = ["µs per request".ljust(16) + "".join(part.rjust(12) for part in parts)]
     for name, found in records:

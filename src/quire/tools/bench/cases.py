@@ -1,8 +1,11 @@
 """Benchmark cases: named ones, and free ones as ROWSxINxOUT.
 
-`nano` is the community's benchmark of small engines; `nano-penalized` the same with penalties;
-`b64` a steady batch; `b1` one stream; `ttft` one token after a fresh prompt. No engine is imported
-here, so that an adapter can give the same work to another one.
+- `nano` is the community's benchmark of small engines, and `nano-penalized` is the same with
+  penalties.
+- `b64` is a steady batch, and `b1` is one stream.
+- `ttft` is one token after a fresh prompt.
+
+This file imports no engine, so that adapters can give the same work to other engines.
 """
 
 from __future__ import annotations
@@ -22,10 +25,14 @@ _PENALIZED = {"top_k": 50, "top_p": 0.9, "repetition_penalty": 1.1}
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests to be made at once.
+    """Requests that are made at once.
 
-    sampling: keywords of `SamplingParams`, the same in Quire and in vLLM. End-of-sequence tokens
-    are ignored and no text is made.
+    End-of-sequence tokens are ignored, and outputs are not detokenized.
+
+    Attributes:
+        prompts: token ids of each prompt.
+        lengths: number of output tokens of each request.
+        sampling: keywords of `SamplingParams`, which are the same in Quire and in vLLM.
     """
 
     prompts: list[list[int]]
@@ -43,8 +50,16 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`rows` requests of `input_len` prompt and `output_len` output tokens; where `least` is set,
-    lengths are drawn between it and those. `ttft` is no case of this kind (`rows` is 0)."""
+    """A number of requests and their lengths. `ttft` is a special case with `rows` 0.
+
+    Attributes:
+        name: the case's name.
+        rows: number of requests.
+        input_len: prompt tokens of a request.
+        output_len: output tokens of a request.
+        least: if set, lengths are drawn between it and the two lengths above.
+        sampling: see `Workload`.
+    """
 
     name: str
     rows: int
@@ -54,14 +69,17 @@ class Case:
     sampling: dict[str, float] = field(default_factory=lambda: {"temperature": 0.0})
 
     def positions(self, scale: float = 1.0) -> int:
-        """The longest sequence that it may need."""
+        """Returns the length of the longest sequence that the case may need."""
         return scaled(self.input_len, scale) + self._output(scale)
 
     def workload(self, vocab_size: int, scale: float = 1.0) -> Workload:
-        """The requests. `scale` shrinks their number and lengths.
+        """Returns the requests.
 
-        Ids go up to 10000 where the vocabulary does, and all random numbers are drawn in a fixed
-        order, so that the same case is the same work on every engine.
+        Ids are below 10000, or below the vocabulary's size if that is smaller. All random numbers
+        are drawn in a fixed order, so that a case is the same work on every engine.
+
+        Args:
+            scale: factor of the number of requests and of their lengths.
         """
         top = min(_IDS, vocab_size - 1)
         draw = random.Random(0)
@@ -79,14 +97,15 @@ class Case:
         return Workload(prompts, [self._output(scale)] * rows, self.sampling)
 
     def lengths(self, vocab_size: int) -> tuple[list[int], list[int]]:
-        """Returns the tokens of `workload`'s prompts and outputs, mostly without drawing any."""
+        """Returns the lengths of `workload`'s prompts and outputs. Draws tokens only if it must."""
         if self.least is None:
             return [self.input_len] * self.rows, [self._output(1.0)] * self.rows
         work = self.workload(vocab_size)
         return [len(prompt) for prompt in work.prompts], work.lengths
 
     def _output(self, scale: float) -> int:
-        """A case that decodes still does so when it is scaled down."""
+        """Returns the scaled number of output tokens. A case with decode steps keeps at least
+        one."""
         return scaled(self.output_len, scale, least=min(2, self.output_len))
 
 
@@ -107,13 +126,13 @@ NAMED = {
 
 
 def parse_case(name: str) -> Case:
-    """A named case, or ROWSxINxOUT. Raises ConfigError."""
+    """Returns the case for a name or for ROWSxINxOUT. Raises ConfigError for any other text."""
     if name in NAMED:
         return NAMED[name]
     free = _FREE.fullmatch(name)
     if free is None:
         raise ConfigError(
-            f"unknown case {name!r}; known are {', '.join(NAMED)}, and ROWSxINxOUT",
+            f"unknown case {name!r}; expected one of: {', '.join(NAMED)}, or ROWSxINxOUT",
             "case",
         )
     rows, input_len, output_len = map(int, free.groups())
@@ -121,7 +140,7 @@ def parse_case(name: str) -> Case:
 
 
 def parse_numbers(text: str, name: str) -> list[int]:
-    """ "1,2,4" as numbers from 1 on. Raises ConfigError naming the option."""
+    """Parses numbers from 1 on, such as "1,2,4". Raises ConfigError, which names the option."""
     numbers = []
     for part in text.split(","):
         if not part.strip().isascii() or not part.strip().isdigit() or int(part) < 1:
@@ -151,6 +170,6 @@ def scaled(value: int, scale: float, least: int = 1) -> int:
 
 
 def random_prompt(draw: random.Random, length: int, vocab_size: int) -> list[int]:
-    """Lowest id of random prompts, as lower ids are often special tokens."""
+    """Returns a random prompt. Its ids begin at 10, because lower ids are often special tokens."""
     top = min(_IDS, vocab_size - 1)
     return [draw.randint(min(10, top), top) for _ in range(length)]

@@ -19,7 +19,7 @@ from typing import Any  # noqa: E402
 
 def main() -> int:
     fields: dict[str, Any] = json.loads(sys.argv[1])
-    # The time of these imports is a part of what is measured.
+    # Imported here because the time of these imports is measured.
     from quire import LLM, SamplingParams
     from quire.errors import QuireError
 

@@ -1,4 +1,4 @@
-"""Utilization, memory and power of GPUs while something is measured, where NVML tells them."""
+"""Measures utilization, memory and power of GPUs during a run, by NVML."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ Metrics = dict[str, float]
 _PERIOD = 0.1
 """Seconds between two samples."""
 _LEAST_SECONDS = 1.0
-"""Shortest time whose energy is told: the driver counts it up every 0.1 s or so."""
+"""Shortest run, in seconds, for which energy is reported. The driver updates it every 0.1 s or
+so."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sample:
-    """Readings of all GPUs: mean share of busy time in percent, bytes in use, watts. None: not
-    given."""
+    """Readings of all GPUs. A field is None if a GPU does not report it.
+
+    Attributes:
+        busy: mean percentage of busy time.
+        memory: bytes in use.
+        watts: power.
+    """
 
     busy: float | None
     memory: float | None
@@ -33,10 +39,12 @@ class _Sample:
 
 @dataclass(slots=True)
 class Reading:
-    """Holds what a meter saw of one run.
+    """The measurements of one run.
 
     Attributes:
-        joules: by all GPUs; None where one of them does not count them.
+        seconds: duration of the run.
+        joules: energy of all GPUs; None if one of them does not report it.
+        samples: samples during the run.
     """
 
     seconds: float = 0.0
@@ -44,10 +52,13 @@ class Reading:
     samples: list[_Sample] = field(default_factory=list)
 
     def metrics(self, output_tokens: int = 0) -> Metrics:
-        """Returns metrics of a record: `gpu_utilization_percent`, the mean over time and GPUs;
-        `gpu_memory_gb`, the most that all GPUs held together, reserved memory included;
-        `gpu_watts`, the mean of their sum; `joules_per_token`. Absent are those that NVML does not
-        give, and of runs under a second the energy."""
+        """Returns metrics of a record. Metrics that NVML does not report are left out.
+
+        - `gpu_utilization_percent` is the mean over time and GPUs.
+        - `gpu_memory_gb` is the most memory of all GPUs together, including reserved memory.
+        - `gpu_watts` is the mean power of all GPUs together.
+        - `joules_per_token` is left out for runs under a second.
+        """
         found: Metrics = {}
         busy, memory, watts = (
             [value for sample in self.samples if (value := getattr(sample, name)) is not None]
@@ -59,7 +70,7 @@ class Reading:
             found["gpu_memory_gb"] = max(memory) / 1e9
         counted = self.joules if self.seconds >= _LEAST_SECONDS else None
         if counted is not None:
-            # Of short runs a sample may be a mean over more than the run.
+            # The samples of a short run may be means over a longer time.
             found["gpu_watts"] = counted / self.seconds
         elif watts:
             found["gpu_watts"] = statistics.fmean(watts)
@@ -69,9 +80,11 @@ class Reading:
 
 
 class GpuMeter:
-    """Samples some GPUs in a thread while a block runs, by `reading`.
+    """Samples GPUs in a thread while the block of `reading` runs.
 
-    handles: NVML's, of these GPUs. nvml: the module, or None: then there are no figures.
+    Args:
+        nvml: the module; None measures nothing.
+        handles: NVML's handles of the GPUs.
     """
 
     def __init__(self, nvml: Any = None, handles: Sequence[Any] = ()) -> None:
@@ -79,8 +92,10 @@ class GpuMeter:
 
     @classmethod
     def of_device(cls, device: str, count: int = 1) -> GpuMeter:
-        """Returns the meter of `count` GPUs from a device on ("cuda", "cuda:N"); of a CPU, and
-        where NVML does not find as many, one without figures."""
+        """Returns the meter of `count` GPUs from `device` on ("cuda" or "cuda:N").
+
+        For a CPU, or if NVML finds fewer GPUs, the meter measures nothing.
+        """
         nvml = open_nvml() if device.startswith("cuda") else None
         if nvml is None:
             return cls()
@@ -93,12 +108,16 @@ class GpuMeter:
 
     @classmethod
     def of_engine(cls, args: EngineArgs, device: str) -> GpuMeter:
-        """Returns the meter of an engine's GPUs, of all its ranks. device: the first one's."""
+        """Returns the meter of the GPUs of all of an engine's ranks.
+
+        Args:
+            device: device of the first rank.
+        """
         return cls.of_device(device, args.ranks)
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Reading]:
-        """Yields the reading of a block, complete once the block has ended."""
+        """Yields the reading of the block. It is complete when the block has ended."""
         seen = Reading()
         if not self._handles:
             yield seen
@@ -120,7 +139,7 @@ class GpuMeter:
     def _sample(self, seen: Reading, ended: threading.Event) -> None:
         over = False
         while not over:
-            over = ended.wait(_PERIOD)  # the last sample after it: a short block has one too
+            over = ended.wait(_PERIOD)  # One more sample follows, so short blocks have one, too.
             seen.samples.append(self._now())
 
     def _now(self) -> _Sample:
@@ -139,7 +158,7 @@ class GpuMeter:
         return None if read is None else sum(read) / 1000
 
     def _each(self, read: Any) -> list[float] | None:
-        """Returns a value of each GPU; None if one of them does not give it."""
+        """Returns a value for each GPU, or None if one of them does not report it."""
         try:
             return [float(read(handle)) for handle in self._handles]
         except self._nvml.NVMLError:

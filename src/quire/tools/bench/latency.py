@@ -1,6 +1,6 @@
-"""One request at a time: how long until the first token, between tokens, until the last.
+"""Measures one request at a time: until the first token, between tokens, and until the last one.
 
-Times are taken where the engine hands tokens over in this process; a server adds its own.
+Times are taken when the engine in this process delivers tokens. A server would add its own time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,13 @@ from quire.tools.bench.work import percentiles
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Latencies of one request, in milliseconds: to its first token, between tokens, to its end."""
+    """Latencies of one request, in milliseconds.
+
+    Attributes:
+        ttft: until the first token.
+        gaps: between tokens.
+        total: until the last token.
+    """
 
     ttft: float
     gaps: list[float]
@@ -46,8 +52,13 @@ def case_name(input_len: int, output_len: int) -> str:
 def measure(
     engine: QuireEngine, input_len: int, output_len: int, *, requests: int, meter: GpuMeter
 ) -> Metrics:
-    """Percentiles over `requests` requests (of gaps: over all tokens of all of them), each with a
-    prompt of its own, after one to warm up. meter: of the engine's GPUs."""
+    """Returns percentiles over `requests` requests with different prompts, after a warm-up request.
+
+    Percentiles of gaps are over all tokens of all requests.
+
+    Args:
+        meter: meter of the engine's GPUs.
+    """
     draw = random.Random(0)
     _one(engine, draw, input_len, output_len)
     with meter.reading() as reading:
@@ -56,7 +67,7 @@ def measure(
 
 
 def summary(lines: Sequence[Timeline], output_len: int) -> Metrics:
-    """No `itl` metrics where there is but one token."""
+    """Returns the metrics of the requests. With one output token there are no `itl` metrics."""
     metrics: Metrics = {"requests": len(lines)}
     metrics |= _spread("ttft", [line.ttft for line in lines], 50, 95)
     gaps = [gap for line in lines for gap in line.gaps]
@@ -82,7 +93,9 @@ def _one(engine: QuireEngine, draw: random.Random, input_len: int, output_len: i
 
 
 def timeline(steps: Sequence[SeenStep], began: float, seconds: float) -> Timeline:
-    """From the steps of a single request. Tokens that come together have no gap between them."""
+    """Returns the latencies of a request from its steps. Tokens of one step have no gap between
+    them.
+    """
     arrivals = np.repeat(
         [step.collected for step in steps], [int(step.n_tokens.sum()) for step in steps]
     )

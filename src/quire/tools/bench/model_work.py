@@ -1,4 +1,4 @@
-"""The least work of a model's steps, from the model without weights."""
+"""Computes the least work of a model's steps from the model's shapes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from quire.ops import KVFormat
 from quire.tools.bench.work import AttentionWork, ExpertsWork, ModelWork
 
 _CHUNK = 64
-"""Tokens that a gated delta net takes at once from a prompt."""
+"""Tokens of a chunk of a prompt in a gated delta net."""
 
 
 def model_work(config: EngineConfig) -> ModelWork:
-    """Returns the work of a model; with several ranks, that of one of them."""
+    """Returns the work of a model on one rank."""
     hf_config = load_config(config.model_path)
     spec = spec_from_config(hf_config)
     dtype = getattr(torch, config.dtype)
@@ -68,7 +68,7 @@ def model_work(config: EngineConfig) -> ModelWork:
 
 
 def _attention_work(layout: KVLayout | LatentLayout, dtype: torch.dtype) -> AttentionWork:
-    # Of latents, all of one is key, and a part of it value.
+    # A whole latent is the key, and a part of it is the value.
     width = 2 * layout.head_dim if isinstance(layout, KVLayout) else layout.width + layout.rank
     kept = block_bytes(layout, 1, KVFormat(dtype))
     return AttentionWork(layout.window, kept, 2 * layout.query_heads * width)
@@ -86,6 +86,6 @@ def _experts_work(layers: Sequence[Experts]) -> ExpertsWork:
 
 
 def _state_flops(state: StateLayout) -> int:
-    """Returns the FLOPs of a token: products with the state, and with the rest of its chunk."""
+    """Returns the FLOPs of a token: products with the state, and with the tokens of its chunk."""
     key, value = state.key_dim, state.value_dim
     return state.value_heads * (6 * key * value + 4 * _CHUNK * (key + value))

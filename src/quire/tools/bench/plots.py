@@ -1,4 +1,4 @@
-"""Pictures of records. matplotlib comes with the `plots` extra."""
+"""Draws pictures of records. The extra `plots` installs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _TIMES = {"ttft": "first token", "itl": "between tokens", "e2e": "whole answer"}
 
 
 def throughput(records: Sequence[BenchRecord], path: Path) -> None:
-    """Sweeps as lines over what they vary; other cases as bars, tokens/s and TTFT apart."""
+    """Draws sweeps as lines over the setting that varies, and other cases as bars.
+
+    Tokens/s and TTFT have separate panels."""
     swept = [record for record in records if "sweep" in record.settings]
     plain = [record for record in records if "sweep" not in record.settings]
     axes = list(dict.fromkeys(record.settings["sweep"] for record in swept))
@@ -46,7 +48,7 @@ def throughput(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def online(records: Sequence[BenchRecord], path: Path) -> None:
-    """Throughput, and the times that users see, over the number of streams."""
+    """Draws throughput, and the times that users see, over the number of streams."""
     figure, panels = _panels(3, _title(records))
     cases = [record.case.removeprefix("serve-") for record in records]
     rates = [record.metrics.get("output_tok_s", float("nan")) for record in records]
@@ -71,11 +73,11 @@ def beside(
     names: tuple[str, str],
     path: Path,
 ) -> None:
-    """Two engines under the same loads: throughput, and median time to the first token.
+    """Draws throughput and median time to the first token of two engines under the same loads.
 
     Args:
-        rows: of each load its label, the one engine's metrics and the other's.
-        names: of the engines.
+        rows: for each load, its label, the metrics of the first engine and those of the second.
+        names: the engines' names.
     """
     figure, panels = _panels(2, "One NVIDIA H200, prompts of 512 tokens, 256 out, streamed")
     kinds = (("output_tok_s", _RATE), ("ttft_p50_ms", "median ms to the first token"))
@@ -92,7 +94,7 @@ def beside(
 
 
 def latency(records: Sequence[BenchRecord], path: Path) -> None:
-    """Time to the first token, between tokens, and to the last, each with its percentiles."""
+    """Draws percentiles of the times to the first token, between tokens, and to the last one."""
     figure, panels = _panels(3, _title(records))
     cases = [record.case.removeprefix("latency-") for record in records]
     for panel, (kind, title) in zip(panels, _TIMES.items(), strict=True):
@@ -111,7 +113,7 @@ def latency(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def phases(records: Sequence[BenchRecord], path: Path) -> None:
-    """One bar per start, made of its phases."""
+    """Draws one bar per start, with its phases."""
     figure, (panel,) = _panels(1, _title(records))
     names = [f"{record.model}\n{record.case}" for record in records]
     left = [0.0] * len(records)
@@ -125,7 +127,7 @@ def phases(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def switches(records: Sequence[BenchRecord], path: Path) -> None:
-    """Speed without each optimization, beside everything on, as one group of bars per case."""
+    """Draws the speed without each optimization as one group of bars per case."""
     table = ablation.lines(records)
     figure, (panel,) = _panels(1, _title(records), width=9.0)
     shown = [name for name in OPTIMIZATIONS if any(name in line.off for line in table)]
@@ -145,8 +147,9 @@ def switches(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def quality(records: Sequence[BenchRecord], path: Path) -> None:
-    """Shows how far each format's model is from the original, by the divergence, and its change of
-    perplexity beside; red: more than 5 %. Each text has a panel."""
+    """Draws each format's divergence from the original, with a panel for each text.
+
+    A label gives the change of perplexity. Bars are red if it is more than 5 %."""
     texts = list(dict.fromkeys(record.settings["text"] for record in records))
     figure, panels = _panels(len(texts), _title(records), width=7.0)
     for panel, text in zip(panels, texts, strict=True):
@@ -166,7 +169,7 @@ def quality(records: Sequence[BenchRecord], path: Path) -> None:
 
 
 def _panels(count: int, title: str, width: float = 6.0) -> tuple[Any, list[Any]]:
-    # A figure by itself, without pyplot: no display is looked for, and nothing stays in memory.
+    # A figure without pyplot, which would look for a display and keep the figure in memory.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width * max(1, count), 4.5), layout="constrained")

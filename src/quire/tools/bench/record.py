@@ -1,4 +1,4 @@
-"""One record schema for every benchmark, a JSONL writer and a table."""
+"""The record of all benchmarks, and files of records."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class BenchRecord(msgspec.Struct, kw_only=True):
         model: the model's name; "" for a case without a model.
         card: the device's name.
         versions: versions of Python, Quire, torch, Triton and NumPy.
-        commit: the source tree's commit, with "+" if files had changed; "" outside of a tree.
+        commit: the source tree's commit, with "+" if files had changed. It is "" outside of a tree.
         date: UTC, ISO 8601.
-        metrics: numbers by name, the unit in the name, as in `output_tok_s` and `ttft_ms`.
+        metrics: numbers by name. The name contains the unit, as in `output_tok_s` and `ttft_ms`.
         settings: the settings that differ from the defaults.
     """
 
@@ -96,7 +96,7 @@ def commit() -> str:
 
 def card_name(device: str) -> str:
     if device.startswith("cuda"):
-        # Clients of a server record their figures without PyTorch.
+        # Imported here because clients of a server need no PyTorch.
         import torch
 
         return torch.cuda.get_device_name(torch.device(device))
@@ -116,7 +116,7 @@ def append_jsonl(path: Path, records: Iterable[BenchRecord]) -> None:
 
 
 def read_jsonl(path: Path) -> list[BenchRecord]:
-    """Raises `ConfigError` naming the first line that is no record."""
+    """Reads records. Raises ConfigError, which names the first line that is not a record."""
     decoder = msgspec.json.Decoder(BenchRecord)
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -151,13 +151,13 @@ def format_table(records: Sequence[BenchRecord], leave_out: Sequence[str] = ()) 
 
 
 def number(value: float) -> str:
-    """Returns three significant digits, or one decimal; whole numbers in full."""
+    """Formats a number with three significant digits or one decimal, and whole numbers in full."""
     if float(value).is_integer() and abs(value) < 1e9:
         return str(int(value))
     return f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-# Files of records: JSON lines as they come; CSV, Markdown and a picture at the end.
+# -- files of records: JSON lines at once, then CSV, Markdown and a picture at the end ----------
 
 Plot = Callable[[Sequence[BenchRecord], Path], None]
 

@@ -1,6 +1,6 @@
-"""Benchmark of the scheduler: CPU time of planning a step and of taking in its result.
+"""Benchmark of the scheduler: the CPU time to plan a step and to process its result.
 
-A null executor answers at once, so only `Scheduler.plan` and `Scheduler.update` are timed.
+Results are made up without an executor, so only `Scheduler.plan` and `Scheduler.update` are timed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _PARAMS = SamplingParams(max_tokens=None)
 
 
 class _SchedulerBench:
-    """A scheduler with `running` requests that generate, at every phase of a block."""
+    """A scheduler with `running` generating requests, whose positions in a block are spread
+    evenly."""
 
     def __init__(self, running: int, num_blocks: int, seed: int, room: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -52,7 +53,7 @@ class _SchedulerBench:
         return self.scheduler._requests
 
     def add(self) -> None:
-        """One more request, of 64 to 511 prompt tokens that nobody shares."""
+        """Adds a request with 64 to 511 prompt tokens that no other request shares."""
         self._made += 1
         length = int(self._random.integers(64, 512))
         prompt: Int32 = self._random.integers(0, 32_000, length, dtype=np.int32)
@@ -60,7 +61,7 @@ class _SchedulerBench:
         self.scheduler.add(Request(name, prompt, _PARAMS, max_total=length + self._room))
 
     def answer(self, plan: StepPlan, stopping: Int32) -> StepResult:
-        """A token for each row; the rows `stopping` end."""
+        """Returns a result with a token for each row. The rows `stopping` end."""
         rows = plan.num_rows
         stop = np.zeros(rows, dtype=np.int32)
         stop[stopping] = StopReason.STOP_TOKEN
@@ -72,7 +73,7 @@ class _SchedulerBench:
         )
 
     def step(self, stopping: Int32) -> tuple[float, float]:
-        """One step; microseconds of plan and of update."""
+        """Runs one step. Returns the microseconds of plan and of update."""
         clock: Callable[[], int] = time.perf_counter_ns
         began = clock()
         plan = self.scheduler.plan()
@@ -86,9 +87,10 @@ class _SchedulerBench:
 
 
 def steady(running: int, *, num_blocks: int, steps: int, seed: int = 0) -> dict[str, float]:
-    """Decode with nobody coming or going. Times are means over the steps of one block length, in
-    which every request crosses one block boundary; of those, the best (the machine may be shared)
-    and the median."""
+    """Measures decode steps without arrivals and ends.
+
+    Times are means over as many steps as a block has tokens, so each request crosses one block
+    boundary. The result has the best mean, because the machine may be shared, and the median."""
     bench = _SchedulerBench(running, num_blocks, seed, steps + 4 * _BLOCK)
     nobody = np.zeros(0, dtype=np.int32)
     for _ in range(_BLOCK):
@@ -109,8 +111,10 @@ def steady(running: int, *, num_blocks: int, steps: int, seed: int = 0) -> dict[
 def changing(
     running: int, change: int, *, num_blocks: int, steps: int, seed: int = 0
 ) -> dict[str, float]:
-    """In every step `change` requests end and as many arrive. `change_us` is what one request's
-    arrival, prompt and end cost beyond the steady step."""
+    """Measures steps in each of which `change` requests end and as many arrive.
+
+    `change_us` is the time of one request's arrival, prompt and end in addition to a steady
+    step."""
     bench = _SchedulerBench(running, num_blocks, seed, 10 * steps + 4 * _BLOCK)
     nobody = np.zeros(0, dtype=np.int32)
     calm = np.array([sum(bench.step(nobody)) for _ in range(4 * _BLOCK)])
@@ -133,13 +137,14 @@ def run(
     steps: int = 480,
     seed: int = 0,
 ) -> list[dict[str, float]]:
-    """One record of metrics per number of running requests; times in microseconds.
+    """Returns metrics for each number of running requests. Times are in microseconds.
 
-    At 256 running, `within_target` says (1 or 0) whether plan and update keep to `TARGETS_AT_256`.
+    With 256 running requests, `within_target` is 1 if plan and update meet `TARGETS_AT_256`, else
+    0.
     """
     records: list[dict[str, float]] = []
     for count in running:
-        # Collections would be charged to whatever step they fall into.
+        # A garbage collection would count as time of the step during which it happens.
         gc.collect()
         gc.disable()
         try:
@@ -157,7 +162,7 @@ def run(
 
 
 def table(records: Sequence[dict[str, float]]) -> str:
-    """The records of `run` as text."""
+    """Returns the records of `run` as text."""
     lines = [f"{'running':>8} {'plan µs':>9} {'update µs':>10} {'µs per changed request':>23}"]
     for r in records:
         lines.append(

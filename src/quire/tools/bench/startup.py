@@ -1,4 +1,4 @@
-"""From the command to the first token, measured from outside, in a fresh process each time."""
+"""Measures the time from the command to the first token, in a fresh process each time."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ from quire.errors import ConfigError, QuireError
 from quire.system import python_command
 
 PHASES = ("python_s", "import_s", "weights_s", "capture_s", "rest_s", "generate_s")
-"""Starting the interpreter; imports; weights; graph capture; the rest of building the engine; one
-`generate`. They add up to `first_token_s`."""
+"""Phases of a start: the interpreter, imports, weights, graph capture, the rest of building the
+engine, and one `generate`. They add up to `first_token_s`."""
 
 
 def command(settings: Mapping[str, Any]) -> list[str]:
-    """Starts Quire with these fields of `EngineArgs`."""
+    """Returns the command that starts Quire with these fields of `EngineArgs`."""
     return python_command("quire.tools.bench.first_token", json.dumps(settings))
 
 
 def case_name(load_format: str, *, cold: bool) -> str:
-    """Random weights are what other engines' figures are for, so they are the plain case."""
+    """Returns the case's name. It has no suffix for random weights, because the figures of other
+    engines are for these."""
     name = "startup" if load_format == "dummy" else "startup-files"
     return name + "-cold" if cold else name
 
 
 def measure(command: Sequence[str], *, cold: bool, repeat: int, timeout: float) -> dict[str, Any]:
-    """The best of `repeat` starts: its phases and `first_token_s`, and the `device`.
+    """Returns the phases of the fastest start, its `first_token_s`, and the `device`.
 
-    command: starts an engine as `quire.tools.bench.first_token` does. cold: each start has an empty
-    kernel cache; otherwise one that is not counted fills it before. timeout: seconds for one start.
+    Args:
+        command: starts an engine in the same way as `quire.tools.bench.first_token`.
+        cold: each start has an empty kernel cache. Otherwise a first start, which does not count,
+            fills the cache.
+        repeat: number of starts.
+        timeout: time limit of a start, in seconds.
 
     Raises:
         ConfigError: the engine refuses the settings.
-        QuireError: it failed, or took too long.
+        QuireError: a start failed or took too long.
     """
     if not cold:
         _start(command, dict(os.environ), timeout)
@@ -89,8 +94,13 @@ def _start(command: Sequence[str], environment: dict[str, str], timeout: float) 
 
 
 def phases(moments: Mapping[str, Any], began: float, ended: float) -> dict[str, Any]:
-    """The phases of a start: `began` is when the command was given, `ended` when the token was
-    there, both outside."""
+    """Returns the phases of a start.
+
+    Args:
+        moments: times that the process reported.
+        began: when the process was started.
+        ended: when the first token had arrived in this process.
+    """
     parts: Mapping[str, float] = moments["seconds"]
     weights, capture = parts.get("weights", 0.0), parts.get("graphs", 0.0)
     return {

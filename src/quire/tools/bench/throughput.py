@@ -1,4 +1,4 @@
-"""Cases run to their end, as fast as an engine can. Output tokens count, prompt tokens do not."""
+"""Runs cases as fast as an engine can. Throughput counts only output tokens."""
 
 from __future__ import annotations
 
@@ -22,26 +22,30 @@ _TTFT_RUNS = 12
 
 
 class Engine(Protocol):
-    """An engine to measure: Quire, or another one behind an adapter."""
+    """An engine to measure: Quire, or an adapter of another engine."""
 
     vocab_size: int
     max_model_len: int
 
     def prepare(self, work: Workload) -> Callable[[], object]:
-        """The function that runs the work to its end."""
+        """Returns the function that runs the work to its end."""
         ...
 
     def account(self, began: float, seconds: float) -> Metrics:
-        """More about the run that began then (`time.perf_counter`), the last one, and took
-        `seconds`."""
+        """Returns more metrics of the last run.
+
+        Args:
+            began: when the run began, by `time.perf_counter`.
+            seconds: how long it took.
+        """
         ...
 
 
 class QuireEngine:
-    """An `LLM`, its steps watched."""
+    """An `LLM` whose steps are recorded."""
 
     def __init__(self, llm: LLM, limits: Ceilings | None) -> None:
-        # It imports PyTorch, which `quire bench throughput --help` must not.
+        # Imported here because it imports PyTorch, which `quire bench throughput --help` must not.
         from quire.tools.bench.model_work import model_work
 
         self.llm = llm
@@ -69,8 +73,10 @@ class QuireEngine:
 
 
 def step_metrics(totals: StepTotals, seconds: float, limits: Ceilings | None) -> Metrics:
-    """cpu_overhead_percent: the share of the time in which no step was on the device.
-    bound_percent: how much of the time the device's ceilings alone would have taken."""
+    """Returns metrics of the steps.
+
+    `cpu_overhead_percent` is the percentage of time in which no step was on the device.
+    `bound_percent` is the percentage of time that the steps need by the device's ceilings."""
     metrics: Metrics = {"steps": totals.steps, "mean_batch": totals.rows / max(1, totals.steps)}
     if totals.gpu_seconds:
         idle = 1.0 - totals.gpu_seconds / seconds
@@ -93,9 +99,12 @@ def measure(
     repeat: int = 2,
     meter: GpuMeter | None = None,
 ) -> Metrics:
-    """The best of `repeat` runs after a warm-up; of `ttft`, milliseconds per prompt length.
+    """Returns the metrics of the best of `repeat` runs after a warm-up.
 
-    meter: of the GPUs that the engine runs on; None adds nothing about them.
+    For `ttft` they are milliseconds by prompt length.
+
+    Args:
+        meter: meter of the engine's GPUs; None adds no metrics of GPUs.
     """
     meter = meter or GpuMeter()
     if case is TTFT:
@@ -125,8 +134,9 @@ def measure(
 
 
 def _measure_ttft(engine: Engine, scale: float) -> Metrics:
-    """One token after a prompt of fresh random ids, best of 12 per length; lengths beyond the
-    context are left out."""
+    """Measures the time to one token after a prompt of new random ids.
+
+    It is the best of 12 runs for each length. Lengths above the model's context are left out."""
     draw, metrics = random.Random(0), {}
     for length in TTFT_LENGTHS:
         tokens = scaled(length, scale)
@@ -142,7 +152,7 @@ def _measure_ttft(engine: Engine, scale: float) -> Metrics:
 
 
 def _timed(run: Callable[[], object]) -> tuple[float, float]:
-    """(when it began, the seconds it took)."""
+    """Runs a function. Returns when it began and how many seconds it took."""
     began = time.perf_counter()
     run()
     return began, time.perf_counter() - began

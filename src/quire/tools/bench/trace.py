@@ -1,6 +1,6 @@
-"""Recording of an `LLM`'s steps at its executor, and sums over them.
+"""Records an `LLM`'s steps at its executor, and sums them up.
 
-While the engine runs, recording a step costs a few references; everything is computed afterwards.
+While the engine runs, recording only keeps references. Everything is computed afterwards.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from quire.arrays import Int32
-from quire.executor import Capacity, Executor
+from quire.executor import Answered, Asked, Capacity, Executor, WorkerCall
 from quire.plan import KVGroup, RowFlag, StepPlan, StepResult
 from quire.tools.bench.work import Ceilings, ModelWork
 
@@ -29,9 +29,11 @@ class SeenStep:
     """A recorded step.
 
     Attributes:
-        used: blocks that requests held in each KV group once the step was planned.
-        n_tokens: int32 [R], tokens that the rows brought.
-        collected: moment of `time.perf_counter`.
+        plan: the step's plan.
+        used: number of blocks of each KV group that requests held after the step was planned.
+        n_tokens: int32 [R], number of tokens that each row produced.
+        gpu_us: time on the device, in µs.
+        collected: when the result was collected, by `time.perf_counter`.
     """
 
     plan: StepPlan
@@ -42,7 +44,7 @@ class SeenStep:
 
 
 class StepRecorder:
-    """An executor that passes calls on to another, and records the steps."""
+    """An executor that forwards all calls to another executor and records the steps."""
 
     def __init__(self, inner: Executor, used_blocks: Callable[[], Sequence[int]]) -> None:
         self.inner = inner
@@ -51,7 +53,7 @@ class StepRecorder:
         self._done: list[SeenStep] = []
 
     def take(self) -> list[SeenStep]:
-        """The steps since the last call, in order."""
+        """Returns the steps since the last call, in order."""
         done, self._done = self._done, []
         return done
 
@@ -79,8 +81,8 @@ class StepRecorder:
         self._done.append(step)
         return result
 
-    def control(self, message: dict[str, Any]) -> Any:
-        return self.inner.control(message)
+    def call(self, call: WorkerCall[Asked, Answered], request: Asked) -> Answered:
+        return self.inner.call(call, request)
 
     def shutdown(self) -> None:
         self.inner.shutdown()
@@ -101,10 +103,13 @@ class StepTotals:
     """Sums over one run.
 
     Attributes:
-        rows: rows of all steps together.
+        steps: number of steps.
+        rows: number of rows of all steps.
         gpu_seconds: time on the device from each step's first launch to its end.
-        bound_seconds: least time of the steps. A step's least time is that of its bytes or of its
-            FLOPs, whichever is longer. 0 if the device's ceilings are not known.
+        bytes: bytes that the steps must read and write.
+        flops: FLOPs that the steps must compute.
+        bound_seconds: least time of the steps. A step's least time is the longer one of the times
+            for its bytes and for its FLOPs. It is 0 if the device's ceilings are unknown.
         stored: KV bytes that hold tokens, averaged over time.
         allocated: KV bytes of the blocks that hold them, averaged over time.
         reserved: KV bytes if every running request had room for the longest sequence.
@@ -132,7 +137,7 @@ class _Lanes:
         self.running = np.zeros(len(self.positions), dtype=bool)
 
     def apply(self, step: SeenStep) -> Int32:
-        """Moves on by a step; its rows' first positions, int32 [R]."""
+        """Advances the positions by a step. Returns the first position of each row, int32 [R]."""
         plan = step.plan
         self.positions[plan.frees] = 0
         self.running[plan.frees] = False
@@ -153,8 +158,11 @@ def sum_up(
     max_model_len: int,
     limits: Ceilings | None,
 ) -> StepTotals:
-    """Returns the sums of a run that began at `began` (`time.perf_counter`) with no request
-    running."""
+    """Returns the sums of a run that began without running requests.
+
+    Args:
+        began: when the run began, by `time.perf_counter`.
+    """
     lanes, before = _Lanes(steps), began
     weights, stored, allocated, reserved = [], [], [], []
     bytes_ = flops = bound = 0.0
@@ -198,7 +206,7 @@ def _stored(
 
 
 def _average(weights: Sequence[float]) -> Callable[[Sequence[float]], float]:
-    """A mean with these weights; 0 of nothing."""
+    """Returns a function for the mean with these weights. Without weights the mean is 0."""
     total = sum(weights)
     if not total:
         return lambda values: 0.0

@@ -1,4 +1,4 @@
-"""Ceilings of devices: the denominators of bandwidth utilization and MFU."""
+"""Ceilings of devices, for bandwidth utilization and MFU, and the least work of steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Ceilings:
     Attributes:
         memory: bytes/s.
         matmul: FLOP/s of dense 16-bit products summed in fp32.
-        origin: measured, or the maker's data sheet, which no kernel reaches.
+        origin: whether the numbers are measured or from a data sheet, which no kernel reaches.
     """
 
     memory: float
@@ -59,21 +59,22 @@ _CEILINGS = {
 def ceilings(card: str, dtype: str) -> Ceilings | None:
     """Returns the ceilings of the card that torch calls `card`.
 
-    None where they are not known, and for 32-bit models, which use other units.
+    Returns None if they are unknown, and for 32-bit models, which use other units of the card.
     """
     return None if dtype == "float32" else _CEILINGS.get(card)
 
 
 _READ_BYTES = 256 << 20
 _SIDE = 1024
-"""Rows and columns of the matrices that a CPU multiplies to show its rate."""
+"""Rows and columns of the matrices by which a CPU's rate is measured."""
 _TRIES = 5
 
 
 def measured_on_cpu(dtype: str) -> Ceilings:
-    """Measures this CPU's ceilings, which takes less than a second: a sum over more than its caches
-    hold, and a product of matrices."""
-    # `quire bench throughput --help` imports this module, and must not import PyTorch.
+    """Measures this CPU's ceilings in less than a second.
+
+    It times a sum over more data than the caches hold, and a product of matrices."""
+    # Imported here because `quire bench throughput --help` imports this module without PyTorch.
     import torch
 
     many = torch.ones(_READ_BYTES // 4)
@@ -92,13 +93,18 @@ def measured_on_cpu(dtype: str) -> Ceilings:
     )
 
 
-# Bytes and FLOPs that a step cannot do without, from the model's shapes.
+# -- the least bytes and FLOPs of a step, from the model's shapes -------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWork:
-    """Least work of one attention layer. window: in tokens, or None. kv_bytes: of one token.
-    pair_flops: of one query attending to one key, over all heads."""
+    """The least work of one attention layer.
+
+    Attributes:
+        window: tokens of the window, or None.
+        kv_bytes: bytes of one token's KV.
+        pair_flops: FLOPs of one query that attends to one key, over all heads.
+    """
 
     window: int | None
     kv_bytes: int
@@ -107,8 +113,14 @@ class AttentionWork:
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWork:
-    """Least work of the experts of all layers. bytes: all experts' weights. share: of the experts
-    that one token takes. flops: per token."""
+    """The least work of the experts of all layers.
+
+    Attributes:
+        layers: number of layers with experts.
+        bytes: bytes of all experts' weights.
+        share: fraction of the experts that one token uses.
+        flops: FLOPs per token.
+    """
 
     layers: int = 0
     bytes: int = 0
@@ -116,18 +128,20 @@ class ExpertsWork:
     flops: float = 0.0
 
     def touched(self, tokens: int) -> float:
-        """Returns the bytes of the experts that some token takes, if all are as likely."""
+        """Returns the bytes of the experts that `tokens` tokens use, if all are equally likely."""
         return self.bytes * float(1.0 - (1.0 - self.share) ** tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Least traffic and arithmetic. Weights are read once a step; activations stay in caches.
+    """The least traffic and arithmetic of steps.
+
+    Weights are read once per step. Activations are assumed to stay in caches.
 
     Attributes:
         body_bytes: weights of all layers without their experts.
         head_bytes: weights of the head.
-        body_flops: FLOPs of the `linear_layers` per token.
+        body_flops: FLOPs of the `linear_layers` linear layers per token.
         head_flops: FLOPs of the head per row of logits.
         embedding_bytes: bytes of embeddings read per token.
         tied: whether the head's weights are the embeddings.
@@ -154,14 +168,20 @@ class ModelWork:
         return sum(layers for _, layers in self.attention)
 
     def of_step(self, first: Int32, count: Int32, logit_rows: int) -> tuple[float, float]:
-        """(bytes, FLOPs) of a step; its rows compute `count` positions from `first`, int32 [R]."""
+        """Returns (bytes, FLOPs) of a step.
+
+        Args:
+            first: int32 [R], the first position that each row computes.
+            count: int32 [R], number of positions of each row.
+            logit_rows: number of rows of logits.
+        """
         parts = self.parts_of_step(first, count, logit_rows).values()
         return float(sum(part[0] for part in parts)), float(sum(part[1] for part in parts))
 
     def parts_of_step(
         self, first: Int32, count: Int32, logit_rows: int
     ) -> dict[str, tuple[float, float]]:
-        """Returns (bytes, FLOPs) of a step by kind of kernel; only kinds that the model has."""
+        """Returns (bytes, FLOPs) of a step for each kind of kernel that the model has."""
         tokens = int(count.sum())
         bytes_ = flops = 0.0
         for work, layers in self.attention:
@@ -172,7 +192,7 @@ class ModelWork:
             "projections": (self.body_bytes, tokens * self.body_flops),
             "attention": (bytes_, flops),
             "experts": (self.experts.touched(tokens), tokens * self.experts.flops),
-            # A state is read and written once a step.
+            # A state is read and written once per step.
             "states": (2 * len(count) * self.state_bytes, tokens * self.state_flops),
             "embedding": (tokens * self.embedding_bytes, 0.0),
             "head": (self.head_bytes if logit_rows else 0, logit_rows * self.head_flops),
@@ -185,19 +205,23 @@ class ModelWork:
         return {name: part for name, part in parts.items() if present.get(name, 1)}
 
     def held_bytes(self, tokens: int, requests: int) -> int:
-        """Returns the bytes of KV and states of requests that hold so many tokens, without what
-        windows let go."""
+        """Returns the bytes of KV and states of `requests` requests with `tokens` tokens in all.
+
+        KV that has left a window does not count."""
         kept = sum(layers * work.kv_bytes for work, layers in self.attention)
         return tokens * kept + requests * self.state_bytes
 
 
 def attended(first: Int32, count: Int32, window: int | None) -> tuple[int, int]:
-    """(positions that the rows' queries read, each once a row; pairs of query and key), for queries
-    at `first` to `first + count - 1` that see themselves and what is before, `window` at most."""
+    """Returns the number of positions that the rows' queries read, and the number of pairs of a
+    query and a key.
+
+    A row's queries are at `first` to `first + count - 1`. A query sees itself and the positions
+    before it, at most `window` in all. A position counts once for each row."""
     start, n = first.astype(np.int64), count.astype(np.int64)
     if window is None:
         return int((start + n).sum()), int((n * start + n * (n + 1) // 2).sum())
-    # The first `short` queries see all that is before them, the others just the window.
+    # The first `short` queries see all positions before them, the others only the window.
     short = np.clip(window - start, 0, n)
     pairs = short * start + short * (short + 1) // 2 + (n - short) * window
     return int(np.minimum(start + n, window + n - 1).sum()), int(pairs.sum())
@@ -208,5 +232,5 @@ def percent_of(amount: float, seconds: float, ceiling: float) -> float:
 
 
 def percentiles(values: Sequence[float], *wanted: int) -> list[float]:
-    """Linear interpolation between the nearest values."""
+    """Returns percentiles by linear interpolation between the nearest values."""
     return [float(value) for value in np.percentile(values, wanted)]

@@ -1,4 +1,4 @@
-"""A hook that scores a prompt's own tokens, against a second model's scores where there is one."""
+"""A hook that scores a prompt's own tokens, and compares them with a second model's scores."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from quire.runner.readback import Step
 from quire.tools.evaluate.text import Window
 
 _SLICE = 256
-"""Logit rows at a time, so that vocabulary x window is never allocated."""
+"""Logit rows that are computed at once, because all logits of a window would take much memory."""
 
 
 class Base:
-    """The last hidden states [tokens that count, width] of a model, on the host, and its head.
+    """The last hidden states of a model, [scored tokens, width] on the host, and the model's head.
 
-    A state is some hundred times smaller than its logits, so a model need not stay for another to
-    be compared with it: its layers are let go of.
+    A hidden state is about a hundred times smaller than its logits. So the states are kept for the
+    comparison with another model, and the model's layers are freed.
     """
 
     def __init__(self, model: Decoder, states: Tensor) -> None:
@@ -30,18 +30,18 @@ class Base:
         self._states = states
 
     def logits(self, places: slice) -> Tensor:
-        """Returns the logits [n, vocab] of n of the states."""
+        """Returns the logits [n, vocab] of the states at `places`."""
         return self._model.logits(self._states[places].to(self._model.device))
 
 
 class TokenScores(HostHook):
-    """Scores the windows' tokens; requests are named by their window's number.
+    """Scores the tokens of windows. A request's id is the index of its window.
 
     Attributes:
         nats: float32 [scored tokens], each token's negative log-probability.
         divergence: float32 [scored tokens], the Kullback-Leibler divergence of each token's
             distribution from the base's; None without a base.
-        states: the hidden states that the scores are computed from, on the host, if kept.
+        states: the hidden states of the scored tokens on the host, or None if they are not kept.
     """
 
     def __init__(self, windows: Sequence[Window], base: Base | None, *, keep: bool) -> None:
@@ -51,7 +51,7 @@ class TokenScores(HostHook):
         self._at: dict[int, tuple[int, int]] = {}
 
     def attach(self, model: Decoder) -> None:
-        """Takes the model whose hidden states come."""
+        """Sets the model that computes the hidden states."""
         count = sum(window.counted for window in self._windows)
         self._model = model
         self.nats = torch.full((count,), torch.nan, device=model.device)

@@ -1,4 +1,4 @@
-"""Perplexity of a model over a text, and its divergence from another model, through the engine."""
+"""Measures a model's perplexity over a text, and its divergence from another model."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ from quire.tools.evaluate.hook import Base, TokenScores
 from quire.tools.evaluate.text import Window, check_vocabulary, read_text, windows_of
 
 WINDOW = 2048
-"""Tokens of a window, if the model takes so many."""
+"""Tokens of a window, unless the model's context is shorter."""
 _CHARACTERS = 16
-"""Characters of a text that are read for each token wanted: more than a token has on average."""
+"""Characters of a text that are read per token, more than a token has on average."""
 
 Progress = Callable[[int, int], None]
-"""Told the windows done, and all."""
+"""Called with the number of windows that are done and the number of all windows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Perplexity:
-    """Says how well a model predicts a text.
+    """The quality of a model's predictions of a text.
 
-    tokens: those that were predicted. bytes: of their text. nats: the mean negative log-probability
-    of a token. kl: the mean Kullback-Leibler divergence, in nats, of the base's distribution of the
-    next token to the model's. base: the base's own result. None: there is no base.
+    Attributes:
+        tokens: number of predicted tokens.
+        bytes: bytes of their text.
+        nats: mean negative log-probability of a token.
+        kl: mean Kullback-Leibler divergence of the base's distribution from the model's, in nats.
+            None without a base.
+        base: the result of the base. None without a base.
     """
 
     tokens: int
@@ -58,7 +62,7 @@ class Perplexity:
         return self.nats * self.tokens / math.log(2) / self.bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures as JSON has them."""
+        """Returns the figures as a JSON object."""
         found: dict[str, Any] = {
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -93,26 +97,26 @@ def measure_perplexity(
 
     Args:
         data: file of the text.
-        base: a model to compare with, in its checkpoint's own format, other settings being equal.
-        window: tokens that the model reads at once. Default: 2048, or its context if shorter.
-        stride: tokens from the start of a window to the next. Default: `window`. A smaller stride
+        base: a model to compare with, in its checkpoint's own format. All other settings are equal.
+        window: tokens that the model reads at once; by default 2048, or its context if shorter.
+        stride: tokens from the start of a window to the next; by default `window`. A smaller stride
             gives tokens more context, and takes longer.
-        limit: tokens of the text to read. Default: all.
+        limit: tokens of the text to read; by default all.
         on_start: called with the progress of each engine's start.
-        on_window: called after each window with the number done and the number of all.
+        on_window: called after each window, see `Progress`.
 
     Raises:
-        ConfigError: a setting is wrong, the text is empty or too short, or the base has another
-            tokenizer.
+        ConfigError: a setting is invalid, the text is empty or too short, or the base has a
+            different tokenizer.
         ModelError: a model cannot be loaded.
-        BrokenLogitsError: the model's output is not a number.
+        BrokenLogitsError: the model's output is NaN.
     """
     text = read_text(data)
     config = _resolve(args)
     longest = config.scheduler.max_model_len
     size = min(WINDOW, longest) if window is None else window
     if size > longest:
-        raise ConfigError(f"a window of {size} tokens, where the model takes {longest}", "window")
+        raise ConfigError(f"window={size}, but the model takes {longest} tokens", "window")
     tokenizer = _tokenizer(config)
     tokens = _tokens(tokenizer, text, limit)
     check_vocabulary(tokens, config.vocab_size)
@@ -139,7 +143,7 @@ def measure_perplexity(
 
 
 def _result(scores: TokenScores, bytes: int, base: Perplexity | None = None) -> Perplexity:
-    """Raises BrokenLogitsError where a score is not a number."""
+    """Returns the result. Raises BrokenLogitsError if a score is NaN."""
     kl = None if scores.divergence is None else _mean(scores.divergence)
     nats = _mean(scores.nats)
     return Perplexity(tokens=len(scores.nats), bytes=bytes, nats=nats, kl=kl, base=base)
@@ -156,7 +160,7 @@ def _resolve(args: EngineArgs) -> EngineConfig:
     if args.ranks > 1:
         name = "tensor" if args.tensor_parallel_size > 1 else "pipeline"
         raise ConfigError("perplexity is measured on one rank", f"{name}_parallel_size")
-    # A window is computed whole, without what an earlier one left behind.
+    # Each window is computed as a whole, so cached blocks of earlier windows must not be used.
     return resolve(replace(args, enable_prefix_caching=False, enforce_eager=True))
 
 
@@ -168,7 +172,7 @@ def _as_stored(args: EngineArgs, model: str) -> EngineArgs:
 
 def _tokenizer(config: EngineConfig) -> Tokenizer:
     if config.tokenizer_path is None:
-        raise ConfigError("the text cannot be tokenized without it", "skip_tokenizer_init")
+        raise ConfigError("perplexity needs the model's tokenizer", "skip_tokenizer_init")
     return Tokenizer.from_path(config.tokenizer_path)
 
 
@@ -187,10 +191,10 @@ def _check_base(
         _tokens(_tokenizer(base), text, limit), tokens
     )
     if not same:
-        raise ConfigError(f"{base.model_name} has another tokenizer than the model", "base")
+        raise ConfigError(f"{base.model_name} has a different tokenizer from the model's", "base")
     if size > base.scheduler.max_model_len:
         raise ConfigError(
-            f"a window of {size} tokens, where the base takes {base.scheduler.max_model_len}",
+            f"window={size}, but the base takes {base.scheduler.max_model_len} tokens",
             "window",
         )
 
@@ -206,7 +210,7 @@ def _run(
     on_start: OnProgress | None,
     on_window: Progress | None,
 ) -> Decoder:
-    """Computes all windows, and returns the model, whose engine has ended."""
+    """Computes all windows in an engine. Shuts the engine down and returns its model."""
     runner = ModelRunner(config, on_start, [hook])
     core = EngineCore(config, runner, order=Order(config.scheduler))
     model = runner.model
@@ -215,7 +219,7 @@ def _run(
     try:
         while done < len(windows):
             while added < min(len(windows), done + config.scheduler.max_num_seqs):
-                # The last token is only predicted.
+                # The last token is predicted, but not read.
                 prompt = windows[added].tokens[:-1]
                 core.add(str(added), prompt, NO_TOKENS, max_total=len(prompt) + 1)
                 added += 1

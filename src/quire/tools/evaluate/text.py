@@ -1,4 +1,4 @@
-"""Texts, and the windows in which a model sees them."""
+"""Reads texts, and divides them into the windows that a model reads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_text(file: Path) -> str:
     """Returns the text of a UTF-8 file, which may be compressed (.gz, .xz).
 
     Raises:
-        ConfigError: the file cannot be read, or holds nothing or too much.
+        ConfigError: the file cannot be read, is empty, or is too large.
     """
     try:
         with open_regular(file) as stored, _OPENERS.get(file.suffix, nullcontext)(stored) as opened:
@@ -37,7 +37,8 @@ def read_text(file: Path) -> str:
 
 
 def check_vocabulary(tokens: Int32, vocab_size: int) -> None:
-    """Raises ConfigError for tokens that the model has no row of: some tokenizers have more."""
+    """Raises ConfigError for token ids beyond the model's vocabulary, which some tokenizers
+    have."""
     largest = int(tokens.max(initial=0))
     if largest >= vocab_size:
         raise ConfigError(
@@ -52,7 +53,7 @@ class Window:
 
     Attributes:
         tokens: int32 [n].
-        first: index of the first token that is scored; the tokens before it are context.
+        first: index of the first scored token. The tokens before it are context.
         place: index of that token among all scored tokens of the text.
     """
 
@@ -66,14 +67,15 @@ class Window:
 
 
 def windows_of(tokens: Int32, size: int, stride: int) -> list[Window]:
-    """Returns windows of `size` tokens, one every `stride`. Each token counts once: in the first
-    window that holds it and one before it.
+    """Returns windows of `size` tokens, one every `stride` tokens.
+
+    Each token is scored once: in the first window that has it and a token before it.
 
     Raises:
-        ConfigError: sizes that make no sense, or a text too short for a single token to count.
+        ConfigError: a size is invalid, or the text is too short to score a token.
     """
     if size < 2:
-        raise ConfigError(f"a window of {size} tokens has none to predict", "window")
+        raise ConfigError(f"window must be at least 2 tokens, got {size}", "window")
     if not 1 <= stride <= size:
         raise ConfigError(f"stride must be from 1 to the window's {size} tokens", "stride")
     found, place, seen = [], 0, 0
@@ -88,8 +90,8 @@ def windows_of(tokens: Int32, size: int, stride: int) -> list[Window]:
             break
     if not found:
         raise ConfigError(
-            f"the text has {len(tokens)} token{'s' * (len(tokens) != 1)}: too short, as the first "
-            "has nothing before it to be predicted from",
+            f"the text has {len(tokens)} token{'s' * (len(tokens) != 1)}, but it needs at least 2, "
+            "because the first one cannot be predicted",
             "data",
         )
     return found

@@ -1,4 +1,4 @@
-"""Kernels of a profile by the kinds of `roofline`."""
+"""Assigns the kernels of a profile to the kinds of `roofline`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.tools.roofline.roofline import Prediction
 OTHERS = "others"
 PRODUCTS = "products"
 _MERGED = {"projections": PRODUCTS, "head": PRODUCTS}
-"""Kinds that run the same kernels."""
+"""Kinds that a profile cannot tell apart, because they run the same kernels."""
 _PARTS: Sequence[tuple[str, Sequence[str]]] = (
     ("experts", ("grouped_kernel", "up_gemv", "down_gemv", "combine_kernel", "sort_kernel",
                  "route_kernel", "mma_rows", "mma_sum")),
@@ -24,7 +24,7 @@ _PARTS: Sequence[tuple[str, Sequence[str]]] = (
     (PRODUCTS, ("gemv", "gemm", "skinny", "eight_bit", "_sum_kernel", "_adapted", "nvjet", "cublas",
                 "cutlass", "splitk", "aten::mm", "aten::addmm", "aten::linear", "mkldnn")),
 )  # fmt: skip
-"""Parts of kernels' names by kind; the first that fits decides."""
+"""Parts of kernels' names by kind. The first one that a name contains decides."""
 
 
 def kind_of(kernel: str) -> str:
@@ -34,15 +34,16 @@ def kind_of(kernel: str) -> str:
 
 
 def measured_kinds(engine: QuireEngine, name: str) -> dict[str, float]:
-    """Profiles a case, and returns the seconds of each kind; others hold what no kernel covers.
+    """Profiles a case. Returns the seconds of each kind; "others" has the time without a kernel.
 
-    name: of a prediction: a case, or `ttft` with the tokens of a prompt.
+    Args:
+        name: name of a prediction: a case, or `ttft` with a number of prompt tokens.
     """
     core, recorder = engine.llm._core, engine.trace
     # A profiler records steps itself.
     core._executor = recorder.inner
     try:
-        # None comes under NVTX alone.
+        # The profile is None only with NVTX.
         spans = Profiler(engine.llm, None).case(_case(name)).spans  # type: ignore[union-attr]
     finally:
         core._executor = recorder
@@ -73,8 +74,9 @@ def predicted_kinds(predicted: Prediction) -> dict[str, float]:
 def compared(
     predicted: Mapping[str, float], found: Mapping[str, float]
 ) -> dict[str, dict[str, float]]:
-    """Returns of each kind the predicted and measured ms, and the residual in percent where some
-    were measured."""
+    """Returns the predicted and the measured ms of each kind, and the residual in percent.
+
+    A kind that was not measured has no residual."""
     table: dict[str, dict[str, float]] = {}
     for kind in sorted({*predicted, *found}, key=lambda kind: -found.get(kind, 0.0)):
         a, b = predicted.get(kind, 0.0), found.get(kind, 0.0)

@@ -1,9 +1,9 @@
-"""Profiles of a workload by torch's profiler: time by kernel, gaps, and shares of the ceilings.
+"""Profiles a workload by torch's profiler: time by kernel, gaps, and fractions of the ceilings.
 
 A kernel may be launched early (programmatic dependent launch) and wait while its predecessors run.
-A kernel is therefore charged only for the time by which it outlasts all kernels before it. Time
-without any kernel is idle time, and is charged to the next kernel. On a CPU, ops take the place of
-kernels. An op is charged for its own time, without that of the ops it calls.
+So a kernel's time counts only from the end of all kernels before it. Time without any kernel is
+idle time, and counts for the next kernel. On a CPU, ops take the place of kernels. An op's time
+does not include the ops that it calls.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ Span = tuple[str, int, int]
 """Kernel, start and end in ns."""
 
 _WARM = 30
-"""Steps that only decode before those that are profiled."""
+"""Number of decode steps before the profiled ones."""
 _SHOWN = 16
 _SHOWN_IDLE = 4
 _RANGES = ("step ", "layer ")
-"""Beginnings of the names of ranges, which are no kernels."""
+"""Prefixes of the names of ranges, which are not kernels."""
 _NAME = 60
-"""Characters of a kernel's name that are kept."""
+"""Longest name of a kernel, in characters. Longer names are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,13 @@ class Profile:
     """The profile of some steps.
 
     Attributes:
-        spans: when kernels ran, by their start. launches: of all steps.
-        flops, bytes: that the steps cannot do without.
-        limits: the device's ceilings, or None where they are not known.
+        case: name of the workload.
+        steps: number of steps.
+        spans: the kernels, with start and end, in order of their start.
+        launches: number of launches of all steps.
+        flops: the least FLOPs of the steps.
+        bytes: the least bytes that the steps read and write.
+        limits: the device's ceilings, or None if they are unknown.
     """
 
     case: str
@@ -69,8 +73,11 @@ class Profile:
     limits: Ceilings | None
 
     def metrics(self) -> dict[str, float]:
-        """Returns the time of a step, its launches, its share of the ceilings, and the kernels and
-        gaps that take most of it, in µs a step."""
+        """Returns the metrics of a mean step.
+
+        They are its time, its launches, its fractions of the ceilings, and the kernels and gaps
+        with the most time, in µs per step.
+        """
         busy, idle, whole = charged(self.spans)
         seconds = whole / 1e9
         found = {
@@ -90,9 +97,10 @@ class Profile:
 
 
 def charged(spans: Sequence[Span]) -> tuple[Counter[str], Counter[str], int]:
-    """Returns the ns by kernel, the idle ns by the kernel that ends them, and the ns in all.
+    """Returns the ns of each kernel, the idle ns before each kernel, and the total ns.
 
-    spans: at least one, by their start.
+    Args:
+        spans: at least one span, in order of their starts.
     """
     busy: Counter[str] = Counter()
     idle: Counter[str] = Counter()
@@ -107,9 +115,10 @@ def charged(spans: Sequence[Span]) -> tuple[Counter[str], Counter[str], int]:
 
 
 def innermost(calls: Sequence[Span]) -> list[Span]:
-    """Cuts calls, which may contain others, into the spans in which none that they made runs.
+    """Cuts calls into spans without the calls that they made.
 
-    calls: of one thread, in any order.
+    Args:
+        calls: calls of one thread, in any order. A call may contain others.
     """
     spans: list[Span] = []
     open_: list[tuple[str, int]] = []
@@ -134,10 +143,12 @@ def innermost(calls: Sequence[Span]) -> list[Span]:
 
 
 class Profiler:
-    """Profiles workloads of an engine in this process; of several ranks, what the first does.
+    """Profiles workloads of an engine in this process. With several ranks it profiles the first.
 
-    limits: the device's ceilings, or None. nvtx: names steps, layers and ops for a profiler that
-    this process runs under (nsys), in place of torch's, so that there are no figures.
+    Args:
+        limits: the device's ceilings, or None if they are unknown.
+        nvtx: names steps, layers and ops for an outer profiler (nsys). torch's profiler is then
+            off, and there are no figures.
 
     Raises:
         ConfigError: `nvtx` is asked for without a GPU.
@@ -157,17 +168,24 @@ class Profiler:
     def decode(
         self, rows: int, prompt: int, steps: int, trace: Path | None = None
     ) -> Profile | None:
-        """Profiles steps in which `rows` requests decode behind prompts of random tokens.
+        """Profiles steps in which `rows` requests decode after prompts of random tokens.
 
-        trace: a file for the profile, as Perfetto reads it. Returns None under `nvtx`.
+        Args:
+            rows: number of requests.
+            prompt: tokens of each prompt.
+            steps: number of steps.
+            trace: file for the profile, in a format for Perfetto.
+
+        Returns:
+            The profile, or None with `nvtx`.
 
         Raises:
-            ConfigError: the engine does not run so many requests at once, or not so long ones.
+            ConfigError: the engine does not run so many or so long requests.
         """
         config = self._llm.config
         scheduler = config.scheduler
         if rows > scheduler.max_num_seqs:
-            raise ConfigError(f"{rows} rows are more than max_num_seqs", "rows")
+            raise ConfigError(f"rows={rows} is larger than max_num_seqs", "rows")
         first = _WARM + math.ceil(rows * prompt / scheduler.max_num_batched_tokens)
         output = first + steps + 10
         if prompt + output > scheduler.max_model_len:
@@ -188,7 +206,7 @@ class Profiler:
         return self._profiled(f"breakdown_{rows}", run, first, steps, trace)
 
     def case(self, case: Case, trace: Path | None = None) -> Profile | None:
-        """Profiles a whole case, prompts included, after a run that warms up; see `decode`.
+        """Profiles a whole case, including its prompts, after a warm-up run. See `decode`.
 
         Raises:
             ConfigError: the case is `ttft`, or longer than the model's context.
@@ -222,8 +240,10 @@ class Profiler:
         count: int | None,
         trace: Path | None,
     ) -> Profile | None:
-        """Profiles steps [first, first + count) of `run`, to its end if `count` is None."""
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else some torch versions write to stderr
+        """Profiles steps [first, first + count) of `run`, or all from `first` on without
+        `count`."""
+        # Without this, some versions of torch write to stderr.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         kind = ProfilerActivity.CUDA if self._cuda else ProfilerActivity.CPU
         also = [ProfilerActivity.CPU] if trace is not None else []
         profiler: Any = emit_nvtx() if self._nvtx else torch_profile(activities={kind, *also})
@@ -242,7 +262,8 @@ class Profiler:
     def _window(
         self, run: Callable[[], object], profiler: Any, first: int, count: int | None
     ) -> int:
-        """Runs, with the profiler on in a window of steps. Returns how many it saw."""
+        """Calls `run` with the profiler on in a window of steps. Returns the number of its
+        steps."""
         core = self._llm._core
         step, begun = core.step, 0
 
@@ -273,7 +294,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _named_layers(self) -> Iterator[None]:
-        """Gives layers ranges of their own, where they run op by op."""
+        """Names ranges for layers, if they run op by op."""
         handles, ranges = [], []
 
         def enter(number: int) -> None:
@@ -292,7 +313,10 @@ class Profiler:
                 handle.remove()
 
     def _calls(self, profiler: Any) -> list[Span]:
-        """Returns what ran. The raw events: a case has hundreds of thousands, too many to wrap."""
+        """Returns the profiled calls.
+
+        It reads the raw events, because a case has hundreds of thousands, and wrapping them would
+        take too long."""
         wanted = DeviceType.CUDA if self._cuda else DeviceType.CPU
         return sorted(
             (
@@ -304,7 +328,7 @@ class Profiler:
         )
 
     def _least(self, steps: Sequence[SeenStep], before: int, count: int) -> tuple[float, float]:
-        """Returns the FLOPs and bytes that `count` steps behind the first `before` must do."""
+        """Returns the least FLOPs and bytes of `count` steps after the first `before` ones."""
         config = self._llm.config
         groups, longest = self._llm._core.capacity.groups, config.scheduler.max_model_len
         sums = [

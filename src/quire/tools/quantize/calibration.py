@@ -1,4 +1,4 @@
-"""The inputs of linear layers, as calibration sees them."""
+"""Collects statistics of the inputs of linear layers, and reads texts for calibration."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from quire.text.tokenizer import Tokenizer
 from quire.tools.evaluate import check_vocabulary, read_text
 
 _ROWS = 512
-"""Inputs of tokens that are kept whole."""
+"""Number of tokens whose inputs are kept as they are."""
 
 
 class InputStatistics:
     """Sums over the inputs [T, K] of a linear layer.
 
-    products: float32 [K, K], the sums of products x xᵀ. tops: float32 [K], the largest magnitudes.
-    rows: [at most 512, K], inputs spread over the text. tokens: those seen.
+    Attributes:
+        products: float32 [K, K], the sum of products x xᵀ.
+        tops: float32 [K], the largest magnitudes.
+        rows: [at most 512, K], inputs of tokens that are spread over the text.
+        tokens: number of tokens so far.
     """
 
     def __init__(self, inputs: int, device: torch.device) -> None:
@@ -38,7 +41,11 @@ class InputStatistics:
         self._parts: list[Tensor] = []
 
     def add(self, x: Tensor, share: float) -> None:
-        """Takes inputs [T, K]. share: the part of all inputs that they are."""
+        """Adds inputs [T, K].
+
+        Args:
+            share: the fraction of all inputs that this call adds.
+        """
         wide = x.detach().float()
         self.products.addmm_(wide.t(), wide)
         magnitudes = wide.abs()
@@ -51,7 +58,7 @@ class InputStatistics:
 
     @property
     def means(self) -> Tensor:
-        """The mean magnitudes [K]."""
+        """Returns the mean magnitudes [K]."""
         return self.sums / max(1, self.tokens)
 
     @property
@@ -59,7 +66,7 @@ class InputStatistics:
         return torch.cat(self._parts)[:_ROWS]
 
     def scale(self, factors: Tensor) -> None:
-        """Makes the sums those of inputs multiplied by factors [K]."""
+        """Multiplies the inputs by factors [K], which changes all sums accordingly."""
         self.products *= factors.unsqueeze(0) * factors.unsqueeze(1)
         self.sums *= factors
         self.tops *= factors
@@ -68,8 +75,12 @@ class InputStatistics:
 
 @contextlib.contextmanager
 def watch_inputs(block: nn.Module, share: float) -> Iterator[Mapping[str, InputStatistics]]:
-    """Yields statistics of all linear layers of a block, by name, which grow with each call of it.
-    share: the part of all inputs that a call brings."""
+    """Yields statistics of all linear layers of a block by name. Each call of the block adds to
+    them.
+
+    Args:
+        share: the fraction of all inputs that one call adds.
+    """
     found: dict[str, InputStatistics] = {}
     handles = []
 
@@ -93,24 +104,29 @@ def watch_inputs(block: nn.Module, share: float) -> Iterator[Mapping[str, InputS
             handle.remove()
 
 
-# The text that a model reads while it is quantized.
+# -- the text that a model reads while it is quantized -----------------------------------------
 
 _HELD_OUT = 8
-"""One sequence in so many is held out, to measure the outcome."""
+"""One sequence in this many is held out, to measure the result."""
 _LEAST = 128
-"""Sequences of calibration beside which others are held out: with fewer, as many are held out."""
+"""With fewer calibration sequences than this, the same number is held out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Tokens of calibration, int32 [n, length], and others held out, [m, length]."""
+    """Tokens for calibration, and tokens that are held out.
+
+    Attributes:
+        sequences: int32 [n, length], for calibration.
+        held_out: int32 [m, length], for measuring the result.
+    """
 
     sequences: Tensor
     held_out: Tensor
 
 
 def built_in_text() -> str:
-    """Returns the text that comes with Quire: its own documents, docstrings and code.
+    """Returns the text that ships with Quire: its documents, docstrings and code.
 
     `tools/make_calibration_text.py` makes it.
     """
@@ -122,14 +138,14 @@ def built_in_text() -> str:
 def calibration(
     tokenizer: Tokenizer, data: Path | None, samples: int, length: int, vocab_size: int
 ) -> Calibration:
-    """Returns `samples` sequences of a text, or as many as it holds, and some held out.
+    """Returns `samples` sequences of a text, or fewer if the text is short, and held-out sequences.
 
     Args:
-        tokenizer: the model's.
-        data: a text file; None: the built-in text.
-        samples: sequences to calibrate with, spread over the text.
+        tokenizer: the model's tokenizer.
+        data: a text file; None uses the built-in text.
+        samples: number of sequences for calibration, which are spread over the text.
         length: tokens of a sequence.
-        vocab_size: the model's.
+        vocab_size: size of the model's vocabulary.
 
     Raises:
         ConfigError: the text is empty or too short, or has tokens beyond the model's vocabulary.
@@ -140,7 +156,7 @@ def calibration(
     count = len(tokens) // length
     if count < 2:
         raise ConfigError(
-            f"the text has {len(tokens)} tokens: two sequences of {length} are the least",
+            f"the text has {len(tokens)} tokens, but it needs two sequences of {length}",
             "data",
         )
     lines = tokens[: count * length].view(count, length)

@@ -1,5 +1,6 @@
-"""GPTQ (Frantar et al. 2022): inputs are rounded one after the other, and what an input's rounding
-changes is made good by the weights of those still to come."""
+"""GPTQ (Frantar et al. 2022): rounds the weights of one input after the other.
+
+The weights of later inputs are changed to make up for the rounding of earlier ones."""
 
 from __future__ import annotations
 
@@ -7,21 +8,24 @@ import torch
 from torch import Tensor
 
 from quire.errors import ModelError
-from quire.tools.quantize.rounding import Rounded, Scales, limits
+from quire.tools.quantize.rounding import Rounded, Scales, nearest
 
 _DAMPING = 0.01
-"""The share of the mean square of inputs that is added to each one's, so that inputs that barely
-differ do not make good for one another without bound."""
+"""This fraction of the mean of all inputs' squares is added to each input's. It limits the changes
+between inputs that are nearly equal."""
 _BLOCK = 128
-"""Inputs whose changes are carried on together."""
+"""Number of inputs after which changes are applied to all later inputs."""
 
 
 def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
-    """Returns weights float32 [N, K] rounded with the given scales, such that the outputs change
-    little. products: float32 [K, K], the sums of products of inputs.
+    """Returns weights rounded with the given scales, such that the outputs change little.
 
-    Inputs are taken in the order of their mean squares, the largest first ("act order"). Groups
-    stay where they stand, so that no reader needs the order.
+    Inputs are rounded in the order of their mean squares, largest first ("act order"). Groups keep
+    their places, so readers of the checkpoint need not know the order.
+
+    Args:
+        weight: float32 [N, K].
+        products: float32 [K, K], the sums of products of inputs.
 
     Raises:
         ModelError: the inputs are not finite.
@@ -35,8 +39,7 @@ def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
     factor = _factor(products[order][:, order], silent)
     group = scales.grid.group or count
     places = torch.div(order, group, rounding_mode="floor").tolist()
-    values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    least, top = limits(scales.grid)
+    values = torch.empty_like(weight)
     for start in range(0, count, _BLOCK):
         end = min(start + _BLOCK, count)
         block, lost = weight[:, start:end], torch.empty_like(weight[:, start:end])
@@ -47,14 +50,14 @@ def gptq(weight: Tensor, scales: Scales, products: Tensor) -> Rounded:
             steps = column / scale
             if zero is not None:
                 steps = steps + zero
-            value = steps.round().clamp(least, top)
-            values[:, start + index] = value.to(torch.int8)
+            value = nearest(steps, scales.grid).float()
+            values[:, start + index] = value
             back = (value if zero is None else value - zero) * scale
             error = (column - back) / inner[index, index]
             block[:, index:] -= torch.outer(error, inner[index, index:])
             lost[:, index] = error
         weight[:, end:] -= lost @ factor[start:end, end:]
-    return Rounded(values[:, torch.argsort(order)].contiguous(), scales)
+    return Rounded(nearest(values[:, torch.argsort(order)], scales.grid), scales)
 
 
 def _factor(products: Tensor, silent: Tensor) -> Tensor:

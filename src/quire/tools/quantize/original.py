@@ -1,4 +1,4 @@
-"""The checkpoint that is quantized: its tensors, and the model's parts filled from them."""
+"""The original checkpoint: reads its tensors, and builds parts of the model from them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from quire.quantization import Quantization, Unquantized
 class OriginalModel:
     """A folder with an unquantized checkpoint of a dense model.
 
-    stored: by the canonical name of a tensor, the name it is stored under.
+    Attributes:
+        stored: maps canonical names of tensors to their names in the checkpoint.
 
     Raises:
         ModelError: the folder holds no such model.
@@ -74,19 +75,19 @@ class OriginalModel:
         self._stack.close()
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a tensor by its canonical name. Raises ModelError where there is none."""
+        """Returns a tensor by its canonical name. Raises ModelError if the checkpoint has none."""
         if name not in self._files:
             raise ModelError(f"the checkpoint does not fit its config.json: missing tensor {name}")
         found: Tensor = self._files[name].get_tensor(self._read_as[name])
         return found
 
     def _published(self, name: str) -> str:
-        """Returns the name in published checkpoints of a parameter of a GGUF file."""
+        """Returns the name that published checkpoints use for a parameter of a GGUF file."""
         place = self.family.source(self.spec, name)
         if place != Place(place.name):
             raise ModelError(
-                f"GGUF files of {self.spec.architecture} cannot be quantized again: published "
-                f"checkpoints hold {place.name} in another form"
+                f"GGUF files of {self.spec.architecture} cannot be quantized again, because "
+                f"published checkpoints store {place.name} in another form"
             )
         return place.name
 
@@ -94,7 +95,7 @@ class OriginalModel:
         return Build(SingleGroup(), quantization or Unquantized(), self.device, self.dtype)
 
     def block(self, index: int, quantization: Quantization | None = None) -> Block:
-        """Returns an empty block of the model."""
+        """Returns a block of the model with uninitialized weights."""
         layer = self.spec.layers[index]
         rope = getattr(layer.mixer, "rope", None)
         if rope is not None and rope not in self._rotary:
@@ -111,33 +112,38 @@ class OriginalModel:
         return block
 
     def outer(self) -> Decoder:
-        """Returns the model without its blocks, loaded."""
+        """Returns the model without its blocks. Its weights are loaded."""
         model = Decoder(replace(self.spec, layers=self.spec.layers[:1]), self._build(None)).eval()
         model.layers = nn.ModuleList()
         self.fill(model)
         return model
 
     def stored_name(self, name: str) -> str:
-        """Returns the name to store a tensor under, one of the checkpoint's or of a new kind."""
+        """Returns the name under which a tensor is stored, which the checkpoint may not have
+        yet."""
         if name in self.stored:
             return self.stored[name]
         module, _, kind = name.rpartition(".")
         return f"{self.stored_module(module)}.{kind}"
 
     def stored_module(self, module: str) -> str:
-        """Returns the checkpoint's own name of a module."""
+        """Returns the checkpoint's name of a module."""
         return self.stored.get(f"{module}.weight", f"{module}.weight").removesuffix(".weight")
 
     def place(self, name: str) -> Place:
-        """Returns where a parameter of the model lies in the checkpoint."""
+        """Returns the place of a parameter in the checkpoint."""
         return self.family.source(self.spec, name)
 
     @torch.inference_mode()
     def fill(
         self, module: nn.Module, prefix: str = "", tensors: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Loads a part of the model. prefix: its name in the model. tensors: by canonical name,
-        instead of the checkpoint's own.
+        """Loads a part of the model.
+
+        Args:
+            module: the part.
+            prefix: its name in the model.
+            tensors: tensors by canonical name, instead of the checkpoint's.
 
         Raises:
             ModelError: a tensor is missing or misshapen.
@@ -162,11 +168,13 @@ class OriginalModel:
                 layer.finish()
 
     def projections(self, block: Block, index: int) -> Iterator[tuple[str, str, Linear, slice]]:
-        """Yields of each projection of a block the checkpoint's name of its module, the name of its
-        layer in the block, that layer, and its rows there.
+        """Yields four values for each projection of a block.
+
+        They are the module's name in the checkpoint, the name of its layer in the block, this
+        layer, and the projection's rows in it.
 
         Raises:
-            ModelError: the checkpoint stores it fused with others, or transposed.
+            ModelError: the checkpoint stores a projection fused with others, or transposed.
         """
         for name, layer in block.named_modules():
             if not isinstance(layer, Linear):
@@ -177,8 +185,8 @@ class OriginalModel:
                 place = self.place(f"{full}.weight")
                 if place.transposed or place.span is not None:
                     raise ModelError(
-                        f"{self.spec.architecture} stores {place.name} fused or transposed, which "
-                        "quantized checkpoints cannot"
+                        f"{self.spec.architecture} stores {place.name} fused or transposed, but "
+                        "quantized checkpoints cannot do that"
                     )
                 yield place.name.removesuffix(".weight"), name, layer, slice(start, start + size)
                 start += size

@@ -29,31 +29,31 @@ from quire.tools.quantize.report import Report
 from quire.tools.quantize.work_folder import BlocksDone, WorkFolder, fingerprint
 
 GATE = 5.0
-"""The largest rise of perplexity, in percent, that passes."""
+"""The largest increase of perplexity, in percent, with which a model is written."""
 _SLICE = 256
-"""Logit rows at a time."""
+"""Number of logit rows that are computed at once."""
 _INDEX = "model.safetensors.index.json"
 _NOT_COPIED = re.compile(r"\.(safetensors|bin|pt|pth|gguf)$|^config\.json$|\.index\.json$|^README")
 
 OnBlock = Callable[[int, int], None]
-"""Told the blocks done, and all."""
+"""Called with the number of blocks that are done and the number of all blocks."""
 
 
 class GateError(QuireError):
-    """A quantized model lost too much to be written."""
+    """A quantized model lost too much quality to be written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Settings of a run beside its recipe.
+    """Settings of a run in addition to its recipe.
 
     Attributes:
-        data: a text; None: the built-in one.
-        samples: sequences to calibrate with; None: the method's own number.
+        data: a text file; None uses the built-in text.
+        samples: number of sequences for calibration; None uses the method's default.
         length: tokens of a sequence.
-        ignore: modules to leave as they are, by name or, behind `re:`, by pattern.
+        ignore: modules that are not rounded: a name, or a pattern after `re:`.
         gate: see `Report`.
-        force: write the model even if it does not pass.
+        force: write the model even if it does not pass the gate.
         device: "cpu", "cuda" or "cuda:N".
         on_block: called after each block.
     """
@@ -71,14 +71,14 @@ class Options:
 def quantize(model: Path, name: str, out: Path, recipe: Recipe, options: Options) -> Report:
     """Quantizes the model in a folder, and writes it, with a report, to the folder `out`.
 
-    One block's weights are in memory at a time, in the model's dtype, and hidden states of the
-    sequences before it; after each block enough is on the disk to go on from there.
+    Memory holds one block's weights, in the model's dtype, and the hidden states of all sequences
+    before that block. After each block the results are on disk, and a later run can continue.
 
     Raises:
-        ModelError: there is no such model, or not a dense one.
-        ConfigError: a setting is wrong, or does not fit the model.
-        GateError: the model loses more than the gate lets pass. Nothing is written to `out`, but
-            what was computed is kept: with `force`, the next run only has to write it.
+        ModelError: there is no such model, or it is not dense.
+        ConfigError: a setting is invalid or does not fit the model.
+        GateError: the model does not pass the gate. Nothing is written to `out`, but the results
+            are kept. With `force`, the next run writes the model without computing it again.
     """
     device = torch.device(options.device)
     source = OriginalModel(model, device, torch.float32 if device.type == "cpu" else None)
@@ -118,7 +118,7 @@ class _Run:
     def _inputs(self) -> dict[str, int]:
         """Returns the number of inputs of each module to quantize.
 
-        Those to leave as they are become `ignored`.
+        Sets `ignored` to the modules that are not quantized.
         """
         patterns = self.options.ignore
         used: set[str] = set()
@@ -163,15 +163,15 @@ class _Run:
             raise GateError(
                 f"perplexity would rise from {report.perplexity_before:.4f} to "
                 f"{report.perplexity_after:.4f}, by {report.change:.2f} %, more than the gate's "
-                f"{report.gate:g} %, so {self.job.out} is not written. {self.job.folder} keeps "
-                "what was computed: the same command with --force, or with a larger --gate, writes "
-                "the model without computing it again"
+                f"{report.gate:g} %, so {self.job.out} is not written. {self.job.folder} keeps the "
+                "results: the same command with --force, or with a larger --gate, writes the model "
+                "without computing it again"
             )
         try:
             self._finish(report)
         except OSError as error:
             raise ConfigError(
-                f"cannot write {self.job.out}: {error}; the same command goes on from here", "out"
+                f"cannot write {self.job.out}: {error}; the same command continues from here", "out"
             ) from error
         return report
 
@@ -185,7 +185,7 @@ class _Run:
         return BlocksDone(0, states)
 
     def _block(self, done: BlocksDone) -> None:
-        """Rounds the next block, and takes the hidden states through it."""
+        """Rounds the next block, and computes the hidden states after it."""
         source, index = self.source, done.blocks
         block = source.block(index)
         source.fill(block, f"layers.{index}")
@@ -194,14 +194,14 @@ class _Run:
         calls = -(-len(done.states["calibration"]) // sequences.rows)
         states = done.states["calibration"]
         with watch_inputs(block, 1 / calls) as statistics:
-            # A sequential recipe needs the states once more, for the rounded block.
+            # A sequential recipe needs the states again, for the rounded block.
             sequences.run(block, states.clone() if self.recipe.sequential else states)
         rounded = round_block(
             source, block, index, self.recipe, statistics, frozenset(self.ignored)
         )
         del block, statistics
         self.job.write(_file(index + 1, self.count), self._stored(rounded.tensors))
-        # The next blocks are calibrated with this block as readers of the checkpoint load it.
+        # The next blocks are calibrated with this block in the form that the checkpoint stores.
         infos = {key: TensorInfo(t.dtype, tuple(t.shape)) for key, t in rounded.tensors.items()}
         quantization = read_quantization(
             self.recipe.settings(sorted(self.ignored)), source.spec, infos
@@ -215,7 +215,7 @@ class _Run:
         done.plain += rounded.plain
 
     def _stored(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Returns tensors by the names that the original stores such under."""
+        """Returns the tensors by the names that the original checkpoint would use."""
         return {self.source.stored_name(name): tensor for name, tensor in tensors.items()}
 
     @torch.inference_mode()
@@ -259,7 +259,7 @@ class _Run:
         return [self.source.family.head.removesuffix(".weight")]
 
     def _outside(self) -> list[str]:
-        """Returns the names of tensors that belong to no block."""
+        """Returns the names of tensors outside of all blocks."""
         inside = {
             self.source.place(f"layers.{index}.{name}").name
             for index in range(self.count)
@@ -273,7 +273,7 @@ class _Run:
         ]
 
     def _finish(self, report: Report) -> None:
-        """Writes what is beside the blocks, and gives the folder its name."""
+        """Writes the files other than the blocks', and renames the folder to `out`."""
         job, source = self.job, self.source
         outside = {source.stored[name]: source.tensor(name) for name in self._outside()}
         job.write(_file(0, self.count), outside)
@@ -291,7 +291,7 @@ class _Run:
         settings = self.recipe.settings(ignore)
         old = source.config.get("quantization_config")
         if isinstance(old, dict):
-            # Only scales for 8-bit KV, which are as they were.
+            # The old settings had only scales for 8-bit KV, which do not change.
             settings["kv_cache_scheme"] = old.get("kv_cache_scheme")
         config = {**source.config, "quantization_config": settings}
         (job.folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -308,18 +308,18 @@ def _matches(module: str, pattern: str) -> bool:
     try:
         return re.match(pattern.removeprefix("re:"), module) is not None
     except re.error as error:
-        raise ConfigError(f"{pattern!r} is no regular expression: {error}", "ignore") from error
+        raise ConfigError(f"{pattern!r} is not a regular expression: {error}", "ignore") from error
 
 
 def _file(number: int, blocks: int) -> str:
-    """Returns the name of a file of the model: the first holds what is in no block."""
+    """Returns the name of a file of the model. The first file has the tensors outside of blocks."""
     return f"model-{number + 1:05d}-of-{blocks + 1:05d}.safetensors"
 
 
 @torch.inference_mode()
 def _embedded(outer: Decoder, tokens: Tensor) -> Tensor:
-    """Returns hidden states [n, length, width], on the host, before the first block."""
-    # Published models round it.
+    """Returns the hidden states before the first block, [n, length, width] on the host."""
+    # Published code rounds the scale.
     scale = torch.tensor(outer.spec.embedding_scale, dtype=outer.dtype).item()
     lines = [outer.embedding(line.to(outer.device)).mul_(scale).cpu() for line in tokens]
     return torch.stack(lines)

@@ -1,4 +1,4 @@
-"""The choices of how a model is quantized, settled."""
+"""Recipes: how a model is quantized."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ Inputs = Literal["none", "token", "group", "tensor"]
 
 METHODS: tuple[Method, ...] = ("gptq", "awq", "smoothquant", "fp8", "int8", "rtn")
 _INTEGERS = ("gptq", "awq", "rtn")
-"""Methods that make integers of a chosen number of bits, with scales of groups."""
+"""Methods that round to integers of a chosen number of bits, with a scale for each group."""
 GROUPS = (128, 64, 32, 16)
-"""Group sizes to choose from if none is given: the first that divides the inputs of all layers."""
+"""Default group sizes. The first one that divides the inputs of all layers is used."""
 _SEQUENTIAL = ("gptq", "awq", "smoothquant")
-"""Methods whose later blocks can make up for what earlier ones lost."""
+"""Methods whose later blocks can make up for the errors of earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The numbers that weights are rounded to.
+    """The numbers to which weights are rounded.
 
-    bits: of one number. float: 8-bit floats (e4m3), else integers. group: inputs that share a
-    scale, 0: all. outputs: those that share one. symmetric: integers have no zero of their own.
+    Attributes:
+        bits: bits of one number.
+        float: whether numbers are 8-bit floats (e4m3) instead of integers.
+        group: number of inputs that share a scale; 0 stands for all.
+        outputs: number of outputs that share a scale.
+        symmetric: whether integers have no zero points.
     """
 
     bits: int
@@ -37,20 +41,20 @@ class Grid:
 
     @property
     def stored_bits(self) -> int:
-        """Bits that one number takes: fewer than 4 are stored in 4."""
+        """Bits in which one number is stored, at least 4."""
         return max(4, self.bits)
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The choices of how a model is quantized.
+    """The choices for quantizing a model.
 
     Attributes:
-        method: makes the weights.
-        grid: the weights' numbers.
+        method: the method that rounds the weights.
+        grid: the numbers to which weights are rounded.
         inputs: how the inputs of layers are rounded: not at all, with a scale for each token, for
             each token and group, or with one fixed scale.
-        own_group: no group size was given, so the model decides: see `fit`.
+        own_group: whether the user gave no group size, so that `fit` chooses it.
     """
 
     method: Method
@@ -59,7 +63,7 @@ class Recipe:
     own_group: bool = False
 
     @classmethod
-    def of(
+    def with_defaults(
         cls,
         method: str,
         *,
@@ -68,19 +72,19 @@ class Recipe:
         symmetric: bool | None = None,
         weight_only: bool = False,
     ) -> Recipe:
-        """Returns the recipe of a method with its own defaults for what is None.
+        """Returns the recipe of a method. Arguments that are None get the method's defaults.
 
         Raises:
-            ConfigError: a choice that the method does not have.
+            ConfigError: the method does not support an argument.
         """
         for name in METHODS:
             if name == method:
                 break
         else:
-            raise ConfigError(f"method {method!r}; known are: {', '.join(METHODS)}", "method")
+            raise ConfigError(f"method {method!r}; expected one of: {', '.join(METHODS)}", "method")
         if name in _INTEGERS:
             if weight_only:
-                raise ConfigError(f"{name} quantizes nothing but weights", "weight_only")
+                raise ConfigError(f"{name} always quantizes weights only", "weight_only")
             grid = _integers(name, bits, group_size, symmetric)
             return cls(name, grid, own_group=group_size is None)
         if bits not in (None, 8):
@@ -96,7 +100,7 @@ class Recipe:
             raise ConfigError(f"{name} has a scale for each output, and no groups", "group_size")
         if weight_only and name == "smoothquant":
             raise ConfigError(
-                "smoothquant is for inputs that are rounded; int8 takes weights only", "weight_only"
+                "smoothquant rounds inputs, too; use int8 for weights only", "weight_only"
             )
         return cls(name, Grid(8), "none" if weight_only else "token")
 
@@ -107,9 +111,9 @@ class Recipe:
 
     @property
     def samples(self) -> int:
-        """Sequences to calibrate with, if nothing else is said.
+        """The default number of calibration sequences.
 
-        The search for scales of 8 bits gains hardly anything from more than 32.
+        The search for 8-bit scales gains hardly anything from more than 32.
         """
         return 128 if self.sequential else 32
 
@@ -120,7 +124,7 @@ class Recipe:
             inputs: the number of inputs of each module to quantize.
 
         Raises:
-            ConfigError: the group size that was given does not divide them.
+            ConfigError: the user's group size does not divide the inputs.
         """
         group = self.grid.group
         misfit = next((name for name, size in inputs.items() if group and size % group), None)
@@ -145,7 +149,11 @@ class Recipe:
         return "pack-quantized" if self.inputs == "none" else "int-quantized"
 
     def settings(self, ignore: list[str]) -> dict[str, Any]:
-        """Returns the `quantization_config` of config.json. ignore: modules left as they are."""
+        """Returns the `quantization_config` of config.json.
+
+        Args:
+            ignore: modules that are not rounded.
+        """
         grid = self.grid
         kind = "float" if grid.float else "int"
         common: dict[str, Any] = {"num_bits": grid.stored_bits, "type": kind}
@@ -191,7 +199,7 @@ class Recipe:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the recipe as JSON has it."""
+        """Returns the recipe as a JSON object."""
         return {"method": self.method, "grid": asdict(self.grid), "inputs": self.inputs}
 
 
@@ -213,7 +221,7 @@ def _block(size: int | None) -> int:
         return 0
     if size is None or size < 16 or size % 16:
         raise ConfigError(
-            f"group_size of fp8, the side of its blocks, must be a multiple of 16, got {size}",
+            f"group_size of fp8 is the side of its blocks and must be a multiple of 16, got {size}",
             "group_size",
         )
     return size

@@ -17,15 +17,18 @@ class Report:
     """Difference between a quantized model and its original.
 
     Attributes:
-        errors: each module's error: the norm of its outputs' change over the norm of its outputs.
+        model: the model's name.
+        recipe: how it was quantized.
+        errors: each module's error. It is the norm of the change of its outputs, divided by the
+            norm of its outputs.
         plain: the modules that stay in 16 bits.
-        tokens: the number of held-out tokens that were scored.
+        tokens: number of held-out tokens that were scored.
         perplexity_before: the original's perplexity over those tokens.
         perplexity_after: the quantized model's perplexity over those tokens.
         kl: the quantized model's mean divergence from the original, in nats.
         bytes_before: size of the original's weights.
         bytes_after: size of the quantized weights.
-        gate: the largest rise of perplexity, in percent, that passes.
+        gate: the largest increase of perplexity, in percent, that passes.
     """
 
     model: str
@@ -42,16 +45,16 @@ class Report:
 
     @property
     def change(self) -> float:
-        """The rise of perplexity in percent."""
+        """The increase of perplexity in percent."""
         return 100 * (self.perplexity_after / self.perplexity_before - 1)
 
     @property
     def passes(self) -> bool:
-        # Not a number is no pass.
+        # A NaN does not pass.
         return self.change <= self.gate
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the report as JSON has it."""
+        """Returns the report as a JSON object."""
         return {
             "model": self.model,
             "recipe": self.recipe.as_dict(),
@@ -75,7 +78,7 @@ class Report:
         (folder / FILES[1]).write_text(self.markdown(), "utf-8")
 
     def markdown(self) -> str:
-        """Returns the report for people."""
+        """Returns the report as Markdown."""
         grid = self.recipe.grid
         size = f"groups of {grid.group}" if grid.group else "a scale for each output"
         if grid.outputs > 1:

@@ -1,4 +1,4 @@
-"""The tensors of compressed-tensors' layouts."""
+"""Rounds weights to a grid, and makes the tensors of compressed-tensors' layouts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ _WORD = 32
 
 
 def stored_tensors(rounded: Rounded, recipe: Recipe, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns what a checkpoint holds of a projection, by the name behind the projection's. dtype:
-    of the scales."""
+    """Returns the tensors that a checkpoint stores for a projection, by the last part of their
+    names.
+
+    Args:
+        dtype: dtype of the scales.
+    """
     scales, grid = rounded.scales.scales, recipe.grid
     if grid.outputs > 1:
         scales = scales[:: grid.outputs]
@@ -53,26 +57,33 @@ def pack(values: Tensor, bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-# Weights rounded to a grid: values, scales, zeros.
+# -- rounding to a grid ------------------------------------------------------------------------
 
 _FP8 = torch.float8_e4m3fn
 _LARGEST = 448.0
 """The largest number of e4m3."""
 _SMALLEST = 2.0**-14
-"""The smallest scale: below it float16 loses precision."""
+"""The smallest scale, because float16 loses precision below it."""
 _RATIOS = [1 - 0.05 * step for step in range(11)]
-"""The shares of a group's range that a search for its scale tries."""
+"""The fractions of a group's range that a search for its scale tries."""
 _FLOAT_RATIOS = [1 + step / 16 for step in range(16)]
-"""The same of floats. Their steps are as fine for twice the range, but lie elsewhere; a smaller
-range would cut weights off."""
+"""The fractions for floats. Twice the range has equally fine steps at other places. A smaller range
+would clip weights."""
 _AT_ONCE = 1 << 26
-"""Weights that a search looks at in one piece."""
+"""Number of weights that a search processes at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of weights [N, K] and, where the grid is not symmetric, their zeros: float32 [N,
-    groups]. A weight is (value - zero) * scale, with values from -2 ** (bits - 1) on."""
+    """The scales of weights [N, K]. A weight is (value - zero) * scale.
+
+    Integer values begin at -2 ** (bits - 1).
+
+    Attributes:
+        grid: the grid.
+        scales: float32 [N, groups].
+        zeros: float32 [N, groups], or None if the grid is symmetric.
+    """
 
     grid: Grid
     scales: Tensor
@@ -86,13 +97,18 @@ class Scales:
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """values: int8 or e4m3 [N, K]."""
+    """Rounded weights.
+
+    Attributes:
+        values: int8 or e4m3 [N, K].
+        scales: the scales of the values.
+    """
 
     values: Tensor
     scales: Scales
 
     def dequantized(self) -> Tensor:
-        """Returns the weights float32 [N, K] that this stands for."""
+        """Returns the weights as float32 [N, K]."""
         scales = self.scales
         values = grouped(self.values.float(), scales.grid)
         if scales.zeros is not None:
@@ -101,24 +117,27 @@ class Rounded:
 
 
 def grouped(x: Tensor, grid: Grid) -> Tensor:
-    """Returns [N, K] as [N, groups, size], with zeros behind the last input."""
+    """Returns x [N, K] as [N, groups, size]. Zeros fill the last group."""
     size = grid.group or x.shape[1]
     return F.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
 
 
 def limits(grid: Grid) -> tuple[int, int]:
-    """Returns the least and the largest integer."""
+    """Returns the smallest and the largest integer."""
     return -(2 ** (grid.bits - 1)), 2 ** (grid.bits - 1) - 1
 
 
 def find_scales(
     weight: Tensor, grid: Grid, dtype: torch.dtype, products: Tensor | None = None
 ) -> Scales:
-    """Returns scales, in numbers that `dtype` has, for weights float32 [N, K].
+    """Returns scales for weights float32 [N, K]. They are exact in `dtype`.
 
-    products: [K, K], the sums of products of inputs: each group's range is then multiplied by the
-        ratio that changes the layer's outputs least, as in AWQ (Lin et al. 2023), by the group's
-        own block of the products. Else, and where outputs share a scale, it is the whole range.
+    With `products`, each group's range is multiplied by the ratio that changes the layer's outputs
+    least, as in AWQ (Lin et al. 2023). The change is estimated from the group's block of products.
+    Without `products`, and if outputs share a scale, the whole range is used.
+
+    Args:
+        products: float32 [K, K], the sums of products of inputs, or None.
     """
     parts = grouped(weight, grid)
     low, high = parts.amin(2), parts.amax(2)
@@ -141,7 +160,7 @@ def find_scales(
 
 
 def _blocks(products: Tensor, grid: Grid) -> Tensor:
-    """Returns the products [groups, size, size] of inputs of the same group."""
+    """Returns the products [groups, size, size] of inputs in the same group."""
     size = grid.group or len(products)
     behind = -len(products) % size
     padded = F.pad(products, (0, behind, 0, behind))
@@ -154,7 +173,7 @@ def _blocks(products: Tensor, grid: Grid) -> Tensor:
 
 
 def _between(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> Scales:
-    """Returns scales such that the grid reaches from `low` to `high` [N, groups], 0 included."""
+    """Returns scales with which the grid covers `low` to `high`, [N, groups], and 0."""
     if grid.float:
         return Scales(grid, _stored(_tops(low, high, grid.outputs) / _LARGEST, dtype), None)
     least, top = limits(grid)
@@ -168,7 +187,7 @@ def _between(low: Tensor, high: Tensor, grid: Grid, dtype: torch.dtype) -> Scale
 
 
 def _tops(low: Tensor, high: Tensor, outputs: int) -> Tensor:
-    """Returns the largest magnitudes [N, groups], of as many outputs together."""
+    """Returns the largest magnitudes [N, groups]. Each is over `outputs` outputs together."""
     tops = torch.maximum(low.abs(), high.abs())
     rows = F.pad(tops, (0, 0, 0, -len(tops) % outputs)).view(-1, outputs, tops.shape[1])
     return rows.amax(1).repeat_interleave(outputs, 0)[: len(tops)]
@@ -179,15 +198,19 @@ def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_to(weight: Tensor, scales: Scales) -> Rounded:
-    """Returns weights float32 [N, K] rounded to the nearest."""
+    """Returns weights float32 [N, K] rounded to the nearest numbers of the grid."""
     parts = grouped(weight, scales.grid) / scales.scales.unsqueeze(2)
-    if scales.grid.float:
-        values = parts.clamp(-_LARGEST, _LARGEST).to(_FP8)
-    else:
-        if scales.zeros is not None:
-            parts = parts + scales.zeros.unsqueeze(2)
-        values = parts.round().clamp(*limits(scales.grid)).to(torch.int8)
+    if scales.zeros is not None:
+        parts = parts + scales.zeros.unsqueeze(2)
+    values = nearest(parts, scales.grid)
     return Rounded(values.flatten(1)[:, : weight.shape[1]].contiguous(), scales)
+
+
+def nearest(x: Tensor, grid: Grid) -> Tensor:
+    """Returns the grid's number nearest to each of x, in the grid's dtype."""
+    if grid.float:
+        return x.clamp(-_LARGEST, _LARGEST).to(_FP8)
+    return x.round().clamp(*limits(grid)).to(torch.int8)
 
 
 def round_rows(x: Tensor, grid: Grid) -> Tensor:
@@ -201,9 +224,12 @@ def round_rows(x: Tensor, grid: Grid) -> Tensor:
 
 
 def relative_error(weight: Tensor, rounded: Tensor, products: Tensor) -> float:
-    """Returns the norm of the change of a layer's outputs over that of the outputs.
+    """Returns the norm of the change of a layer's outputs, divided by the norm of the outputs.
 
-    weight, rounded: float32 [N, K]. products: [K, K], of the inputs.
+    Args:
+        weight: float32 [N, K].
+        rounded: float32 [N, K].
+        products: [K, K], the sums of products of inputs.
     """
     changed = output_power(rounded - weight, products)
     return math.sqrt(changed / max(output_power(weight, products), 1e-30))

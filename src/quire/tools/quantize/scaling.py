@@ -1,6 +1,7 @@
-"""Factors that move the difficulty of rounding from one tensor to another without changing what the
-model computes: AWQ (Lin et al. 2023) protects the weights of large inputs, SmoothQuant (Xiao et al.
-2023) makes inputs easier to round. The search for both is one over an exponent."""
+"""Moves factors between tensors such that rounding loses less, without changing the model.
+
+AWQ (Lin et al. 2023) protects the weights of large inputs. SmoothQuant (Xiao et al. 2023) makes
+inputs easier to round. Both search for an exponent."""
 
 from __future__ import annotations
 
@@ -21,15 +22,19 @@ from quire.tools.quantize.recipe import Recipe
 from quire.tools.quantize.rounding import find_scales, output_power, round_rows, round_to
 
 _STEPS = 20
-"""Exponents tried, evenly from 0 to 1."""
+"""Number of exponents that are tried, evenly spaced from 0 to 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fold:
     """A linear layer whose inputs can be divided by factors at no cost.
 
-    shared: makes of a statistic [K] of inputs one that is equal for inputs that must have the same
-    factor. divide: divides what makes the inputs by factors [K].
+    Attributes:
+        name: the layer's name in its block.
+        layer: the layer.
+        shared: changes a statistic [K] of inputs such that inputs that must have the same factor
+            get the same value.
+        divide: divides the parameters that produce the inputs by factors [K].
     """
 
     name: str
@@ -39,10 +44,12 @@ class Fold:
 
 
 def folds(block: Block) -> Iterator[Fold]:
-    """Yields the layers of a block that have such a place before them: a norm of theirs alone, or
-    the projection whose output they take, if nothing but a product lies between."""
+    """Yields the layers of a block whose inputs can be divided.
+
+    Their inputs come from a norm that no other layer uses, or from a projection with only a product
+    in between."""
     attention, mlp = block.attention, block.mlp
-    # Parts that compute in parallel take the same norm.
+    # Parts that compute in parallel use the same norm.
     apart = block.mlp_norm is not None
     if isinstance(mlp, Mlp):
         if mlp.act.endswith("_and_mul"):
@@ -61,7 +68,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 def _values_fold(attention: Attention) -> Fold:
-    """Returns the fold of the output projection into v, of which several heads share one."""
+    """Returns the fold of the output projection into v. Several query heads share a head of v."""
     spec = attention.spec
     shape = spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim
 
@@ -94,10 +101,12 @@ def _divide_rows(layer: Linear, output: int, factors: Tensor) -> None:
 def move_scales(
     block: Block, statistics: Mapping[str, InputStatistics], recipe: Recipe, dtype: torch.dtype
 ) -> None:
-    """Divides inputs of the block's layers by the factors that are best for the recipe, multiplies
-    weights by them, and changes the statistics along.
+    """Divides inputs of the block's layers by the best factors, and multiplies weights by them.
 
-    dtype: of the scales that weights will have.
+    The statistics change accordingly.
+
+    Args:
+        dtype: dtype of the weights' scales.
     """
     for fold in folds(block):
         own = statistics[fold.name]
@@ -113,7 +122,7 @@ def move_scales(
 def _best(
     fold: Fold, statistics: InputStatistics, recipe: Recipe, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns the factors [K] with the least error; None: none is better than not to have any."""
+    """Returns the factors [K] with the least error, or None if no factors reduce the error."""
     weight = fold.layer.weight.values.float()
     smooth = recipe.inputs != "none"
     sizes = fold.shared(statistics.tops if smooth else statistics.means).clamp(min=1e-5)

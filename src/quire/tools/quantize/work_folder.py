@@ -1,4 +1,4 @@
-"""A folder in which a model is quantized, one block after the other, and goes on after a kill."""
+"""A folder with the results of an unfinished quantization, from which a later run continues."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ _JOB, _STATES = "job.json", "states.safetensors"
 
 @dataclass(slots=True)
 class BlocksDone:
-    """The blocks done, and what is known of them.
+    """The progress of a quantization.
 
-    states: hidden states before the next block, by name. errors: by module. plain: modules left as
-    they are.
+    Attributes:
+        blocks: number of blocks that are done.
+        states: hidden states before the next block, by name.
+        errors: the error of each module.
+        plain: modules that were not rounded.
     """
 
     blocks: int
@@ -40,13 +43,15 @@ class BlocksDone:
 
 
 class WorkFolder:
-    """The folder beside the one to be made, until that is complete.
+    """A folder next to the output folder, which it replaces when the model is complete.
 
-    about: all that decides what is made.
+    Args:
+        out: the output folder.
+        about: everything on which the result depends.
 
     Raises:
-        ConfigError: the folder to be made is there already or cannot be made, or an unfinished one
-            was begun with other settings, or another process is at it.
+        ConfigError: the output folder exists or cannot be made, an unfinished folder was begun with
+            other settings, or another process uses it.
     """
 
     def __init__(self, out: Path, about: Mapping[str, Any]) -> None:
@@ -58,7 +63,7 @@ class WorkFolder:
     def _open(self, out: Path, about: Mapping[str, Any]) -> None:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists already", "out")
-        # A finished folder can take the place of an empty one, but of no link and of no volume.
+        # The finished folder can replace an empty folder, but not a link or a mounted volume.
         self.out = out = out.resolve()
         if out.is_mount():
             raise ConfigError(f"{out} is a mounted volume: name a folder in it", "out")
@@ -66,7 +71,7 @@ class WorkFolder:
         job = self.folder / _JOB
         begun = job.with_suffix(".tmp")
         if not job.exists() and self.folder.exists() and set(self.folder.iterdir()) - {begun}:
-            raise ConfigError(f"{self.folder} exists, and is no unfinished model", "out")
+            raise ConfigError(f"{self.folder} exists and is not an unfinished model", "out")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.folder)
         told = json.dumps(about, sort_keys=True, default=str)
@@ -80,7 +85,7 @@ class WorkFolder:
             )
 
     def load(self) -> BlocksDone | None:
-        """Returns what an earlier run has done; None: nothing."""
+        """Returns the progress of an earlier run, or None."""
         if not (self.folder / _STATES).exists():
             return None
         with self._opened(_STATES) as opened:
@@ -90,7 +95,7 @@ class WorkFolder:
         return BlocksDone(found["blocks"], states, found["errors"], found["plain"])
 
     def save(self, progress: BlocksDone) -> None:
-        """Keeps what is done: at no moment is there less on the disk than before."""
+        """Stores the progress. A kill during this leaves the old or the new progress on disk."""
         told = {"blocks": progress.blocks, "errors": progress.errors, "plain": progress.plain}
         self._write(_STATES, progress.states, {"progress": json.dumps(told)})
 
@@ -105,7 +110,7 @@ class WorkFolder:
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[Any]:
-        """Raises ConfigError where a file is not as it was written."""
+        """Opens a file of the model. Raises ConfigError if it has changed since it was written."""
         file = self.folder / name
         try:
             with safe_open(file, framework="pt") as opened:
@@ -121,7 +126,7 @@ class WorkFolder:
         temporary = self.folder / f"{name}.tmp"
         try:
             save_file(dict(tensors), temporary, metadata=about)
-            # The library lets nobody else read it.
+            # The library creates files that only the owner can read.
             temporary.chmod(0o644)
             with temporary.open("rb+") as file:
                 os.fsync(file.fileno())
@@ -129,14 +134,15 @@ class WorkFolder:
         except (SafetensorError, OSError) as error:
             temporary.unlink(missing_ok=True)
             raise ConfigError(
-                f"cannot write {self.folder / name}: {error}; the same command goes on from the "
+                f"cannot write {self.folder / name}: {error}; the same command continues after the "
                 "layers that are done",
                 "out",
             ) from error
 
     def finish(self) -> None:
-        """Gives the folder its name; what was needed to go on goes, last: a kill in between leaves
-        either a model or what can go on."""
+        """Renames the folder to the output folder, then deletes the files of the progress.
+
+        A kill at any time leaves either a model or a folder from which a run can continue."""
         if self.out.exists():
             self.out.rmdir()
         self.folder.rename(self.out)
@@ -144,7 +150,7 @@ class WorkFolder:
             (self.out / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Lets other processes have the folder."""
+        """Unlocks the folder."""
         os.close(self._lock)
 
     def copy(self, file: Path) -> None:
@@ -153,7 +159,7 @@ class WorkFolder:
 
 
 def _locked(folder: Path) -> int:
-    """Opens a folder that no other process may lock before this one closes it, or ends."""
+    """Opens and locks a folder. The lock ends when the folder is closed or the process ends."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)

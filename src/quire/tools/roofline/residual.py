@@ -1,4 +1,4 @@
-"""Measurements on an engine of what `roofline` predicts of a case."""
+"""Measures on an engine the figures that `roofline` predicts for a case."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from quire.tools.bench.trace import SeenStep
 from quire.tools.roofline.roofline import Prediction
 
 _RUNS = 2
-"""Runs of a case, of which the fastest counts."""
+"""Number of runs of a case. The fastest one counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCase:
-    """Measured figures of a case, named as those of `Prediction`; None where there is none.
+    """The measured figures of a case. A figure that was not measured is None.
 
     Attributes:
-        kv_bytes: of the blocks that requests held at most.
+        case: see `Prediction`.
+        seconds: see `Prediction`.
+        output_tok_s: see `Prediction`.
+        decode_seconds: see `Prediction`.
+        first_token_seconds: see `Prediction`.
+        weight_bytes: see `Prediction`.
+        kv_bytes: bytes of the most blocks that requests held at once.
         gpus: see `Reading.metrics`.
     """
 
@@ -40,11 +46,11 @@ class MeasuredCase:
 
 
 def run_case(engine: QuireEngine, case: Case, meter: GpuMeter) -> list[MeasuredCase]:
-    """Runs a case; of `ttft`, returns what it takes for each length of prompt.
+    """Runs a case. For `ttft` it returns one result for each length of prompt.
 
     Args:
-        engine: with the prefix cache off.
-        meter: of its GPUs.
+        engine: an engine without a prefix cache.
+        meter: meter of its GPUs.
     """
     weights = weight_bytes(engine)
     if case is TTFT:
@@ -94,8 +100,9 @@ def _run(
 
 
 def decode_seconds(steps: Sequence[SeenStep]) -> float | None:
-    """Returns the mean time from the end of the step before to the end of each step in which all
-    rows decode; None where there is none."""
+    """Returns the mean time of the steps in which all rows decode, or None without such steps.
+
+    A step's time is from the end of the step before it to its own end."""
     gaps = [
         step.collected - before.collected
         for before, step in itertools.pairwise(steps)
@@ -105,7 +112,7 @@ def decode_seconds(steps: Sequence[SeenStep]) -> float | None:
 
 
 def last_first_token(steps: Sequence[SeenStep]) -> float:
-    """Returns when the last request got its first token, by `time.perf_counter`."""
+    """Returns the time at which the last request got its first token, by `time.perf_counter`."""
     return max(
         step.collected
         for step in steps
@@ -114,7 +121,7 @@ def last_first_token(steps: Sequence[SeenStep]) -> float:
 
 
 def weight_bytes(engine: QuireEngine) -> int | None:
-    """Returns the bytes of the weights that the engine holds; None where other processes do."""
+    """Returns the bytes of the engine's weights, or None if other processes hold them."""
     model: Any = getattr(engine.trace.inner, "model", None)
     if model is None:
         return None
@@ -124,7 +131,7 @@ def weight_bytes(engine: QuireEngine) -> int | None:
 
 
 def residuals(predicted: Prediction, found: MeasuredCase) -> dict[str, float]:
-    """Returns 100 x (predicted / measured - 1) of each figure that was measured."""
+    """Returns 100 x (predicted / measured - 1) for each measured figure."""
     names = (
         "output_tok_s", "decode_seconds", "first_token_seconds", "weight_bytes", "kv_bytes"
     )  # fmt: skip

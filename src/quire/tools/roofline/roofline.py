@@ -1,8 +1,8 @@
-"""Predictions of a case's time from a model's shapes and a card's ceilings, before anything runs.
+"""Predicts a case's time from a model's shapes and a card's ceilings, without running it.
 
-A kind of kernel takes hypot(bytes / bandwidth, FLOPs / matmul rate) and a fixed time for each of
-its launches; a step is the sum of its kinds. docs/roofline.md has the formulas, the source of the
-constants and the errors.
+A kind of kernel takes hypot(bytes / bandwidth, FLOPs / matmul rate), plus a fixed time for each
+launch. A step's time is the sum over its kinds. docs/roofline.md has the formulas, the source of
+the constants and the errors.
 """
 
 from __future__ import annotations
@@ -26,37 +26,44 @@ from quire.tools.bench.work import Ceilings, ceilings, measured_on_cpu
 
 MAX_REQUESTS = 256
 MAX_TOKENS = 8192
-"""Requests and tokens of a step, as on a GPU by default."""
+"""Default limits for the requests and the tokens of a step on a GPU."""
 
 _LAUNCH = 1.9e-6
-"""Seconds from one kernel of a graph to the next."""
+"""Seconds between two kernels of a graph."""
 _WIDE_LAUNCH = 5e-6
-"""Seconds more that a product over more than `_FEW_ROWS` rows takes to fill and drain its tiles."""
+"""Seconds to fill and drain the tiles of a product of more than `_FEW_ROWS` rows."""
 _FEW_ROWS = 16
 _HOST = 1.3e-3
-"""Seconds of the host before the first step of requests that come at once."""
+"""Seconds that the host needs before the first step of requests that arrive at once."""
 _STEP = 30e-6
-"""Seconds of a step in which none of the kernels below runs."""
+"""Seconds of a step without any of the kernels below."""
 _RATES = {"attention": 0.65, "experts": 0.28, "states": 0.16}
-"""Shares of the rate of products that kinds of kernels reach over a prompt."""
+"""Fractions of the matmul rate that kinds of kernels reach over a prompt."""
 _FEW_BITS = ((12.0, 1.0), (0.0, 0.80))
-"""(bits of a weight, share of the bandwidth that products reach above as many bits)."""
+"""Pairs of bits of a weight and the fraction of the bandwidth that products with more bits
+reach."""
 _EXPERTS = ((12.0, 0.85), (6.0, 0.70), (0.0, 0.65))
 """Likewise, of experts."""
 _STATES = 0.62
-"""Share of the bandwidth at which recurrent states are read and written."""
+"""Fraction of the bandwidth at which recurrent states are read and written."""
 _LINK = 320e9
-"""Bytes/s that a GPU sends over NVLink in a sum over two H200, in sums of 2048 rows."""
+"""Bytes per second that a GPU sends over NVLink in sums of 2048 rows over two H200."""
 _ONE_SHOT = 1 << 20
-"""Bytes of a tensor up to which every rank sends all of it to all others, with a mark beside each
-word of it."""
+"""Up to this many bytes every rank sends its whole tensor to all others, with a mark next to each
+word."""
 _RANK = 1.4e-6
 """Seconds that each rank beyond two adds to a sum, on four H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card by its short name. `memory`: bytes. `linked`: whether NVLink joins several."""
+    """A kind of GPU.
+
+    Attributes:
+        name: the name that PyTorch reports.
+        memory: bytes.
+        linked: whether NVLink connects several of them.
+    """
 
     name: str
     memory: float
@@ -85,7 +92,9 @@ def this_cpu() -> Card:
 
 def _card(name: str) -> Card:
     if name not in CARDS:
-        raise ConfigError(f"unknown card {name!r}; known are {', '.join(CARDS)} and {CPU}", "card")
+        raise ConfigError(
+            f"unknown card {name!r}; expected one of: {', '.join(CARDS)}, {CPU}", "card"
+        )
     return CARDS[name]
 
 
@@ -94,8 +103,10 @@ class KindTime:
     """Time of one kind of kernel, over a whole run.
 
     Attributes:
-        bytes_seconds, flops_seconds: by the ceilings alone. launch_seconds: of its launches.
-        seconds: predicted.
+        bytes_seconds: time for its bytes at the bandwidth's ceiling.
+        flops_seconds: time for its FLOPs at the matmul rate's ceiling.
+        launch_seconds: time for its launches.
+        seconds: predicted time.
     """
 
     bytes_seconds: float = 0.0
@@ -105,7 +116,7 @@ class KindTime:
 
     @property
     def bound(self) -> str:
-        """The largest part: bytes, FLOPs or launches; host where there is none of them."""
+        """The largest part: "bytes", "FLOPs" or "launches", or "host" if all are 0."""
         parts = {
             "bytes": self.bytes_seconds,
             "FLOPs": self.flops_seconds,
@@ -128,9 +139,15 @@ class Prediction:
     """Predicted figures of a case. Memory is in bytes, of one rank.
 
     Attributes:
-        decode_seconds: mean of the steps that only decode; None without such steps.
-        first_token_seconds: time to the first token of the request that is served last.
+        case: name of the case.
+        seconds: time of the whole case.
+        steps: number of steps.
+        output_tok_s: output tokens per second.
+        decode_seconds: mean time of the steps that only decode; None without such steps.
+        first_token_seconds: time until every request has its first token.
+        weight_bytes: bytes of the weights.
         kv_bytes: the most KV that all requests hold together.
+        kinds: time of each kind of kernel.
     """
 
     case: str
@@ -145,11 +162,14 @@ class Prediction:
 
 
 class Roofline:
-    """One model on cards of one kind. card: a name of `CARDS`, or CPU: this machine's, whose
-    ceilings are measured.
+    """One model on cards of one kind.
+
+    Args:
+        config: the model and its settings.
+        card: a name in `CARDS`, or `CPU` for this machine's CPU, whose ceilings are measured.
 
     Raises:
-        ConfigError: the card is unknown or has no link to others.
+        ConfigError: the card is unknown, or several ranks need a link that it does not have.
     """
 
     def __init__(self, config: EngineConfig, card: str) -> None:
@@ -163,7 +183,7 @@ class Roofline:
             found = ceilings(self.card.name, config.dtype)
         if found is None:
             raise ConfigError(
-                f"no ceilings are known of {self.card.name} in {config.dtype}", "dtype"
+                f"the ceilings of {self.card.name} in {config.dtype} are unknown", "dtype"
             )
         self.limits: Ceilings = found
         self._read_spec(config)
@@ -202,7 +222,7 @@ class Roofline:
         return work.body_bytes + work.experts.bytes + work.head_bytes + table
 
     def case(self, case: Case) -> list[Prediction]:
-        """Returns the case's prediction; of `ttft`, one for each length of prompt.
+        """Returns the prediction for a case. For `ttft` it returns one for each length of prompt.
 
         Raises:
             ConfigError: the case is longer than the model's context.
@@ -219,7 +239,7 @@ class Roofline:
         return [self.run(case.name, *case.lengths(self.vocab))]
 
     def run(self, name: str, prompts: Sequence[int], outputs: Sequence[int]) -> Prediction:
-        """Returns the prediction of requests that come at once."""
+        """Returns the prediction for requests that arrive at once."""
         kinds = {"host": KindTime(seconds=_HOST)}
         now, decode, steps, last_first, held = _HOST, [], 0, 0.0, 0
         for step in schedule(prompts, outputs):
@@ -248,7 +268,7 @@ class Roofline:
         tokens = int(step.count.sum())
         parts = self.work.parts_of_step(step.first, step.count, step.logit_rows)
         hidden = tokens * self.work.embedding_bytes
-        # A norm reads and writes the residual stream, and writes what comes out.
+        # A norm reads and writes the residual stream, and writes its result.
         parts["norms"] = (2 * self.layers * 3 * hidden, 0.0)
         seconds = kinds.setdefault("between steps", KindTime()).add(0.0, 0.0, _STEP)
         for name, (bytes_, flops) in parts.items():
@@ -263,7 +283,8 @@ class Roofline:
         if self.world > 1:
             wait = 2 * _LAUNCH + _RANK * (self.world - 2)
             sent = 2 * (self.world - 1) * hidden / _LINK
-            # Each rank sends all to all others, or a share of the sum to each in a second round.
+            # Each rank sends its whole tensor to all others. For large tensors it sends shares, and
+            # in a second round a share of the sum.
             shared = sent / self.world
             sending = shared if hidden > _ONE_SHOT else min(sent, shared + 2 * _LAUNCH)
             kind = kinds.setdefault("collectives", KindTime())
@@ -272,18 +293,21 @@ class Roofline:
 
 
 def _share(shares: Sequence[tuple[float, float]], bytes_: float, flops: float) -> float:
-    """Returns the share of the bandwidth that products with weights of so many bytes reach."""
+    """Returns the fraction of the bandwidth that products with weights of this size reach."""
     bits = 8 * 2 * bytes_ / flops
     return next(share for least, share in shares if bits > least)
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """One step. `first`, `count`: int32 [R], as `ModelWork.of_step` takes them.
+    """One step.
 
     Attributes:
-        held: tokens whose KV all requests hold after it.
-        first_tokens: requests that get their first token.
+        first: see `ModelWork.of_step`.
+        count: see `ModelWork.of_step`.
+        logit_rows: number of rows of logits.
+        held: number of tokens whose KV all requests hold after the step.
+        first_tokens: number of requests that get their first token.
     """
 
     first: Int32
@@ -298,8 +322,9 @@ class ScheduledStep:
 
 
 def schedule(prompts: Sequence[int], outputs: Sequence[int]) -> Iterator[ScheduledStep]:
-    """Yields the steps of requests that come at once, with room for all of their KV: running
-    requests first, then prompts in order, in chunks, under the budgets of a step."""
+    """Yields the steps of requests that arrive at once, if all of their KV fits.
+
+    A step first takes running requests, then prompts in order, in chunks, up to the limits."""
     prompt, total = np.array(prompts), np.array(prompts) + np.array(outputs) - 1
     done = np.zeros(len(prompt), dtype=np.int64)
     while True:

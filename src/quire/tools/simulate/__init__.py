@@ -1,1 +1,1 @@
-"""A fleet in simulated time: the router's own code before modelled engines, driven by a trace."""
+"""Simulates a fleet: a trace of requests, the router's own code, and models of engines."""

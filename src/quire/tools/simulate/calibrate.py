@@ -1,5 +1,5 @@
-"""Measurement of an engine's model at a server: times of prompts of several lengths, and of several
-streams at once."""
+"""Measures an `EngineModel` on a server, with prompts of several lengths and with several
+streams."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.tools.simulate.engine_model import EngineModel, pairs_of
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
 _LENGTHS = (1.0, 0.5, 0.25, 0.125)
-"""Lengths of prompts, as shares of the longest."""
+"""Lengths of prompts, as fractions of the longest."""
 _HELD = (0.25, 0.0625)
-"""Beginnings of prompts that are held, likewise."""
+"""Lengths of cached beginnings of prompts, as fractions of the longest prompt."""
 _RESTS = (32, 128)
-"""Tokens of prompts behind such beginnings: small steps take more for each token."""
+"""Numbers of prompt tokens after a cached beginning. Small steps take more time per token."""
 _LONGEST = 4096
 _REPEATS = 5
 _STREAMS = (1, 2, 3, 4, 6, 8, 16, 64)
@@ -50,7 +50,13 @@ class _ServerLoad(msgspec.Struct):
 
 
 class StepSample(msgspec.Struct, frozen=True):
-    """Seconds of a step without prompts, with so many rows and tokens that they attend to."""
+    """The time of a step without prompts.
+
+    Attributes:
+        rows: number of rows.
+        context: number of tokens to which all rows attend.
+        seconds: time of the step.
+    """
 
     rows: int
     context: int
@@ -58,7 +64,13 @@ class StepSample(msgspec.Struct, frozen=True):
 
 
 class PromptSample(msgspec.Struct, frozen=True):
-    """Seconds until the first token of a prompt that is alone. held: tokens that the cache has."""
+    """The time to the first token of a prompt without other requests.
+
+    Attributes:
+        tokens: number of prompt tokens.
+        seconds: time to the first token.
+        held: number of prompt tokens that the cache has.
+    """
 
     tokens: int
     seconds: float
@@ -68,9 +80,12 @@ class PromptSample(msgspec.Struct, frozen=True):
 def fit(
     steps: Sequence[StepSample], prompts: Sequence[PromptSample], limits: EngineModel
 ) -> EngineModel:
-    """Fits the coefficients of time by least squares, none of them negative. limits: has the other
-    fields."""
-    # Steps of two or three rows can take longer than those of more: no line goes through them.
+    """Fits the coefficients of time by least squares. No coefficient is negative.
+
+    Args:
+        limits: a model with the other fields.
+    """
+    # Steps of two or three rows can take longer than steps of more rows, so a line does not fit.
     counts = sorted({step.rows for step in steps})
     rows = np.array(
         [[*(float(step.rows == count) for count in counts), step.context] for step in steps]
@@ -97,8 +112,9 @@ def fit(
 
 
 def _least_squares(columns: Float64, values: Float64, whole: Float64) -> list[float]:
-    """Returns coefficients by which errors are least, relative to `whole`; those that would be
-    negative are 0, from the last on."""
+    """Returns the coefficients with the least errors relative to `whole`.
+
+    Coefficients that would be negative are set to 0, beginning with the last one."""
     weighted, wanted = columns / whole[:, None], values / whole
     used = list(range(columns.shape[1]))
     while True:
@@ -112,10 +128,10 @@ def _least_squares(columns: Float64, values: Float64, whole: Float64) -> list[fl
 
 
 def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
-    """Measures a server that does nothing else.
+    """Measures a server. The server must have no other requests.
 
     Raises:
-        ConfigError: it does not answer, or the key is no admin's.
+        ConfigError: the server does not answer, or the key is not an admin's.
     """
     server = Server(url, key)
     name = model or server.model()
@@ -144,12 +160,12 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
         return answers
 
     longest = min(_LONGEST, info.max_model_len - _OUTPUT - 1)
-    ask([_SHORT] * 4, _OUTPUT, 2)  # what is first is slow
+    ask([_SHORT] * 4, _OUTPUT, 2)  # A warm-up, because the first requests are slow.
     lengths = [int(longest * share) for share in _LENGTHS]
     prompts = [
         PromptSample(length, float(np.median([a.times[0] - a.sent for a in answers])))
         for length in lengths
-        # With a second token: an engine may tell of the first when the next step is launched.
+        # Two tokens, because an engine may report the first when it launches the next step.
         for answers in (ask([length] * _REPEATS, 2, 1),)
     ]
     for share in _HELD:
@@ -171,7 +187,7 @@ def calibrate(url: str, *, key: str | None, model: str | None) -> EngineModel:
 
 
 def _between(answers: Sequence[Answer]) -> float:
-    """Returns the median seconds between two tokens, while all generate."""
+    """Returns the median seconds between two tokens while all requests generate."""
     begin = max(answer.times[0] for answer in answers)
     end = min(answer.times[-1] for answer in answers)
     gaps = [

@@ -1,4 +1,4 @@
-"""The model of an engine: what a step takes, and what fits."""
+"""The model of an engine: the time of a step, and the limits of steps and of the cache."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         step_seconds: pairs of a number of generating rows and a step's seconds. Values in between
-            are interpolated, values beyond the last pair extrapolated. A step without generating
-            rows takes as long as one with a single row.
-        prompt_token_seconds: added for each prompt token.
-        context_token_seconds: added for each token that a generating row attends to.
-        prompt_pair_seconds: added for each pair of a prompt token and a token it attends to.
-        request_seconds: a request's time outside of steps: tokenizing, HTTP.
+            are interpolated. Values beyond the last pair are extrapolated. A step without
+            generating rows takes as long as a step with one row.
+        prompt_token_seconds: time per prompt token.
+        context_token_seconds: time per token to which a generating row attends.
+        prompt_pair_seconds: time per pair of a prompt token and a token to which it attends.
+        request_seconds: a request's time outside of steps, for tokenizing and HTTP.
         max_tokens: the most tokens of a step.
         max_rows: the most rows of a step.
-        kv_tokens: tokens that the KV cache has room for.
-        handover_seconds: for each prompt that another replica computed.
-        handover_token_seconds: for each token of such a prompt.
+        kv_tokens: number of tokens that fit into the KV cache.
+        handover_seconds: time per prompt that another replica computed.
+        handover_token_seconds: time per token of such a prompt.
     """
 
     step_seconds: tuple[tuple[int, float], ...] = ((1, 4e-3), (256, 9e-3))
@@ -42,8 +42,14 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     handover_token_seconds: float = 3e-6
 
     def step(self, prompt_tokens: int, rows: int, context: int, pairs: float = 0.0) -> float:
-        """Returns the seconds of a step. context: tokens that all rows attend to. pairs: of prompt
-        tokens and those that they attend to."""
+        """Returns the seconds of a step.
+
+        Args:
+            prompt_tokens: number of prompt tokens.
+            rows: number of generating rows.
+            context: number of tokens to which all generating rows attend.
+            pairs: number of pairs of a prompt token and a token to which it attends.
+        """
         return (
             self.rows_seconds(rows)
             + self.prompt_token_seconds * prompt_tokens
@@ -52,8 +58,7 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def rows_seconds(self, rows: int) -> float:
-        """Returns the seconds of a step in which so many rows generate, but for what they attend
-        to."""
+        """Returns the seconds of a step with this number of generating rows, without attention."""
         known = self.step_seconds
         place = min(bisect_right(known, (rows, float("inf"))), len(known) - 1)
         (low, begin), (high, end) = known[max(place - 1, 0)], known[place]
@@ -63,8 +68,12 @@ class EngineModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def pairs_of(begin: int, tokens: int) -> float:
-    """Returns the pairs of `tokens` tokens of a prompt and those that they attend to, where `begin`
-    stand before them."""
+    """Returns the number of pairs of a prompt token and a token to which it attends.
+
+    Args:
+        begin: number of tokens before the prompt tokens.
+        tokens: number of prompt tokens.
+    """
     return tokens * (begin + tokens / 2)
 
 
@@ -72,7 +81,7 @@ def read_engine(path: Path) -> EngineModel:
     """Reads a model's JSON.
 
     Raises:
-        ConfigError: the file cannot be read, or a value is wrong.
+        ConfigError: the file cannot be read, or a value is invalid.
     """
     try:
         model = msgspec.json.decode(read_bounded(path), type=EngineModel)

@@ -23,7 +23,7 @@ from quire.tools.simulate.trace import TraceRequest, WorkloadTrace
 
 _BYTES_PER_TOKEN = 4
 _REPORT_SECONDS = 0.1
-"""From one report of an engine to the next, as `GET /kv/events` has it."""
+"""Seconds between two reports of an engine, as in `GET /kv/events`."""
 _REPORTED_BLOCKS = 64
 
 Event = tuple[float, int, Literal["wake", "add"], int, "Flight | None"]
@@ -34,8 +34,15 @@ class Flight:
     """A request on its way through the fleet.
 
     Attributes:
-        prefill_at: the replica that is computing its prompt for another replica.
-        cached_apart: prompt tokens that the prefill replica had cached; None without one.
+        asked: the request in the trace.
+        prompt: the prompt as the router knows it.
+        blocks: the prompt's blocks.
+        choice: the replicas that the router chose.
+        request: the request at the answering node.
+        prefill_at: number of the prefill replica that computes the prompt at the moment.
+        cached_apart: number of prompt tokens that the prefill replica had cached. None without a
+            prefill replica.
+        reported: whether the router has seen the head of the answer.
     """
 
     asked: TraceRequest
@@ -49,7 +56,7 @@ class Flight:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that did not have to be computed."""
+        """The number of prompt tokens that were cached."""
         return self.request.cached if self.cached_apart is None else self.cached_apart
 
     @property
@@ -65,7 +72,7 @@ class Flight:
 
 @dataclass(slots=True)
 class SimulatedReplica:
-    """A node with what the router knows of it."""
+    """A node, and the router's knowledge of it."""
 
     node: SimulatedNode
     state: ReplicaState
@@ -73,19 +80,32 @@ class SimulatedReplica:
     flights: dict[int, Flight] = field(default_factory=dict)
     reported: float = -math.inf
     queued: float = math.inf
-    """The moment for which the node is in the queue of events."""
+    """The time for which the node is in the queue of events."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRun:
-    """flights: all requests, ended. seconds: from the first arrival to the last token."""
+    """The result of a run.
+
+    Attributes:
+        flights: all requests. They have ended.
+        seconds: time from the first arrival to the last token.
+    """
 
     flights: list[Flight]
     seconds: float
 
 
 class SimulatedFleet:
-    """Replicas of one model. prefill: how many of the nodes compute prompts for the others."""
+    """Simulated replicas of one model.
+
+    Args:
+        nodes: number of nodes.
+        model: the model of each node.
+        policy: the router's policy.
+        block_size: tokens of a block.
+        prefill: number of nodes that compute prompts for the others.
+    """
 
     def __init__(
         self, nodes: int, model: EngineModel, policy: RoutePolicy, block_size: int, prefill: int = 0
@@ -147,7 +167,7 @@ class SimulatedFleet:
                 if replica.node.step is not begun:
                     self._launched(replica)
             elif at < replica.queued:
-                continue  # its steps were cut short since
+                continue  # An arrival has shortened the node's steps since this was queued.
             else:
                 replica.queued = math.inf
                 self._advance(replica, at)
@@ -179,7 +199,7 @@ class SimulatedFleet:
             replica.rate.launched(sum(tokens for _, tokens in step.prompts), step.begin)
 
     def _answered(self, flight: Flight) -> None:
-        """The first token has come: the answer's head tells the prompt's blocks."""
+        """Processes the first token: the answer's head reports the prompt's blocks."""
         if flight.prefill_at is not None or flight.reported:
             return
         flight.reported = True
@@ -195,7 +215,7 @@ class SimulatedFleet:
             flight.choice.end()
             self._ended.append(flight)
             return
-        # The prompt is computed: its blocks go to the one that answers.
+        # The prompt is computed, and its blocks are sent to the answering node.
         flight.prefill_at = None
         reader = self._replicas[flight.choice.index]
         lacking = flight.asked.prompt - reader.node.cache.held(flight.blocks) * self._size
@@ -208,7 +228,7 @@ class SimulatedFleet:
         self._push(at, "add", flight.choice.index, flight)
 
     def _report(self, replica: SimulatedReplica, now: float) -> None:
-        """Tells the router what has changed at a node."""
+        """Reports a node's changes to the router."""
         node, model = replica.node, self._model
         changes = dict.fromkeys(node.cache.stored, True)
         for name in node.cache.removed:
@@ -240,8 +260,9 @@ def _names(blocks: Sequence[int]) -> Blocks:
 
 
 def _keys(blocks: Sequence[int], block_size: int) -> tuple[bytes, ...]:
-    """Returns keys of a prompt's pieces: a block of a trace stands for all tokens up to its end,
-    and so does the key of a piece in it."""
+    """Returns the keys of a prompt's pieces.
+
+    A block id of a trace stands for all tokens up to the block's end. A piece's key does, too."""
     size = block_size * _BYTES_PER_TOKEN
     pieces = len(blocks) * size // PIECE_BYTES
     return tuple(

@@ -1,8 +1,8 @@
 """One simulated engine: continuous batching over a prefix cache, in simulated time.
 
-Requests start in order of arrival, as far as rows and KV have room. A step gives each generating
-request a token, and the rest of its tokens to prompts. Between two events a node only generates, so
-many steps are taken at once.
+Requests start in order of arrival while rows and KV are available. A step computes one token of
+each generating request, and the rest of its budget is for prompts. Between two events a node only
+generates, so many steps are simulated at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ Blocks = tuple[bytes, ...]
 class SimulatedRequest:
     """A request at a node.
 
-    blocks: names of the prompt's whole blocks. to_compute: prompt tokens left. left: tokens left to
-    generate. cached: prompt tokens that were held. first, last: moments of its first and last
-    token.
+    Attributes:
+        arrived: time of arrival.
+        prompt: number of prompt tokens.
+        output: number of output tokens.
+        blocks: names of the prompt's whole blocks.
+        to_compute: number of prompt tokens that are not computed yet.
+        left: number of output tokens that are not generated yet.
+        cached: number of prompt tokens that were cached.
+        first: time of the first token.
+        last: time of the last token.
     """
 
     arrived: float
@@ -38,19 +45,19 @@ class SimulatedRequest:
 
 
 class BlockCache:
-    """Held blocks, least recently used first. Blocks of requests that run are not evicted."""
+    """The cached blocks, in LRU order. Blocks of running requests are not evicted."""
 
     def __init__(self, blocks: int) -> None:
         self._most = blocks
         self._idle: OrderedDict[bytes, None] = OrderedDict()
         self._used: dict[bytes, int] = {}
         self.running_blocks = 0
-        """Blocks of requests that run, beyond those of `_used`."""
+        """Number of running requests' blocks that are not in `_used`."""
         self.stored: list[bytes] = []
         self.removed: list[bytes] = []
 
     def held(self, blocks: Blocks) -> int:
-        """Counts the first blocks that are held."""
+        """Counts how many of the first blocks are cached."""
         count = 0
         for name in blocks:
             if name not in self._used and name not in self._idle:
@@ -68,7 +75,7 @@ class BlockCache:
         return self._most
 
     def use(self, blocks: Blocks, more: int) -> None:
-        """Books a request's blocks, and `more` for what is not shared."""
+        """Books a request's shared blocks, and `more` others."""
         for name in blocks:
             if name in self._used:
                 self._used[name] += 1
@@ -82,7 +89,7 @@ class BlockCache:
         self._evict()
 
     def leave(self, blocks: Blocks, more: int) -> None:
-        """Gives a request's blocks up; longer prefixes will be evicted first."""
+        """Releases a request's blocks. Longer prefixes will be evicted before shorter ones."""
         for name in reversed(blocks):
             self._used[name] -= 1
             if not self._used[name]:
@@ -92,7 +99,7 @@ class BlockCache:
         self._evict()
 
     def add(self, blocks: Blocks) -> None:
-        """Takes in blocks that come from elsewhere."""
+        """Adds blocks that another node has computed."""
         self.use(blocks, 0)
         self.leave(blocks, 0)
 
@@ -103,8 +110,14 @@ class BlockCache:
 
 @dataclass(slots=True)
 class SimulatedStep:
-    """Steps under way. count: of equal ones, `seconds` each, from `begin`. prompts: requests and
-    the tokens that are computed of their prompts, only where there is one step."""
+    """A run of equal steps in flight.
+
+    Attributes:
+        begin: time at which the first step begins.
+        seconds: time of each step.
+        count: number of steps. It is 1 if there are prompts.
+        prompts: requests, and the number of prompt tokens that the step computes.
+    """
 
     begin: float
     seconds: float
@@ -131,27 +144,27 @@ class SimulatedNode:
 
     @property
     def wakes(self) -> float:
-        """The moment of its next event."""
+        """The time of the node's next event."""
         return math.inf if self.step is None else self.step.end
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens that are to be computed."""
+        """The number of prompt tokens that are not computed yet."""
         return self._waiting_tokens + sum(request.to_compute for request in self.prefilling)
 
     def add(self, request: SimulatedRequest, now: float) -> None:
-        """Takes a request in."""
+        """Adds a request."""
         self.waiting.append(request)
         self._waiting_tokens += request.prompt
         step = self.step
         if step is None:
             self._begin(now)
         elif step.count > 1:
-            # It may start behind the step that runs now.
+            # The request may start after the step that runs now.
             step.count = max(1, math.ceil((now - step.begin) / step.seconds))
 
     def advance(self, now: float) -> Iterable[SimulatedRequest]:
-        """Ends the steps that are over; returns the requests that end with them."""
+        """Ends the steps that are over. Returns the requests that end with them."""
         step = self.step
         if step is None or step.end > now:
             return ()
@@ -171,7 +184,7 @@ class SimulatedNode:
         for request, tokens in step.prompts:
             request.to_compute -= tokens
             if not request.to_compute:
-                # Before, what it attends to counts by its pairs.
+                # Until now the prompt's attention was counted by pairs.
                 self._context += request.prompt
                 self.prefilling.remove(request)
                 request.first, request.left = step.end, request.output - 1
@@ -226,7 +239,7 @@ class SimulatedNode:
         if not prompts:
             count = min(request.left for request in self.generating)
         tokens, rows = sum(tokens for _, tokens in prompts), len(self.generating)
-        # Of many steps, the one in the middle stands for all.
+        # All steps take the time of the step in the middle.
         context = self._context + rows * (count - 1) // 2
         self.step = SimulatedStep(
             now, self.model.step(tokens, rows, context, pairs), count, prompts

@@ -15,9 +15,24 @@ from quire.tools.simulate.fleet import FleetRun
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A policy's figures. Times are in seconds. ttft: until the first token. latency: until the
-    last. itl: between two tokens, each request's mean. hit_rate: share of prompt tokens that did
-    not have to be computed. apart: share of prompts that another replica computed."""
+    """The figures of one policy. Times are in seconds.
+
+    Attributes:
+        policy: the policy.
+        nodes: number of nodes.
+        prefill_nodes: number of prefill nodes.
+        requests: number of requests.
+        seconds: time from the first arrival to the last token.
+        output_tok_s: output tokens per second.
+        hit_rate: fraction of prompt tokens that were cached.
+        apart: fraction of prompts that another replica computed.
+        ttft_p50_s: median time to the first token.
+        ttft_p99_s: 99th percentile of the time to the first token.
+        latency_p50_s: median time to the last token.
+        latency_p99_s: 99th percentile of the time to the last token.
+        itl_p50_s: median over requests of the mean time between two tokens.
+        itl_p99_s: 99th percentile over requests of the mean time between two tokens.
+    """
 
     policy: RoutePolicy
     nodes: int

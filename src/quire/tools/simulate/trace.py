@@ -1,9 +1,9 @@
 """Traces of requests: when they came, how long they were, and which blocks their prompts share.
 
-Two published formats are read, a JSON object a line. Mooncake's (Qin et al., 2024): `timestamp` in
-ms, blocks of 512 tokens. Qwen's (Wang et al., 2025): `timestamp` in s, blocks of 16 tokens, with
-`chat_id`. Both have `input_length`, `output_length` and `hash_ids`, where equal ids stand for equal
-blocks behind equal prefixes.
+It reads two published formats with one JSON object per line. Mooncake's (Qin et al., 2024) has
+`timestamp` in ms and blocks of 512 tokens. Qwen's (Wang et al., 2025) has `timestamp` in s, blocks
+of 16 tokens, and `chat_id`. Both have `input_length`, `output_length` and `hash_ids`. Equal ids
+stand for equal blocks after equal prefixes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from quire.system import open_regular
 MOONCAKE_BLOCK = 512
 QWEN_BLOCK = 16
 _MOST_LINE = 16 << 20
-"""Bytes of a line."""
+"""Limit for the bytes of a line."""
 _MOST_TOKENS = 1 << 31
-"""Tokens of a prompt or an answer; a simulation takes steps for all of a prompt's."""
+"""Limit for the tokens of a prompt or an answer, because a long prompt takes many simulated
+steps."""
 
 
 class _Line(msgspec.Struct):
@@ -35,7 +36,14 @@ class _Line(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """at: seconds from the trace's start. blocks: ids of the prompt's whole blocks."""
+    """A request of a trace.
+
+    Attributes:
+        at: arrival, in seconds from the trace's start.
+        prompt: number of prompt tokens.
+        output: number of output tokens.
+        blocks: ids of the prompt's whole blocks.
+    """
 
     at: float
     prompt: int
@@ -45,17 +53,27 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkloadTrace:
-    """Requests in order of arrival. block_size: tokens of a block."""
+    """A trace.
+
+    Attributes:
+        requests: requests in order of arrival.
+        block_size: tokens of a block.
+    """
 
     requests: list[TraceRequest]
     block_size: int
 
 
 def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> WorkloadTrace:
-    """Reads a trace. speed: how often faster requests come than they did. most: requests to read.
+    """Reads a trace.
+
+    Args:
+        path: the file.
+        speed: factor by which requests arrive faster than in the trace.
+        most: number of requests to read; None reads all.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is none of a trace.
+        ConfigError: the file cannot be read, or a line does not describe a request.
     """
     decoder = msgspec.json.Decoder(_Line)
     lines: list[_Line] = []
@@ -73,7 +91,7 @@ def read_trace(path: Path, *, speed: float = 1.0, most: int | None = None) -> Wo
     except msgspec.DecodeError as error:
         raise ConfigError(f"trace: line {number}: {error}", "trace") from None
     if not lines:
-        raise ConfigError("trace: there are no requests", "trace")
+        raise ConfigError("trace: the file has no requests", "trace")
     qwen = lines[0].chat_id is not None
     size, second = (QWEN_BLOCK, 1.0) if qwen else (MOONCAKE_BLOCK, 1e3)
     lines.sort(key=lambda line: line.timestamp)

@@ -1,4 +1,4 @@
-"""Checks: each asks a server something whose right answer is known without knowing its model."""
+"""Checks. Each sends requests whose correct results do not depend on the server's model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from quire.tools.verify.session import LIMIT, PROMPT, Session
 _SEED = 20_260_101
 _TOP = 5
 _ROUNDING = 1e-3
-"""Largest error of a sum of probabilities, and of two equal log-probabilities."""
+"""Largest error of a sum of probabilities, and largest difference of equal log-probabilities."""
 _OPEN_PROMPT = "Write a poem about the sea."
 _HOT = 2.0
-"""The highest temperature of OpenAI's API: there even small models say different things."""
+"""The highest temperature of OpenAI's API. With it even small models give different answers."""
 _STOP_LENGTH = 3
 _COUNTS = ("prompt_tokens", "completion_tokens", "total_tokens")
 _REPLACEMENT = "\ufffd"
-"""Stands at the end of a text that breaks off inside a character."""
+"""The last character of a text that ends inside a character."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class Check:
     """One check.
 
     Attributes:
-        run: returns what was compared. Raises FailedError or NotOfferedError.
-        chat_only: whether OpenAI's API has the field on the chat route alone.
+        name: name of the check.
+        run: returns a text that says what was compared. Raises FailedError or NotOfferedError.
+        chat_only: whether OpenAI's API has the field only on the chat route.
     """
 
     name: str
@@ -54,7 +55,7 @@ def same_seed(session: Session) -> str:
 
 
 def other_seeds(session: Session) -> str:
-    """Asks for what can be said in many ways: four equal answers are those of one seed."""
+    """Asks an open question with four seeds. Four equal answers mean that seeds are ignored."""
     texts = set()
     for seed in range(_SEED, _SEED + 4):
         body = session.body(_OPEN_PROMPT, LIMIT, temperature=_HOT, seed=seed)
@@ -65,7 +66,7 @@ def other_seeds(session: Session) -> str:
 
 
 def stream_is_whole(session: Session) -> str:
-    """Compares text, finish reason and, where streams have it, usage."""
+    """Compares text and finish reason, and usage if streams have it."""
     whole, body = session.greedy(), session.body(PROMPT, LIMIT)
     told = True
     try:
@@ -92,7 +93,7 @@ SCHEMA: dict[str, Any] = {
 
 
 def schema_enforced(session: Session) -> str:
-    """Asks hot, and for something else, so that only a grammar leads to the schema."""
+    """Asks for something else at a high temperature, so that only a grammar leads to the schema."""
     form = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True}}
     form["json_schema"]["schema"] = SCHEMA  # type: ignore[index]
     body = session.body(_OPEN_PROMPT, 4 * LIMIT, temperature=1.0, response_format=form)
@@ -110,7 +111,7 @@ def _require_schema(text: str) -> None:
     try:
         value = json.loads(text)
     except ValueError:
-        raise FailedError(f"the answer is no JSON: {text[:80]!r}") from None
+        raise FailedError(f"the answer is not JSON: {text[:80]!r}") from None
     fits = (
         isinstance(value, dict)
         and set(value) == set(SCHEMA["properties"])
@@ -119,7 +120,7 @@ def _require_schema(text: str) -> None:
         and value["legs"] in SCHEMA["properties"]["legs"]["enum"]
         and isinstance(value["awake"], bool)
     )
-    require(fits, f"the answer is not of the schema: {text[:80]!r}")
+    require(fits, f"the answer does not match the schema: {text[:80]!r}")
 
 
 def stop_strings(session: Session) -> str:
@@ -142,7 +143,7 @@ def stop_strings(session: Session) -> str:
 
 
 def _stop_of(text: str) -> str:
-    """Returns a piece from the text's middle that does not begin it."""
+    """Returns a piece from the middle of the text. The text must not begin with the same piece."""
     for at in range(len(text) // 2, len(text) - _STOP_LENGTH + 1):
         piece = text[at : at + _STOP_LENGTH]
         if text.index(piece) and piece == piece.strip() and _REPLACEMENT not in piece:
@@ -171,12 +172,16 @@ def logprobs_consistent(session: Session) -> str:
 
 
 def _require_ranked(entry: TokenLogprob, name: str, ordered: bool) -> None:
-    """Checks the log-probabilities of one greedy token. `ordered`: `top` is a list by rank."""
+    """Checks the log-probabilities of one greedy token.
+
+    Args:
+        ordered: whether `top` is in order of rank.
+    """
     require(
         entry.logprob <= _ROUNDING and not math.isnan(entry.logprob),
         f"{name} has log-probability {entry.logprob}",
     )
-    # The generated token may come in addition to those that were asked for.
+    # The generated token may be listed in addition to the requested number of tokens.
     most = _TOP if ordered else _TOP + 1
     require(0 < len(entry.top) <= most, f"{name} has {len(entry.top)} of {_TOP} likeliest tokens")
     values = [value for _, value in entry.top]
@@ -265,7 +270,7 @@ def bad_parameters(session: Session) -> str:
 
 
 def _require_refused(session: Session, body: Any, status: int, name: str) -> str:
-    """Requires an error of that status in OpenAI's shape; returns its message."""
+    """Requires an error of this status in OpenAI's format. Returns its message."""
     reply = session.post(body)
     require(reply.status == status, f"{name} is answered with {reply.status}, not {status}")
     require(bool(reply.message), f"the {status} for {name} has no error.message")

@@ -9,26 +9,30 @@ Status = Literal["passed", "failed", "not offered"]
 
 
 class FailedError(Exception):
-    """A check found the server wrong. The message says in what."""
+    """A check found an error of the server. The message describes it."""
 
 
 class NotOfferedError(Exception):
-    """A check cannot be made, as the server does not take the field that it needs."""
+    """A check cannot be made, because the server does not support a field that it needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Holds what became of one check on one route.
+    """The result of one check on one route.
 
     Attributes:
+        check: name of the check.
         route: "chat" or "completions".
+        status: whether the check passed, failed or was not made.
         detail: what was compared, what was wrong, or why the check was not made.
+        seen_in: issues of other projects that describe the bug, as "project#number".
     """
 
     check: str
     route: str
     status: Status
     detail: str
+    seen_in: tuple[str, ...] = ()
 
 
 def require(true: bool, otherwise: str) -> None:
@@ -41,8 +45,8 @@ def require_same(name: str, first: object, second: object, places: str) -> None:
     """Raises FailedError unless both are equal.
 
     Args:
-        name: of the value, as in "text".
-        places: where they are from, as in "the first and the second answer".
+        name: name of the value, such as "text".
+        places: the sources of both values, such as "the first and the second answer".
     """
     if first == second:
         return

@@ -1,4 +1,4 @@
-"""Generating routes of OpenAI's API: their bodies, and their answers in one form."""
+"""The generating routes of OpenAI's API: builds their bodies, and reads their answers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ class TokenLogprob:
     """Log-probability of a generated token.
 
     Attributes:
-        data: bytes of the token; None where the server does not tell them.
-        top: the likeliest tokens and theirs, in the server's order.
+        token: the token's text.
+        data: the token's bytes; None if the server does not send them.
+        logprob: the token's log-probability.
+        top: the likeliest tokens and their log-probabilities, in the server's order.
     """
 
     token: str
@@ -28,7 +30,14 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class CheckedChoice:
-    """One completion. `reasoning` is what a chat model thought before its answer."""
+    """One completion.
+
+    Attributes:
+        text: the answer.
+        reasoning: a chat model's reasoning before the answer.
+        finish_reason: the server's finish reason; None before the end.
+        logprobs: log-probabilities of the generated tokens.
+    """
 
     text: str = ""
     reasoning: str = ""
@@ -38,7 +47,12 @@ class CheckedChoice:
 
 @dataclass(slots=True)
 class CheckedAnswer:
-    """Completions by their index, and the server's account of tokens; None where it gave none."""
+    """The answer to a request.
+
+    Attributes:
+        choices: completions by their index.
+        usage: the server's counts of tokens; None if it sent none.
+    """
 
     choices: dict[int, CheckedChoice]
     usage: Json | None
@@ -50,7 +64,7 @@ class CheckedAnswer:
         return self.choices[0]
 
     def tokens(self, name: str) -> int:
-        """Returns a count of `usage`. Raises FailedError where it is missing or no count."""
+        """Returns a count of `usage`. Raises FailedError if it is missing or not a count."""
         count = (self.usage or {}).get(name)
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise FailedError(f"usage.{name} is {count!r}")
@@ -62,8 +76,10 @@ class CheckedRoute:
     """One generating route.
 
     Attributes:
-        prompt: returns the fields that hold the prompt.
-        logprobs: fields that ask for the 5 likeliest tokens.
+        name: "chat" or "completions".
+        path: path of the URL.
+        prompt: returns the body's fields for a prompt.
+        logprobs: the body's fields that ask for the 5 likeliest tokens.
         add: adds a choice of an answer, or of a stream's chunk, to a `CheckedChoice`.
     """
 
@@ -121,7 +137,7 @@ ROUTES = (CHAT, COMPLETIONS)
 
 
 def add_choices(route: CheckedRoute, choices: dict[int, CheckedChoice], body: Json) -> None:
-    """Adds the choices of an answer or a chunk. Raises FailedError where it has another shape."""
+    """Adds the choices of an answer or a chunk. Raises FailedError if the format is wrong."""
     try:
         for raw in body["choices"]:
             choice = choices.setdefault(int(raw["index"]), CheckedChoice())
@@ -134,12 +150,12 @@ def add_choices(route: CheckedRoute, choices: dict[int, CheckedChoice], body: Js
                 raise FailedError(f"finish_reason is {reason!r}")
             choice.finish_reason = reason or ended
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise FailedError(f"the answer is not of OpenAI's shape: {error!r}") from None
+        raise FailedError(f"the answer does not have OpenAI's format: {error!r}") from None
 
 
 def usage_of(body: Json) -> Json | None:
-    """Returns the account of tokens of an answer or a chunk. Raises FailedError where it has
-    another shape."""
+    """Returns the token counts of an answer or a chunk. Raises FailedError if the format is
+    wrong."""
     usage = body.get("usage")
     details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
     if not isinstance(usage, dict | None) or not isinstance(details, dict | None):

@@ -1,4 +1,4 @@
-"""All checks on all routes of a server."""
+"""Runs all checks on all routes of a server."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from quire.errors import ConfigError
 from quire.http_client import HttpClient
 from quire.tools.verify.checks import CHECKS, Check
 from quire.tools.verify.outcome import FailedError, NotOfferedError, Outcome, Status
-from quire.tools.verify.routes import ROUTES
+from quire.tools.verify.routes import CHAT, ROUTES
 from quire.tools.verify.session import REFUSED, Session, send
+from quire.tools.verify.tool_checks import TOOL_CHECKS
+from quire.tools.verify.tool_session import ToolSession
 
 OnOutcome = Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ScoreCard:
-    """Outcomes of all checks, by route and in the order of `CHECKS`."""
+    """The outcomes of all checks of a server, by route and in the order of `CHECKS`."""
 
     url: str
     model: str
@@ -33,12 +35,12 @@ def verify(
     """Makes all checks, one request at a time.
 
     Args:
-        model: its name; None takes the first that the server lists.
+        model: name of the model; None takes the first one that the server lists.
         on_outcome: called after each check.
 
     Raises:
-        ConfigError: the server cannot be reached, refuses the key, names no model, or answers the
-            plainest request on no route.
+        ConfigError: the server cannot be reached, refuses the key, names no model, or has no route
+            that answers the simplest request.
     """
     model = model or _first_model(client)
     outcomes: list[Outcome] = []
@@ -59,9 +61,30 @@ def verify(
     return ScoreCard(client.url, model, outcomes)
 
 
+def verify_tools(
+    client: HttpClient, model: str | None = None, on_outcome: OnOutcome | None = None
+) -> ScoreCard:
+    """Makes all checks of tool calls. Arguments and errors are those of `verify`."""
+    model = model or _first_model(client)
+    session = Session(client, model, CHAT)
+    absent = _absence(session)
+    if absent is not None:
+        raise ConfigError(absent.detail, "url")
+    tools = ToolSession(session)
+    outcomes = []
+    for check in TOOL_CHECKS:
+        status, detail = _result(lambda run=check.run: run(tools))  # type: ignore[misc]
+        outcome = Outcome(check.name, CHAT.name, status, detail, check.seen_in)
+        outcomes.append(outcome)
+        if on_outcome is not None:
+            on_outcome(outcome)
+    return ScoreCard(client.url, model, outcomes)
+
+
 def _absence(session: Session) -> Outcome | None:
-    """Returns the outcome of all checks of a route that the server does not have, or that answers
-    not even the plainest request; None where it answers."""
+    """Returns one outcome for all checks of a route if the route cannot be used, else None.
+
+    The server does not have the route, or the route does not answer the simplest request."""
     try:
         reply = session.probe()
     except FailedError as error:
@@ -76,14 +99,17 @@ def _absence(session: Session) -> Outcome | None:
 
 
 def _outcome(check: Check, session: Session) -> Outcome:
-    status: Status = "passed"
+    return Outcome(check.name, session.route.name, *_result(lambda: check.run(session)))
+
+
+def _result(run: Callable[[], str]) -> tuple[Status, str]:
+    """Returns the status and the detail of a check."""
     try:
-        detail = check.run(session)
+        return "passed", run()
     except FailedError as error:
-        status, detail = "failed", str(error)
+        return "failed", str(error)
     except NotOfferedError as error:
-        status, detail = "not offered", str(error)
-    return Outcome(check.name, session.route.name, status, detail)
+        return "not offered", str(error)
 
 
 def _first_model(client: HttpClient) -> str:

@@ -1,4 +1,4 @@
-"""Requests of the checks: whole answers, streams and refusals."""
+"""Sends the requests of the checks, and reads whole answers, streams and errors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from quire.tools.verify.routes import (
 )
 
 REFUSED = frozenset({400, 404, 405, 415, 422, 501})
-"""Statuses with which servers refuse a field or route that they do not have."""
+"""Statuses by which servers refuse a field or a route that they do not have."""
 _MOST_BYTES = 16_000_000
 _MOST_STREAMED_BYTES = 2_000_000
-"""The checks' streams have some ten kilobytes."""
+"""Limit for the bytes of a stream. The checks' streams have about ten kilobytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A status and a body; None for a body that is no JSON."""
+    """An HTTP status and a JSON body. The body is None if it is not JSON."""
 
     status: int
     body: Any
 
     @property
     def message(self) -> str:
-        """The message of OpenAI's error object, or "" """
+        """The message of OpenAI's error object, or an empty text."""
         error = self.body.get("error") if isinstance(self.body, dict) else None
         message = error.get("message") if isinstance(error, dict) else None
         return message if isinstance(message, str) else ""
@@ -50,7 +50,7 @@ def send(client: HttpClient, method: str, path: str, content: str | None = None)
     """Sends one request.
 
     Raises:
-        ConfigError: the server cannot be reached, or its answer does not come.
+        ConfigError: the server cannot be reached, or does not answer.
     """
     connection, response = client.request(method, path, content)
     try:
@@ -63,7 +63,7 @@ def send(client: HttpClient, method: str, path: str, content: str | None = None)
 
 
 def _parsed(data: bytes) -> Any:
-    """Returns the value of a JSON text; None where it is none."""
+    """Returns the value of a JSON text, or None if the text is not JSON."""
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ class Session:
         self._greedy: CheckedAnswer | None = None
 
     def probe(self) -> Reply:
-        """Sends the plainest request, and settles which field limits an answer's length."""
+        """Sends the simplest request, and finds out which field limits an answer's length."""
         reply = self.post(self.body("Hello", limit=1))
         if reply.status == 400 and "max_completion_tokens" in reply.message:
             self._limit = "max_completion_tokens"
@@ -89,7 +89,7 @@ class Session:
         return reply
 
     def body(self, prompt: str, limit: int, **fields: Any) -> Json:
-        """Returns a request's body: greedy, unless `fields` say otherwise."""
+        """Returns a request's body. Decoding is greedy, unless `fields` change that."""
         start = {"model": self.model, self._limit: limit, "temperature": 0.0}
         return {**start, **self.route.prompt(prompt), **fields}
 
@@ -109,35 +109,36 @@ class Session:
         """Returns a whole answer.
 
         Args:
-            needs: the field that the server may lack.
+            needs: a field of the body that the server may not support.
 
         Raises:
-            NotOfferedError: the server refuses a request with that field.
-            FailedError: the server answers with another error, or not in OpenAI's shape.
+            NotOfferedError: the server refuses a request with this field.
+            FailedError: the server answers with another error, or not in OpenAI's format.
         """
         reply = self.post(body)
-        _check_status(reply, needs)
+        check_status(reply, needs)
         choices: dict[int, CheckedChoice] = {}
         add_choices(self.route, choices, reply.body)
         return CheckedAnswer(choices, usage_of(reply.body))
 
     def stream(self, body: Json, needs: str = "") -> CheckedAnswer:
-        """Returns a streamed answer, put together. Errors are those of `ask`."""
+        """Returns the whole of a streamed answer. Raises the same errors as `ask`."""
         answer = CheckedAnswer({}, None)
         try:
-            for chunk in self._chunks({**body, "stream": True}, needs):
+            for chunk in self.chunks({**body, "stream": True}, needs):
                 add_choices(self.route, answer.choices, chunk)
                 answer.usage = usage_of(chunk) or answer.usage
         except (ConfigError, OSError, http.client.HTTPException) as error:
             raise FailedError(f"the stream broke off: {error}") from None
         return answer
 
-    def _chunks(self, body: Json, needs: str) -> Iterator[Json]:
+    def chunks(self, body: Json, needs: str) -> Iterator[Json]:
+        """Yields the events of a stream. Errors are those of `ask`."""
         connection, response = self.client.request("POST", self.route.path, json.dumps(body))
         try:
             if response.status != 200:
                 reply = Reply(response.status, _parsed(response.read(_MOST_BYTES)))
-                _check_status(reply, needs)
+                check_status(reply, needs)
             left = _MOST_STREAMED_BYTES
             while line := response.readline(left):
                 left -= len(line)
@@ -150,7 +151,7 @@ class Session:
                     return
                 chunk = _parsed(data)
                 if chunk is None:
-                    raise FailedError(f"an event is no JSON: {data[:100]!r}")
+                    raise FailedError(f"an event is not JSON: {data[:100]!r}")
                 if not isinstance(chunk, dict) or "error" in chunk:
                     raise FailedError(f"an event is an error: {data[:200]!r}")
                 yield chunk
@@ -159,7 +160,7 @@ class Session:
             connection.close()
 
     def greedy(self) -> CheckedAnswer:
-        """Returns the greedy answer to the checks' prompt, asked for once."""
+        """Returns the greedy answer to the checks' prompt. The request is sent only once."""
         if self._greedy is None:
             self._greedy = self.ask(self.body(PROMPT, LIMIT))
         return self._greedy
@@ -174,7 +175,8 @@ LIMIT = 48
 """Most tokens of the checks' answers."""
 
 
-def _check_status(reply: Reply, needs: str) -> None:
+def check_status(reply: Reply, needs: str) -> None:
+    """Raises FailedError unless the status is 200, or NotOfferedError if `needs` is refused."""
     if reply.status == 200:
         return
     if needs and reply.status in REFUSED:

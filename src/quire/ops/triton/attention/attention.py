@@ -1,11 +1,11 @@
 """Paged attention for mixed batches: rows of any length against a block-paged KV cache.
 
 Short rows (decode, drafts) have one tile of queries, and their KV is spread over programs
-(split-KV). Long rows have many tiles. In a step of many tokens these fill the card, and each tile
-walks its KV alone. In a step of fewer tokens, such as a prompt whose prefix is cached, their KV is
-spread over programs too. The device assigns rows to kernels from `query_start` and `seq_lens`.
-Grids follow from static bounds alone (token bucket, row bucket, `max_q_len`), so that one CUDA
-graph serves any mix within a bucket."""
+(split-KV). Long rows have many tiles. In a step of many tokens these tiles fill the card, and one
+program reads all KV of a tile. In a step of fewer tokens, such as a prompt with a cached prefix,
+the KV of long rows is spread over programs too. The device assigns rows to kernels by `query_start`
+and `seq_lens`. Grids depend only on static bounds (token bucket, row bucket, `max_q_len`), so one
+CUDA graph serves any mix of rows within a bucket."""
 
 from __future__ import annotations
 
@@ -36,38 +36,41 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 _LOG2E = math.log2(math.e)
 _FILLED = 3
-"""Programs per multiprocessor from which on rows fill the card by themselves."""
+"""With this many programs per multiprocessor, rows fill the card without being cut into parts."""
 _CROWDED = 8
-"""Programs per multiprocessor from which on short rows are not cut into parts, because one long row
-ends among waves of others."""
+"""From this many programs per multiprocessor on, short rows are not cut into parts. The longest row
+then ends while waves of other rows still run."""
 _ONE_WAVE = 5
 """Programs per multiprocessor that run at once, with one KV tile in flight each."""
 _THREE_AT_ONCE = 168
-"""Registers of a thread with which three programs of four warps run at once."""
+"""Registers per thread with which three programs of four warps run at once on a multiprocessor."""
 _MANY = 1 << 30
 _WIDE = 256
-"""Dimensions of a head beyond which tiles are bounded by registers."""
+"""For heads of more dimensions, registers limit the size of tiles."""
 _SHORT_TILE = 64
-"""If all rows of a bucket fit a tile of this many queries, no launch for long rows is needed."""
+"""If all rows of a bucket fit a tile of this many (token, head) pairs, no kernel for long rows is
+launched."""
 
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """Measured choices; by default they follow from the shapes.
+    """Choices for the launches. By default they follow from the shapes.
 
     Attributes:
-        programs: programs beyond one per row that short rows' KV is spread over.
+        decode: tiles of short rows.
+        prefill: tiles of long rows.
+        programs: number of programs, beyond one per row, over which short rows' KV is spread.
         min_tiles: the fewest KV tiles of a part of a short row.
-        spread: programs that long rows' KV is spread over if they have fewer tiles of queries; 0:
-            each tile walks its own KV alone.
-        most_parts: the most parts of a short row's KV, or of a long row's KV for each tile.
-        prefetch: load the first KV tile before waiting for the predecessor.
-        pdl: programmatic dependent launch; None: where the card has it.
-        upcast: compute in fp32; None: where tensor cores do not take bf16.
-        wgmma: the kernel for Hopper cards serves the long rows that it takes, unless `prefill`
-            names tiles.
-        fixed: one kernel, one tile and one order of summation for every row, whatever else is in
-            the batch.
+        most_parts: the most parts of a short row's KV, or of the KV of one tile of a long row.
+        spread: number of programs over which long rows' KV is spread if there are fewer tiles of
+            queries. 0 gives each tile one program.
+        prefetch: whether the first KV tile is loaded before the wait for the predecessor.
+        pdl: programmatic dependent launch. None uses it on cards that have it.
+        upcast: compute in fp32. None does so if the tensor cores do not support bf16.
+        wgmma: whether the kernel for Hopper cards serves the long rows that it supports. It never
+            does if `prefill` is set.
+        fixed: one kernel, one tile and one order of summation for every row, so results do not
+            depend on the rest of the batch.
     """
 
     decode: Tiles | None = None
@@ -95,23 +98,27 @@ def decode_tiles(
     queries: int, d_pad: int, element_size: int, kv_format: KVFormat, rows: int, kv_heads: int,
     card: DeviceTraits,
 ) -> Tiles:  # fmt: skip
-    """queries: (token, head) pairs of the longest short row."""
+    """Returns the tiles of short rows.
+
+    Args:
+        queries: number of (token, head) pairs of the longest short row.
+    """
     m = max(16, triton.next_power_of_2(queries))
     if card.capability < (8, 0):
         return Tiles(m, 32, 4, 1)
     if d_pad > _WIDE:
         return Tiles(m, 32, 4 if m == 16 else 8, 2)
     if kv_format.scales != "none":
-        # Half the bytes take as many instructions. So fewer instructions per byte, and more
-        # programs at once, matter most.
+        # 8-bit KV has half the bytes but needs as many instructions. So it matters most to have few
+        # instructions per byte and many programs at once.
         if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
-            # Integers would rather have the registers, unless there are programs for several waves.
+            # Integers gain more from registers, unless there are programs for several waves.
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
             return Tiles(m, 128, 4, 3, _THREE_AT_ONCE if m == 16 and three else None)
         return Tiles(m, 64, 4, 4 if m <= 16 and d_pad <= 128 else 3)
-    # Many programs run at once, and each has less in flight. This does not hold if they just
-    # exceed one wave and come from many rows, whose lengths will differ: the last to end then
-    # need depth.
+    # With many programs at once, each needs fewer loads in flight. The exception is a little more
+    # than one wave of programs from many rows. Their lengths differ, and the last programs then
+    # need many loads in flight.
     programs = rows * kv_heads
     ragged = rows > card.num_sms and programs <= _ONE_WAVE * card.num_sms
     shallow = programs > _FILLED * card.num_sms and not ragged
@@ -125,11 +132,11 @@ def prefill_tiles(
 
     Args:
         pairs: upper bound of the (token, head) pairs of a step.
-        cut: the tiles are for parts of a tile's KV.
+        cut: whether the KV of a tile is cut into parts.
     """
     d_pad = max(16, triton.next_power_of_2(head_dim))
     if element_size > 2 or card.capability < (8, 0):
-        # Tensor cores do not take these; FMAs compute the product, out of registers.
+        # Tensor cores do not support this dtype. FMAs compute the product from registers.
         return Tiles(32, 32 if d_pad <= 128 else 16, 4, 1)
     if d_pad > _WIDE:
         return Tiles(32, 32, 8, 2) if card.shared_memory >= 160 * 1024 else Tiles(16, 16, 4, 2)
@@ -140,9 +147,9 @@ def prefill_tiles(
     if card.shared_memory < 200 * 1024:
         return Tiles(128, 64, 4 if d_pad <= 64 else 8, 3)
     if cut:
-        return Tiles(64, 64, 4, 3)  # two at once, and all that a short part reads is in flight
+        return Tiles(64, 64, 4, 3)  # Two run at once, with all KV of a short part in flight.
     if pairs <= 96 * card.num_sms:
-        return Tiles(64, 128, 4, 2)  # so few that smaller tiles spread better
+        return Tiles(64, 128, 4, 2)  # Few pairs: smaller tiles keep more multiprocessors busy.
     return Tiles(128, 128, 8, 2)
 
 
@@ -207,20 +214,24 @@ def attention_schedule(
 
 
 def _more_programs(programs: int, kv_format: KVFormat, card: DeviceTraits) -> int:
-    """Returns the number of programs beyond one per row that short rows' KV is spread over."""
-    # A program gets through 8-bit tiles no faster than through others of twice the bytes.
+    """Returns the number of programs, beyond one per row, over which short rows' KV is spread."""
+    # A program needs as long for an 8-bit tile as for a 16-bit one of twice the bytes.
     each = 2 if kv_format.scales == "none" else 4
     if programs <= _FILLED * card.num_sms:
         return each * card.num_sms
     if programs > _CROWDED * card.num_sms:
         return 0
-    # Rows that fill the card stay whole, except rows of more than half again the mean length.
-    # Otherwise all would wait for one long context.
+    # If rows fill the card, only rows of more than 1.5 times the mean length are cut. Uncut, they
+    # would make all others wait.
     return min(2 * each * card.num_sms, programs * 2 // 3)
 
 
 def _spread(programs: int, tiles: Tiles, card: DeviceTraits, tuning: AttentionTuning) -> int:
-    """Programs to spread long rows' KV over, where tiles of queries alone make `programs`; or 0."""
+    """Returns the number of programs over which long rows' KV is spread, or 0.
+
+    Args:
+        programs: number of programs without spreading: one for each tile of queries.
+    """
     if tuning.most_parts == 1:
         return 0
     if tuning.spread is not None:
@@ -241,7 +252,7 @@ def _short_tiles(
 def _width(
     dtype: torch.dtype, kv_format: KVFormat, card: DeviceTraits, tuning: AttentionTuning
 ) -> int:
-    """Bytes of an element as it enters a matrix product."""
+    """Returns the bytes of an element as it enters a matrix product."""
     if kv_format.scales != "none":
         return 2
     return 4 if _upcast(dtype, card, tuning) else dtype.itemsize
@@ -270,24 +281,26 @@ def paged_attention(
     tuning: AttentionTuning | None = None,
 ) -> Tensor:
     """Computes causal attention of each row's last `q_len` positions over its `seq_len` stored
-    ones.
+    positions.
 
-    Returns [T, heads, D]; rows of padding are undefined.
+    Returns [T, heads, D]. The results of padding are undefined.
 
     Args:
         q: [T, heads, D], the last dimension dense.
         kv: any block, head and token stride; block_size a power of two.
-        query_start: int32 [R + 1]; rows of length 0 are padding.
-        seq_lens: int32 [R], this step's tokens included.
+        query_start: int32 [R + 1]. Rows of length 0 are padding.
+        seq_lens: int32 [R], including this step's tokens.
         block_table: int32 [R, max_blocks].
-        q_lens, max_seq_len: not used.
-        max_q_len: upper bound, known to the host.
-        window: positions that a query sees, itself included.
-        softcap: logits become `cap * tanh(logit / cap)`.
+        q_lens: not used.
+        max_q_len: upper bound of the rows' numbers of tokens, known to the host.
+        max_seq_len: not used.
+        scale: factor of scores.
+        window: number of positions that a query sees, including its own.
+        softcap: scores become `cap * tanh(score / cap)`.
         sinks: [heads], a score of each head that joins the softmax and has no value.
-        scratch: under "schedule" the result of `attention_schedule` for the same rows; made here if
-            absent.
-        tuning: by default made from the shapes.
+        scratch: has the result of `attention_schedule` for the same rows under "schedule". Without
+            it the schedule is made here.
+        tuning: by default it follows from the shapes.
     """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
@@ -321,7 +334,7 @@ def paged_attention(
     )
     if tuning.fixed:
         few = max_q_len * heads // kv_heads <= _SHORT_TILE
-        if not launch.by_wgmma(kv, tuning, 1, card, few):
+        if not launch.launch_wgmma(kv, tuning, 1, card, few):
             long_tiles = tuning.prefill or prefill_tiles(_MANY, head_dim, width, card)
             launch.long_rows(long_tiles, shortest=1, one_loop=True)
         return out
@@ -338,7 +351,7 @@ def paged_attention(
     launch.short_rows(plan, min(plan.longest, max_q_len), pdl=early, prefetch=prefetch)
     if plan.long is not None:
         launch.long_parts(plan.long, shortest=plan.longest + 1)
-    elif max_q_len > plan.longest and not launch.by_wgmma(kv, tuning, plan.longest + 1, card):
+    elif max_q_len > plan.longest and not launch.launch_wgmma(kv, tuning, plan.longest + 1, card):
         long_tiles = tuning.prefill or prefill_tiles(tokens * heads, head_dim, width, card)
         launch.long_rows(long_tiles, shortest=plan.longest + 1)
     return out
@@ -346,22 +359,22 @@ def paged_attention(
 
 @functools.cache
 def _hopper(card: DeviceTraits) -> ModuleType | None:
-    """Returns the launch of the kernel for Hopper cards, if this is one."""
+    """Returns the module that launches the kernel for Hopper cards, or None on other cards."""
     return importlib.import_module("quire.ops.triton.attention.hopper") if card.gluon else None
 
 
 def _stored(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns k, v, k_scale and v_scale as kernels read them.
 
-    8-bit values are in pairs. Absent scales are replaced by another tensor, which kernels do not
-    read."""
+    8-bit values are viewed as pairs. If there are no scales, another tensor takes their place, and
+    kernels do not read it."""
     if kv.k_scale is None or kv.v_scale is None:
         return kv.k, kv.v, kv.k, kv.v
     return kv.k.view(torch.int16), kv.v.view(torch.int16), kv.k_scale, kv.v_scale
 
 
 def _padded(head_dim: int, kv_format: KVFormat) -> int:
-    """Dimensions that a tile has room for. A matrix product takes 16, or 16 pairs."""
+    """Returns the dimensions of a tile. A matrix product needs at least 16, or 16 pairs."""
     return max(16 if kv_format.scales == "none" else 32, triton.next_power_of_2(head_dim))
 
 
@@ -372,11 +385,15 @@ def _options(tiles: Tiles, pdl: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Launch:
-    """The arguments that both launches share.
+    """The arguments that all launches of one call share.
 
     Attributes:
         tensors: q, k, v, k_scale, v_scale, sinks, out.
         rows: query_start, seq_lens, block_table.
+        scales: the factor of scores, and the softcap.
+        window: positions that a query sees.
+        constants: compile-time constants of the kernels.
+        pdl: programmatic dependent launch.
     """
 
     tensors: tuple[Tensor, ...]
@@ -389,8 +406,8 @@ class _Launch:
     def short_rows(self, plan: Schedule, longest: int, *, pdl: bool, prefetch: bool) -> None:
         """Launches the kernel for rows of at most `longest` tokens, which fit a tile.
 
-        With `pdl` the schedule was complete before the preceding kernel began, so that this kernel
-        may read it early."""
+        Set `pdl` only if the schedule was complete before the preceding kernel began, because this
+        kernel then reads the schedule early."""
         tiles, out = plan.tiles, self.tensors[-1]
         num_items, kv_heads = plan.items.shape[0], self.tensors[1].shape[1]
         partial = lse = out
@@ -405,14 +422,16 @@ class _Launch:
             queries = min(longest * int(self.constants["GROUP"]), tiles.m)
             self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
 
-    def by_wgmma(
+    def launch_wgmma(
         self, kv: KVLayer, tuning: AttentionTuning, shortest: int, card: DeviceTraits,
         few: bool = False,
     ) -> bool:  # fmt: skip
-        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, if it takes
-        them.
+        """Launches the kernel for Hopper cards for rows of at least `shortest` tokens, if it
+        supports them. Returns whether it does.
 
-        Returns whether it does. With `few`, no row has more queries than one warpgroup's tile."""
+        Args:
+            few: no row has more (token, head) pairs than one warpgroup's tile.
+        """
         module = _hopper(card) if tuning.wgmma and tuning.prefill is None else None
         q, out = self.tensors[0], self.tensors[-1]
         if module is None or not module.takes(q, kv):
@@ -426,7 +445,7 @@ class _Launch:
         return True
 
     def long_rows(self, tiles: Tiles, shortest: int, one_loop: bool = False) -> None:
-        """Rows of at least `shortest` tokens."""
+        """Launches the kernel for rows of at least `shortest` tokens."""
         (tokens, heads, _), kv_heads = self.tensors[0].shape, self.tensors[1].shape[1]
         rows = len(self.rows[1])
         most = tokens * (heads // kv_heads) // tiles.m + rows
@@ -434,7 +453,7 @@ class _Launch:
         self._long((kv_heads, most), tiles, unused, shortest, one_loop)
 
     def long_parts(self, plan: LongSchedule, shortest: int) -> None:
-        """The same, their KV in parts."""
+        """Launches the kernel for rows of at least `shortest` tokens, with their KV in parts."""
         num_items, tiles = plan.items.shape[0], plan.tiles
         partial, lse = self._partial(num_items, tiles)
         grid = self.tensors[1].shape[1], num_items
@@ -453,7 +472,7 @@ class _Launch:
         )  # fmt: skip
 
     def _partial(self, num_items: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        """Room for each item's results [BM, D] and logarithms of sums [BM], of each KV head."""
+        """Allocates results [BM, D] and logarithms of sums [BM] for each item and KV head."""
         q, k = self.tensors[:2]
         places = num_items * k.shape[1] * tiles.m
         partial = torch.empty(places * q.shape[2], dtype=torch.float32, device=q.device)

@@ -18,10 +18,10 @@ from quire.ops.triton.launch import launch, options, traits
 _ROWS = 64
 """(token, head) pairs of a warpgroup."""
 _COLUMNS = 64
-"""Values of a TMA box's row: a swizzled row of shared memory holds that many 16-bit values."""
+"""Values of a TMA box's row: the 16-bit values of a swizzled row of shared memory."""
 _SWIZZLE = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _ROUNDS = 2
-"""From more tiles than that for each multiprocessor on a program takes several."""
+"""With more tiles per multiprocessor than this, each program takes several tiles."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RingTiles:
     Attributes:
         n: KV positions of a tile.
         stages: tiles of K and of V in flight.
-        programs: the most programs, which share the tiles of queries; 0: one for each tile.
+        programs: the most programs, which share the tiles of queries; 0 means one for each tile.
         warpgroups: warpgroups of `_ROWS` pairs each that make a tile of queries, 1 or 2.
     """
 
@@ -42,10 +42,10 @@ class RingTiles:
 
 
 def takes(q: Tensor, kv: KVLayer) -> bool:
-    """Whether the kernel takes these shapes and dtypes.
+    """Whether the kernel supports these shapes and dtypes.
 
-    Queries have 16 bits, KV the same dtype or 8 bits, and heads 64 or 128 dimensions. Pages have at
-    least 8 tokens, and lie in the pool as whole rows of a head's values."""
+    It needs 16-bit queries, KV of the same dtype or of 8 bits, and heads of 64 or 128 dimensions.
+    Pages must have at least 8 tokens, and be whole rows of a head's values in the pool."""
     stored, dim = (kv.k, kv.v), q.shape[2]
     known = kv.k.dtype == q.dtype if kv.k_scale is None else kv.k.dtype.itemsize == 1
     return (
@@ -60,14 +60,14 @@ def takes(q: Tensor, kv: KVLayer) -> bool:
 
 
 def few_tiles(kv: KVLayer, num_sms: int) -> RingTiles:
-    """Returns the tiles of rows whose queries all fit one warpgroup's tile."""
+    """Returns the tiles for rows whose queries fit one warpgroup's tile."""
     if kv.k.shape[3] == 64:
         return RingTiles(128, 4, num_sms, 1)
     return RingTiles(128, 3 if kv.k_scale is None else 2, num_sms, 1)
 
 
 def ring_tiles(items: int, head_dim: int, num_sms: int) -> RingTiles:
-    """Returns the tiles for `items` tiles of queries, counted over all KV heads."""
+    """Returns the tiles for `items` tiles of queries. All KV heads count."""
     programs = num_sms if items > _ROUNDS * num_sms else 0
     return RingTiles(128, 2 if head_dim == 128 else 3, programs)
 
@@ -90,8 +90,8 @@ def attend_long_rows(
 
     Args:
         rows: query_start, seq_lens, block_table.
-        scales: the factor of scores, in log2 units, and the cap; see `attention.py`.
-        tiles: by default made from the shapes.
+        scales: the factor of scores, in log2 units, and the softcap; see `attention.py`.
+        tiles: by default they follow from the shapes.
     """
     (tokens, heads, dim), (_, kv_heads, block_tokens, _) = q.shape, kv.k.shape
     group, (query_start, seq_lens, table) = heads // kv_heads, rows
@@ -117,7 +117,7 @@ def attend_long_rows(
 
 
 def _rows(x: Tensor, tiles: RingTiles) -> TensorDescriptor:
-    """Describes the pool, from a layer's first value on, as rows of a head's values."""
+    """Describes the pool as rows of a head's values, beginning at a layer's first value."""
     blocks, heads, block_tokens, dim = x.shape
     rows = ((blocks - 1) * x.stride(0) + (heads - 1) * x.stride(1)) // dim + block_tokens
     page = min(block_tokens, tiles.n)

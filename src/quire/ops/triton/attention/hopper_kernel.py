@@ -1,12 +1,12 @@
 """The kernel of `hopper.py`: tiles of queries against paged KV by TMA and wgmma.
 
-A program walks over tiles of 128 (token, head) pairs. One warp copies pages of K and V into rings
-in shared memory. It runs ahead of two warpgroups that have 64 of the pairs each, or of one
-warpgroup where no row has more than 64. While a warpgroup computes the softmax weights of one KV
-tile, the tensor cores multiply the preceding tile's weights by its values. They also work for the
-other warpgroup (FlashAttention-3, Shah et al., 2024). A program walks KV from its end to its start.
-The next tile's queries and KV are fetched meanwhile. Pages of 8 bits go to separate rings, and a
-further warpgroup widens them to tiles of fp16."""
+A program computes several tiles of 128 (token, head) pairs. One warp copies pages of K and V into
+rings in shared memory. It runs ahead of two warpgroups with 64 pairs each, or of one warpgroup if
+no row has more than 64. While a warpgroup computes the softmax weights of one KV tile, the tensor
+cores multiply the preceding tile's weights by its values. They also work for the other warpgroup
+(FlashAttention-3, Shah et al., 2024). A program reads KV from the last position to the first, and
+fetches the next tile's queries and KV meanwhile. Pages of 8 bits go to separate rings, and one more
+warpgroup widens them to tiles of fp16."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +26,7 @@ from quire.ops.triton.attention.hopper_tiles import (
 from quire.ops.triton.attention.hopper_widen import widen_pages
 from quire.ops.triton.hopper_common import (
     barrier,
-    joined,
+    concat,
     load_box,
     reinterpret,
     wait_and_release,
@@ -41,7 +41,7 @@ def _copy_tile(
 ):  # fmt: skip
     """Starts the copy of a KV tile as number i of a ring.
 
-    Pages outside [first_page, last_page] may not be stored, so the nearest page inside replaces
+    Pages outside of [first_page, last_page] may have no block, so the nearest page inside replaces
     them."""
     PAGES: gl.constexpr = BN // PAGE
     WIDTH: gl.constexpr = pages.shape[2]
@@ -82,8 +82,8 @@ def _produce(
         first_page = begin // BLOCK_TOKENS
         last_page = (length - 1) // BLOCK_TOKENS
         top = low + count - 1 + done
-        # Keys run one tile ahead, because values leave their stage only when the next
-        # tile's weights are computed.
+        # Keys are copied one tile ahead of values, because the values of a tile are used only
+        # after the next tile's weights have been computed.
         for i in range(done, done + count + 1):
             if i < done + count:
                 _copy_tile(
@@ -150,9 +150,9 @@ def _ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 RING_BYTES = gl.constexpr(128 * 128)
-"""Room of a ring of tiles in 8 bits."""
+"""Number of tiles in a ring of 8-bit tiles."""
 SIZES = ["num_rows", "kv_heads", "most", "rounds", "shortest", "window", "table_stride"]
-"""One compilation for all of them."""
+"""Arguments whose values do not cause further compilations."""
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -171,11 +171,15 @@ def attend_pages(
     Each program takes `rounds` of the `most` tiles of each KV head.
 
     Args:
-        k_desc, v_desc: the pool as rows of D values, in boxes of a page, or of a KV tile if that is
+        k_desc: the pool of keys as rows of D values, in boxes of a page, or of a KV tile if that is
             smaller.
-        k_block_rows, v_block_rows: rows from a block to the next.
-        k_head_rows, v_head_rows: rows from a head to the next.
-        KIND, OWN_SCALES: see `kv8.constants`.
+        v_desc: like `k_desc`, for values.
+        k_block_rows: rows from one block of keys to the next.
+        v_block_rows: like `k_block_rows`, for values.
+        k_head_rows: rows from one head of keys to the next.
+        v_head_rows: like `k_head_rows`, for values.
+        KIND: see `kv8.constants`.
+        OWN_SCALES: see `kv8.constants`.
     """
     PAGE: gl.constexpr = BLOCK_TOKENS if BLOCK_TOKENS < BN else BN
     PIECES: gl.constexpr = STAGES * (D // COLUMNS) * (BN // PAGE)
@@ -191,7 +195,7 @@ def attend_pages(
     barriers = (full_k, full_v, empty_k, empty_v)
     rows = (query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest)
     queries = (
-        q_ptr, out_ptr, sinks_ptr, q_tiles, joined((k_tiles, v_tiles), barriers), rows, rounds,
+        q_ptr, out_ptr, sinks_ptr, q_tiles, concat((k_tiles, v_tiles), barriers), rows, rounds,
         (qk_scale, softcap, window), (q_stride_t, q_stride_h, out_stride_t, out_stride_h),
     )  # fmt: skip
     where = (
@@ -204,7 +208,7 @@ def attend_pages(
     other: gl.constexpr = (
         GROUP, BN, D, PAGE, STAGES, SOFTCAP, WINDOW, SINKS, CONSUMERS, KIND > 0, 1,
     )  # fmt: skip
-    # The copying warp gives registers that it does not need to the others.
+    # The copying warp passes registers that it does not need to the other warps.
     if KIND > 0:
         byte_layout: gl.constexpr = gl.NVMMASharedLayout(D, 8, 2)
         WAITING: gl.constexpr = RING_BYTES // (BN * D)
@@ -213,7 +217,7 @@ def attend_pages(
         full_k_bytes, empty_k_bytes = _ring_barriers(WAITING, 1)
         full_v_bytes, empty_v_bytes = _ring_barriers(WAITING, 1)
         byte_barriers = (full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes)
-        pages = joined((k_desc, v_desc, k_bytes, v_bytes, byte_barriers), where)
+        pages = concat((k_desc, v_desc, k_bytes, v_bytes, byte_barriers), where)
         byte_paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, WAITING, WINDOW, CONSUMERS)
         scales = (k_scale_ptr, v_scale_ptr, scale_stride_b, scale_stride_h)
         bytes_of = (
@@ -227,35 +231,35 @@ def attend_pages(
         _begin(PDL)
         if CONSUMERS == 1:
             gl.warp_specialize(
-                [(_consume, joined(queries, one)), (widen_pages, joined(bytes_of, widening)),
-                 (_produce, joined(pages, byte_paging))],
+                [(_consume, concat(queries, one)), (widen_pages, concat(bytes_of, widening)),
+                 (_produce, concat(pages, byte_paging))],
                 [4, 1], [96, 24],
             )  # fmt: skip
         else:
             gl.warp_specialize(
-                [(_consume, joined(queries, one)), (_consume, joined(queries, other)),
-                 (widen_pages, joined(bytes_of, widening)), (_produce, joined(pages, byte_paging))],
+                [(_consume, concat(queries, one)), (_consume, concat(queries, other)),
+                 (widen_pages, concat(bytes_of, widening)), (_produce, concat(pages, byte_paging))],
                 [4, 4, 1], [208, 72, 24],
             )  # fmt: skip
     else:
-        pages = joined((k_desc, v_desc, k_pages, v_pages, barriers), where)
+        pages = concat((k_desc, v_desc, k_pages, v_pages, barriers), where)
         paging: gl.constexpr = (GROUP, BLOCK_TOKENS, BN, D, PAGE, STAGES, WINDOW, CONSUMERS)
         _begin(PDL)
         if CONSUMERS == 1:
             gl.warp_specialize(
-                [(_consume, joined(queries, one)), (_produce, joined(pages, paging))], [1], [24]
+                [(_consume, concat(queries, one)), (_produce, concat(pages, paging))], [1], [24]
             )
         else:
             gl.warp_specialize(
-                [(_consume, joined(queries, one)), (_consume, joined(queries, other)),
-                 (_produce, joined(pages, paging))],
+                [(_consume, concat(queries, one)), (_consume, concat(queries, other)),
+                 (_produce, concat(pages, paging))],
                 [4, 1], [240, 24],
             )  # fmt: skip
 
 
 @gluon.jit
 def _begin(PDL: gl.constexpr):
-    """Makes barriers known to all, and waits for the kernel before."""
+    """Makes barriers visible to all warps, and waits for the preceding kernel."""
     fence_async_shared()
     barrier()
     if PDL:

@@ -1,4 +1,4 @@
-"""Chooses the tiles of queries that a program of `hopper_kernel.py` takes, in order."""
+"""Parts of `hopper_kernel.py`: the order of a program's tiles of queries, and their attention."""
 
 from __future__ import annotations
 
@@ -43,14 +43,20 @@ def item_at(
 ):  # fmt: skip
     """Returns the program's tile number `index` as a tuple.
 
-    It holds the KV head, the row, the tile's index in the row, the row's first query and its number
-    of queries. Then come the row's length, the tile's first and last position, and the first
-    position that counts. Last are the first KV tile and the number of KV tiles. An index past the
-    last tile has no queries and no KV."""
+    Its entries are:
+
+    * The KV head.
+    * The row, and the tile's index in the row.
+    * The row's first query, its number of queries, and its length.
+    * The first and the last position of the tile.
+    * The first KV position that the tile sees.
+    * The first KV tile, and the number of KV tiles.
+
+    An index past the last tile has no queries and no KV."""
     BM: gl.constexpr = CONSUMERS * ROWS
     query_start_ptr, seq_lens_ptr, num_rows, kv_heads, most, shortest = rows
-    # The last tiles of a causal prompt are the longest: they come first. Every other round goes
-    # backwards, so that programs have about equal sums.
+    # The last tiles of a causal prompt have the most KV, so they come first. Every second round
+    # goes backwards, so that programs get about the same amount of work.
     programs = gl.num_programs(0)
     program = gl.program_id(0)
     place = index * programs + gl.where(index % 2 == 0, program, programs - 1 - program)
@@ -73,19 +79,18 @@ def item_at(
     return head, row, local, q_start, q_len, length, first, last, begin, low, count
 
 
-# Parts of the kernel of `hopper_kernel.py`: a warpgroup's queries against tiles of KV that come
-# through rings in shared memory.
+# A warpgroup's queries against tiles of KV, which it reads from rings in shared memory.
 
 ROWS = gl.constexpr(64)
 """(token, head) pairs of a warpgroup."""
 COLUMNS = gl.constexpr(64)
-"""Dimensions of a page that one copy brings: 128 bytes, the width of the swizzle."""
+"""Dimensions of a head that one copy of a page includes: 128 bytes, the width of the swizzle."""
 LOG2E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
 def _lines(columns: int) -> gl.BlockedLayout:
-    """The layout of a warpgroup that reads or writes whole rows, 16 bytes a thread."""
+    """Returns the layout in which a warpgroup reads or writes whole rows, 16 bytes per thread."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])
 
 
@@ -93,7 +98,7 @@ def _lines(columns: int) -> gl.BlockedLayout:
 def _places(
     base, head, q_start, q_len, stride_t, stride_h, GROUP: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Returns the offsets [ROWS, D] of pairs from `base` on, and which exist."""
+    """Returns the offsets [ROWS, D] of pairs from `base` on, and a mask of the pairs that exist."""
     layout: gl.constexpr = _lines(D)
     flat = base + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     tokens = (q_start + flat // GROUP).to(gl.int64)
@@ -108,7 +113,7 @@ def ask_queries(
     q_ptr, q, base, head, q_start, q_len, stride_t, stride_h,
     GROUP: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Starts the load of a warpgroup's queries; places without a query become zeros."""
+    """Starts the load of a warpgroup's queries. Pairs that do not exist become zeros."""
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)
     copy_async(q, q_ptr + at, mask=inside)
     async_copy.commit_group()
@@ -131,8 +136,8 @@ def _clear_tail(
 ):  # fmt: skip
     """Zeroes a stage's values from position `end` on.
 
-    Values past the end may be NaN, which a weight of zero would not hide. The other warpgroup
-    writes the same zeros."""
+    Values past the end may be NaN, and NaN times a weight of zero is NaN. Both warpgroups write the
+    same zeros."""
     PAGES: gl.constexpr = BN // PAGE
     PARTS: gl.constexpr = D // COLUMNS
     PIECES: gl.constexpr = v_tiles.shape[0] * PARTS * PAGES
@@ -155,7 +160,8 @@ def _weigh(
     MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
     dtype: gl.constexpr,
 ):  # fmt: skip
-    """Returns the weights of scores [ROWS, BN], the factor of earlier sums, peak and total."""
+    """Returns the weights of scores [ROWS, BN], the factor of earlier sums, the new peak and the
+    new total."""
     qk_scale, softcap, window = numbers
     factor = qk_scale
     if SOFTCAP:
@@ -195,11 +201,12 @@ def _attend_range(
     MASKED: gl.constexpr, SOFTCAP: gl.constexpr, WINDOW: gl.constexpr, BN: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Takes the ring's tiles `start` to until - 1; tile i stands at position top - i * BN.
+    """Computes attention over the ring's tiles [start, until). Tile i begins at position
+    top - i * BN.
 
     While one tile's weights are computed, the previous tile's weights are multiplied by its values.
-    So `weights` come in for tile start - 1, and are returned for the last tile. `end` counts the KV
-    tiles of these queries."""
+    So the argument `weights` belongs to tile start - 1, and the returned weights to tile until - 1.
+    `end` is the number of KV tiles of these queries."""
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, sums_layout(D), 2)
     O_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(D))
     k_tiles, v_tiles, full_k, full_v, empty_k, empty_v = rings
@@ -215,9 +222,9 @@ def _attend_range(
             scores, peak, total, limit, top - i * BN, numbers,
             MASKED, SOFTCAP, WINDOW, BN, weights.dtype,
         )  # fmt: skip
-        # This statement must stand here, not at its use. The assembler moves arithmetic
-        # across waits for products, but not across loops. It would compute the weights only
-        # after the product had ended.
+        # This wait must be here and not where the tile is used. The assembler moves
+        # arithmetic across waits for products, but not across loops. Without the wait it
+        # would compute the weights only after the product had ended.
         mbarrier.wait(full_k.index((i + 1) % STAGES), ((i + 1) // STAGES) & 1, pred=i + 1 < end)
         acc, weights, ahead = warpgroup_mma_wait(
             0, deps=[acc, weights, gl.convert_layout(ahead, P_LAYOUT)]
@@ -237,11 +244,11 @@ def attend_tiles(
 ):  # fmt: skip
     """Attends for ROWS pairs of an item, from `base` on.
 
-    The last but one group of copies brings the queries.
+    The queries are in the second to last group of asynchronous copies.
 
     Args:
-        done: KV tiles that the rings have held before.
-        CLEAN: tiles hold no NaN past the stored positions.
+        done: number of KV tiles that the rings held for earlier items.
+        CLEAN: tiles contain no NaN past the stored positions.
     """
     S_ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(BN))
     O_LAYOUT: gl.constexpr = sums_layout(D)
@@ -259,7 +266,7 @@ def attend_tiles(
         total = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
     end = done + count
     top = (low + end - 1) * BN
-    # The last tiles, and with a window the first ones, are such that some query sees a part only.
+    # Some queries see only a part of the last tiles, and with a window of the first ones.
     masked_to = gl.minimum(gl.maximum(low + end - (first + 1) // BN, done + 1), end)
     whole_to = end
     if WINDOW:
@@ -307,7 +314,7 @@ def attend_tiles(
     mbarrier.arrive(empty_v.index(stage), count=1)
     total = gl.where(total > 0.0, total, 1.0)
     acc = acc * gl.convert_layout(1.0 / total, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    # Through the queries' place, so that whole rows are written.
+    # The result goes through the queries' shared memory, so that whole rows are written.
     out_tile.store(acc.to(out_dtype))
     barrier()
     at, inside = _places(base, head, q_start, q_len, stride_t, stride_h, GROUP, D)

@@ -1,7 +1,7 @@
 """A part of the kernel of `hopper_kernel.py`: a warpgroup that widens bytes to fp16.
 
-It reads tiles of bytes from rings in shared memory, and writes them times their scales to the rings
-that 16-bit tiles are copied to. The warpgroups that attend see no difference."""
+It reads tiles of bytes from rings in shared memory, multiplies them by their scales, and writes
+them to the rings of 16-bit tiles. So the warpgroups that attend need no other code for 8 bits."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,7 +25,8 @@ WIDEN_E4M3 = gl.constexpr("""{
     mul.rn.f16x2 $0, a, $3;
     mul.rn.f16x2 $1, b, $4;
 }""")
-"""Widens four floats over 256, times $3 and $4, which may be as small as a scale over 256."""
+"""Widens four floats to value / 256, and multiplies them by $3 and $4. These are scales times 256,
+because fp16 holds small scales less precisely."""
 WIDEN_INT8 = gl.constexpr("""{
     .reg .b32 a, unit, offset;
     mov.b32 unit, 0x20002000;
@@ -37,19 +38,20 @@ WIDEN_INT8 = gl.constexpr("""{
     fma.rn.f16x2 a, a, unit, offset;
     mul.rn.f16x2 $1, a, $4;
 }""")
-"""Widens four integers over 128: 1024 plus a byte is an fp16 whose low byte is that byte."""
+"""Widens four integers to value / 128, and multiplies them by $3 and $4. An fp16 of 1024 plus a
+byte has that byte as its low byte."""
 
 
 @gluon.constexpr_function
 def _lines(tokens: int, columns: int) -> gl.BlockedLayout:
-    """Returns the layout of a tile: eight threads write 128 bytes of a token and have its scale."""
+    """Returns the layout of a tile. Eight threads have a token's scale and write 128 bytes."""
     threads = columns // 8
     return gl.BlockedLayout([tokens * threads // 128, 8], [32 // threads, threads], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _stored(position, begin, length, BN: gl.constexpr):
-    """Returns the tokens of the tile at `position`, and which of them count."""
+    """Returns the tokens of the tile at `position`, and a mask of those that queries may see."""
     at = position + gl.arange(0, BN, layout=TOKENS)
     return at, (at >= begin) & (at < length)
 
@@ -59,7 +61,7 @@ def _ask_blocks(
     table, position, begin, length,
     BN: gl.constexpr, BLOCK_TOKENS: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Returns the blocks that the tile's tokens are in, where scales need them."""
+    """Returns the blocks of the tile's tokens, which are needed if tokens have their own scales."""
     at, stored = _stored(position, begin, length, BN)
     blocks = at
     if OWN_SCALES:
@@ -72,7 +74,7 @@ def _ask_scales(
     scales, blocks, head, position, begin, length,
     BN: gl.constexpr, BLOCK_TOKENS: gl.constexpr, OWN_SCALES: gl.constexpr,
 ):  # fmt: skip
-    """Returns the scales of the tile's K and V, 0 for tokens that do not count."""
+    """Returns the scales of the tile's K and V, 0 for tokens that no query sees."""
     k_scale_ptr, v_scale_ptr, block_stride, head_stride = scales
     at, stored = _stored(position, begin, length, BN)
     place = at * 0 + head
@@ -87,7 +89,7 @@ def _widen(
     scale, bytes_of, full_bytes, empty_bytes, tiles, full, empty, i, STAGES: gl.constexpr,
     INTEGERS: gl.constexpr,
 ):  # fmt: skip
-    """Makes tile i of a ring."""
+    """Widens tile i of a ring."""
     layout: gl.constexpr = _lines(bytes_of.shape[1], bytes_of.shape[2])
     asm: gl.constexpr = WIDEN_INT8 if INTEGERS else WIDEN_E4M3
     unit: gl.constexpr = 128.0 if INTEGERS else 256.0
@@ -119,8 +121,8 @@ def widen_pages(
     """Widens all tiles that the program's queries attend to.
 
     Args:
-        scales: scales of K and of V, float32, and their strides of blocks and heads; without
-            OWN_SCALES, of heads alone.
+        scales: float32 scales of K and of V, with their block and head strides. Without OWN_SCALES
+            there is one scale for each head.
     """
     INTEGERS: gl.constexpr = KIND == INT8
     full_k_bytes, full_v_bytes, empty_k_bytes, empty_v_bytes = byte_barriers
@@ -137,8 +139,8 @@ def widen_pages(
             scales, blocks, head, top, begin, length, BN, BLOCK_TOKENS, OWN_SCALES
         )
         blocks = _ask_blocks(table, top - BN, begin, length, BN, BLOCK_TOKENS, OWN_SCALES)
-        # The name is not `v_scale`. If two names begin as one value and one is assigned the
-        # other, Triton 3.6 keeps the first value.
+        # Starting from `v_scale` itself would not work: if two names begin with one value and one
+        # is later assigned to the other, Triton 3.6 keeps the first value.
         v_before = gl.zeros_like(v_scale)
         # The loop follows the order in which bytes arrive. Scales are loaded a tile ahead, and
         # their addresses two tiles ahead.

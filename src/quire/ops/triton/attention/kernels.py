@@ -1,10 +1,10 @@
 """Kernels of `attention.py`: tiles of queries against a paged KV cache.
 
-A tile packs BM (token, query head) pairs that share a KV head, as flat index `token * GROUP +
-head`, so that any group size fills it. Grouped decode queries share one matrix product, and prefill
-wastes no rows on groups that are not a power of two. The online softmax follows FlashAttention-2
-(Dao, 2023), split-KV with a combine step Flash-Decoding (Dao et al., 2023), and pages
-PagedAttention (Kwon et al., 2023)."""
+A tile packs BM (token, query head) pairs that share a KV head. Pair `token * GROUP + head` fills
+the tile without gaps for any group size, so decode queries of a group share one matrix product, and
+prefill wastes no rows if the group size is not a power of two. The online softmax follows
+FlashAttention-2 (Dao, 2023). Split-KV with a combine step follows Flash-Decoding (Dao et al.,
+2023), and pages follow PagedAttention (Kwon et al., 2023)."""
 
 import triton
 import triton.language as tl
@@ -15,15 +15,15 @@ from quire.ops.triton.attention import tiles
 ROWS_AT_ONCE = tl.constexpr(256)
 PARTS_AT_ONCE = tl.constexpr(8)
 SCALES = ["k_scale_ptr", "v_scale_ptr"]
-"""Not all layers' are aligned alike, and a kernel is to be compiled once."""
+"""Arguments whose alignment differs between layers. It is ignored, so that kernels compile once."""
 
 
 @triton.jit
 def row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.constexpr):
     """Returns the row that owns a tile, and the row's first tile.
 
-    Row r starts at tile `query_start[r] * GROUP // BM + r`. Rows are then at least as many tiles
-    apart as they need, so the grid's size follows from the token and row buckets alone."""
+    Row r starts at tile `query_start[r] * GROUP // BM + r`. So each row has at least as many tiles
+    as it needs, and the size of the grid follows from the token and row buckets."""
     row = -1
     for start in range(0, num_rows, ROWS_AT_ONCE):
         rows = start + tl.arange(0, ROWS_AT_ONCE)
@@ -36,7 +36,7 @@ def row_of_tile(tile, query_start_ptr, num_rows, GROUP: tl.constexpr, BM: tl.con
 
 @triton.jit
 def _window_start(first_position, window, WINDOW: tl.constexpr, BN: tl.constexpr):
-    """The first KV position that counts, rounded down so that tiles lie at absolute positions."""
+    """Returns the first KV position that a query sees, rounded down to a multiple of BN."""
     if WINDOW:
         return tl.maximum(first_position - window + 1, 0) // BN * BN
     else:
@@ -82,9 +82,9 @@ def attend_short(
 ):  # fmt: skip
     """Attends for rows whose queries fit one tile.
 
-    Grid: (KV heads, items). An item is a range of a row's KV positions, see `attention_schedule`.
-    PARTS: a row may have several items; see `combine`."""
-    # The unit of KV is a value, or a pair of 8-bit values.
+    Grid: (KV heads, items). An item is a range of a row's KV positions, see `Schedule`. With PARTS
+    a row may have several items, which `combine` adds."""
+    # Kernels count KV in elements: a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -107,7 +107,7 @@ def attend_short(
     table_ptr += row.to(tl.int64) * table_stride
     if PDL:
         if PREFETCH and (row >= 0) & (start < first):
-            # KV of earlier steps can be read before this step's is stored.
+            # KV of earlier steps may be read before the preceding kernel has stored this step's.
             _prefetch(
                 k_ptr, v_ptr, table_ptr, start, tl.minimum(first, end),
                 k_stride_b, k_stride_t, v_stride_b, v_stride_t, WIDTH, BLOCK_TOKENS, BN,
@@ -123,8 +123,8 @@ def attend_short(
     begin = 0
     if WINDOW:
         begin = first - window + 1
-    # One masked loop, because two would drain the pipeline in between, and decode is bound by
-    # it.
+    # There is one loop, with a mask. Two loops would drain the load pipeline in between, which
+    # bounds the speed of decode.
     acc, peak, total = tiles.init_accumulators(BM, W_PAD, KIND)
     if SINKS:
         alone = q_len > 0
@@ -138,7 +138,7 @@ def attend_short(
         WIDTH, W_PAD, BLOCK_TOKENS, BN, True, SOFTCAP, WINDOW, UPCAST, PRECISION,
         KIND, OWN_SCALES, PACKED,
     )  # fmt: skip
-    # Some queries may see no KV of a part: their peak is -inf.
+    # A query that sees no KV of the part has a peak of -inf.
     result, total = tiles.average(acc, total, v_scale_ptr, head, KIND, OWN_SCALES)
     if PARTS:
         lse = peak + tl.log2(total)
@@ -159,8 +159,8 @@ def combine(
 ):  # fmt: skip
     """Adds the results of a query's parts, weighted by their sums.
 
-    Grid: (rows, KV heads, queries of a tile), or LONG: (tokens, KV heads, GROUP), where `rows_ptr`
-    is the `places` of tokens."""
+    Grid: (rows, KV heads, queries of a tile). With LONG it is (tokens, KV heads, GROUP), and
+    `rows_ptr` is `LongSchedule.places`."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     flat = tl.program_id(2)
@@ -198,7 +198,7 @@ def combine(
         values_at = partial_ptr + at[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(values_at, mask=inside, other=0.0)
         higher = tl.maximum(peak, tl.max(lse, 0))
-        # A window can leave a query nothing in its first parts.
+        # With a window, a query may see nothing of its first parts.
         floor = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp2(lse - floor)
         decay = tl.exp2(peak - floor)
@@ -226,9 +226,9 @@ def attend_long(
     """Attends for rows of at least SHORTEST queries.
 
     Grid: (KV heads, tiles), or with PARTS (KV heads, items). An item is a part of a tile's KV, see
-    `LongSchedule` and `combine`. With ONE_LOOP every KV tile takes the masked loop. Then a query's
-    rounding does not depend on its neighbours in the tile."""
-    # The unit of KV is a value, or a pair of 8-bit values.
+    `LongSchedule`; `combine` adds the parts. With ONE_LOOP every KV tile runs in the masked loop.
+    Then a query's rounding does not depend on its neighbours in the tile."""
+    # Kernels count KV in elements: a value, or a pair of 8-bit values.
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND else HEAD_DIM
     W_PAD: tl.constexpr = D_PAD // 2 if KIND else D_PAD
     head = tl.program_id(0)
@@ -243,7 +243,7 @@ def attend_long(
         parts = tl.load(item + 6)
         local = tl.load(item + 7)
     else:
-        # The last tiles of a causal prompt are the longest, so they start first.
+        # The last tiles of a causal prompt have the most KV, so they start first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
         row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile
@@ -282,7 +282,7 @@ def attend_long(
         if PARTS:
             alone = parts == 1
         peak, total = tiles.with_sinks(peak, total, sinks_ptr, head, local, alone, GROUP, BM)
-    # Tiles that every query sees whole lie between tiles that need a mask.
+    # KV tiles that all queries see completely lie between tiles that need a mask.
     whole_from = lo
     whole_to = lo
     if not ONE_LOOP:

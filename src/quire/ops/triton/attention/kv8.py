@@ -1,13 +1,13 @@
 """8-bit keys and values inside kernels: decodes them to fp16, and encodes them.
 
-A stored byte is an e4m3 float or an integer. Attention reads bytes two at a time as int16, and
-separates the even from the odd dimensions of a head: low bytes and high bytes. Both then have the
-layout of a 16-bit type. So their tiles come out of shared memory, transposed or not, as fast as
-bf16 does.
+A stored byte is an e4m3 float or an integer. Attention reads bytes two at a time as int16. The low
+bytes are the even dimensions of a head, the high bytes the odd ones. Both then have the layout of a
+16-bit type, so their tiles are read from shared memory, transposed or not, as fast as bf16.
 
-Newer cards convert e4m3 to fp16 by an instruction. Elsewhere the bits of an e4m3 float, shifted
-into an fp16, are its value / 256. An integer is stored plus 128, and that byte is a tiny fp16 as it
-is: one multiply-add makes it the value / 512. `unit` is the missing factor; the scale includes it.
+Newer cards convert e4m3 to fp16 by an instruction. On older ones the bits of an e4m3 float are
+shifted into an fp16, which gives value / 256. Integers are stored plus 128. The bits of such a byte
+are a tiny fp16, and one multiply-add makes value / 512 of it. `unit` returns the missing factor,
+which the kernels include in the scale.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ E4M3_NATIVE = tl.constexpr(3)
 SMALLEST = tl.constexpr(SMALLEST_TOP)
 LARGEST = tl.constexpr(LARGEST_VALUE)
 LIFT = tl.constexpr(128.0)
-"""A further factor of attention weights that were multiplied by scales of values. It keeps them
-well within the range of fp16."""
+"""Attention weights are multiplied by the scales of values and by this factor, which keeps them
+within the range of fp16."""
 
 LOW_E4M3 = tl.constexpr("""{
     .reg .b32 a, b;
@@ -69,15 +69,15 @@ HIGH_INT8 = tl.constexpr("""{
     prmt.b32 a, $1, 0, 0x4341;
     fma.rn.f16x2 $0, a, scale, offset;
 }""")
-"""Two int16 pairs in a register to two fp16."""
+"""Instructions that decode the low or the high bytes of two int16 pairs to two fp16."""
 
 
 def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
     """Returns the compile-time constants of a format for kernels.
 
     KIND is one of the kinds above, or 0 for KV that is not in 8 bits. With OWN_SCALES each token
-    has a scale, instead of each head. With PACKED two pairs are decoded at a time. The compiler
-    does not find the instructions for that, and the interpreter does not have them."""
+    has a scale; otherwise each head has one. With PACKED two pairs are decoded at a time, by inline
+    assembly: the compiler does not find these instructions. The interpreter cannot run them."""
     kind = 0
     if kv_format.dtype == torch.uint8:
         kind = INT8.value
@@ -92,7 +92,7 @@ def constants(kv_format: KVFormat, card: DeviceTraits) -> dict[str, int]:
 
 @triton.jit
 def unit(KIND: tl.constexpr):
-    """Returns the number that `low_bytes` and `high_bytes` divide by."""
+    """Returns the number by which `low_bytes` and `high_bytes` divide values."""
     if KIND == E4M3:
         return 256.0
     elif KIND == INT8:
@@ -109,7 +109,7 @@ def fp16(x):
 
 @triton.jit
 def low_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the low bytes of int16 `pairs`, over `unit`, in fp16."""
+    """Returns the values of the low bytes of int16 `pairs`, divided by `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
         return _assembled(pairs, LOW_E4M3_NATIVE)
     elif KIND == E4M3:
@@ -120,7 +120,7 @@ def low_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
 
 @triton.jit
 def high_bytes(pairs, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """Returns the high bytes of int16 `pairs`, over `unit`, in fp16."""
+    """Returns the values of the high bytes of int16 `pairs`, divided by `unit`, in fp16."""
     if KIND == E4M3_NATIVE:
         return _assembled(pairs, HIGH_E4M3_NATIVE)
     elif KIND == E4M3:
@@ -148,7 +148,7 @@ def _int8(x):
 
 @triton.jit
 def widened(x, like, KIND: tl.constexpr):
-    """Bytes x, int8, as numbers of the dtype of `like`, which has at least 8 bits of mantissa."""
+    """Decodes bytes x, int8, to the dtype of `like`, which must have at least 8 mantissa bits."""
     if KIND == INT8:
         return (x ^ -128).to(tl.float32).to(like.dtype)
     elif KIND == E4M3_NATIVE:
@@ -159,24 +159,24 @@ def widened(x, like, KIND: tl.constexpr):
 
 @triton.jit
 def largest(KIND: tl.constexpr):
-    """The largest number that a byte holds."""
+    """Returns the largest number that a byte holds."""
     return 127.0 if KIND == INT8 else 448.0
 
 
 @triton.jit
 def encode(x, KIND: tl.constexpr):
-    """float32 x to the nearest that a byte holds, ties to even; int8."""
+    """Encodes float32 x as bytes, int8. Rounds to the nearest number, ties to even."""
     top = largest(KIND)
     x = tl.minimum(tl.maximum(x, -top), top)
     if KIND == INT8:
-        # Adding 1.5 * 2^23 leaves the integer in the low bits; and 128 more.
+        # Adding 1.5 * 2^23 + 128 leaves the integer plus 128 in the low bits.
         return (x + 12583040.0).to(tl.int32, bitcast=True).to(tl.int8)
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     bits = bits & 0x7FFFFFFF
-    # Twenty of 23 bits of mantissa go; the exponent's bias falls from 127 to 7.
+    # 20 of the 23 mantissa bits are rounded off, and the exponent's bias falls from 127 to 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
-    # Below 2^-6 the steps are 2^-9, which is the step of a float32 near 2^14.
+    # Below 2^-6 the step is 2^-9, which is also the step of float32 numbers near 2^14.
     small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     byte = tl.where(bits < 0x3C800000, small, normal)
     return (byte | sign).to(tl.int8)
@@ -186,7 +186,8 @@ def encode(x, KIND: tl.constexpr):
 def inverse_scale(top, scale_at, live, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
     """Returns 1 / scale of heads [H] whose largest magnitudes are `top`.
 
-    `scale_at` points to the stored scales; with OWN_SCALES the kernel writes them there."""
+    `scale_at` points to the stored scales. With OWN_SCALES the scales are computed and written
+    there."""
     if OWN_SCALES:
         scale = tl.minimum(tl.maximum(top, SMALLEST), LARGEST) / largest(KIND)
         tl.store(scale_at, scale, mask=live)
@@ -197,7 +198,11 @@ def inverse_scale(top, scale_at, live, KIND: tl.constexpr, OWN_SCALES: tl.conste
 
 @triton.jit
 def store(at, x, inside, inverse_scale, KIND: tl.constexpr):
-    """Stores float x [H, n], as bytes if KIND is set; inverse_scale is [H]."""
+    """Stores float x [H, n], as bytes if KIND is not 0.
+
+    Args:
+        inverse_scale: [H].
+    """
     if KIND:
         tl.store(at, encode(x * inverse_scale[:, None], KIND), mask=inside)
     else:

@@ -1,6 +1,6 @@
 """Kernels before and after attention over latents.
 
-They norm, rotate and store latents, and multiply heads by the projection from latents."""
+They norm, rotate and store latents, and multiply each head by the projection from latents."""
 
 from __future__ import annotations
 
@@ -25,8 +25,12 @@ def _turn(
     in_ptr, out_ptr, cos_sin_ptr, positions, inside, in_rows, out_rows, cos_sin_stride,
     WIDTH: tl.constexpr, HALF_PAD: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Rotates vectors of WIDTH numbers of tokens [n] at `positions`. in_rows, out_rows: [n, 1],
-    their offsets."""
+    """Rotates vectors of WIDTH numbers for tokens [n] at `positions`.
+
+    Args:
+        in_rows: [n, 1], offsets of the vectors from `in_ptr`.
+        out_rows: [n, 1], offsets of the results from `out_ptr`.
+    """
     half: tl.constexpr = WIDTH // 2
     pair = tl.arange(0, HALF_PAD)
     at_a = pair
@@ -53,7 +57,9 @@ def _store_latent(
     BLOCK_TOKENS: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr,
     OWN_SCALES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norms, rotates and stores latents. Grid: (tokens,). KIND, OWN_SCALES: see `kv8.constants`."""
+    """Norms, rotates and stores latents. Grid: (tokens,).
+
+    For KIND and OWN_SCALES see `kv8.constants`."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -70,7 +76,7 @@ def _store_latent(
     key_place = key_ptr + block * key_stride_b + slot % BLOCK_TOKENS * key_stride_t
     x = tl.load(from_token + dims, mask=dims < RANK, other=0.0).to(tl.float32)
     inverse = tl.rsqrt(tl.sum(x * x, 0) / RANK + eps)
-    # Rounded as the weight is, see `ops.rms_norm`.
+    # Rounds to the weight's dtype before the product, see `ops.rms_norm`.
     normed = (x * inverse).to(weight_ptr.dtype.element_ty).to(tl.float32) * weight
     if KIND:
         normed = normed.to(latent_ptr.dtype.element_ty).to(tl.float32)
@@ -100,8 +106,8 @@ def _head_products(
 ):  # fmt: skip
     """Computes y[t, h, n] = sum of x[t, h, k] w[h, n, k] over k < K.
 
-    Grid: (tiles of tokens, tiles of n, heads). With KEY numbers after x[t, h, K - 1] there is one
-    more tile of n: it rotates them and stores them after y[t, h, N - 1]."""
+    Grid: (tiles of tokens, tiles of n, heads). If KEY > 0, x has KEY more numbers after
+    x[t, h, K - 1]. One more tile of n rotates them and stores them after y[t, h, N - 1]."""
     token = tl.program_id(0) * BM + tl.arange(0, BM)
     head = tl.program_id(2).to(tl.int64)
     live = token < tokens
@@ -149,7 +155,7 @@ class _Tile:
 
 
 _FIXED = 64
-"""Tokens of a tile where nothing may depend on how many there are."""
+"""Tokens of a tile under `--deterministic`, when it must not depend on the number of tokens."""
 
 
 def _tile(tokens: int, card: DeviceTraits) -> _Tile:
@@ -158,8 +164,8 @@ def _tile(tokens: int, card: DeviceTraits) -> _Tile:
     if current_policy().deterministic:
         tokens = _FIXED
     m = min(128, max(16, triton.next_power_of_2(tokens)))
-    # A step of few tokens waits for the weights alone, and more programs load more of them at
-    # once.
+    # With few tokens the read of the weights takes most of the time, and more programs load more of
+    # them at once.
     return _Tile(m, 128 if m > 32 else 64, 64, 8 if m > 64 else 4, 3)
 
 
@@ -201,7 +207,7 @@ def latent_queries(
     interleaved: bool,
     scratch: Scratch | None = None,
 ) -> Tensor:
-    """See `ops.latent_queries`. A weight with the last dimension dense is read along it."""
+    """See `ops.latent_queries`. The weight is read along its dense dimension."""
     del scratch
     tokens, heads, _ = q.shape
     width = weight.shape[2] + cos_sin.shape[-1]
@@ -224,8 +230,8 @@ class StoredLatents:
     """A layer's latents as kernels read and write them.
 
     Attributes:
-        tensors: latents, keys and scales; 8-bit values as int8.
-        strides: block and token strides of the first two, block stride of the last.
+        tensors: latents, keys and scales. 8-bit values are viewed as int8.
+        strides: block and token strides of latents and of keys, and the block stride of scales.
         constants: KIND and OWN_SCALES, see `kv8.constants`.
     """
 
@@ -235,7 +241,7 @@ class StoredLatents:
 
 
 def stored_latents(kv: KVLayer, rank: int, card: DeviceTraits) -> StoredLatents:
-    """Returns the latents, of `rank` numbers, of a layer as `ops.store_latent` has it."""
+    """Returns the latents of a layer, of `rank` numbers each, stored as by `ops.store_latent`."""
     latents, keys, scales = kv.k, kv.k[..., rank:], kv.k
     if kv.k_scale is not None:
         latents, keys, scales = kv.k.view(torch.int8), kv.v, kv.k_scale

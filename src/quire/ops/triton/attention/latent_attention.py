@@ -1,6 +1,6 @@
 """Attention over latents: launches for rows of any length.
 
-The work is divided as in `attention.py`, with blocks of heads in place of KV heads."""
+The work is divided as in `attention.py`. Blocks of heads take the place of KV heads."""
 
 from __future__ import annotations
 
@@ -34,12 +34,14 @@ _MOST_HEADS = 64
 
 @dataclass(frozen=True)
 class LatentTuning:
-    """Choices; by default they follow from the shapes.
+    """Choices for the launches. By default they follow from the shapes.
 
     Attributes:
-        short, long: tiles of short and of long rows.
-        programs: programs beyond one per row that short rows' latents are spread over.
-        spread: the same for long rows; 0: each tile walks its own latents alone.
+        short: tiles of short rows.
+        long: tiles of long rows.
+        programs: number of programs, beyond one per row, over which short rows' latents are spread.
+        spread: number of programs over which long rows' latents are spread. 0 gives each tile one
+            program.
         most_parts: the most parts of a row's latents.
         fixed: see `AttentionTuning`.
     """
@@ -57,13 +59,15 @@ FIXED = LatentTuning(fixed=True)
 
 
 def head_block(heads: int) -> int:
-    """Returns the heads of a program: the largest number that divides all heads evenly."""
+    """Returns the number of heads of a program, the largest one that divides all heads evenly."""
     return max(size for size in range(1, _MOST_HEADS + 1) if heads % size == 0)
 
 
 def tiles_for(queries: int, element_size: int, card: DeviceTraits) -> Tiles:
-    """queries: (token, head) pairs of a tile at most. On an H200 32 latents of 576 numbers take 37
-    KB in 16 bits; twice as many at once would not leave enough registers."""
+    """Returns the tiles for up to `queries` (token, head) pairs per tile.
+
+    On an H200, 32 latents of 576 numbers take 37 KB in 16 bits. Tiles of 64 latents would not leave
+    enough registers."""
     if element_size > 2 or card.capability < (8, 0):
         return Tiles(16, 16, 4, 1)
     m = min(_MOST_HEADS, max(16, triton.next_power_of_2(queries)))
@@ -147,10 +151,11 @@ def latent_attention(
     """See `ops.latent_attention`.
 
     Args:
-        q_lens, max_seq_len: not used.
-        scratch: under "schedule" the result of `latent_schedule` for the same rows; made here if
-            absent.
-        tuning: by default made from the shapes.
+        q_lens: not used.
+        max_seq_len: not used.
+        scratch: has the result of `latent_schedule` for the same rows under "schedule". Without it
+            the schedule is made here.
+        tuning: by default it follows from the shapes.
     """
     del q_lens, max_seq_len
     tuning = tuning or _tuning()
@@ -190,7 +195,7 @@ def latent_attention(
         query_start, seq_lens, heads=heads, rank=rank, width=width, dtype=q.dtype, tokens=tokens,
         max_q_len=max_q_len, tuning=tuning,
     )  # fmt: skip
-    # A schedule made just now may not be read before it is complete.
+    # If the schedule was made by this call, kernels must not read it before it is complete.
     work.short_rows(plan, min(plan.longest, max_q_len), pdl=made is not None and card.pdl)
     if plan.long is not None:
         work.long_parts(plan.long, shortest=plan.longest + 1)
@@ -211,7 +216,7 @@ def _element_size(dtype: torch.dtype, card: DeviceTraits) -> int:
 
 @dataclass(frozen=True)
 class _LatentLaunch:
-    """The arguments that both launches share.
+    """The arguments that all launches of one call share.
 
     Attributes:
         tensors: q, latents, keys, scales, out.
@@ -248,13 +253,13 @@ class _LatentLaunch:
             self._combine(partial, lse, plan.items, plan.rows, queries, tiles, long=False)
 
     def long_rows(self, tiles: Tiles, shortest: int) -> None:
-        """Rows of at least `shortest` tokens."""
+        """Launches the kernel for rows of at least `shortest` tokens."""
         most = len(self.tensors[0]) * int(self.constants["GROUP"]) // tiles.m + len(self.rows[1])
         unused = self.tensors[-1], self.tensors[-1], self.rows[0]
         self._long(most, tiles, unused, shortest, parts=False)
 
     def long_parts(self, plan: LongSchedule, shortest: int) -> None:
-        """The same, their latents in parts."""
+        """Launches the kernel for rows of at least `shortest` tokens, with latents in parts."""
         num_items, tiles = plan.items.shape[0], plan.tiles
         partial, lse = self._partial(num_items, tiles)
         buffers = partial, lse, plan.items
@@ -273,7 +278,7 @@ class _LatentLaunch:
         )  # fmt: skip
 
     def _partial(self, num_items: int, tiles: Tiles) -> tuple[Tensor, Tensor]:
-        """Room for each item's results [BM, R] and logarithms of sums [BM], of each block."""
+        """Allocates results [BM, R] and logarithms of sums [BM] per item and block of heads."""
         out = self.tensors[-1]
         places = num_items * self.blocks * tiles.m
         partial = torch.empty(places * out.shape[2], dtype=torch.float32, device=out.device)

@@ -1,8 +1,8 @@
 """Kernels of attention over latents: a tile of (token, head) pairs against tiles of latents.
 
 A latent tile is read once, and serves as keys and as values. A tile's heads are a block of
-neighbours. Blocks of heads take the place of the KV heads in `kernels.py`, whose schedules, tiles
-and sum of parts serve here too."""
+neighbours. Blocks of heads take the place of KV heads in `kernels.py`. These kernels use the same
+schedules, tiles and `combine`."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def _attend_range(
     """
     dims = tl.arange(0, R_PAD)
     key_dims = tl.arange(0, KEY_PAD)
-    # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
+    # Block ids are loaded one tile ahead, because otherwise each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
     block = tl.load(table_ptr + positions // BLOCK_TOKENS, mask=positions < end, other=0)
     for tile in range(start, end, BN):
@@ -52,8 +52,8 @@ def _attend_range(
         latent = tl.load(at, mask=inside, other=0)
         key = tl.load(key_at, mask=key_inside, other=0.0)
         if KIND:
-            # Every byte is a number of 16 bits exactly; scales multiply columns of scores and
-            # weights.
+            # A byte converts to 16 bits exactly. Scales are applied to the columns of scores and
+            # of weights.
             scale = tl.load(scale_at, mask=positions < end, other=0.0)
             latent = kv8.widened(latent, key, KIND)
         if UPCAST:
@@ -85,8 +85,9 @@ def _load_queries(
     GROUP: tl.constexpr, RANK: tl.constexpr, R_PAD: tl.constexpr, KEY: tl.constexpr,
     KEY_PAD: tl.constexpr, BM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A tile's queries of latents and of shared keys, and their positions, see
-    `attention_tiles.load_queries`."""
+    """Returns a tile's queries for latents, its queries for shared keys, and their positions.
+
+    See `tiles.load_queries`."""
     q, limit = tiles.load_queries(
         q_ptr, head, local, q_start, q_len, first, stride_t, stride_h,
         GROUP, RANK, R_PAD, BM, UPCAST, 0,
@@ -162,8 +163,9 @@ def latent_long(
     SHORTEST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr, KIND: tl.constexpr,
     OWN_SCALES: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Rows of at least SHORTEST queries. Grid (blocks of heads, tiles), with PARTS (blocks of
-    heads, items), see `LongSchedule`."""
+    """Attends for rows of at least SHORTEST queries.
+
+    Grid: (blocks of heads, tiles), or with PARTS (blocks of heads, items), see `LongSchedule`."""
     head = tl.program_id(0)
     part = 0
     per = 0
@@ -179,7 +181,7 @@ def latent_long(
         parts = tl.load(item + 6)
         local = tl.load(item + 7)
     else:
-        # The last tiles of a causal prompt are the longest, so they start first.
+        # The last tiles of a causal prompt have the most KV, so they start first.
         tile = tl.num_programs(1) - 1 - tl.program_id(1)
         row, first_tile = row_of_tile(tile, query_start_ptr, num_rows, GROUP, BM)
         local = tile - first_tile

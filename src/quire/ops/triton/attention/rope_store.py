@@ -27,11 +27,11 @@ def _rotate(
 ):  # fmt: skip
     """Norms and rotates the heads `rows` [H] of one token from in_ptr to out_ptr.
 
-    A head is held as two parts that rotate into each other, and a tail that does not rotate. The
-    parts are its halves, or its even and odd dimensions. KIND and OWN_SCALES describe the stored
-    values, see `kv8.constants`."""
+    A head is held as two parts that rotate together, and a tail that does not rotate. The parts are
+    its halves, or its even and odd dimensions. KIND and OWN_SCALES describe the stored values, see
+    `kv8.constants`."""
     half: tl.constexpr = ROTARY // 2
-    # Rounded as the weight is, see `ops.rms_norm`.
+    # Rounds to the weight's dtype before the product, see `ops.rms_norm`.
     kind = weight_ptr.dtype.element_ty
     pair = tl.arange(0, HALF_PAD)
     at_a = pair
@@ -79,7 +79,7 @@ def _rotate(
         kv8.store(to_row + at_tail[None, :], tail, in_tail, inverse_scale, KIND)
 
 
-# Not all layers' scales are aligned alike, and a kernel is to be compiled once.
+# The alignment of scales differs between layers. It is ignored, so that the kernel compiles once.
 @triton.jit(do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr"])
 def _qk_norm_rope_store(
     qkv_ptr, out_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, positions_ptr, slots_ptr,
@@ -91,8 +91,9 @@ def _qk_norm_rope_store(
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Norms, rotates and stores. Grid: (tokens, groups of H heads: first of q, then of k, then of
-    v)."""
+    """Norms and rotates q and k, and stores k and v.
+
+    Grid: (tokens, groups of H heads). The heads of q come first, then those of k, then of v."""
     Q_GROUPS: tl.constexpr = (HEADS + H - 1) // H
     KV_GROUPS: tl.constexpr = (KV_HEADS + H - 1) // H
     token = tl.program_id(0).to(tl.int64)
@@ -162,14 +163,16 @@ def qk_norm_rope_store(
         qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place.
         kv: any block, head and token stride.
         positions: int [T].
-        slots: int [T], -1 is padding: its k and v are not stored and its q is undefined.
-        cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2); None: no
-            rotation.
-        q_weight, k_weight: [D], RMS norms over a head, or None.
+        slots: int [T]. -1 is padding: its k and v are not stored and its q is undefined.
+        cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2). None means
+            no rotation.
+        q_weight: [D], weights of an RMSNorm over a head of q, or None.
+        k_weight: [D], weights of an RMSNorm over a head of k, or None.
+        eps: epsilon of the norms.
         interleaved: the pairs are (2 i, 2 i + 1).
         scratch: not used.
-        heads_per_program: H; by default made from the shapes.
-        pdl: programmatic dependent launch; by default where the card has it.
+        heads_per_program: H; by default it follows from the shapes.
+        pdl: programmatic dependent launch; by default it is used on cards that have it.
     """
     del scratch
     tokens, all_heads, dim = qkv.shape
@@ -179,7 +182,7 @@ def qk_norm_rope_store(
     if tokens == 0:
         return out
     rotary = dim - dim % 2 if cos_sin is None else cos_sin.shape[-1]
-    # How many heads lie together decides how the sum over one is spread over threads.
+    # The number of heads of a program decides how the sum over a head is spread over threads.
     few = tokens < 128 and not current_policy().deterministic
     width = heads_per_program or (4 if few else 8)
     groups = triton.cdiv(heads, width) + 2 * triton.cdiv(kv_heads, width)
@@ -206,7 +209,8 @@ def qk_norm_rope_store(
 
 
 def _bytes(kv: KVLayer) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """k, v, k_scale and v_scale as the kernel writes them; where there are no scales, anything."""
+    """Returns k, v, k_scale and v_scale as the kernel writes them. If there are no scales, another
+    tensor takes their place, and the kernel does not write it."""
     if kv.k_scale is None or kv.v_scale is None:
         return kv.k, kv.v, kv.k, kv.v
     return kv.k.view(torch.int8), kv.v.view(torch.int8), kv.k_scale, kv.v_scale

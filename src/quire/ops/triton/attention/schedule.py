@@ -1,9 +1,10 @@
 """A device-side schedule: which program of attention reads each part of each row's KV.
 
-Short rows' KV is cut into parts of about equal length, as many as fill the card a few times over.
-Then neither few rows of much KV nor one long row among many others leave multiprocessors idle. In
+Short rows' KV is cut into parts of about equal length, enough to fill the card a few times. So no
+multiprocessors are idle if there are few rows with much KV, or one long row among many others. In
 steps of few tokens the KV of long rows' tiles is cut too, into parts that all run at once. Longer
-parts come first, which shortens the tail. A step makes its schedule once, for all layers."""
+parts start first, so that all programs end at about the same time. A step makes its schedule once,
+for all layers."""
 
 from __future__ import annotations
 
@@ -19,18 +20,20 @@ from quire.ops.triton.launch import launch, options
 
 _OWN = 8
 _FEWEST = tl.constexpr(2)
-"""The fewest KV tiles of a part of a long row, because the overhead of a part is about one tile."""
+"""The fewest KV tiles of a part of a long row. A part's overhead is the time of about one tile."""
 _AT_ONCE = 256
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A tile of attention.
+    """The tile of an attention program.
 
     Attributes:
-        m: (token, head) pairs.
-        n: KV positions at a time.
-        registers: the most registers of a thread; None: the compiler's choice.
+        m: number of (token, head) pairs.
+        n: number of KV positions of one iteration.
+        warps: warps of a program.
+        stages: tiles in flight.
+        registers: the most registers of a thread; None leaves the choice to the compiler.
     """
 
     m: int
@@ -44,17 +47,24 @@ class Tiles:
 class LongSchedule:
     """The schedule of long rows.
 
-    A line of `items` begins with the row (-1: none), the index of the part of its tile's KV, and
-    the KV tiles of such a part. Then come the row's first query, its number of queries and its
-    first position. Last are the parts of the tile, and the tile's index in the row. A row's items
-    follow each other, tile by tile.
+    The words of an item are, in this order:
+
+    * The row, or -1 for an unused item.
+    * The index of this part of the tile's KV.
+    * The number of KV tiles of a part.
+    * The row's first query.
+    * The row's number of queries.
+    * The row's first position.
+    * The number of parts of the tile's KV.
+    * The tile's index in the row.
+
+    The items of a row follow each other, tile by tile.
 
     Attributes:
         items: int32 [N, 8].
-        places: int32 [3, T], for each token the first item of its row, the parts of the row's tiles
-            (0 for a row that is not long), and the row's first query.
-        tiles: tiles of the kernel that follows the schedule; parts are multiples of its n, at
-            absolute positions.
+        places: int32 [3, T]. A token's column is the first item of its row, the number of parts of
+            each of the row's tiles (0 if the row is not long), and the row's first query.
+        tiles: the tile of the kernel that runs the schedule. Parts begin at multiples of `tiles.n`.
     """
 
     items: Tensor
@@ -66,17 +76,26 @@ class LongSchedule:
 class Schedule:
     """The schedule of short rows.
 
-    A line of `items` is: row (-1: none), first KV position and end, the row's first query, its
-    number of queries, its first position, its number of items, and an unused word.
+    The words of an item are, in this order:
+
+    * The row, or -1 for an unused item.
+    * The first KV position.
+    * The end of the KV positions.
+    * The row's first query.
+    * The row's number of queries.
+    * The row's first position.
+    * The row's number of items.
+    * An unused word.
+
+    The items of a row follow each other.
 
     Attributes:
         items: int32 [N, 8].
-        rows: int32 [2, R], each row's first item, which its others follow, and its number of items.
-        tiles: tiles of the kernel that follows the schedule; parts are multiples of its n, at
-            absolute positions.
+        rows: int32 [2, R], the first item of each row, and its number of items.
+        tiles: the tile of the kernel that runs the schedule. Parts begin at multiples of `tiles.n`.
         longest: the most tokens of a short row.
-        parts: a row may have several parts.
-        long: the schedule of longer rows, if the KV of their tiles may be in parts too.
+        parts: whether a row may have several items.
+        long: the schedule of longer rows, if the KV of their tiles may be cut into parts too.
     """
 
     items: Tensor
@@ -89,8 +108,10 @@ class Schedule:
 
 @triton.jit
 def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDOW, BN):
-    """Returns, for rows [n]: first query, number of queries, first position, first KV position that
-    counts, and KV tiles from there on (0 for a row that is not short)."""
+    """Returns five values for each of the rows [n]: the first query, the number of queries, the
+    first position, the first KV position that queries see, and the number of KV tiles.
+
+    The number of KV tiles is 0 for rows that are not short."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -98,7 +119,7 @@ def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDO
     first = seq_len - q_len
     start = first * 0
     if WINDOW:
-        # Rounded down, so that tiles lie at absolute positions.
+        # Rounded down to a multiple of BN.
         start = tl.maximum(first - window + 1, 0) // BN * BN
     short = inside & (q_len > 0) & (q_len <= longest)
     return q_start, q_len, first, start, tl.where(short, tl.cdiv(seq_len - start, BN), 0)
@@ -106,18 +127,20 @@ def _parts(query_start_ptr, seq_lens_ptr, rows, num_rows, window, longest, WINDO
 
 @triton.jit
 def _cut(tiles, span, most):
-    """(tiles of each part, parts) of rows of `tiles` KV tiles, in even parts of about `span`."""
+    """Returns the tiles of a part and the number of parts, for rows of `tiles` KV tiles in even
+    parts of about `span` tiles."""
     parts = tl.minimum(tl.cdiv(tiles, span), most)
     per = tl.cdiv(tiles, tl.maximum(parts, 1))
     return per, tl.cdiv(tiles, tl.maximum(per, 1))
 
 
 @triton.jit
-def _placed(own, per, rows, tiles, span, most):
-    """Returns the number of items before rows `own`, and the number of items of rows [n].
+def _item_offsets(own, per, rows, tiles, span, most):
+    """Returns the number of items before each of the rows `own`, and the number of items of each of
+    the rows [n].
 
-    Rows are ordered by the length of their parts: rows `own` have `per` tiles in a part, the others
-    follow from `tiles`."""
+    Items are ordered by the length of their parts, longest first. Rows `own` have `per` tiles in a
+    part. The parts of the other rows follow from `tiles`."""
     other_per, parts = _cut(tiles, span, most)
     tie = (other_per[None, :] == per[:, None]) & (rows[None, :] < own[:, None])
     before = (other_per[None, :] > per[:, None]) | tie
@@ -133,10 +156,10 @@ def _schedule(
     BN: tl.constexpr, OWN: tl.constexpr, AT_ONCE: tl.constexpr, ONCE: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places OWN rows in each program: after all rows of longer parts, and after earlier rows of
-    equal parts.
+    """Writes the items of OWN rows in each program, after all rows with longer parts, and after
+    earlier rows with equal parts.
 
-    ONCE: there are no more than AT_ONCE rows."""
+    ONCE says that there are at most AT_ONCE rows."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -157,13 +180,13 @@ def _schedule(
             total += tl.sum(more, 0)
     span = tl.maximum(tl.cdiv(total, spare), min_tiles)
     per, parts = _cut(own_tiles, span, most)
-    place, placed = _placed(own, per, rows, tiles, span, most)
+    place, placed = _item_offsets(own, per, rows, tiles, span, most)
     if not ONCE:
         for begin in range(AT_ONCE, num_rows, AT_ONCE):
             _, _, _, _, more = _parts(
                 query_start_ptr, seq_lens_ptr, begin + rows, num_rows, window, longest, WINDOW, BN
             )
-            more_place, more_placed = _placed(own, per, begin + rows, more, span, most)
+            more_place, more_placed = _item_offsets(own, per, begin + rows, more, span, most)
             place += more_place
             placed += more_placed
     tl.store(rows_ptr + own, place, mask=own < num_rows)
@@ -204,7 +227,7 @@ def schedule(
     Args:
         query_start: int32 [R + 1].
         seq_lens: int32 [R].
-        programs: programs that fill the card; cutting adds up to that many to one per row.
+        programs: the most items that cutting adds to one per row.
         most_parts: the most parts of a row.
     """
     num_rows, device = seq_lens.shape[0], seq_lens.device
@@ -228,8 +251,10 @@ def _long_rows(
     query_start_ptr, seq_lens_ptr, rows, num_rows, window, shortest,
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for rows [n]: first query, number of queries, first position, tiles of queries (0
-    for a row that is not long), and the most KV tiles of each."""
+    """Returns five values for each of the rows [n]: the first query, the number of queries, the
+    first position, the number of tiles of queries, and the most KV tiles of such a tile.
+
+    The number of tiles is 0 for rows that are not long."""
     inside = rows < num_rows
     q_start = tl.load(query_start_ptr + rows, mask=inside, other=0)
     q_len = tl.load(query_start_ptr + rows + 1, mask=inside, other=0) - q_start
@@ -237,18 +262,18 @@ def _long_rows(
     queries = tl.where(q_len >= shortest, tl.cdiv(q_len * GROUP, BM), 0)
     kv = tl.cdiv(seq_len, BN)
     if WINDOW:
-        # The KV that a tile's first query sees begins the range, and its last query's
-        # position ends it.
+        # The range begins with the KV that a tile's first query sees, and ends at its last
+        # query's position.
         kv = tl.minimum(kv, tl.cdiv(tl.minimum(window, seq_len) + BM // GROUP + 1, BN) + 1)
     return q_start, q_len, seq_len - q_len, queries, kv
 
 
 @triton.jit
 def _share(kv, total, spare, most):
-    """Returns (KV tiles of each part, parts) of tiles of queries that have `kv` of the `total` KV
-    tiles.
+    """Returns the KV tiles of a part and the number of parts, for tiles of queries that have `kv`
+    of the `total` KV tiles.
 
-    Rounding leaves no more than `spare` parts, not counting tiles of one part."""
+    Rounding leaves at most `spare` parts in tiles that have several parts."""
     parts = tl.minimum(kv * spare // tl.maximum(total, 1), tl.minimum(tl.cdiv(kv, _FEWEST), most))
     per = tl.cdiv(kv, tl.maximum(parts, 1))
     return per, tl.cdiv(kv, tl.maximum(per, 1))
@@ -263,8 +288,8 @@ def _schedule_long(
     GROUP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, AT_ONCE: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Places the tiles of one row in each program: after all rows of longer parts, and after
-    earlier rows of equal parts."""
+    """Writes the items of one row in each program, after all rows with longer parts, and after
+    earlier rows with equal parts."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -339,7 +364,7 @@ def schedule_long(
         query_start: int32 [R + 1].
         seq_lens: int32 [R].
         tokens: T.
-        programs: wanted number of programs, unless there are more tiles.
+        programs: the intended number of programs. More run if there are more tiles.
     """
     num_rows, device = seq_lens.shape[0], seq_lens.device
     spare = max(1, programs // kv_heads)

@@ -15,7 +15,7 @@ def stored(positions, begin, end):
 
 @triton.jit
 def _scores(q, k, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """q kᵀ, over `unit` of the kind."""
+    """Returns q kᵀ, divided by `kv8.unit`."""
     if KIND:
         scores = tl.dot(q[0], tl.trans(kv8.low_bytes(k, KIND, PACKED)))
         return tl.dot(q[1], tl.trans(kv8.high_bytes(k, KIND, PACKED)), scores)
@@ -30,7 +30,7 @@ def _add_values(
     acc, decay, weights, v, UPCAST, PRECISION: tl.constexpr, KIND: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """acc * decay + weights v, the latter over `unit` of the kind."""
+    """Returns acc * decay + weights v. The product is divided by `kv8.unit`."""
     if KIND:
         weights = weights.to(tl.float16)
         even = tl.dot(weights, kv8.low_bytes(v, KIND, PACKED), acc[0] * decay[:, None])
@@ -52,25 +52,25 @@ def attend_range(
     MASKED: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr, KIND: tl.constexpr, OWN_SCALES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over KV tiles [start, end).
+    """Computes the online softmax over KV tiles [start, end).
 
-    Only MASKED tiles check positions: causality (`limit` is each query's position) and the window.
-    Positions outside [begin, end) are not read: no query sees them, and they may not be stored.
-    `peak` and `total` are the running maximum (in log2 units) and sum.
+    Only MASKED tiles check positions, for causality (`limit` is each query's position) and for the
+    window. Positions outside of [begin, end) are not read, because no query sees them and they may
+    have no block. `peak` is the running maximum, in log2 units, and `total` the running sum.
 
-    8-bit KV is read as pairs of values (see `kv8.py`). HEAD_DIM, D_PAD and strides count pairs. `q`
-    and `acc` are then two tensors each, of the even and of the odd dimensions. OWN_SCALES: each
-    token has its own scale."""
+    8-bit KV is read as pairs of values (see `kv8.py`), and HEAD_DIM, D_PAD and strides count pairs.
+    `q` and `acc` then have two tensors each, for the even and for the odd dimensions. With
+    OWN_SCALES each token has its own scale."""
     dims = tl.arange(0, D_PAD)
-    # Block ids are fetched a tile ahead, else each tile's loads would wait for them.
+    # Block ids are loaded one tile ahead, because otherwise each tile's loads would wait for them.
     positions = start + tl.arange(0, BN)
     block = tl.load(
         table_ptr + positions // BLOCK_TOKENS, mask=stored(positions, begin, end), other=0
     )
     for tile in range(start, end, BN):
         positions = tile + tl.arange(0, BN)
-        # Each tensor computes its offsets from its own strides, though they are equal.
-        # Shared offsets would stay in registers from K's loads to V's, and a fourth fewer
+        # K and V compute their offsets separately, although their strides are equal.
+        # Shared offsets would stay in registers from K's loads to V's, and a quarter fewer
         # programs would run at once.
         k_rows = block.to(tl.int64) * k_stride_b + (positions % BLOCK_TOKENS) * k_stride_t
         v_rows = block.to(tl.int64) * v_stride_b + (positions % BLOCK_TOKENS) * v_stride_t
@@ -95,7 +95,8 @@ def attend_range(
             scores *= tl.load(k_scale_ptr + scale_rows, mask=known, other=0.0)[None, :]
         factor = qk_scale
         if SOFTCAP:
-            # cap * tanh(x / cap): qk_scale is then 2 * scale / cap, and the cap in log2 units.
+            # This is cap * tanh(x / cap), because qk_scale is 2 * scale / cap with a softcap, and
+            # the cap is in log2 units.
             scores = 2.0 * tl.sigmoid(scores * qk_scale) - 1.0
             factor = softcap
         if MASKED:
@@ -103,7 +104,7 @@ def attend_range(
             if WINDOW:
                 seen = seen & (positions[None, :] > limit[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        # Scaled after the maximum, so that the scaling is part of the exponent's multiply-add.
+        # Scores are scaled after the maximum, in the multiply-add of the exponent.
         higher = tl.maximum(peak, tl.max(scores, 1) * factor)
         base = higher
         if MASKED:
@@ -123,8 +124,8 @@ def attend_range(
 def _flat_rows(
     head, local, q_start, q_len, stride_t, stride_h, GROUP: tl.constexpr, BM: tl.constexpr
 ):
-    """Returns, for a row's tile `local`, each query's token within the row, its offset, and whether
-    it exists, [BM] each."""
+    """Returns three values [BM] for the queries of a row's tile `local`: the token within the row,
+    the offset, and whether the query exists."""
     flat = local * BM + tl.arange(0, BM)
     tokens = flat // GROUP
     heads = head * GROUP + flat % GROUP
@@ -138,10 +139,10 @@ def load_queries(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
     UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Returns the queries of a row's tile [BM, D_PAD], and their positions [BM], -1 past the row's
-    end.
+    """Returns the queries of a row's tile, [BM, D_PAD], and their positions, [BM], -1 past the
+    row's end.
 
-    With 8-bit KV the queries are two tensors. The row's first query stands at position `first`."""
+    With 8-bit KV the queries are two tensors. The row's first query has position `first`."""
     tokens, rows, live = _flat_rows(head, local, q_start, q_len, stride_t, stride_h, GROUP, BM)
     dims = tl.arange(0, D_PAD)
     inside = live[:, None] & (dims[None, :] < HEAD_DIM)
@@ -176,8 +177,8 @@ def with_sinks(
 ):  # fmt: skip
     """Returns the initial peak and total of queries whose heads have sinks.
 
-    Only tiles that are `alone` start from the sinks. If their KV has several parts, `combine` adds
-    the sinks."""
+    With `alone`, one program reads all KV of the tile and starts from the sinks. If the KV has
+    several parts, `combine` adds the sinks."""
     flat = local * BM + tl.arange(0, BM)
     sinks = sink(sinks_ptr, head * GROUP + flat % GROUP)
     return tl.where(alone, sinks, peak), tl.where(alone, 1.0, total)
@@ -185,13 +186,13 @@ def with_sinks(
 
 @triton.jit
 def sink(sinks_ptr, heads):
-    """Returns scores in log2 units."""
+    """Returns the sinks' scores in log2 units."""
     return tl.load(sinks_ptr + heads).to(tl.float32) * 1.4426950408889634
 
 
 @triton.jit
 def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr):
-    """acc / total, [BM, all dimensions]; and the sums, 1 where there was nothing to see."""
+    """Returns acc / total, [BM, all dimensions], and the sums (1 for queries without KV)."""
     total = tl.where(total > 0.0, total, 1.0)
     if KIND:
         factor = kv8.unit(KIND)
@@ -208,7 +209,7 @@ def average(acc, total, v_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.co
 def score_scale(
     qk_scale, k_scale_ptr, head, KIND: tl.constexpr, OWN_SCALES: tl.constexpr
 ):  # fmt: skip
-    """Returns the factor of scores as they come from the products."""
+    """Returns the factor by which the products of `_scores` are multiplied."""
     if KIND:
         qk_scale *= kv8.unit(KIND)
         if not OWN_SCALES:
@@ -221,10 +222,10 @@ def store_part(
     partial_ptr, lse_ptr, result, lse, limit, parts,
     HEAD_DIM: tl.constexpr, D_PAD: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part that `combine` adds up, in grid (KV heads, items), if there are several parts.
+    """Stores a part for `combine` if there are several parts. Grid: (KV heads, items).
 
-    It stores the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A query that
-    sees no KV of the part gets zeros and -inf."""
+    Stores the result [BM, D_PAD] and the logarithm of the sum [BM] of each query. A query that sees
+    no KV of the part gets zeros and -inf."""
     dims = tl.arange(0, D_PAD)
     place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * BM
     at = place + tl.arange(0, BM)

@@ -1,24 +1,26 @@
 """All-reduce by writing into peers' memory, with the residual stream added.
 
-Tensors are seen as words of 32 bits: one float32, or two neighbouring elements of 16 bits. A tile
+Tensors are viewed as words of 32 bits: one float32, or two neighbouring elements of 16 bits. A tile
 is a fixed run of words. It has its own place in every rank's buffer, and its own epoch, which
-counts the sums over it. All ranks compute the same sums in the same order, so their epochs agree.
-Buffers are double. A rank sends the words of epoch e + 2 after it has received the words of e + 1,
-which its peers send once they have read the words of e.
+counts the sums of this tile. All ranks compute the same sums in the same order, so their epochs
+agree. Each place has two buffers, used in turn. A rank sends the words of epoch e + 2 after it has
+received the words of e + 1, and its peers send those after they have read the words of e.
 
-Parts are added in the order of ranks, in fp32, the residual last, and rounded once. So every rank
-has the same bits.
+The ranks' terms are added in the order of ranks, in fp32, then the residual. The sum is rounded
+once. So every rank has the same bits.
 
-`one_shot`, for few rows: each word travels to every peer together with the epoch, as one store of
-64 bits (the LL protocol of NCCL). It needs no fence and waits for no flag. `two_shot`, for more
-rows: each rank sums a share of every tile, and sends the result. Words travel alone, followed by a
-flag per tile (release and acquire, at system scope). All kernels of a rank push before they wait.
+- `one_shot` is for few rows. A rank sends each word to every peer together with the epoch, as one
+  store of 64 bits (the LL protocol of NCCL). It needs no fence and no flag.
 
-`collect`, for sums that overlap other work (`quire.parallel.exchange`): copy engines bring whole
-parts, each followed by a flag (`signal`).
+- `two_shot` is for more rows. Each rank sums a share of every tile, and sends the result. A flag
+  per tile follows the words (release and acquire, at system scope).
 
-Waits have a limit, counted in polls of somewhat less than a microsecond each. A kernel that exceeds
-it reports so in the host's memory, and no kernel on that rank waits any more."""
+- `collect` is for sums that overlap other work (`quire.parallel.exchange`). Copy engines transfer
+  the whole term of a rank, and a flag follows (`signal`).
+
+All kernels of a rank send before they wait. Waits have a limit, counted in polls of somewhat less
+than a microsecond. A kernel that exceeds the limit reports it in host memory, and no later kernel
+on that rank waits."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -50,16 +52,20 @@ KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Describes the other ranks to a rank's kernels.
+    """Describes all ranks to a rank's kernels.
+
+    Buffers are zero before the first sum.
 
     Attributes:
-        one_shot, two_shot, flags: int64 [world], on the device: the addresses of each rank's
-            buffers; its own come at place `rank`. Buffers are zero before the first sum.
-        epochs: int32 [tiles], of both kinds of tiles, first the tiles of `one_shot`.
-        control: int32 [2], on the device: whether a wait has failed, and the limit of polls of a
-            wait.
-        report: int32 [3], in pinned host memory: 1 + the rank waited for in vain, the site of the
-            sum, and the epoch. Zero until then.
+        rank: this rank, from 0.
+        world: number of ranks.
+        one_shot: int64 [world] on the device, the address of each rank's buffer of `one_shot`.
+        two_shot: int64 [world] on the device, the address of each rank's buffer of `two_shot`.
+        flags: int64 [world] on the device, the address of each rank's flags.
+        epochs: int32 [tiles], the epochs of the tiles of `one_shot`, then of `two_shot`.
+        control: int32 [2] on the device, whether a wait has failed, and the limit of polls.
+        report: int32 [3] in pinned host memory. After a failed wait it has 1 + the rank that did
+            not answer, the site of the sum, and the epoch. Before that it is zero.
     """
 
     rank: int
@@ -73,25 +79,25 @@ class Peers:
 
 
 def one_shot_words(tiles: int, world: int) -> int:
-    """Returns the words of 64 bits that a rank's buffer of `one_shot` has."""
+    """Returns the size of a rank's buffer of `one_shot`, in words of 64 bits."""
     return tiles * 2 * world * ONE_SHOT_TILE
 
 
 def two_shot_words(tiles: int) -> int:
-    """Returns the words of 32 bits that a rank's buffer of `two_shot` has."""
+    """Returns the size of a rank's buffer of `two_shot`, in words of 32 bits."""
     return tiles * 2 * 2 * TWO_SHOT_TILE
 
 
 def flag_words(tiles: int, world: int) -> int:
-    """Returns the words of 32 bits that a rank's flags have."""
+    """Returns the size of a rank's flags, in words of 32 bits."""
     return tiles * 2 * world
 
 
 @triton.jit
 def give_up(control_ptr, report_ptr, peer, site, epoch, looks):
-    """Returns 1 if a wait ends without success."""
+    """Returns 1 if a wait must end without success."""
     over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
-    # The value may change in between, and all threads must see the same.
+    # One atomic read, because the value may change and all threads must see the same value.
     failed = tl.atomic_add(control_ptr, 0, sem="relaxed")
     if (over > 0) & (failed == 0):
         tl.store(control_ptr, 1)
@@ -166,7 +172,7 @@ def one_shot_kernel(
     RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums a tile per program. Buffers: int64 [tiles, 2, WORLD, TILE], by sender."""
+    """Sums a tile per program. Buffers are int64 [tiles, 2 (epochs), WORLD (sender), TILE]."""
     tile = tl.program_id(0)
     at = tl.arange(0, TILE)
     place = tile * TILE + at
@@ -210,7 +216,7 @@ def two_shot_kernel(
     site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sums a tile per program; each rank sums a share of it.
+    """Sums a tile per program. Each rank sums a share of the tile.
 
     Buffers are int32 [tiles, 2 (epochs), 2 (parts, sums), WORLD (sender), SHARE], and flags int32
     [tiles, 2 (parts, sums), WORLD]."""
@@ -230,7 +236,7 @@ def two_shot_kernel(
     epoch = tl.load(epochs_ptr + tile) + 1
     parts = (tile.to(tl.int64) * 2 + (epoch & 1)) * 2 * TILE
     sums = parts + TILE
-    # Every other rank gets its share of this rank's tile.
+    # Sends each other rank its share of this rank's tile.
     for step in tl.static_range(1, WORLD):
         place = tile * TILE + (RANK + step) % WORLD * SHARE + at
         sent = tl.load(x_ptr + place, mask=place < words, other=0)
@@ -238,7 +244,7 @@ def two_shot_kernel(
     tl.debug_barrier()
     for step in tl.static_range(1, WORLD):
         tl.atomic_xchg(flags[(RANK + step) % WORLD] + RANK, epoch, sem="release", scope="sys")
-    # This rank's share, over all ranks.
+    # Sums this rank's share over all ranks.
     place = tile * TILE + RANK * SHARE + at
     inside = place < words
     own = tl.load(x_ptr + place, mask=inside, other=0)
@@ -266,7 +272,7 @@ def two_shot_kernel(
         peer_flag = flags[(RANK + step) % WORLD] + WORLD + RANK
         tl.atomic_xchg(peer_flag, epoch, sem="release", scope="sys")
     tl.store(out_ptr + place, total, mask=inside)
-    # The other ranks' shares.
+    # Receives the sums of the other ranks' shares.
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             await_flag(flags[RANK] + WORLD + rank, epoch, control_ptr, report_ptr, rank, site)
@@ -280,8 +286,9 @@ def two_shot_kernel(
 
 @triton.jit
 def signal_kernel(flags_ptr, epoch_ptr, RANK: tl.constexpr, WORLD: tl.constexpr):
-    """Signals to every peer that this rank's part of the next sum is in its memory. flags: see
-    `Parts.flags`."""
+    """Signals to every peer that this rank's term of the next sum is in the peer's memory.
+
+    For `flags_ptr` see `Parts.flags`."""
     epoch = tl.load(epoch_ptr) + 1
     for step in tl.static_range(1, WORLD):
         flag = tl.load(flags_ptr + (RANK + step) % WORLD).to(tl.pointer_type(tl.int32))
@@ -295,10 +302,10 @@ def collect_kernel(
     stride, site, RANK: tl.constexpr, WORLD: tl.constexpr, TILE: tl.constexpr, KIND: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ):  # fmt: skip
-    """Sums a tile per program, once the peers' parts have arrived.
+    """Sums a tile per program, after the peers' terms have arrived.
 
-    `parts_ptr` is int32 [WORLD - 1, stride], the next rank's part first, and `flags_ptr` int32
-    [WORLD]. The kernel follows the sum's `signal_kernel`, whose epoch it awaits."""
+    `parts_ptr` is int32 [WORLD - 1, stride], beginning with the next rank's term. `flags_ptr` is
+    int32 [WORLD]. The sum's `signal_kernel` must run before, because it sets the epoch."""
     tile = tl.program_id(0)
     place = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = place < words
@@ -323,7 +330,7 @@ def collect_kernel(
 
 
 def words_of(x: Tensor) -> int | None:
-    """Returns the number of 32-bit words of a tensor, or None if these kernels do not take it."""
+    """Returns the number of 32-bit words of a tensor, or None if these kernels cannot sum it."""
     if x.dtype not in KINDS or not x.is_contiguous():
         return None
     count, rest = divmod(x.numel() * x.dtype.itemsize, 4)
@@ -331,10 +338,10 @@ def words_of(x: Tensor) -> int | None:
 
 
 def one_shot(peers: Peers, x: Tensor, residual: Tensor | None, site: int) -> Tensor:
-    """Returns the sum of all ranks' x, and the residual.
+    """Returns the sum of all ranks' x, plus the residual.
 
     Args:
-        x: contiguous, see `words_of`, of at most as many tiles as the peers' buffers have.
+        x: contiguous, see `words_of`. It must fit into the tiles of the buffers.
         site: the number that a failed wait reports.
     """
     return _run(one_shot_kernel, peers, x, residual, site, 0, ONE_SHOT_TILE, (peers.one_shot,), 8)
@@ -350,15 +357,15 @@ def two_shot(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The buffers for peers' parts of sums of one kind. The next sum begins only after the last one
-    was collected.
+    """The buffers for peers' terms of a series of sums. A sum begins after the one before was
+    collected.
 
     Attributes:
-        flags: int64 [world], the addresses of each rank's flags, int32 [world], by sender, zero
-            before the first sum; its own come at place `rank`.
-        epoch: int32 [1], the sums that this rank has signalled.
+        flags: int64 [world], the address of each rank's flags. They are int32 [world], by sender,
+            zero before the first sum.
+        epoch: int32 [1], number of sums that this rank has signalled.
         own_flags: this rank's flags.
-        received: int32 [world - 1, words], written by the peers, the next rank's part first.
+        received: int32 [world - 1, words], the peers' terms, beginning with the next rank's.
     """
 
     flags: Tensor
@@ -368,8 +375,10 @@ class Parts:
 
 
 def signal(peers: Peers, parts: Parts) -> None:
-    """Tells all peers that they have this rank's part of the next sum. No kernel may begin before
-    the one in front of it on the stream, which may have been a copy, has ended."""
+    """Tells all peers that they have this rank's term of the next sum.
+
+    It runs without programmatic dependent launch, because the copies before it on the stream must
+    have ended."""
     launch(signal_kernel, (1,))(
         parts.flags, parts.epoch, RANK=peers.rank, WORLD=peers.world, num_warps=1
     )
@@ -378,10 +387,10 @@ def signal(peers: Peers, parts: Parts) -> None:
 def collect(
     peers: Peers, parts: Parts, x: Tensor, residual: Tensor | None, out: Tensor, site: int
 ) -> None:
-    """Writes the sum of all ranks' x, and the residual, to `out`.
+    """Writes the sum of all ranks' x, plus the residual, to `out`.
 
     Args:
-        x: this rank's part, which the peers have already received with a signal.
+        x: this rank's term. It has been sent to the peers and signalled.
         site: the number that a failed wait reports.
     """
     words = words_of(x)

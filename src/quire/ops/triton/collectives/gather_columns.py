@@ -1,8 +1,8 @@
 """All-gather of a matrix's columns, side by side in the memory of every rank.
 
-A rank stores its columns at their place in its peers' matrices, and in its own. There is one
-matrix, which the next gather overwrites. So a rank waits twice: first for a peer's flag that all
-readers of the last matrix have finished, then for the peer's columns."""
+A rank stores its columns at their place in its peers' matrices and in its own. Each rank has one
+matrix, which the next gather overwrites. So a rank waits twice: first for the flag by which a peer
+says that its readers of the last matrix have finished, then for the peer's columns."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -29,10 +29,10 @@ class RankColumns:
     """The matrices and flags of all ranks.
 
     Attributes:
-        matrices: int64 [world], the addresses of each rank's matrix.
+        matrices: int64 [world], the address of each rank's matrix.
         own: this rank's matrix, [rows, world x columns].
-        flags: int64 [world], the addresses of int32 [tiles, 2 (ready, there), world], by sender,
-            zero at first.
+        flags: int64 [world], the address of each rank's flags. They are int32
+            [tiles, 2 (ready, arrived), world], by sender, zero at first.
         epochs: int32 [tiles].
     """
 
@@ -43,12 +43,12 @@ class RankColumns:
 
 
 def tiles_of(rows: int, row_bytes: int) -> int:
-    """Returns the tiles of a rank's columns."""
+    """Returns the number of tiles of a rank's columns."""
     return rows * -(-row_bytes // (4 * TILE))
 
 
 def flag_words(tiles: int, world: int) -> int:
-    """Returns the words of 32 bits that a rank's flags have."""
+    """Returns the size of a rank's flags, in words of 32 bits."""
     return tiles * 2 * world
 
 
@@ -57,7 +57,7 @@ def gather_kernel(
     x_ptr, matrices_ptr, flags_ptr, epochs_ptr, control_ptr, report_ptr, words, site,
     RANK: tl.constexpr, WORLD: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores WORDS of a row per program. words: of a row of x, a multiple of 4."""
+    """Stores WORDS words of a row per program. A row of x has `words` words, a multiple of 4."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     inside = at < words

@@ -1,9 +1,9 @@
 """Products whose inputs are summed by segments, and the sum of segments in pairs.
 
-A program has all segments of its tile. Each segment runs the same loop over its own inputs, and
-their sums are added in registers, in pairs of neighbours. So a single rank computes the sum of a
-rank's segments on its way. The compiler must not fuse a product with the addition after it, because
-ranks round between the two."""
+A program computes all segments of its tile. Each segment runs the same loop over its own inputs.
+The sums of segments are added in registers, in pairs of neighbours. So a single rank adds in the
+same order as several ranks. The compiler must not fuse a product with the addition after it,
+because several ranks round between the two."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from quire.ops.weight import Weight
 
 
 @triton.jit
-def _put_by(total, part, one, two, four):
-    """Adds segment `part` to the sums that it completes.
+def _add_segment(total, part, one, two, four):
+    """Adds the sum of segment `part` to the sums of its neighbours, in pairs.
 
-    Returns the sums that wait for others: of one segment, of two and of four."""
+    Returns the sums that still wait for a neighbour: of one segment, of two and of four."""
     if part % 2 == 0:
         one = total
     elif part % 4 == 1:
@@ -46,8 +46,8 @@ def _put_by(total, part, one, two, four):
 
 
 @triton.jit
-def _with_others(total, one, two, four, PARTS: tl.constexpr):
-    """Returns the sum of all segments, of which `total` is the last."""
+def _total(total, one, two, four, PARTS: tl.constexpr):
+    """Returns the sum of all segments. `total` is the sum of the last segment."""
     if PARTS > 1:
         total = one + total
     if PARTS > 2:
@@ -59,15 +59,15 @@ def _with_others(total, one, two, four, PARTS: tl.constexpr):
 
 @triton.jit
 def _sum_of_programs(parts_ptr, offsets, live, PROGRAMS: tl.constexpr, PART: tl.constexpr):
-    """Returns the sum of a tile's stored program sums, added in pairs.
+    """Returns the sum over a tile's programs, of the sums that they stored, added in pairs.
 
     Loads bypass L1, which does not see other programs' writes. `live` masks the rows."""
     total = tl.load(parts_ptr + offsets, mask=live, cache_modifier=".cg")
     one, two, four = total, total, total
     for part in tl.static_range(1, PROGRAMS):
-        one, two, four = _put_by(total, part - 1, one, two, four)
+        one, two, four = _add_segment(total, part - 1, one, two, four)
         total = tl.load(parts_ptr + part * PART + offsets, mask=live, cache_modifier=".cg")
-    return _with_others(total, one, two, four, PROGRAMS)
+    return _total(total, one, two, four, PROGRAMS)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -80,8 +80,9 @@ def _sum_kernel(
     GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, UPCAST: tl.constexpr, IN_PAIRS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, PARTS * size] and w [N, PARTS * size], see `Operands`. Grid: N
-    tiles, PROGRAMS of each tile, M tiles."""
+    """Computes y [M, N] of x [M, PARTS * size] and w [N, PARTS * size], see `Operands`.
+
+    Grid: N tiles, PROGRAMS of each tile, M tiles."""
     EACH: tl.constexpr = PARTS // PROGRAMS
     pid_n, pid_k, pid_m = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = tile_rows(pid_n, N, BN, False)
@@ -106,16 +107,16 @@ def _sum_kernel(
         for step in range(EACH * steps):
             if EACH > 1:
                 if (step > 0) & (step % steps == 0):
-                    one, two, four = _put_by(acc, step // steps - 1, one, two, four)
+                    one, two, four = _add_segment(acc, step // steps - 1, one, two, four)
                     acc = tl.zeros_like(acc)
             x = tl.load(x_ptrs + step * BK + ks)
             w = tl.load(w_ptrs + step * BK + ks)
             acc = tl.dot(w, tl.trans(x), acc) if SWAP else tl.dot(x, tl.trans(w), acc)
     else:
-        for part in range(EACH):  # not unrolled, which would take long to compile
+        for part in range(EACH):  # Not unrolled, because that would take long to compile.
             if EACH > 1:
                 if part > 0:
-                    one, two, four = _put_by(acc, part - 1, one, two, four)
+                    one, two, four = _add_segment(acc, part - 1, one, two, four)
             begin = (first + part) * size
             acc = product(
                 x_ptrs, w_ptrs, s_ptrs, z_ptrs, x_ptr, none, begin, begin + size, begin + size, 0.0,
@@ -125,7 +126,7 @@ def _sum_kernel(
             if HAS_SCALES:
                 scales = tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)
                 acc *= scales[:, None] if SWAP else scales[None, :]
-    total = _with_others(acc, one, two, four, EACH)
+    total = _total(acc, one, two, four, EACH)
     if SWAP:
         total = tl.trans(total)
     last = True
@@ -135,7 +136,7 @@ def _sum_kernel(
         offsets = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
         live = (ms < M)[:, None]
         tl.store(own_ptr + pid_k * BM * BN + offsets, total, mask=live)
-        tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+        tl.debug_barrier()  # Every thread's part is written before the one atomic that signals it.
         last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == PROGRAMS - 1
         if last:
             total = _sum_of_programs(own_ptr, offsets, live, PROGRAMS, BM * BN)
@@ -152,12 +153,14 @@ class SumPlan:
     """The tile of a program, and how its loop runs.
 
     Attributes:
-        bm: rows.
+        bm: rows of x.
         bn: outputs.
         bk: inputs of a step.
-        programs: programs that share a tile's segments.
-        swap, warps, stages: see `GemmPlan`.
-        flat: one loop over all steps.
+        programs: number of programs that share a tile's segments.
+        swap: see `GemmPlan`.
+        warps: see `GemmPlan`.
+        stages: see `GemmPlan`.
+        flat: one loop runs over the steps of all segments.
     """
 
     bm: int
@@ -215,7 +218,8 @@ _FIXED = SumPlan(64, 64, 64)
 
 
 def _plan(m: int, n: int, size: int, segments: int, sms: int) -> SumPlan:
-    """The tile follows the rows, see `gemm_table.rows_plan`."""
+    """Returns the plan for `m` rows. The tile depends on the number of rows, see
+    `table.rows_plan`."""
     if m > 512:
         if n < 2048:
             return SumPlan(64, 64, 64, swap=True, stages=4, flat=True)
@@ -245,9 +249,9 @@ def _pairs_kernel(
     total = tl.load(at, mask=mask, other=0.0)
     one, two, four = total, total, total
     for part in tl.static_range(1, PARTS):
-        one, two, four = _put_by(total, part - 1, one, two, four)
+        one, two, four = _add_segment(total, part - 1, one, two, four)
         total = tl.load(at + part * stride_p, mask=mask, other=0.0)
-    total = _with_others(total, one, two, four, PARTS)
+    total = _total(total, one, two, four, PARTS)
     if HAS_BIAS:
         total += tl.load(bias_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if HAS_RES:
@@ -258,7 +262,7 @@ def _pairs_kernel(
 def add_pairs(
     parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """See `reference.segments.add_pairs`; of at most 8 parts."""
+    """See `reference.segments.add_pairs`. There may be at most 8 parts."""
     count, tokens, n = parts.shape
     out = torch.empty(tokens, n, dtype=dtype, device=parts.device)
     if not tokens:

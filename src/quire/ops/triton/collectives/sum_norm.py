@@ -1,16 +1,16 @@
 """All-reduce of whole rows, with the residual stream added and the sum normed.
 
-Every rank pushes its part of a row into its peers' memory. It adds the received parts in the order
+Every rank writes its term of a row into its peers' memory. It adds the received terms in the order
 of ranks, the residual last, rounds once, and norms the row. One kernel does the work of `one_shot`
-(of `all_reduce.py`) and `rms_norm`. Words of 32 bits are two elements of 16 bits, or a float32.
+(in `all_reduce.py`) and `rms_norm`. Words of 32 bits are two elements of 16 bits, or a float32.
 
-Words travel without flags. A place for a word holds `EMPTY` until the word has arrived, and again
-after it was read. Senders replace -0.0 by +0, and so never send `EMPTY`. So half as many bytes
-travel as by `one_shot`, and in one phase, not in two as by `two_shot`.
+Words are sent without flags. A place for a word holds `EMPTY` until the word has arrived, and again
+after it was read. Senders replace -0.0 by +0, so they never send `EMPTY`. So ranks send half as
+many bytes as with `one_shot`, and in one phase instead of the two of `two_shot`.
 
-Each row has two sets of places, which its epochs use in turn. An epoch counts the sums over a row.
-A rank sends the words of epoch e + 2 after it has received the words of e + 1. Its peers send those
-after the kernel that has read, and emptied, the places of e."""
+Each row has two sets of places, which are used in turn. A row's epoch counts its sums. A rank sends
+the words of epoch e + 2 after it has received the words of e + 1. Its peers send those after the
+kernel that has read and emptied the places of e."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -37,21 +37,21 @@ from quire.ops.triton.collectives.all_reduce import (
 from quire.ops.triton.launch import launch, options, traits
 
 EMPTY = -(1 << 31)
-"""The word of a place to which nothing has come: -0.0, or a pair of +0 and -0.0."""
+"""The word of a place without a received word: -0.0, or a pair of +0 and -0.0."""
 _WARPS, _LANES = 8, 32
 _EMPTY = tl.constexpr(EMPTY)
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlaces:
-    """The buffers for peers' parts of rows.
+    """The buffers for peers' terms of rows.
 
     Attributes:
-        places: int64 [world], the addresses of each rank's places, int32 [rows, 2, world, words],
-            by sender, all `EMPTY` before the first sum; its own come at place `rank`.
+        places: int64 [world], the address of each rank's places. They are int32
+            [rows, 2, world (sender), words], all `EMPTY` before the first sum.
         epochs: int32 [rows].
         rows: the most rows of a launch.
-        words: words of a row, equal for all rows.
+        words: number of words of a row, equal for all rows.
     """
 
     places: Tensor
@@ -61,13 +61,14 @@ class RowPlaces:
 
 
 def place_words(rows: int, words: int, world: int) -> int:
-    """Returns the words of 32 bits that a rank's places have."""
+    """Returns the size of a rank's places, in words of 32 bits."""
     return rows * 2 * world * words
 
 
 @triton.jit
 def _take(ptr, inside, control_ptr, report_ptr, peer, site, epoch):
-    """Returns the words that a peer sends to places [BLOCK], and empties these."""
+    """Waits for the words that a peer sends to places [BLOCK], returns them, and empties the
+    places."""
     got = tl.load(ptr, mask=inside, other=0, volatile=True)
     missing = tl.sum((got == _EMPTY).to(tl.int32), 0)
     looks = 0
@@ -127,7 +128,7 @@ def sum_norm_kernel(
     if PAIR == 2:
         squares += high * high
     inverse = tl.rsqrt(tl.sum(squares, 0) / (words * PAIR) + eps)
-    # Rounded as the weight is, see `ops.rms_norm`.
+    # Rounds to the weight's dtype before the product, see `ops.rms_norm`.
     low = (low * inverse).to(KIND).to(tl.float32) * low_value(scale, KIND)
     high = (high * inverse).to(KIND).to(tl.float32) * high_value(scale, KIND)
     tl.store(normed_ptr + place, packed(low, high, KIND), mask=inside)
@@ -136,8 +137,10 @@ def sum_norm_kernel(
 
 
 def takes(rows: RowPlaces, x: Tensor, residual: Tensor, weight: Tensor) -> bool:
-    """Whether the kernel computes a sum: rows are contiguous and as long as the places, and the
-    residual and the weight have x's dtype."""
+    """Whether the kernel can compute a sum.
+
+    Rows must be contiguous and as long as the places. The residual and the weight must have x's
+    dtype."""
     words = words_of(x)
     if not words or x.dim() != 2 or words != len(x) * rows.words:
         return False
@@ -150,14 +153,13 @@ def sum_norm(
     peers: Peers, rows: RowPlaces, x: Tensor, residual: Tensor, weight: Tensor, eps: float,
     site: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Returns the sum of all ranks' x and the residual, and its RMSNorm, for tensors that pass
-    `takes`.
+    """Returns the sum of all ranks' x and the residual, and the RMSNorm of the sum. See `takes`.
 
     Args:
         site: the number that a failed wait reports.
     """
     pdl = traits(x.device).pdl
-    # Each word is one thread's: others would look for it after that one has emptied its place.
+    # Each word is read by one thread only, because the thread that reads it also empties its place.
     block = max(triton.next_power_of_2(rows.words), _LANES)
     warps = min(block // _LANES, _WARPS)
     out, normed = torch.empty_like(x), torch.empty_like(x)

@@ -1,10 +1,10 @@
 """The feed-forward layers of experts on a GPU.
 
-For few tokens, two kernels follow the router, and each reads only the weights of chosen experts.
-`integer` or `mma` serve the weights that they take. For more tokens, the device sorts assignments
-by expert. Two products over blocks of tokens of one expert follow, then the sum over each token's
-experts, in fixed order. For many tokens, 4-bit floats are widened once instead of for each tile. On
-Hopper cards `hopper_experts` computes products of 16 bits."""
+For few tokens, two kernels follow the router. Each reads only the weights of chosen experts.
+`integer` or `mma` run if they support the weights. For more tokens, the device first sorts
+assignments by expert. Then come two products over blocks of tokens of one expert, and the sum over
+each token's experts, in fixed order. For many tokens, 4-bit floats are widened once instead of for
+each tile. On Hopper cards `hopper_experts` computes products of 16 bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from quire.errors import ConfigError
-from quire.ops.beside import PendingTensor, joined
+from quire.ops.branch import PendingTensor, join_branch
 from quire.ops.experts import ExpertWeights, Swiglu, expands
 from quire.ops.reference.segments import columns
 from quire.ops.triton.experts.integer import counts, has_instructions, integer_product
@@ -46,9 +46,10 @@ from quire.ops.triton.products.round_inputs import round_inputs
 from quire.ops.weight import Weight
 
 _EARLY_BITS = 64 * 32
-"""Bits of a thread's registers that may hold weights before the units are there."""
+"""Bits of a thread's registers for weights that are loaded before the units are computed."""
 _EARLY_TOKENS = 2
-"""The most tokens for which they do. With more tokens, the registers serve more programs better."""
+"""The most tokens for which weights are loaded early. With more tokens it is better to use the
+registers for more programs."""
 
 
 def experts_mlp(
@@ -60,13 +61,13 @@ def experts_mlp(
     act: Swiglu,
     residual: Tensor | PendingTensor | None = None,
 ) -> Tensor:
-    """See `reference.experts.experts_mlp`. Nothing is read on the host."""
+    """See `reference.experts.experts_mlp`. The host reads nothing."""
     plan = chosen_plan(shape_of(x, ids, up, down))
     return run_experts(plan, x, ids, weights, up, down, act, residual)
 
 
 def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> ExpertsShape:
-    """Returns the shape that the plan of a layer and tokens x depends on."""
+    """Returns the shape by which the plan for a layer and tokens x is chosen."""
     return ExpertsShape(
         len(x), up.total, ids.shape[1], x.shape[1], down.weight.inputs, x.dtype,
         bits_of(up.weight.format), takes_mma(x, up, down),
@@ -77,24 +78,24 @@ def shape_of(x: Tensor, ids: Tensor, up: ExpertWeights, down: ExpertWeights) -> 
 
 
 def takes_mma(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether `experts_mma` takes a layer's weights and tokens like x, on this device."""
-    # Units have the dtype of x, and rows that begin at multiples of 16 bytes if their weights do.
+    """Whether `mma` supports a layer's weights and tokens like x, on this device."""
+    # Units have the dtype of x. Their rows begin at multiples of 16 bytes if the weights' rows do.
     alike = up.weight.format == down.weight.format and down.weight.inputs % 8 == 0
     return alike and traits(x.device).bf16 and all(multiplies(own.weight, x) for own in (up, down))
 
 
 def takes_integers(x: Tensor, up: ExpertWeights, down: ExpertWeights, top_k: int) -> bool:
-    """Whether `experts_integer` takes a layer's weights and tokens like x, on this device."""
-    # Units have rows that begin at multiples of 16 bytes if their weights do.
+    """Whether `integer` supports a layer's weights and tokens like x, on this device."""
+    # Rows of units begin at multiples of 16 bytes if the weights' rows do.
     taken = counts(up.weight, x, 1) and counts(down.weight, x, top_k)
     return taken and has_instructions(up.weight.format, traits(x.device))
 
 
 def takes_ring(x: Tensor, up: ExpertWeights, down: ExpertWeights) -> bool:
-    """Whether `hopper_experts` takes a layer's weights, or their expansion, and tokens like x, on
-    this device.
+    """Whether `hopper_experts` supports a layer's weights, or their expansion, and tokens like x,
+    on this device.
 
-    It takes 16 bits, and rows that begin at multiples of 16 bytes."""
+    It needs 16 bits, and rows that begin at multiples of 16 bytes."""
     if not traits(x.device).gluon or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     own = [linear.weight for linear in (up, down)]
@@ -113,15 +114,15 @@ def run_experts(
     """Runs a layer's experts by a plan, see `experts_mlp`.
 
     Raises:
-        ConfigError: no kernel, or not the plan's, loads the weights.
+        ConfigError: the plan's kernel, or every kernel, cannot load the weights.
     """
     for own, tile in ((up, plan.up), (down, plan.down)):
         _check(own.weight)
         if isinstance(tile, MmaTile) and not multiplies(own.weight, x):
-            raise ConfigError("a plan for tensor cores got what they do not take", "plan")
+            raise ConfigError("the plan's kernel `mma` does not support these weights", "plan")
         summed = ids.shape[1] if own is down else 1
         if isinstance(tile, IntegerTile) and not counts(own.weight, x, summed):
-            raise ConfigError("a plan for integers got what they do not take", "plan")
+            raise ConfigError("the plan's kernel `integer` does not support these weights", "plan")
     tokens, top_k = ids.shape
     out = torch.empty(tokens, down.outputs, dtype=x.dtype, device=x.device)
     if not tokens:
@@ -132,24 +133,24 @@ def run_experts(
         _rows_of_each(plan.up, x, ids, weights, up, act, inner)
         inner = _rounded(inner, down.weight)
         if isinstance(plan.down, IntegerTile):
-            own_residual = joined(residual)
+            own_residual = join_branch(residual)
             integer_product(plan.down, inner, ids, weights, down, None, own_residual, out)
         elif isinstance(plan.down, MmaTile):
-            mma_sum(plan.down, inner, ids, weights, down, joined(residual), out)
+            mma_sum(plan.down, inner, ids, weights, down, join_branch(residual), out)
         elif isinstance(plan.down, Tile):
-            _down_gemv(plan.down, inner, ids, weights, down, joined(residual), out)
+            _down_gemv(plan.down, inner, ids, weights, down, join_branch(residual), out)
         return out
     order = sort_by_expert(ids, up.experts, plan.up.bm)
     if plan.expand:
         up = _expanded(up, x.dtype)
     _rows(plan.up, x, ids, order, weights, up, act, inner, top_k)
-    del up  # so that the memory of expanded weights serves the second product too
+    del up  # The second product reuses the memory of expanded weights.
     inner = _rounded(inner, down.weight)
     parts = torch.empty(tokens * top_k, down.outputs, dtype=x.dtype, device=x.device)
     if plan.expand:
         down = _expanded(down, x.dtype)
     _rows(plan.down, inner, ids, order, weights, down, None, parts, 1)
-    _combine(parts, ids, joined(residual), out)
+    _combine(parts, ids, join_branch(residual), out)
     return out
 
 
@@ -196,13 +197,13 @@ def _check(weight: Weight) -> None:
     if not known:
         raise ConfigError(
             f"no kernel loads experts' weights of the format {format.key} with {weight.inputs} "
-            f"inputs from place {weight.first} of a group on"
+            f"inputs that begin at input {weight.first} of a group"
         )
     major, minor = traits(weight.values.device).capability
     if weight.dtype == torch.float8_e4m3fn and (0, 0) < (major, minor) < (8, 9):
         raise ConfigError(
-            "experts' weights in 8-bit floats take a card of sm_89 or newer, and this one is "
-            f"sm_{major}{minor}: integers of 8 bits, as --quantization int8 makes them, do not",
+            "experts' weights in 8-bit floats need a card of sm_89 or newer, and this one is "
+            f"sm_{major}{minor}; --quantization int8 works on this card",
             "quantization",
         )
 
@@ -234,7 +235,7 @@ def _rows_of_each(
     act: Swiglu,
     out: Tensor,
 ) -> None:  # fmt: skip
-    """The units of each assignment by itself."""
+    """Computes the units of each assignment by itself."""
     if isinstance(tile, IntegerTile):
         integer_product(tile, x, ids, weights, up, act, None, out)
     elif isinstance(tile, MmaTile):
@@ -247,14 +248,16 @@ def _rows(
     tile: AnyTile, x: Tensor, ids: Tensor, order: Sorted, weights: Tensor,
     linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
-    """One product over blocks of sorted tokens; with an activation gated, else weighted."""
+    """Computes one product over blocks of sorted tokens.
+
+    With an activation the result is gated units, otherwise weighted outputs."""
     if isinstance(tile, MmaTile):
         mma_rows(tile, x, ids, order, weights, linear, act, out, rows_per_x)
     elif isinstance(tile, RingTile):
-        # Only where Gluon is the one that its kernel is written for.
+        # Imported here because it needs a version of Gluon that not every Triton has.
         ring = importlib.import_module("quire.ops.triton.experts.hopper_experts")
         # The units are in the order of experts already.
-        x = x if act is None else ring.gathered(x, order, rows_per_x)
+        x = x if act is None else ring.gather_rows(x, order, rows_per_x)
         ring.ring_product(tile, x, order, weights, linear, act, out)
     elif isinstance(tile, Tile):
         _grouped(tile, x, order, weights, linear, act, out, rows_per_x)
@@ -291,8 +294,7 @@ def _down_gemv(
 
 
 def _early_tiles(tile: Tile, inputs: int, ids: Tensor, weight: Weight) -> int:
-    """Returns the tiles of the inputs for which threads have registers before they can be
-    multiplied."""
+    """Returns the number of weight tiles that threads can load before the units are computed."""
     tokens, top_k = ids.shape
     if tokens > _EARLY_TOKENS:
         return 0

@@ -33,8 +33,9 @@ def gather_kernel(
     x_ptr, order_ptr, blocks_ptr, most, y_ptr, K, stride_xm,
     ROWS_PER_X: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Copies the rows of x of all assignments to y [A, K], in the order of experts. Grid: places,
-    tiles of K."""
+    """Copies the rows of x of all assignments to y [A, K], in the order of experts.
+
+    Grid: places in that order, tiles of K."""
     if PDL:
         wait_for_predecessor(False)
     count = tl.load(blocks_ptr + 3 * most)
@@ -49,7 +50,7 @@ def gather_kernel(
     tl.store(y_ptr + place.to(tl.int64) * K + ks, x, mask=ks < K)
 
 
-def gathered(x: Tensor, order: Sorted, rows_per_x: int) -> Tensor:
+def gather_rows(x: Tensor, order: Sorted, rows_per_x: int) -> Tensor:
     """Returns the rows of x of all assignments, in the order of experts."""
     k, pdl = x.shape[1], traits(x.device).pdl
     out = torch.empty(len(order.order), k, dtype=x.dtype, device=x.device)
@@ -65,10 +66,10 @@ def ring_product(
     tile: RingTile, x: Tensor, order: Sorted, weights: Tensor, linear: ExpertWeights,
     act: Swiglu | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Writes a product of x [A, K], in the order of experts, to out [A, N].
+    """Writes the product of x [A, K], whose rows are in the order of experts, to out [A, N].
 
-    With an activation it writes gated units in that order, otherwise outputs times weights, at the
-    assignments."""
+    With an activation it writes gated units in the same order. Otherwise it writes outputs times
+    routing weights, in the order of assignments."""
     n, k, values = out.shape[1], x.shape[1], linear.weight.values
     card = traits(x.device)
     tiles = triton.cdiv(n, HALF if act is not None else 2 * HALF)

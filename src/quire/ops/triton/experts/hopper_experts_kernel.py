@@ -1,9 +1,9 @@
 """The kernel of `hopper_experts.py` and `hopper_gated.py`, by TMA and wgmma.
 
-It multiplies tokens in the order of their experts, or all tokens by one weight. A program walks
-over tiles of a block of tokens of one expert and 256 of its weight rows. One warp copies inputs and
-weights into a ring in shared memory, ahead of two warpgroups that have 64 tokens of the block each.
-A warpgroup without tokens only keeps up with the ring."""
+It multiplies tokens in the order of their experts, or all tokens by one weight. A tile is a block
+of tokens of one expert by 256 of its weight rows, and a program computes several tiles. One warp
+copies inputs and weights into a ring in shared memory. It runs ahead of two warpgroups with 64
+tokens of the block each. A warpgroup without tokens only releases the stages of the ring."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.ops.triton.hopper_common import (
     barrier,
-    joined,
+    concat,
     load_box,
     reinterpret,
     sums_layout,
@@ -28,17 +28,17 @@ ROWS = gl.constexpr(64)
 WARPGROUPS = gl.constexpr(2)
 """That multiply."""
 GROUP = gl.constexpr(16)
-"""Blocks whose tiles follow each other."""
+"""Number of blocks whose tiles are computed one after the other, because they share weights."""
 HALF = gl.constexpr(128)
-"""Weight rows of a copy: gates or their ups, or half of a tile's outputs."""
+"""Weight rows of a copy: gate rows or the matching up rows, or half of a tile's outputs."""
 INPUTS = gl.constexpr(64)
 """Inputs of a copy: 128 bytes, the width of the swizzle."""
 
 
 @gluon.constexpr_function
 def _lines() -> gl.DistributedLinearLayout:
-    """The layout of a warpgroup's [ROWS, HALF] outputs in which each thread has 8 columns of a row
-    that lie side by side. Warps have the rows that they have of an accumulator."""
+    """Returns the layout of a warpgroup's [ROWS, HALF] outputs in which each thread has 8
+    neighbouring columns of a row. Warps keep the rows that they have in an accumulator."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32], [0, 64]],
         lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
@@ -48,7 +48,7 @@ def _lines() -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def _count(blocks_ptr, most, DENSE: gl.constexpr):
-    """Returns how many blocks there are."""
+    """Returns the number of blocks."""
     if DENSE:
         count = (most + WARPGROUPS * ROWS - 1) // (WARPGROUPS * ROWS)
     else:
@@ -58,8 +58,8 @@ def _count(blocks_ptr, most, DENSE: gl.constexpr):
 
 @gluon.jit
 def _block(place, blocks_ptr, most, tiles, DENSE: gl.constexpr):
-    """Returns of the tile at `place`: its number among the block's, the expert, the block's first
-    token in the order, and how many."""
+    """Returns four values for the tile at `place`: its index among the block's tiles, the expert,
+    the place of the block's first token, and the block's number of tokens."""
     # Tiles that run at the same time share blocks and weights.
     group = place // (GROUP * tiles)
     inside = place % (GROUP * tiles)
@@ -114,7 +114,7 @@ def _produce(
 def _swiglu(
     gate, up, ALPHA: gl.constexpr, LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr
 ):
-    """See `experts_kernels.swiglu`."""
+    """See `kernels.swiglu`."""
     if LIMIT > 0:
         gate = gl.where(gate > LIMIT, LIMIT, gate)
         up = gl.where(up > LIMIT, LIMIT, gl.where(up < -LIMIT, -LIMIT, up))
@@ -130,8 +130,10 @@ def _store(
     GATED: gl.constexpr, DENSE: gl.constexpr, HAS_BIAS: gl.constexpr, ALPHA: gl.constexpr,
     LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Stores a warpgroup's sums [ROWS, 2 HALF]: units at the tokens' places in the order, or
-    outputs, times the weights of assignments, at the assignments."""
+    """Stores a warpgroup's sums [ROWS, 2 HALF].
+
+    They are stored as units in the order of experts, or as outputs times routing weights in the
+    order of assignments."""
     sums: gl.constexpr = sums_layout(HALF)
     layout: gl.constexpr = _lines()
     dtype: gl.constexpr = y_ptr.dtype.element_ty
@@ -216,16 +218,16 @@ def experts_kernel(
     LIMIT: gl.constexpr, SHIFT: gl.constexpr, CUBIC: gl.constexpr, STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes y of inputs in the order of experts.
+    """Computes y [A, N] of inputs in the order of experts.
 
-    y is gated units [A, N] in that order, or outputs times the weights of assignments [A, N] at the
+    y is gated units in the same order, or outputs times routing weights in the order of
     assignments. Grid: programs that share the tiles.
 
     Args:
         x_desc: inputs [A, K] in boxes of ROWS.
         w_desc: rows of all experts' weights in boxes of HALF.
-        DENSE: `most` tokens and one gated weight; blocks, order and weights of assignments are not
-            read.
+        DENSE: there is one gated weight for `most` tokens. Blocks, order and routing weights are
+            not read.
     """
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -250,11 +252,11 @@ def experts_kernel(
     second: gl.constexpr = (GATED, DENSE, HAS_BIAS, ALPHA, LIMIT, SHIFT, CUBIC, STAGES, 1)
     ring: gl.constexpr = (GATED, DENSE, STAGES)
     copies = (x_desc, w_desc, x_tiles, w_halves, full, empty, blocks_ptr, most, tiles, N, K)
-    # The copying warp gives registers that it does not need to the others.
+    # The copying warp passes registers that it does not need to the other warps.
     gl.warp_specialize(
         [
-            (_consume, joined(own, first)), (_consume, joined(own, second)),
-            (_produce, joined(copies, ring)),
+            (_consume, concat(own, first)), (_consume, concat(own, second)),
+            (_produce, concat(copies, ring)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

@@ -1,5 +1,6 @@
-"""Gated layers of many tokens on Hopper cards, by the kernel of `hopper_experts_kernel.py`: the
-activation is applied before the sums are stored."""
+"""Gated layers of many tokens on Hopper cards, by the kernel of `hopper_experts_kernel.py`.
+
+The kernel applies the activation before it stores the sums."""
 
 from __future__ import annotations
 
@@ -17,12 +18,14 @@ from quire.ops.triton.products.plan import LinearArgs
 
 _ACTS = {"silu_and_mul": SILU, "gelu_tanh_and_mul": GELU_TANH}
 _ROWS = 2048
-"""The fewest tokens for which cuBLAS and a separate activation take longer."""
+"""The fewest tokens for which this kernel is faster than cuBLAS and a separate activation."""
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether a layer is gated, of 16 bits and of many tokens, its rows begin at multiples of 16
-    bytes, and nothing is added."""
+    """Whether the kernel supports a layer.
+
+    It needs a gated activation, 16 bits, many tokens, rows that begin at multiples of 16 bytes, and
+    no norm, bias or residual."""
     x, values = args.x, args.weight.values
     return (
         len(x) >= _ROWS
@@ -36,7 +39,7 @@ def takes(args: LinearArgs) -> bool:
 
 
 def gated_product(args: LinearArgs) -> Tensor:
-    """Returns the gated units [M, N] of x [M, K]. See `takes`."""
+    """Returns the gated units [M, N] of x [M, K], for layers that pass `takes`."""
     x, n, card = args.x, args.n, traits(args.x.device)
     own, tile = _ACTS[args.act or ""], RingTile()
     out = torch.empty(len(x), n, dtype=x.dtype, device=x.device)

@@ -1,4 +1,4 @@
-"""Launches of one token's experts, whose inputs become integers."""
+"""Launches the kernel that rounds inputs to integers and multiplies one token by its experts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,12 @@ def kind_of(format: WeightFormat) -> str | None:
 
 
 def counts(weight: Weight, x: Tensor, experts: int) -> bool:
-    """Whether the kernel takes a weight and rows like x [T, K], on cards that have its
-    instructions. The product sums over `experts` experts."""
+    """Whether the kernel supports a weight and rows like x [T, K], on cards that have its
+    instructions.
+
+    Args:
+        experts: number of experts over which the product sums.
+    """
     kind = kind_of(weight.format)
     if kind is None or x.dtype != torch.bfloat16 or weight.first:
         return False
@@ -44,17 +48,17 @@ def counts(weight: Weight, x: Tensor, experts: int) -> bool:
     if not aligned(x) or not aligned(weight.values):
         return False
     pieces = experts * triton.cdiv(weight.inputs, PIECE)
-    # The widest tile shares them among 16 warps.
+    # The tile with the most warps shares the pieces among 16 of them.
     return _shared_bytes(16, triton.cdiv(pieces, 16)) <= _MOST_BYTES
 
 
 def has_instructions(format: WeightFormat, card: DeviceTraits) -> bool:
-    """Whether a card has the instructions for a format that the kernel here takes."""
+    """Whether a card has the instructions for a format that the kernel supports."""
     return card.capability >= ((8, 9) if kind_of(format) == "fp8" else (8, 6))
 
 
 def _shared_bytes(warps: int, total: int) -> int:
-    """Returns the bytes of shared memory of a program whose warps have `total` pieces each."""
+    """Returns the bytes of shared memory of a program. Each warp has `total` pieces."""
     return warps * (total * 2 * PART_BYTES + 32 + 256)
 
 
@@ -62,8 +66,8 @@ def integer_product(
     tile: IntegerTile, x: Tensor, ids: Tensor, weights: Tensor, linear: ExpertWeights,
     act: Swiglu | None, residual: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """Gated units of each assignment; without an activation the weighted sum over a token's
-    experts."""
+    """Computes gated units of each assignment, or without an activation the weighted sum over each
+    token's experts."""
     own, (tokens, top_k), n = Operands(linear.weight), ids.shape, out.shape[1]
     gated, given, pdl = act is not None, act or Swiglu(), traits(x.device).pdl
     kind = kind_of(linear.weight.format)

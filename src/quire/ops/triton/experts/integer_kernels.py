@@ -1,15 +1,15 @@
-"""Products of one token and its experts on tensor cores, whose inputs become integers.
+"""Products of one token and its experts on tensor cores, with inputs rounded to integers.
 
 As in `integer_gemv`, weights of 4 bits become bytes. Inputs become numbers of 15 bits relative to
 the largest of 32, stored as two bytes, `256 high + low`. One token needs two of the eight columns
 of a product. So each of the four threads that share a weight row gets two columns, in which the
-inputs of the other threads are 0. Each then has the sum of its own 32 inputs, and groups of 32
-weights take no more instructions than groups of 128. Twice a 4-bit float is an integer too: `prmt`
-finds its byte in a table. Integers of 8 bits need no unpacking. 8-bit floats become fp16, and so do
-inputs, relative to the largest of 128; all columns are equal then.
+inputs of the other threads are 0. A thread then gets the sum of its own 32 inputs, and groups of 32
+weights need no more instructions than groups of 128. Twice a 4-bit float is an integer too, and
+`prmt` finds its byte in a table. Integers of 8 bits need no unpacking. 8-bit floats become fp16.
+Their inputs become fp16 relative to the largest of 128, and all columns are equal.
 
-A program's warps share the inputs, of all experts where a product is summed over them. Each takes
-neighbouring pieces of 256, and rounds its own share of x to bytes while its weights are in flight.
+A program's warps share the inputs, in the second product those of all experts. Each warp has
+neighbouring pieces of 256 inputs. It rounds its share of x to bytes while its weights are loaded.
 """
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
@@ -40,8 +40,8 @@ from quire.ops.triton.products.thread_words import (
 )
 
 PART_BYTES = 288
-"""Bytes of shared memory of a part: four times 32 inputs of two bytes, and for each of the four the
-value of one and the sum."""
+"""Bytes of shared memory of a part. A part is four times 32 inputs of two bytes. Each of the four
+also stores the value of the integer 1 and the sum of the integers."""
 _DIGITS: tl.constexpr = tl.constexpr(256)
 _ABOUT: tl.constexpr = tl.constexpr(32)
 
@@ -49,8 +49,8 @@ _SUMS = "{$0, $1, $2, $3}, {a0, a1, a2, a3}, {$8, $9}, {$10, $11, $12, $13};"
 _INTEGER = "mma.sync.aligned.m16n8k32.row.col.s32.{}.s8.s32 " + _SUMS
 
 
-def _of_four_bits() -> str:
-    """Returns instructions for a word of each of two rows, $4 and $6; $5 and $7 are not read."""
+def _four_bit_instructions() -> str:
+    """Returns instructions for a word of each of two rows, $4 and $6. $5 and $7 are unused."""
     lines = []
     for word, even, odd in (("$4", "a0", "a2"), ("$6", "a1", "a3")):
         lines.append(f"and.b32 {even}, {word}, 0x0F0F0F0F; shr.u32 t, {word}, 4;")
@@ -58,12 +58,14 @@ def _of_four_bits() -> str:
     return _scope([*lines, _INTEGER.replace("{}", "u8")])
 
 
-def _of_four_bit_floats() -> str:
-    """Returns instructions for a word of each of two rows, whose bytes are 192 + twice the values.
+def _four_bit_float_instructions() -> str:
+    """Returns instructions that unpack a word of each of two rows to bytes of 192 + twice the
+    value.
 
-    Where the sign bit of a selector is set, `prmt` fills a byte with its first bit. Bytes of
-    positive numbers become all ones where the sign is set, and bytes of negative numbers all ones
-    where it is not. The two results together give the bytes."""
+    If a selector's sign bit is set, `prmt` fills a byte with copies of the selected byte's sign
+    bit. One `prmt` looks values up in the table of positive numbers. It gives all ones where the
+    sign is set. The other one uses the table of negative numbers and gives all ones elsewhere.
+    Combined by AND, the two results are the bytes."""
     lines = []
     for word, first, last in (("$4", "a0", "a2"), ("$6", "a1", "a3")):
         lines.append(f"xor.b32 s, {word}, 0x88888888;")
@@ -76,7 +78,7 @@ def _of_four_bit_floats() -> str:
     return _scope([*lines, _INTEGER.replace("{}", "u8")])
 
 
-def _of_eight_bits() -> str:
+def _eight_bit_instructions() -> str:
     """Returns instructions for two words of each of two rows, $4 and $5, $6 and $7."""
     lines = [
         f"mov.b32 {out}, ${word};" for out, word in (("a0", 4), ("a2", 5), ("a1", 6), ("a3", 7))
@@ -84,8 +86,8 @@ def _of_eight_bits() -> str:
     return _scope([*lines, _INTEGER.replace("{}", "s8")])
 
 
-def _of_eight_bit_floats() -> str:
-    """Returns instructions for a word of each of two rows, $4 and $6; sums are fp32."""
+def _eight_bit_float_instructions() -> str:
+    """Returns instructions for a word of each of two rows, $4 and $6, with fp32 sums."""
     lines = []
     for word, first, last in (("$4", "a0", "a2"), ("$6", "a1", "a3")):
         lines.append(f"mov.b32 {{h0, h1}}, {word};")
@@ -100,9 +102,11 @@ def _scope(lines: list[str]) -> str:
 
 
 PRODUCTS = {
-    "int4": _of_four_bits(), "e2m1": _of_four_bit_floats(), "int8": _of_eight_bits(),
-    "fp8": _of_eight_bit_floats(),
-}  # fmt: skip
+    "int4": _four_bit_instructions(),
+    "e2m1": _four_bit_float_instructions(),
+    "int8": _eight_bit_instructions(),
+    "fp8": _eight_bit_float_instructions(),
+}
 """Instructions that unpack words of two rows and multiply, by the kind of weights. Operands are the
 words, $4 to $7, two words of inputs, $8 and $9, and sums, $10 to $13."""
 
@@ -137,9 +141,10 @@ def _halves(low, high):
 
 @triton.jit
 def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
-    """Returns the 32 inputs of each thread's part, as pairs; 0 past the last or if not `wanted`.
+    """Returns the 32 inputs of each thread's part, as pairs. Inputs past the last one, or that are
+    not `wanted`, are 0.
 
-    `at` is the thread's first pair. With 8 bits the second 16 inputs are 64 inputs after the first.
+    `at` is the thread's first pair. With 8 bits the other 16 inputs are 64 inputs after the first.
     """
     pairs = ()
     for quad in tl.static_range(4):
@@ -156,8 +161,8 @@ def _load_32(x_ptrs, at, wanted, K, BITS: tl.constexpr, EVEN: tl.constexpr):
 def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
     """Stores the low bytes of 32 inputs, then the high bytes, at `address`.
 
-    It stores their sum, and `share` times the value of one, at `about`. IN_TURNS: of each eight
-    inputs the even ones come first."""
+    It stores their sum, and `share` times the value of the integer 1, at `about`. With IN_TURNS the
+    even ones of each eight inputs come first."""
     exponent = exponent_of(pairs, False)
     kept, total = digits_of(pairs, exponent, IN_TURNS)
     for half in tl.static_range(2):
@@ -171,7 +176,7 @@ def _keep_digits(pairs, share, address, about, own, IN_TURNS: tl.constexpr):
 
 @triton.jit
 def _keep_halves(pairs, share, address, about, own):
-    """Stores 32 inputs as fp16 at `address`, and `share` times the value of one at `about`."""
+    """Stores 32 inputs as fp16 at `address`, and `share` times the value of 1 at `about`."""
     exponent = exponent_of(pairs, True)
     factor = factor_of(exponent)
     for quad in tl.static_range(4):
@@ -186,8 +191,8 @@ def _keep_halves(pairs, share, address, about, own):
 
 @triton.jit
 def _chosen(piece, ids_ptr, PIECES: tl.constexpr, CHOICES: tl.constexpr):
-    """Returns the index of each piece's expert in the program, the expert, the piece's index in it,
-    and whether it exists."""
+    """Returns four values for each piece: the index of its expert among the program's experts, the
+    expert, the piece's index in the expert's row, and whether the piece exists."""
     if CHOICES == 1:
         known = tl.zeros(piece.shape, tl.int32)
         expert = tl.load(ids_ptr) + known
@@ -205,10 +210,10 @@ def _places(
     begin, x_ptr, ids_ptr, weights_ptr, stride_xm, eighth, quarter, TOTAL: tl.constexpr,
     PIECES: tl.constexpr, CHOICES: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, for eight parts at a time, each thread's pointer to inputs of one part, the part's
-    index, whether it exists, and the expert's weight.
+    """Returns four values for each thread, for eight parts at a time: the pointer to the inputs of
+    one part, the part's index, whether it exists, and the expert's routing weight.
 
-    x_ptr stands at the first of the rows."""
+    `x_ptr` points to the first of the program's rows."""
     places = ()
     for eight in tl.static_range((TOTAL + 3) // 4):
         place = eight * 8 + eighth
@@ -234,7 +239,7 @@ def _inputs(places, COUNT: tl.constexpr, K, BITS: tl.constexpr, EVEN: tl.constex
 
 @triton.jit
 def _load_or_clear(pointers, wanted):
-    """Returns `load_words`, but 0 for words that are not `wanted`."""
+    """Returns the words of `load_words`, with 0 for words that are not `wanted`."""
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0;\n"
@@ -253,9 +258,10 @@ def _load_piece(
     """Returns words of a piece of two weight rows, and scales and zeros of its two parts.
 
     Args:
-        low, high: the rows among all experts' rows.
+        low: the first row's index among the rows of all experts.
+        high: the second row's index among the rows of all experts.
         PAIRED: load two scales, or two zeros, at once.
-        CLEAR: words past the end are 0; otherwise undefined.
+        CLEAR: words past the end are 0. Otherwise they are undefined.
     """
     words = ()
     scales = ()
@@ -323,7 +329,7 @@ def _scale_of(
 @triton.jit
 def _zero_of(zeros, PART: tl.constexpr, ROW: tl.constexpr, KIND: tl.constexpr,
              HAS_ZEROS: tl.constexpr, PAIRED: tl.constexpr):  # fmt: skip
-    """Returns the number that is added to a part's bytes of one row."""
+    """Returns the number to add to one row's bytes of a part."""
     if not HAS_ZEROS:
         zero = 192 if KIND == "e2m1" else 8
     elif PAIRED:
@@ -340,8 +346,8 @@ def _add_piece(
 ):  # fmt: skip
     """Returns sums of two weight rows plus products of a piece.
 
-    The piece's parts are FIRST and the warp's next one. `digits` points to the inputs of its part
-    0; other parts are `step` bytes apart."""
+    The piece has two parts: number FIRST of the warp, and the next one. `digits` points to the
+    inputs of the warp's part 0. Parts are `step` bytes apart."""
     words, scales, zeros = piece
     y0, y1 = sums
     for part in tl.static_range(2):
@@ -409,20 +415,21 @@ def integer_experts_kernel(
     HAS_RES: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr,
     CUBIC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes gated units y [T * k, N] of x [T, K] for each assignment, or the experts' outputs.
+    """Computes the first or the second product of experts.
 
-    If not GATED, it computes y [T, N], the weighted sum over a token's experts of their outputs
-    from units x [T * k, K], + residual. Grid: tiles of 8 units or 16 outputs, assignments or
+    With GATED it computes the gated units y [T * k, N] of x [T, K] for each assignment. Grid: tiles
+    of 8 units, assignments. Otherwise x [T * k, K] are units, and it computes y [T, N]: the
+    weighted sum of the outputs of a token's experts, plus the residual. Grid: tiles of 16 outputs,
     tokens.
 
     Args:
-        x_ptr: int32 pairs; stride_xm is in pairs.
+        x_ptr: int32 pairs of inputs. `stride_xm` counts pairs.
         W: words of a weight row.
         PIECES: pieces of an expert's row.
         TOTAL: pieces of a warp.
         AHEAD: pieces that a warp has in flight.
-        GROUP: words that share a scale; 0: a row has one scale.
-        PAIRED: scales and zeros are loaded as pairs; stride_sn is in pairs.
+        GROUP: words that share a scale; 0 if a row has one scale.
+        PAIRED: scales and zeros are loaded as pairs, and `stride_sn` counts pairs.
         EVEN: every piece is whole.
     """
     CHOICES: tl.constexpr = 1 if GATED else TOP_K
@@ -487,7 +494,7 @@ def integer_experts_kernel(
     r0 = 0.0
     r1 = 0.0
     if GATED:
-        # Otherwise loads of weights would alternate with code that waits for inputs.
+        # Without the barrier, loads of weights would alternate with code that waits for inputs.
         tl.debug_barrier()
     elif PDL:
         wait_for_predecessor(False)
@@ -519,7 +526,7 @@ def integer_experts_kernel(
     digits = shared + begin * (2 * _DIGITS) + quarter * 64
     step = zero + _DIGITS
     if KIND != "fp8":
-        # A thread's own inputs are in two of the eight columns.
+        # A thread's inputs are in two of the eight columns.
         mine = eighth // 2 == quarter
         digits = tl.where(mine, digits + eighth % 2 * 32, nothing + turn * 32)
         step = tl.where(mine, _DIGITS, 0)

@@ -20,8 +20,8 @@ from quire.ops.triton.products.skinny import product
 def swiglu(
     gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, SHIFT: tl.constexpr, CUBIC: tl.constexpr
 ):
-    """Returns gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift), both cut first if there
-    is a limit."""
+    """Returns gate * sigmoid(alpha * gate + cubic * gate³) * (up + shift). If there is a limit,
+    gate and up are clipped first."""
     if LIMIT > 0:
         # Comparisons, unlike minima, propagate NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -74,7 +74,7 @@ def up_gemv_kernel(
             w_ptr, s_ptr, z_ptr, rows, k0, K, stride_wn, stride_sn, BK, EVEN_K, BITS, GROUP,
             HAS_ZEROS,
         )  # fmt: skip
-        # 4-bit floats are 1 / LIFT as large.
+        # `widen` returns 4-bit floats divided by LIFT.
         w = widen(w, s, z, R, BK, BITS, GROUP, HAS_ZEROS, E2M1)
         x = load_k(x_row + k0 + ks, k0 + ks, K, EVEN_K).to(tl.float32)
         acc += w * x[None, :]
@@ -97,9 +97,9 @@ def _part(
     TOP_K: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_SCALES: tl.constexpr,
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
-    """Returns the weighted products [BN, BK] of loaded weights and units k of a token's expert j.
+    """Returns the weighted products [BN, BK] of loaded weights and units `k` of a token's expert j.
 
-    It reads some values again, because keeping them would take registers from weights."""
+    It loads some values again, because keeping them would take registers from weights."""
     expert = tl.load(ids_ptr + j)
     share = tl.load(weights_ptr + j)
     mask = k < tl.where(expert >= 0, K, 0)
@@ -121,12 +121,12 @@ def down_gemv_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units x [T *
-    k, K], + residual.
+    """Computes y [T, N] from units x [T * k, K]: the weighted sum of the outputs of a token's
+    experts, plus the residual.
 
-    Grid: tiles of outputs, tokens. EARLY counts the tiles of K whose weights, for all experts, are
-    requested while the preceding kernel computes the units. The router has finished by then, so the
-    ids are known."""
+    Grid: tiles of outputs, tokens. The weights of EARLY tiles of K, for all experts, are requested
+    while the preceding kernel computes the units. The router has finished before, so the ids are
+    known."""
     pid, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     cols = pid * BN + tl.arange(0, BN)
     mask = cols < N
@@ -135,8 +135,8 @@ def down_gemv_kernel(
     all_k = tl.arange(0, KP)
     ids_ptr += t * TOP_K
     weights_ptr += t * TOP_K
-    # Where a token has fewer experts, one that it has, or the first of all, is read again, and
-    # counts for nothing.
+    # If a token has fewer experts, one of its experts (or expert 0) is read again, and its product
+    # is dropped.
     some = tl.maximum(tl.max(tl.load(ids_ptr + all_k, mask=all_k < TOP_K, other=-1), 0), 0)
     held = ()
     for index in tl.static_range(EARLY * TOP_K):
@@ -191,11 +191,11 @@ def grouped_kernel(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
     SWAP: tl.constexpr, UPCAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a of a block to its
-    expert.
+    """Computes y [A, N] for blocks of assignments to one expert. Assignment a uses row
+    a // ROWS_PER_X of x.
 
-    y is gated units, or outputs times the weights of assignments. Blocks of one expert and tile run
-    side by side, so that L2 holds its weights. Grid: blocks, tiles of outputs."""
+    y is gated units, or outputs times routing weights. Blocks of one expert run at the same time
+    for one tile of outputs, so that its weights stay in L2. Grid: blocks, tiles of outputs."""
     if PDL:
         wait_for_predecessor(False)
     block, pid_n = tl.program_id(0), tl.program_id(1)
@@ -233,8 +233,9 @@ def combine_kernel(
     parts_ptr, ids_ptr, res_ptr, y_ptr, N, stride_rm, stride_ym,
     TOP_K: tl.constexpr, BN: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [T, N]: the sum of a token's parts [T * k, N], in their order, + residual. Grid:
-    tokens, tiles of outputs."""
+    """Computes y [T, N], the sum of a token's parts [T * k, N] in order, plus the residual.
+
+    Grid: tokens, tiles of outputs."""
     if PDL:
         wait_for_predecessor(False)
     t, pid = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -250,7 +251,7 @@ def combine_kernel(
     tl.store(y_ptr + t * stride_ym + cols, total.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-# The gate of the expert that every token takes, and the sum after it.
+# -- the gate of the shared expert, and the addition to the residual ---------------------------
 
 
 @triton.jit

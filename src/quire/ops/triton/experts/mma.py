@@ -19,13 +19,13 @@ from quire.ops.triton.products.thread_words import PRODUCT, TYPES, UNPACK
 from quire.ops.weight import Weight
 
 _WORDS = 4
-"""Words that a thread loads at once; rows are multiples of it."""
+"""Words that a thread loads at once. Rows must be multiples of it."""
 _WHOLE_ROW = 1 << 28
-"""Stands for the words of a group if a whole row shares a scale: more than any row has."""
+"""Words of a group if a whole row shares a scale: more words than any row has."""
 
 
 def multiplies(weight: Weight, x: Tensor) -> bool:
-    """Whether the kernels here take a weight and rows like x [T, K], on cards that have their
+    """Whether these kernels support a weight and rows like x [T, K], on cards that have their
     instruction."""
     format = weight.format
     values = weight.values
@@ -36,7 +36,7 @@ def multiplies(weight: Weight, x: Tensor) -> bool:
     if (format.code, format.values, x.dtype) not in UNPACK:
         return False
     if format.code == "e2m1":
-        # Each thread has the 32 inputs of one scale.
+        # Each thread has the 32 inputs that share a scale.
         return format.group == 32 and format.scales is torch.float8_e8m0fnu
     if format.zeros and not format.bits:
         return False
@@ -45,7 +45,7 @@ def multiplies(weight: Weight, x: Tensor) -> bool:
 
 
 def aligned(x: Tensor) -> bool:
-    """Whether rows begin at multiples of 16 bytes, and their values lie side by side."""
+    """Whether rows are contiguous and begin at multiples of 16 bytes."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 
@@ -65,10 +65,10 @@ def mma_rows(
     tile: MmaTile, x: Tensor, ids: Tensor, order: Sorted | None, weights: Tensor,
     linear: ExpertWeights, act: Swiglu | None, out: Tensor, rows_per_x: int,
 ) -> None:  # fmt: skip
-    """Computes one product of assignments and their experts: gated with an activation, else
-    weighted.
+    """Computes one product of assignments and their experts.
 
-    `order` is None if each assignment is computed by itself."""
+    With an activation the result is gated units, otherwise weighted outputs. `order` is None if
+    each assignment is computed by itself."""
     own, n, pdl = Operands(linear.weight), out.shape[1], traits(x.device).pdl
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
     count, step = words.shape[1], tile.warps * tile.chunks * CHUNK_WORDS
@@ -91,7 +91,7 @@ def mma_sum(
     tile: MmaTile, inner: Tensor, ids: Tensor, weights: Tensor, down: ExpertWeights,
     residual: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """The weighted sum over a token's experts of their outputs."""
+    """Computes the weighted sum of the outputs of each token's experts."""
     own, n, (tokens, top_k) = Operands(down.weight), down.outputs, ids.shape
     pdl = traits(inner.device).pdl
     words, pairs = own.values.view(torch.int32), inner.view(torch.int32)

@@ -1,13 +1,14 @@
 """Products of experts and few tokens on tensor cores, with weights unpacked in registers.
 
-As in `mma_gemv`, each thread loads 16 neighbouring bytes of two weight rows, and the same inputs of
-a token, into the registers of `mma.sync`. A program's warps share the inputs in turns of 64 bytes
-of a row. A program has R tiles of 16 rows of one expert, which share its loads of inputs. It has up
-to 8 NT of the expert's tokens, which share the unpacked weights.
+As in `mma_gemv`, each thread loads 16 neighbouring bytes of two weight rows, and the matching
+inputs of a token, into the registers of `mma.sync`. A program's warps share the inputs in turns of
+64 bytes of a row. A program has R tiles of 16 rows of one expert, which use the same loaded inputs.
+It has up to 8 NT of the expert's tokens, which use the same unpacked weights.
 
-The scale of a group of 64 bytes or more applies to its sum in fp32. The four threads of a row hold
-separate groups of 32 values of 4 bits, and one instruction adds values of each group. Those values
-are multiplied by their scales first, which is exact because both are powers of two."""
+The scale of a group of 64 bytes or more is applied to the group's sum, in fp32. In groups of 32
+4-bit floats, the four threads of a row hold four groups, and one instruction adds values of all of
+them. So the values are multiplied by their scales first. This is exact because scales are powers of
+two."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, var-annotated"
@@ -32,7 +33,8 @@ from quire.ops.triton.products.quantized_tiles import LIFT
 
 @triton.jit
 def _in_turns(p0, p1, p2, p3):
-    """Returns eight inputs in the order of `UNPACK`'s pairs of 4 bits, from pairs of neighbours."""
+    """Returns eight inputs, given as pairs of neighbours, in the order in which `UNPACK` pairs
+    4-bit values."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $4, $6, 0x5410; prmt.b32 $1, $4, $6, 0x7632;"
         "prmt.b32 $2, $5, $7, 0x5410; prmt.b32 $3, $5, $7, 0x7632;",
@@ -60,8 +62,8 @@ def _unpack8(UNPACK: tl.constexpr, word):
 
 @triton.jit
 def _rows(first, lane8, N, R: tl.constexpr, GATED: tl.constexpr):
-    """Returns the two rows of each thread in each of R tiles; gated tiles have 8 gates and their
-    ups.
+    """Returns the two rows of each thread in each of R tiles. Gated tiles have 8 gate rows and the
+    matching up rows.
 
     Rows past the last are clamped to it, and not stored."""
     rows = ()
@@ -81,9 +83,9 @@ def _load_chunk(
     R: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """Returns 4 words of each thread's rows from word `at` on, with the scales and zeros of their
-    groups, if any.
+    groups, if the format has them.
 
-    Rows count from row `base`. A group has GROUP words."""
+    Rows are counted from row `base`. A group has GROUP words."""
     words = ()
     scales = ()
     zeros = ()
@@ -106,7 +108,7 @@ def _load_chunk(
 
 @triton.jit
 def _load_pairs(x_ptrs, at, NT: tl.constexpr, PAIRS: tl.constexpr):
-    """Returns the inputs that 4 words from word `at` on multiply, PAIRS a word, of each token."""
+    """Returns the inputs of each token for 4 weight words from word `at` on, PAIRS per word."""
     every = ()
     for n in tl.static_range(NT):
         own = ()
@@ -119,8 +121,8 @@ def _load_pairs(x_ptrs, at, NT: tl.constexpr, PAIRS: tl.constexpr):
 
 @triton.jit
 def _inputs(loaded, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.constexpr):
-    """Returns loaded pairs in the order in which words are unpacked, 0 for pairs that are not
-    `inside`."""
+    """Returns loaded pairs in the order in which words are unpacked. Pairs that are not `inside`
+    are 0."""
     every = ()
     for n in tl.static_range(NT):
         own = ()
@@ -143,7 +145,7 @@ def _inputs(loaded, inside, NT: tl.constexpr, PAIRS: tl.constexpr, EVEN: tl.cons
 
 @triton.jit
 def _power(scale):
-    """Returns 2^126 / LIFT times a bare exponent's power of two, as a pair of bf16."""
+    """Returns 2^126 / LIFT times the power of two of a stored exponent, as a pair of bf16."""
     bits = tl.minimum(scale.to(tl.int32) + 63, 255) << 7
     return bits | (bits << 16)
 
@@ -165,7 +167,8 @@ def _add_chunk(
 ):  # fmt: skip
     """Returns sums of R * NT tiles plus the products of a chunk.
 
-    With APART, the chunk's own sums are multiplied by the scales of its groups and by `share`."""
+    With APART the chunk is summed separately, and its sums are multiplied by the scales of their
+    groups and by `share`."""
     words, scales, zeros = chunk
     new = ()
     for r in tl.static_range(R):
@@ -221,7 +224,7 @@ def _add_chunk(
 
 @triton.jit
 def _reduce_warps(sums, COUNT: tl.constexpr, WARPS: tl.constexpr):
-    """Returns the sums over warps of COUNT tiles, 1 or a multiple of 2."""
+    """Returns the sums over warps of COUNT tiles. COUNT is 1 or even."""
     met = ()
     if COUNT == 1:
         y0, y1, y2, y3 = sums[0]
@@ -270,17 +273,17 @@ def mma_rows_kernel(
     HAS_ZEROS: tl.constexpr, HAS_BIAS: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     SHIFT: tl.constexpr, CUBIC: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [A, N] of rows a // ROWS_PER_X of x for each assignment a to an expert.
+    """Computes y [A, N] for all assignments to experts. Assignment a uses row a // ROWS_PER_X of x.
 
-    y is gated units, or outputs times the weights of assignments. Grid: tiles of outputs, blocks of
-    sorted assignments, or, if not SORTED, assignments. Tiles of a block run side by side, so that
-    L1 holds its inputs.
+    y is gated units, or outputs times routing weights. Grid: tiles of outputs, blocks of sorted
+    assignments. If not SORTED, it is: tiles of outputs, assignments. Tiles of a block run at the
+    same time, so that its inputs stay in L1.
 
     Args:
-        x_ptr: int32 pairs; stride_xm is in pairs.
+        x_ptr: int32 pairs of inputs. `stride_xm` counts pairs.
         W: words of a weight row.
         COUNT: chunks that a warp has in flight.
-        SINGLE: a warp has no more than these.
+        SINGLE: a warp has at most COUNT chunks.
         EVEN: every chunk is whole.
         PAIRS: pairs of inputs in a word.
         GROUP: words that share a scale.
@@ -341,7 +344,7 @@ def mma_rows_kernel(
     x_ptrs = ()
     for n in tl.static_range(NT):
         if SORTED:
-            # Columns of the product that have no token repeat the last, and are not stored.
+            # Columns of the product without a token repeat the last token, and are not stored.
             token = tl.load(order_ptr + tl.minimum(start + n * 8 + lane8, end - 1))
             a0 = tl.load(order_ptr + tl.minimum(start + n * 8 + m, end - 1))
             a1 = tl.load(order_ptr + tl.minimum(start + n * 8 + m + 1, end - 1))
@@ -362,7 +365,7 @@ def mma_rows_kernel(
     none = tl.zeros([32 * WARPS], tl.float32)
     for _ in tl.static_range(R * NT):
         sums = sums + ((none, none, none, none),)
-    # Only the last, partial round may lack words.
+    # Only the last round may be incomplete.
     whole = W // STEP * STEP
     loaded = ()
     if EARLY and not SINGLE:
@@ -453,8 +456,8 @@ def _load_choice(
     """Returns a chunk of the weights of a token's experts, see `_load_chunk`.
 
     Args:
-        ids_ptr: the token's first id.
-        CHUNKS: chunks of one expert.
+        ids_ptr: points to the token's first expert id.
+        CHUNKS: number of chunks of one expert.
     """
     choice = chunk // CHUNKS
     at = (chunk - choice * CHUNKS) * CHUNK + quarter * 4
@@ -476,11 +479,12 @@ def mma_sum_kernel(
     FP16: tl.constexpr, E2M1: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [T, N], the weighted sum over a token's experts of their outputs from units x [T *
-    k, K], + residual.
+    """Computes y [T, N] from units x [T * k, K]: the weighted sum of the outputs of a token's
+    experts, plus the residual.
 
-    Warps share the chunks of all experts. Grid: tiles of outputs, tokens. GROUP counts words that
-    share a scale, and exceeds a row's words if a row has one scale. See `mma_rows_kernel`."""
+    Warps share the chunks of all experts. Grid: tiles of outputs, tokens. GROUP is the number of
+    words that share a scale, and exceeds a row's words if a row has one scale. For the other
+    arguments see `mma_rows_kernel`."""
     pid, t = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ids_ptr += t * TOP_K
     weights_ptr += t * TOP_K

@@ -1,4 +1,4 @@
-"""Tiles of experts' products, by a simple model of how many tokens an expert gets."""
+"""Chooses the tiles of experts' products, by a simple model of the tokens that an expert gets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quire.ops.triton.products.table_file import sources_hash, table_path, write
 from quire.ops.weight import WeightFormat
 
 GEMV_TOKENS = 4
-"""Tokens up to which experts' weights are read once for each token that takes them."""
+"""Up to this many tokens, an expert's weights are read again for each token that chooses it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,10 @@ class Tile:
 
     Attributes:
         bm: tokens.
-        bn: outputs; gated tiles have as many gates and as many ups.
+        bn: outputs. A gated tile has bn gate rows and bn up rows.
         bk: inputs.
+        warps: warps of a program.
+        stages: tiles in flight.
         swap: weights are the left operand, and fill the 64 rows of a Hopper warpgroup.
     """
 
@@ -43,10 +45,13 @@ class MmaTile:
     """A tile of `mma_kernels.py`.
 
     Attributes:
-        rows: times 16 weight rows; a gated 16 are 8 gates and their ups.
-        columns: times 8 tokens.
+        rows: number of weight rows / 16. In gated layers 16 rows are 8 gate rows and the matching
+            up rows.
+        columns: number of tokens / 8.
+        warps: warps of a program.
         chunks: chunks of 64 bytes of a row that each warp has in flight.
-        early: inputs are requested together with their weights, not after the weights have arrived.
+        early: inputs are requested together with their weights instead of after the weights have
+            arrived.
     """
 
     rows: int
@@ -57,7 +62,7 @@ class MmaTile:
 
     @property
     def bm(self) -> int:
-        """Returns the tokens of a tile."""
+        """Returns the number of tokens of a tile."""
         return 8 * self.columns
 
 
@@ -66,6 +71,7 @@ class IntegerTile:
     """A tile of 8 units or 16 outputs of one token, see `integer.py`.
 
     Attributes:
+        warps: warps of a program.
         ahead: pieces of 256 inputs that each warp has in flight.
     """
 
@@ -74,7 +80,7 @@ class IntegerTile:
 
     @property
     def bm(self) -> int:
-        """Returns the tokens of a tile."""
+        """Returns the number of tokens of a tile."""
         return 1
 
 
@@ -90,7 +96,7 @@ class RingTile:
 
     @property
     def bm(self) -> int:
-        """Returns the tokens of a tile."""
+        """Returns the number of tokens of a tile."""
         return 128
 
 
@@ -103,7 +109,8 @@ class ExpertsPlan:
 
     Attributes:
         kernel: "gemv" for each token by itself, "grouped" for tokens in the order of experts.
-        up, down: tiles of the two products. A grouped plan has equal `bm` in both, and either both
+        up: tile of the first product.
+        down: tile of the second product. In a grouped plan both tiles have the same `bm`, and both
             are `RingTile` or neither is.
         expand: all experts' weights are first widened to x's dtype.
     """
@@ -115,19 +122,23 @@ class ExpertsPlan:
 
 
 class ExpertsShape(NamedTuple):
-    """The shape that the choice of a plan depends on.
+    """The shape by which a plan is chosen.
 
     Attributes:
-        experts: experts of all ranks.
+        tokens: number of tokens.
+        experts: number of experts of all ranks.
+        top_k: number of experts of a token.
+        hidden: inputs of an expert.
+        width: hidden units of an expert on this rank.
         dtype: dtype of x.
         bits: bits of a stored weight.
-        mma: `mma` takes the weights on this card.
+        mma: `mma` supports the weights on this card.
         expand: see `expands`.
         floats: weights are stored as floats.
-        ring: `hopper_experts` takes the weights, or their expansion, on this card.
+        ring: `hopper_experts` supports the weights, or their expansion, on this card.
         shared: bytes of shared memory that a program may use.
-        format: key of the weights' format; "" if only rules choose.
-        counts: `integer` takes the weights on this card.
+        format: key of the weights' format; "" chooses by rules without measured plans.
+        counts: `integer` supports the weights on this card.
     """
 
     tokens: int
@@ -147,7 +158,7 @@ class ExpertsShape(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean number of tokens of the experts that get any, if routing is even."""
+        """The mean number of tokens per chosen expert, if tokens choose experts evenly."""
         taken = self.experts * (1 - (1 - 1 / self.experts) ** (self.tokens * self.top_k))
         return self.tokens * self.top_k / max(taken, 1.0)
 
@@ -159,22 +170,21 @@ def bits_of(format: WeightFormat) -> int:
 PIECE = 256
 """Inputs that a warp of an `IntegerTile` requests at once."""
 _SMALL_GRID = 128
-"""Programs that a card runs all at once, with 16 warps each."""
+"""Number of programs of 16 warps that a card runs at once."""
 _WHOLE_CARD = 1024
-"""Programs that a card runs all at once, with 2 warps each that have 4 chunks in flight."""
+"""Number of programs that a card runs at once if they have 2 warps with 4 chunks in flight each."""
 _ENOUGH = 6000
-"""Programs of one warp that keep a card busy to their end."""
+"""Number of programs of one warp that keep a card busy until the last ones end."""
 _SHORT_ROW = 8 * CHUNK_WORDS * 32
-"""Bits of a weight row that a warp alone reads in 8 rounds."""
+"""Bits of a weight row that a single warp reads in 8 rounds."""
 FIXED_UP = Tile(32, 32, 64, 4, 3)
 FIXED_DOWN = Tile(32, 64, 64, 4, 3)
-"""Tiles for any shape, so that a token's result is the same to the bit whatever else is in the
-batch."""
+"""The same tiles for any shape, so that a token's result has the same bits in every batch."""
 
 
 @functools.lru_cache(maxsize=4096)
 def plan_for(shape: ExpertsShape) -> ExpertsPlan:
-    """Returns the plan of a shape by rules."""
+    """Returns the plan for a shape by rules."""
     if shape.counts and shape.tokens <= GEMV_TOKENS:
         return ExpertsPlan("gemv", *_integer_tiles(shape))
     found = _mma_plan(shape) if shape.mma else None
@@ -184,8 +194,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
         return ExpertsPlan("gemv", _row_tile(shape, gated=True), _row_tile(shape, gated=False))
     wide = shape.dtype == torch.float32
     if shape.mean <= 24:
-        # The product is a read of weights: these tiles keep many loads in flight for any
-        # number of tokens.
+        # Reading the weights takes most of the time. These tiles keep many loads in flight for
+        # any number of tokens.
         if wide or shape.bits < 8:
             bk, stages = (64, 3) if wide else (128, 4)
             up, down = Tile(16, 32, bk, 4, stages), Tile(16, 64, bk, 4, stages)
@@ -202,13 +212,12 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
     if shape.mean > 96 and eight and not shape.floats and roomy:
         return ExpertsPlan("grouped", Tile(64, 128, 64, 4, 4), Tile(64, 256, 64, 4, 4))
     if shape.mean <= 96 or eight:
-        # As left operand, 8-bit floats are multiplied from the registers where they were widened,
-        # while the next are; integers are not the faster for it.
+        # As the left operand, 8-bit floats are multiplied from the registers in which they were
+        # widened, while the next ones are widened. Integers gain nothing from this.
         swap = eight and shape.floats
         return ExpertsPlan("grouped", Tile(64, 64, 64, 4, 3, swap), Tile(64, 128, 64, 4, 3, swap))
     if shape.bits >= 16 or shape.expand:
-        # The traffic from L2 to a multiprocessor bounds them, and a larger tile has less of
-        # it.
+        # The reads from L2 take most of the time, and a larger tile needs fewer of them.
         bm, stages = (128, 4) if roomy else (64, 3)
         up, down = Tile(bm, 128, 64, 8, stages), Tile(bm, 256, 64, 8, stages)
     else:
@@ -217,18 +226,18 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 
 
 def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
-    """Returns tiles of both products; a warp has all its pieces in flight if registers allow."""
+    """Returns the tiles of both products. A warp has all pieces in flight if registers suffice."""
     up = -(-shape.hidden // PIECE)
     most = 3 if shape.bits < 8 else 2
     warps = min(16, 1 << ((up - 1) // most).bit_length())
-    # 8-bit floats need more registers in addition to their pieces.
+    # 8-bit floats need further registers, so only one piece is in flight.
     ahead = 1 if shape.floats else min(most, -(-up // warps))
     total = -(-shape.top_k * -(-shape.width // PIECE) // 8)
     few = shape.tokens * -(-shape.hidden // 16) <= _SMALL_GRID
     if shape.floats:
         down = IntegerTile(16 if few else 8, 1)
     elif shape.bits < 8 or few:
-        # Unless all pieces can be in flight, other programs use the registers better.
+        # If not all pieces can be in flight, it is better to leave registers to other programs.
         down = IntegerTile(8, total if total <= 3 else 1)
     else:
         down = IntegerTile(8, min(total, 2))
@@ -236,7 +245,7 @@ def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
 
 
 def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
-    """Returns the plan of few tokens per expert on tensor cores, None if there are too many."""
+    """Returns the plan for few tokens per expert on tensor cores, or None for too many tokens."""
     if shape.tokens <= GEMV_TOKENS:
         return ExpertsPlan("gemv", _direct_tile(shape), _sum_tile(shape))
     if shape.bits >= 8 or shape.mean > 10:
@@ -245,10 +254,10 @@ def _mma_plan(shape: ExpertsShape) -> ExpertsPlan | None:
 
 
 def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
-    """Returns tiles of both products of sorted tokens.
+    """Returns the tiles of both products of sorted tokens.
 
-    A single warp does not wait for other warps' sums, and two tiles of rows share the inputs that
-    it loads. But a grid of few programs needs more warps."""
+    A single warp does not wait for the sums of other warps, and two tiles of rows use the same
+    loaded inputs. But a grid of few programs needs more warps."""
     blocks = shape.tokens * shape.top_k * (1 / shape.mean + 1 / 16)
     programs = blocks * -(-shape.width // 16)
     alone = MmaTile(2, 1, 1, 1, early=True)
@@ -259,7 +268,7 @@ def _few_tiles(shape: ExpertsShape) -> tuple[MmaTile, MmaTile]:
 
 
 def _direct_tile(shape: ExpertsShape) -> MmaTile:
-    """A tile of the units of one assignment."""
+    """Returns the tile for the units of one assignment."""
     if shape.bits >= 8:
         return MmaTile(1, 0, 4, 2)
     programs = shape.tokens * shape.top_k * -(-shape.width // 8)
@@ -269,7 +278,8 @@ def _direct_tile(shape: ExpertsShape) -> MmaTile:
 
 
 def _sum_tile(shape: ExpertsShape) -> MmaTile:
-    """A tile of the sum over a token's experts, in one round if warps have room for it."""
+    """Returns the tile for the sum over a token's experts. It takes one round if the registers of
+    the warps suffice."""
     chunks = -(-shape.top_k * shape.width * shape.bits // (CHUNK_WORDS * 32 * 8))
     if chunks <= 6:
         return MmaTile(1, 0, 8, chunks)
@@ -280,8 +290,9 @@ def _sum_tile(shape: ExpertsShape) -> MmaTile:
 
 
 def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
-    """Returns a tile of a GEMV: a few rows of weights, as long as registers allow. Rows of few bits
-    are short, so more of them have to be in flight."""
+    """Returns the tile of a GEMV: a few rows of weights, as long as registers allow.
+
+    Rows of few bits are short, so more of them are in flight."""
     if gated:
         return Tile(1, 4, 512, 4, 3) if shape.bits >= 16 else Tile(1, 16, 256, 4, 3)
     if shape.bits >= 16:
@@ -289,12 +300,12 @@ def _row_tile(shape: ExpertsShape, *, gated: bool) -> Tile:
     return Tile(1, 4, 1024 if shape.bits < 8 and shape.width >= 1024 else 256, 4)
 
 
-# Tiles for experts come from this card's measurements, or from the rules above.
+# -- measured plans; without one, the rules above apply ----------------------------------------
 
 RANGES = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
-"""The most tokens of each range that has its own plans. Past the last, rules choose."""
+"""The largest number of tokens of each range with its own plan. For more tokens, rules choose."""
 Entries = dict[str, ExpertsPlan]
-"""Plans by `key_of` their shapes."""
+"""Measured plans by the `key_of` of their shapes."""
 
 _KINDS: dict[str, type[AnyTile]] = {
     "loop": Tile, "mma": MmaTile, "integer": IntegerTile, "ring": RingTile
@@ -310,7 +321,8 @@ def range_of(tokens: int) -> int | None:
 def key_of(shape: ExpertsShape) -> str:
     """Returns the key of a shape, such as "bfloat16/t64/e128/k8/h2048/w768/uint4-g128".
 
-    t is its range's upper end. The kernels that take the shape follow at the end."""
+    "t64" is the upper end of the range of tokens. The last parts name the kernels that support the
+    shape."""
     dtype = str(shape.dtype).removeprefix("torch.")
     parts = [dtype, f"t{range_of(shape.tokens)}", f"e{shape.experts}", f"k{shape.top_k}"]
     parts += [f"h{shape.hidden}", f"w{shape.width}", shape.format]
@@ -323,7 +335,7 @@ def key_of(shape: ExpertsShape) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def chosen_plan(shape: ExpertsShape) -> ExpertsPlan:
-    """Returns the measured plan of a shape's range, or the rules' plan."""
+    """Returns the measured plan for a shape, or the plan by rules."""
     found = _measured.get(key_of(shape)) if shape.format else None
     return found or plan_for(shape)
 
@@ -369,17 +381,17 @@ def _tile(data: Any) -> AnyTile:
     values = dict(data)
     tile = _KINDS[values.pop("kind")](**values)
     if not all(isinstance(value, int) for value in astuple(tile)):
-        raise TypeError(f"a tile has what is no number: {data}")
+        raise TypeError(f"a tile has a value that is not a number: {data}")
     return tile
 
 
 def cache_path(card: str) -> Path:
-    """Returns the path of this user's measurements on a card, with this Triton and sources."""
+    """Returns the path of this user's measurements for a card, this Triton and these sources."""
     return table_path("experts", card, sources_hash())
 
 
 def read(card: str) -> Entries:
-    """Returns the stored measurements of a card; an empty dict without a valid file."""
+    """Returns the stored measurements of a card, or an empty dict without a valid file."""
     try:
         return loads(cache_path(card).read_text())
     except (OSError, ValueError, KeyError, TypeError):

@@ -23,8 +23,9 @@ def _allowed(
     choice, es, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
     GP: tl.constexpr, BM: tl.constexpr, EP: tl.constexpr,
 ):  # fmt: skip
-    """Returns choice [BM, EP] with -inf outside of the groups with the largest sum of their best
-    two."""
+    """Returns `choice` [BM, EP] with -inf outside of the chosen groups.
+
+    The chosen groups have the largest sums of their two best scores."""
     gs = tl.arange(0, GP)[None, :]
     sums = tl.full([BM, GP], float("-inf"), tl.float32)
     for g in range(GROUPS):
@@ -45,7 +46,7 @@ def _allowed(
 
 @triton.jit
 def _keys(choice, es, EP: tl.constexpr):
-    """Returns int64 numbers in the order of `choice`, of equal ones the lower index first."""
+    """Returns int64 keys that sort as `choice` does. If scores are equal, the lower index wins."""
     bits = (choice + 0.0).to(tl.int32, bitcast=True)  # -0.0 + 0.0 is 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     return (ordered << 32) | (EP - 1 - es).to(tl.int64)
@@ -55,8 +56,7 @@ def _keys(choice, es, EP: tl.constexpr):
 def _scores(logits, ms, correction_ptr, E, BM: tl.constexpr, EP: tl.constexpr,
             SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
             TOP_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GP: tl.constexpr):  # fmt: skip
-    """Returns the scores [BM, EP] of experts, from logits, and the keys of the order in which they
-    are chosen."""
+    """Returns the scores [BM, EP] of experts, and the keys by which experts are chosen."""
     es = tl.arange(0, EP)[None, :]
     known = es < E
     if SIGMOID:
@@ -68,7 +68,7 @@ def _scores(logits, ms, correction_ptr, E, BM: tl.constexpr, EP: tl.constexpr,
     choice = scores
     if CORRECTED:
         choice += tl.load(correction_ptr + es, mask=known, other=0.0)
-    # NaN must not keep the other experts from being found.
+    # A NaN gets a low score, because otherwise it would hide the other experts.
     choice = tl.where(choice == choice, choice, -3.0e38)
     choice = tl.where(known, choice, float("-inf"))
     if GROUPS > 1:
@@ -81,7 +81,7 @@ def _store_choice(
     ids, weights, at, ms, mask, ids_ptr, weights_ptr, live, scale, first, count, counts_ptr,
     slots_ptr, loads_ptr, stride_se, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Stores experts and their weights at places `at`; experts of other ranks become -1."""
+    """Stores experts and their weights at places `at`. Experts of other ranks are stored as -1."""
     if COPIES:
         copy = ms % tl.load(counts_ptr + ids, mask=mask, other=1)
         local = tl.load(slots_ptr + ids * stride_se + copy, mask=mask, other=-1)
@@ -102,8 +102,8 @@ def _choose_all(
 ):  # fmt: skip
     """Stores the experts of one token, [1, EP].
 
-    Each expert goes to the place given by the number of experts ahead of it. All are counted at
-    once; a search for one after the other would wait for each."""
+    An expert's place is the number of experts with larger keys. All places are counted at once. A
+    search for one expert after the other would wait for each."""
     keys = tl.reshape(keys, [EP])
     weights = tl.reshape(scores, [EP])
     place = tl.sum((keys[:, None] > keys[None, :]).to(tl.int32), 0)
@@ -158,14 +158,15 @@ def route_kernel(
     COPIES: tl.constexpr, DOT: tl.constexpr, COUNTED: tl.constexpr, UPCAST: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes logits [T, E] of norm(x) [T, K]; the last program of a tile of tokens chooses
+    """Computes logits [T, E] of norm(x) [T, K]. The last program of a tile of tokens chooses the
     experts.
 
-    Grid: tiles of experts, tiles of tokens, parts of the inputs, whose sums are added in order.
+    Grid: tiles of experts, tiles of tokens, parts of the inputs. The sums of parts are added in
+    order.
 
     Args:
-        DOT: use tensor cores; otherwise a tile is one token and BK >= K.
-        SQUARED: tiles of inputs that are loaded at once for their squares.
+        DOT: use tensor cores. Otherwise a tile is one token and BK >= K.
+        SQUARED: number of tiles of inputs that are loaded at once to sum their squares.
         COUNTED: see `_choose_all`.
     """
     pid_e, pid_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -195,7 +196,7 @@ def route_kernel(
     else:
         rms = tl.full([BM], 1.0, tl.float32)
         if HAS_NORM:
-            # Loads that wait for each other at every step would take longer than the product.
+            # Loads are batched, because waiting for each would take longer than the product.
             squares = tl.zeros([BM, BK], tl.float32)
             for start in range(0, K, BK * SQUARED):
                 for index in tl.static_range(SQUARED):
@@ -225,7 +226,7 @@ def route_kernel(
     m64 = ms.to(tl.int64)[:, None]
     mask = mask_m & (es < E)[None, :]
     tl.store(logits_ptr + (part * T + m64) * E + es[None, :], logits, mask=mask)
-    tl.debug_barrier()  # every thread's part is written before the one atomic that says so
+    tl.debug_barrier()  # Every thread's part is written before the one atomic that signals it.
     programs = tl.num_programs(0) * tl.num_programs(2)
     last = tl.atomic_add(counters_ptr + pid_m, 1, sem="acq_rel") == programs - 1
     if last:
@@ -258,10 +259,15 @@ class RoutePlan:
     """Tiles of tokens, experts and inputs.
 
     Attributes:
-        dot: use tensor cores; otherwise a tile is one token and all its inputs.
-        splits: parts of the inputs.
-        squared: tiles of inputs that are loaded at once for their squares.
-        counted: a token's experts are chosen all at once.
+        bm: tokens.
+        be: experts.
+        bk: inputs.
+        warps: warps of a program.
+        stages: tiles in flight.
+        dot: use tensor cores. Otherwise a tile is one token with all its inputs.
+        splits: number of parts of the inputs.
+        squared: number of tiles of inputs that are loaded at once to sum their squares.
+        counted: all experts of a token are chosen at once, see `_choose_all`.
     """
 
     bm: int
@@ -278,7 +284,7 @@ class RoutePlan:
 _MOST_GEMV_TOKENS = 16
 _MOST_INPUTS = 8192
 _MOST_COUNTED = 128
-"""Experts up to which all are compared with all."""
+"""Up to this many experts, each is compared with all others to choose a token's experts."""
 
 
 @functools.cache
@@ -290,7 +296,7 @@ def route_plan(
     if tokens <= _MOST_GEMV_TOKENS and whole <= _MOST_INPUTS and not deterministic:
         tile = 4 if whole <= 4096 else 2
         return RoutePlan(1, tile, whole, 4, dot=False, counted=experts <= _MOST_COUNTED)
-    # Few tokens need many tiles of experts, and parts of the inputs, to fill the card.
+    # With few tokens, many tiles of experts and parts of the inputs are needed to fill the card.
     if deterministic:
         be, splits = 32, 2
     elif tokens <= 128:
@@ -356,10 +362,10 @@ def sort_kernel(
     ids_ptr, order_ptr, blocks_ptr, A, E, MB,
     BM: tl.constexpr, EP: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sorts assignments by expert, and cuts each expert's into blocks of BM.
+    """Sorts assignments by expert, and cuts the assignments of each expert into blocks of BM.
 
-    Grid: one program for each expert. It counts all assignments and places its own, so that no
-    order depends on timing."""
+    Grid: one program for each expert. Each program counts all assignments and places those of its
+    expert, so the order does not depend on timing."""
     if PDL:
         wait_for_predecessor(False)
     e = tl.program_id(0)
@@ -399,8 +405,9 @@ class Sorted:
 
     Attributes:
         order: int32 [A], the index of each assignment in ids [T * k].
-        blocks: int32 [3 * most + 1]: the expert of each block, then the first place of each, then
-            the end of its expert's places, and last the number of blocks.
+        blocks: int32 [3 * most + 1]: the expert of each block, then the first place of each block,
+            then the end of the places of its expert. The last entry is the number of blocks.
+        most: the most blocks.
     """
 
     order: Tensor
@@ -409,8 +416,8 @@ class Sorted:
 
 
 def sort_by_expert(ids: Tensor, experts: int, bm: int) -> Sorted:
-    """Returns the assignments ids int32 [T, k] by expert, in blocks of `bm`, without those to no
-    expert (-1)."""
+    """Returns the assignments `ids`, int32 [T, k], by expert, in blocks of `bm`. Entries of -1 are
+    left out."""
     count = ids.numel()
     most = min(count, triton.cdiv(count, bm) + experts - 1)
     order = torch.empty(count, dtype=torch.int32, device=ids.device)

@@ -1,8 +1,9 @@
 """Measures which tiles run a model's experts fastest on this card.
 
-A few plans are timed for each range of tokens: the rules' plans for it and its neighbour ranges,
-then other tiles of each product. They run on the layers' own weights, with random routes, as
-replays of a CUDA graph. The graph walks over several layers, so that weights come from memory."""
+A few plans are timed for each range of tokens: the plans by rules for this range and its
+neighbours, then other tiles of each product. They run on the layers' own weights, with random
+routes, as replays of a CUDA graph. The graph contains several layers, so that weights are read from
+memory instead of L2."""
 
 from __future__ import annotations
 
@@ -41,14 +42,15 @@ from quire.ops.triton.products.table_file import graph_us
 logger = logging.getLogger("quire.experts")
 
 GAIN = 0.98
-"""A plan replaces the best one so far only below this share of its time; smaller gains are noise.
-"""
+"""A plan replaces the best one so far only if it takes less than this fraction of its time. Smaller
+gains are noise."""
 SECONDS = 8.0
-"""The time after which ranges that are left keep their rules. Compiling is not counted."""
+"""Time limit in seconds. Ranges that are not measured by then use the rules. Compilation does not
+count."""
 _LAYERS = 8
-"""Layers that a timing walks over."""
+"""Number of layers in a timed graph."""
 _FEW = 8
-"""The most tokens for which a layer takes about 10 µs; with more it takes about 100."""
+"""Up to this many tokens a layer takes about 10 µs, with more about 100 µs."""
 
 _SORTED = (
     MmaTile(2, 1, 1, 1, early=True),
@@ -79,8 +81,8 @@ _OTHERS: dict[tuple[str, str, type], tuple[AnyTile, ...]] = {
     ("grouped", "up", MmaTile): _SORTED,
     ("grouped", "down", MmaTile): _SORTED,
 }
-"""Further tiles to try, by kernel and product, besides the rules' tiles of a range. They are few,
-because each has to compile."""
+"""Tiles to try in addition to those of the rules, by kernel and product. They are few, because each
+must be compiled."""
 
 
 class TunedLayer(NamedTuple):
@@ -99,8 +101,8 @@ class TunedLayer(NamedTuple):
 
 
 def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
-    """Returns the rules' plans for the range of a shape, first, for the two on either side,
-    and the one without `experts_integer`."""
+    """Returns plans by rules: first the plan for the shape's range, then those for two ranges on
+    either side, then the one without `integer`."""
     at = RANGES.index(shape.tokens)
     beside = [shape.tokens, *RANGES[max(0, at - 2) : at + 3]]
     plans = [plan_for(shape._replace(tokens=tokens)) for tokens in beside]
@@ -110,7 +112,7 @@ def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
 
 
 def other_tiles(plan: ExpertsPlan, product: Literal["up", "down"]) -> list[ExpertsPlan]:
-    """Returns a plan with other tiles of one of its products."""
+    """Returns copies of a plan with other tiles for one of its products."""
     own = getattr(plan, product)
     tiles = _OTHERS.get((plan.kernel, product, type(own)), ())
     others = [tile for tile in tiles if tile != own]
@@ -120,7 +122,7 @@ def other_tiles(plan: ExpertsPlan, product: Literal["up", "down"]) -> list[Exper
 
 
 def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
-    """Yields every plan that `best_plan` may time, up to the tile of the other product."""
+    """Yields plans that contain every tile that `best_plan` may time, but not all combinations."""
     for plan in whole_plans(shape):
         yield plan
         yield from other_tiles(plan, "up")
@@ -128,8 +130,11 @@ def all_plans(shape: ExpertsShape) -> Iterator[ExpertsPlan]:
 
 
 def best_plan(shape: ExpertsShape, us_of: Callable[[ExpertsPlan], float]) -> ExpertsPlan:
-    """Returns the fastest plan for a shape. `us_of` times a plan; a plan that fails takes infinite
-    time."""
+    """Returns the fastest plan for a shape.
+
+    Args:
+        us_of: returns the time of a plan in µs, infinite for a plan that fails.
+    """
     times: dict[ExpertsPlan, float] = {}
 
     def faster(best: ExpertsPlan, plans: Sequence[ExpertsPlan]) -> ExpertsPlan:
@@ -152,8 +157,8 @@ class ExpertsTimer:
     def __init__(self, layers: Sequence[TunedLayer]) -> None:
         self._layers = layers[:: max(1, len(layers) // _LAYERS)][:_LAYERS]
         self._device = layers[0].up.weight.values.device
-        # Cached for the number of tokens of the last call, for which all plans have the
-        # same.
+        # Inputs are cached for the last number of tokens, because all its plans use the same
+        # inputs.
         self._tokens = 0
         self._inputs: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -173,7 +178,7 @@ class ExpertsTimer:
         ]
 
     def us(self, plan: ExpertsPlan, tokens: int) -> float:
-        """Returns the µs that a layer takes; infinite for a plan that fails."""
+        """Returns the time of a layer in µs, infinite for a plan that fails."""
         try:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             guess = 10.0 if tokens <= _FEW else 100.0
@@ -206,9 +211,9 @@ class ExpertsTimer:
 
 
 def known_or_measured(layers: Sequence[TunedLayer], most: int) -> Entries:
-    """Returns plans of the layers for up to `most` tokens.
+    """Returns plans for the layers and up to `most` tokens.
 
-    They come from the cache directory; missing ones are measured and stored there."""
+    They are read from the cache directory. Missing ones are measured and stored there."""
     card = torch.cuda.get_device_name(layers[0].up.weight.values.device)
     known = read(card)
     found, keys = tune(layers, most, known)
@@ -216,24 +221,24 @@ def known_or_measured(layers: Sequence[TunedLayer], most: int) -> Entries:
         try:
             store(card, found)
         except OSError as error:
-            logger.warning("experts: what was measured is not kept: %s", error)
+            logger.warning("experts: the measured plans could not be stored: %s", error)
     return {key: plan for key, plan in {**known, **found}.items() if key in keys}
 
 
 def _compile(wanted: Sequence[tuple[ExpertsTimer, ExpertsShape]]) -> None:
-    """Compiles all that may be timed, on all cores at once."""
+    """Compiles all kernels that may be timed, on all cores."""
     with compiling(os.cpu_count() or 1):
         for timer, shape in wanted:
             for plan in all_plans(shape):
-                with contextlib.suppress(Exception):  # it fails again when it is timed
+                with contextlib.suppress(Exception):  # The plan fails again when it is timed.
                     timer.calls(plan, shape.tokens)[0]()
 
 
 def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entries, set[str]]:
     """Measures the layers' unknown shapes of up to `most` tokens.
 
-    Returns the found plans and the keys of all shapes. Shapes that remain after `SECONDS` have
-    passed are skipped."""
+    Returns the measured plans and the keys of all shapes. When `SECONDS` have passed, the remaining
+    shapes are skipped."""
     groups: dict[ExpertsShape, list[TunedLayer]] = {}
     for layer in layers:
         groups.setdefault(ExpertsTimer([layer]).shape(1), []).append(layer)
@@ -262,6 +267,6 @@ def tune(layers: Sequence[TunedLayer], most: int, known: Entries) -> tuple[Entri
         "experts: %d of %d ranges of tokens measured; compiled for %.1f s, measured for %.1f s",
         len(found), len(wanted), compiled - began, time.perf_counter() - compiled,
     )  # fmt: skip
-    # Memory of the captures is free once their graphs are deleted.
+    # The memory of captures can be freed after their graphs were deleted.
     torch.cuda.empty_cache()
     return found, keys

@@ -1,9 +1,9 @@
 """Linear layers with low-rank adapters for few rows: one kernel for both.
 
-The kernel is `skinny_kernel` with further programs before its own, which multiply by A. Each
-program of the layer adds B times that result to its tile, once its sums are whole. So a layer with
-adapters has as many launches as one without, and reads A in addition to its weight. The sums equal
-those of `skinny_kernel`: rows without an adapter keep their bits."""
+The kernel is `skinny_kernel` with more programs at the start, which multiply by A. Each program of
+the layer adds B times their result to its tile, after its own sums are complete. So a layer with
+adapters needs no more launches than one without. The layer's sums equal those of `skinny_kernel`,
+so rows without an adapter keep their bits."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ from quire.ops.weight import Weight
 STAGES = 4
 """Stages of the loop over A."""
 _WORKERS = 64
-"""The most programs that multiply by A. They must all fit on the device at once, as programs of the
-layer wait for them."""
+"""The most programs that multiply by A. They must all run on the device at once, because programs
+of the layer wait for them."""
 _PARTS = 8
 """The most parts of a tile's inputs."""
 COLUMNS = 64
-"""Ranks that a step of `expand` multiplies. All slots' are dealt to such steps."""
+"""Ranks that a step of `expand` multiplies. The ranks of all slots are divided into such steps."""
 GATED_COLUMNS = 32
-"""The same of `expand_pair`, which has no registers for more."""
+"""Ranks that a step of `expand_pair` multiplies. It has no registers for more."""
 
 
 @triton.jit(
@@ -87,9 +87,10 @@ def _adapted_kernel(
     PLACES: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     FIXED: tl.constexpr, EVEN_INPUTS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] as `skinny_kernel` does, with adapters, for x with its norm applied.
+    """Computes y [M, N] as `skinny_kernel` does, plus adapters. The norm of x was applied before.
 
-    Grid: `workers` that multiply by A, then N tiles, K splits, M tiles. turn: see TURNS."""
+    Grid: `workers` programs that multiply by A, then N tiles, K splits, M tiles. For `turn` see
+    TURNS."""
     if PDL and EAGER:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -103,9 +104,10 @@ def _adapted_kernel(
     k_begin = pid_k * steps_per_split * BK
     k_end = tl.minimum(K, k_begin + steps_per_split * BK)
     count = tl.load(count_ptr)
-    # Loaded early, because nothing hides their latency where they are used.
+    # The slots are loaded early, because no work would hide their latency where they are used.
     own = tl.load(slots_ptr + ms, mask=ms < M, other=-1)
-    # A tile's programs share its adapters, unless scales would apply to the adapters' sums too.
+    # A tile's programs share the work for its adapters, unless the layer's scales would then be
+    # applied to the adapters' sums too.
     SHARED: tl.constexpr = SPLIT and not HAS_SCALES
     part = 0
     parts = 1
@@ -127,7 +129,7 @@ def _adapted_kernel(
                 pid, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride,
                 table_stride, most_parts, BR, INPUTS, FIXED, 4,
             )  # fmt: skip
-    # Where B is, too, is found out while nothing waits for it.
+    # The addresses of B are loaded early as well.
     slot = slots_of(part, used, tiles_ptr, SLOTS, CHUNKS)
     slot1 = slots_of(part + parts, used, tiles_ptr, SLOTS, CHUNKS)
     slot2 = slots_of(part + 2 * parts, used, tiles_ptr, SLOTS, CHUNKS)
@@ -144,7 +146,8 @@ def _adapted_kernel(
             wait_for_predecessor(EAGER)
         else:
             _, pieces = cut(count, K, workers, most_parts, INPUTS, FIXED)
-            # Others have nothing to do, and keep the places of programs that have a tile.
+            # Workers without work do not wait, because they would occupy multiprocessors that
+            # programs with a tile need.
             if pid < tl.maximum(1, count * pieces):
                 wait_for_predecessor(EAGER)
     if pid == 0:
@@ -203,7 +206,7 @@ def _adapted_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def _starts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns where the projections of a layer begin, and where the last ends."""
+    """Returns the first output of each of a layer's projections, then the end of the last one."""
     starts = [sum(sizes[:place]) for place in range(len(sizes) + 1)]
     return torch.tensor(starts, dtype=torch.int32, device=device)
 
@@ -211,7 +214,7 @@ def _starts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 def adapted_gemm(
     args: LinearArgs, plan: GemmPlan, weights: SlotWeights, rows: AdapterRows
 ) -> Tensor:
-    """Returns the layer of `args`, without a norm, with adapters, by a plan of `skinny_gemm`."""
+    """Returns the layer `args`, which has no norm, with adapters, by a plan of `skinny_gemm`."""
     m, k, n = args.x.shape[0], args.k, args.n
     x, operands, res, card = args.x, Operands(args.weight), args.residual, traits(args.x.device)
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
@@ -226,10 +229,10 @@ def adapted_gemm(
     if splits > 1:
         size = tiles_n * tiles_m * splits * plan.bm * r
         parts = torch.empty(size, dtype=torch.float32, device=x.device)
-    tiles = AdapterTiles.of(x, weights, most_inputs=256)
+    tiles = AdapterTiles.choose(x, weights, most_inputs=256)
     counters = counters_of(x.device)
-    # The interpreter runs programs one after the other, so the first program does the work that
-    # others wait for.
+    # The interpreter runs programs one after the other, so the first program must do all work for
+    # which others wait.
     most = _WORKERS if x.device.type == "cuda" else 1
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, most)
     values = operands.values
@@ -282,7 +285,8 @@ def adapted_linear(
 
 
 def _plan(args: LinearArgs) -> GemmPlan | None:
-    """Returns the plan by which `linear` has one kernel for the layer that adapters fit into."""
+    """Returns the plan by which `linear` runs the layer in one kernel that can include adapters, or
+    None."""
     policy, weight = current_policy(), args.weight
     if weight.format.inputs != "none" or not loads(weight):
         return None

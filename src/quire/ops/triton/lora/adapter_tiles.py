@@ -1,12 +1,12 @@
-"""Parts of kernels with low-rank adapters: x Aᵀ of tiles of tokens, and B times the result.
+"""Parts of kernels with low-rank adapters: x Aᵀ for tiles of tokens, and B times the result.
 
-Tokens that share a slot stand together in tiles of `AdapterRows`. `shrink` multiplies tiles by
-their slot's A. It cuts the inputs into enough parts to keep its programs busy, and the last program
-to arrive adds a tile's parts. `expand` multiplies the result by the rows of B for a tile of a
-layer's outputs (Sheng et al. 2023, "S-LoRA"; Chen et al. 2023, "Punica").
+The tiles of `AdapterRows` contain tokens that share a slot. `shrink` multiplies tiles by their
+slot's A. It cuts the inputs into enough parts to keep its programs busy, and the last program to
+arrive adds a tile's parts. `expand` multiplies the result by the rows of B for a tile of a layer's
+outputs (Sheng et al. 2023, "S-LoRA"; Chen et al. 2023, "Punica").
 
-Programs of a kernel may wait for programs before them. Programs start in order, so the awaited ones
-always have a multiprocessor."""
+Programs of a kernel may wait for programs with lower numbers. Programs start in order, so those
+that others wait for are already running."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quire.ops.adapters import HEAD, WORDS
 HEAD_WORDS: tl.constexpr = tl.constexpr(HEAD)
 PLACE_WORDS: tl.constexpr = tl.constexpr(WORDS)
 READY: tl.constexpr = tl.constexpr(0)
-"""Word of the counters: tiles that are done, for kernels that clear it themselves."""
+"""Index of a counter: number of finished tiles, for kernels that clear it themselves."""
 DONE: tl.constexpr = tl.constexpr(1)
-"""Word of the counters: programs that have stopped waiting for READY."""
+"""Index of a counter: number of programs that have stopped waiting for READY."""
 TURNS: tl.constexpr = tl.constexpr(2)
-"""First of two words of the counters that kernels take in turn: tiles that have been multiplied by
-A. A kernel clears the other word, and a step begins with both words clear."""
+"""Index of the first of two counters that kernels use in turn: number of tiles that have been
+multiplied by A. A kernel clears the other counter. Both are 0 when a step begins."""
 ARRIVED: tl.constexpr = tl.constexpr(4)
-"""First of the counters of each tile's parts."""
+"""Index of the first of the counters of each tile's parts."""
 
 
 @triton.jit
@@ -33,8 +33,8 @@ def _store_inner(
     acc, inverse, inner_ptr, line, token, tokens, r, total, inner_stride,
     BM: tl.constexpr, BR: tl.constexpr, PLACES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Stores the scaled product with A: each projection's ranks in its own columns, and zeros up to
-    a multiple of 8."""
+    """Stores the scaled product with A. Each projection has its own columns, filled with zeros up
+    to a multiple of 8."""
     column = tl.zeros([BR], tl.int32)
     scale = tl.zeros([BR], tl.float32)
     for place in tl.static_range(PLACES):
@@ -60,7 +60,7 @@ def _store_inner(
 
 @triton.jit
 def cut(count, K, workers, most_parts, BK: tl.constexpr, FIXED: tl.constexpr):
-    """Returns the steps of a part of a tile, and the parts."""
+    """Returns the number of steps of a part of a tile, and the number of parts."""
     steps = (K + BK - 1) // BK
     if FIXED > 0:
         splits = tl.minimum(FIXED, steps)
@@ -73,7 +73,7 @@ def cut(count, K, workers, most_parts, BK: tl.constexpr, FIXED: tl.constexpr):
 
 @triton.jit
 def _ask(ptrs, mask, spare_ptr):
-    """Prefetches lines into L2. Places without `mask` prefetch `spare_ptr` instead."""
+    """Prefetches lines into L2. Where `mask` is False, `spare_ptr` is prefetched instead."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [tl.where(mask, ptrs, spare_ptr)],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -85,7 +85,7 @@ def ask_for_a(
     worker, workers, count, memory_ptr, table_ptr, tiles_ptr, K, slot_stride, table_stride,
     most_parts, BR: tl.constexpr, BK: tl.constexpr, FIXED: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first `STEPS` steps of A that `shrink` reads."""
+    """Prefetches the first `STEPS` steps of A that `shrink` reads."""
     LINE: tl.constexpr = 1024 // memory_ptr.dtype.element_ty.primitive_bitwidth
     per, splits = cut(count, K, workers, most_parts, BK, FIXED)
     if worker < count * splits:
@@ -113,17 +113,18 @@ def shrink(
     FIXED: tl.constexpr, EVEN: tl.constexpr, NORM: tl.constexpr, UPCAST: tl.constexpr,
     STAGES: tl.constexpr, SIGNAL: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies tiles of x [T, K], or of its RMS norm, by A of their slot and by its scales.
+    """Multiplies tiles of x [T, K], or of norm(x), by their slot's A and its scales.
 
     Args:
-        worker, workers: index of this program, and number of programs.
-        inner_ptr: [T, PLACES * WIDTH], the result; columns past a projection's rank are not
+        worker: index of this program.
+        workers: number of programs.
+        inner_ptr: [T, PLACES * WIDTH], the result. Columns past a projection's rank are not
             written.
         parts_ptr: fp32 [workers, BM, ranks + 1], used if a tile has several parts.
         counters_ptr: see ARRIVED.
-        ready_ptr: raised by 1 for each tile.
+        ready_ptr: increased by 1 for each tile.
         most_parts: the most parts of a tile.
-        FIXED: the number of parts; 0: it follows from the number of tiles.
+        FIXED: the number of parts, or 0 to choose it by the number of tiles.
         EVEN: BK divides K.
         SIGNAL: programs of the same kernel wait for the result.
     """
@@ -182,7 +183,7 @@ def shrink(
                     tl.store(part + BM * ranks + m, squares)
         last = True
         if splits > 1:
-            tl.debug_barrier()  # every thread's part is written before the atomic that says so
+            tl.debug_barrier()  # Every thread's part is written before the atomic that signals it.
             arrived = counters_ptr + ARRIVED + nth
             last = tl.atomic_add(arrived, 1, sem="acq_rel") == splits - 1
             if last:
@@ -224,7 +225,7 @@ def shrink(
 def _look(ptr, ASM: tl.constexpr):
     """Reads a counter, and acquires all writes before the counter's increment."""
     if ASM:
-        # Other than an atomic, looks of many programs do not queue.
+        # A load is used because atomics of many programs would run one after the other.
         value = tl.inline_asm_elementwise(
             "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [ptr], dtype=tl.int32, is_pure=False,
             pack=1,
@@ -236,7 +237,7 @@ def _look(ptr, ASM: tl.constexpr):
 
 @triton.jit
 def await_tiles(ready_ptr, count, ASM: tl.constexpr):
-    """Waits until `count` tiles are done. ASM: the instruction on a GPU."""
+    """Waits until `count` tiles are done. ASM is the load instruction on a GPU."""
     ready = _look(ready_ptr, ASM)
     while ready < count:
         ready = _look(ready_ptr, ASM)
@@ -244,7 +245,7 @@ def await_tiles(ready_ptr, count, ASM: tl.constexpr):
 
 @triton.jit
 def end_wait(counters_ptr, programs):
-    """Clears the counters once all of the `programs` that wait have called it."""
+    """Clears the counters when all `programs` that wait have called it."""
     if tl.atomic_add(counters_ptr + DONE, 1, sem="relaxed") == programs - 1:
         tl.store(counters_ptr + READY, 0)
         tl.store(counters_ptr + DONE, 0)
@@ -252,14 +253,14 @@ def end_wait(counters_ptr, programs):
 
 @triton.jit
 def slots_of(step, used, tiles_ptr, SLOTS: tl.constexpr, CHUNKS: tl.constexpr):
-    """Returns the slots [SLOTS] that a step of `expand` multiplies, -1 for none."""
+    """Returns the slots [SLOTS] of a step of `expand`, -1 for none."""
     t = step // CHUNKS * SLOTS + tl.arange(0, SLOTS)
     return tl.load(tiles_ptr + t * 4 + 3, mask=t < used, other=-1)
 
 
 @triton.jit
 def find_b(slot, place, table_ptr, table_stride):
-    """Returns where a projection's B of slots begins in their memory, and its rank."""
+    """Returns the offset of a projection's B in the memory of each slot, and its rank."""
     there = slot >= 0
     line = table_ptr + slot.to(tl.int64) * table_stride + HEAD_WORDS + PLACE_WORDS * place
     return tl.load(line, mask=there, other=0), tl.load(line + 1, mask=there, other=0)
@@ -267,8 +268,9 @@ def find_b(slot, place, table_ptr, table_stride):
 
 @triton.jit
 def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
-    """Returns the rows `n` of B of slots, [rows, slots, ranks]; zeros where not `kept`. r is [1, 1,
-    ranks]."""
+    """Returns rows `n` of the slots' B, [rows, slots, ranks], with zeros where `kept` is False.
+
+    r is [1, 1, ranks]."""
     begin, width = slot.to(tl.int64) * slot_stride + at, (rank + 7) // 8 * 8
     at = (begin[None, :] + n[:, None] * width[None, :])[:, :, None] + r
     # Widths are multiples of 8.
@@ -279,7 +281,7 @@ def _load_b(memory_ptr, slot, at, rank, slot_stride, r, n, kept):
 
 @triton.jit
 def _load_inner(inner_ptrs, own, r):
-    """Returns tokens' products with A, [BM, 1, ranks]; zeros for tokens without a slot.
+    """Returns the tokens' products with A, [BM, 1, ranks], zeros for tokens without a slot.
 
     Columns past an adapter's rank are undefined."""
     at = inner_ptrs[:, None, None] + r
@@ -288,8 +290,8 @@ def _load_inner(inner_ptrs, own, r):
 
 @triton.jit
 def _spread(values, own, slot, rank, r):
-    """Returns `_load_inner`'s values in the columns of a token's own slot, and zeros in other
-    columns, [BM, slots, ranks]."""
+    """Returns [BM, slots, ranks] with the values of `_load_inner` in the columns of each token's
+    slot, and zeros in other columns."""
     mine = (own[:, None] == slot[None, :])[:, :, None] & (r < rank[None, :, None])
     return tl.where(mine, values, 0.0)
 
@@ -307,8 +309,8 @@ def _add_product(sums, b, h, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def projections_of(first_row, starts_ptr, ROWS: tl.constexpr, PLACES: tl.constexpr):
-    """Returns the first and the last projection that `ROWS` outputs belong to, and where the first
-    begins and ends."""
+    """Returns the first and the last projection of `ROWS` outputs, and the first and the end output
+    of the first projection."""
     place = 0
     last = 0
     for later in tl.static_range(1, PLACES):
@@ -326,21 +328,28 @@ def expand(
     BM: tl.constexpr, ROWS: tl.constexpr, PLACES: tl.constexpr, RANK: tl.constexpr,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Returns a part of the outputs `rows` of B times `inner` of `shrink`, fp32 [BM, ROWS].
+    """Returns a part of B times the result of `shrink` for the outputs `rows`, fp32 [BM, ROWS].
 
-    The parts share the steps of `COLUMNS` ranks of the `used` slots. While one step is multiplied,
-    the next step's B, the place of the B after it and the slots of the third step are loaded. So no
-    load waits for an address that was loaded just before.
+    The parts share the steps, which have `COLUMNS` ranks of the `used` slots each. While one step
+    is multiplied, the kernel loads B of the next step, the address of B for the step after it, and
+    the slots of the third step. So no load waits for an address that was loaded just before.
 
     Args:
-        rows: [ROWS]; rows past the layer's last are repeated.
-        place, last, start, end: see `projections_of`.
-        ms: [BM] tokens.
-        own: the tokens' slots.
-        slot, at, rank: of the first step, see `find_b`.
-        slot1, at1, rank1: of the second step.
+        rows: [ROWS]. Rows past the layer's last repeat it.
+        place: see `projections_of`.
+        last: see `projections_of`.
+        start: see `projections_of`.
+        end: see `projections_of`.
+        ms: [BM], the tokens.
+        own: [BM], the tokens' slots.
+        slot: slots of the first step.
+        at: offsets of B for the first step, see `find_b`.
+        rank: ranks for the first step, see `find_b`.
+        slot1: like `slot`, for the second step.
+        at1: like `at`, for the second step.
+        rank1: like `rank`, for the second step.
         slot2: slots of the third step.
-        starts_ptr: int32 [PLACES + 1], the first row of each projection.
+        starts_ptr: int32 [PLACES + 1], the first output of each projection.
     """
     EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
     SLOTS: tl.constexpr = COLUMNS // EACH
@@ -388,8 +397,8 @@ def expand_pair(
     BM: tl.constexpr, BN: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr, UPCAST: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Returns the result of `expand` for the same rows `n` of two projections, gate and up
-    alternating."""
+    """Returns the result of `expand` for rows `n` of both the gate and the up projection. Gate and
+    up alternate."""
     EACH: tl.constexpr = WIDTH if WIDTH < COLUMNS else COLUMNS
     SLOTS: tl.constexpr = COLUMNS // EACH
     CHUNKS: tl.constexpr = (RANK + EACH - 1) // EACH

@@ -1,8 +1,8 @@
 """Low-rank adapters on linear layers of any kind: a kernel after the layer's own.
 
-Tokens are grouped by their slot once for all layers, into tiles of one slot. Programs walk over the
-existing tiles, so padding costs no time. A slot's weights are read once for each tile of its
-tokens. `adapted_gemm` serves layers that need no separate kernel."""
+Tokens are grouped by slot once for all layers, into tiles of one slot. Programs compute only tiles
+that exist, so padding costs no time. A slot's weights are read once for each tile of its tokens.
+`adapted_gemm` serves layers that need no separate kernel."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from quire.ops.triton.products.table import BUCKETS, fixed_plan
 from quire.ops.weight import Weight
 
 _FEW_TOKENS = 256
-"""Up to this number of tokens, tiles are as small as tensor cores take them, because most hold few
-tokens."""
+"""Up to this number of tokens, tiles have the smallest size that tensor cores support, because most
+tiles have few tokens."""
 _OUTPUTS = 128
 """Outputs of a tile of `_adapt`."""
 VALUES = 8192
-"""Values of A that are loaded at once."""
+"""Values of A that a step of `shrink` loads."""
 STAGES = 4
-"""Stages of that loop."""
+"""Stages of the loop over these steps."""
 _EXPANDERS = 2
 """Programs per multiprocessor that multiply by B."""
 _FIXED = 8
@@ -61,7 +61,7 @@ def _token_slots(
     lanes_ptr, query_start_ptr, column_ptr, slots_ptr, num_rows, num_tokens,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Writes each token's slot. Grid (rows + 1); the last program marks the padding."""
+    """Writes each token's slot. Grid: (rows + 1). The last program marks the padding."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -83,8 +83,9 @@ def _token_slots(
 def _group_tokens(
     slots_ptr, order_ptr, counts_ptr, num_tokens, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Writes the tokens of one slot after the tokens of all earlier slots, and their number. Grid:
-    (slots)."""
+    """Writes the tokens of one slot after the tokens of all earlier slots, and their number.
+
+    Grid: (slots)."""
     slot = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -110,8 +111,7 @@ def _cut_tiles(
     counts_ptr, tiles_ptr, count_ptr, counters_ptr, num_slots, most,
     TILE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Cuts the tokens of each slot into tiles, and clears the words that kernels take in turn. Grid
-    (1)."""
+    """Cuts the tokens of each slot into tiles, and clears the counters of `TURNS`. Grid: (1)."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -174,11 +174,16 @@ def _adapt(
     WIDTH: tl.constexpr, FIXED: tl.constexpr, EVEN_K: tl.constexpr, EVEN_N: tl.constexpr,
     NORM: tl.constexpr, UPCAST: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Adds B times `shrink` of x to tiles of `out`, in one kernel or in one for each of the two.
+    """Adds B times the result of `shrink` to tiles of `out`, in one launch for both or in two.
 
-    In one kernel, the first `workers` programs shrink. `blocks_ptr` is int32 [num_blocks, 4], runs
-    of at most BN outputs of one projection: its place, the first output in the projection, the
-    first in the layer, and their number. EVEN_N: all runs have BN outputs."""
+    In a launch for both, the first `workers` programs shrink.
+
+    Args:
+        blocks_ptr: int32 [num_blocks, 4]. A line describes at most BN outputs of one projection:
+            the projection's index, the first output in the projection, the first output in the
+            layer, and the number of outputs.
+        EVEN_N: all lines have BN outputs.
+    """
     pid = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -242,7 +247,7 @@ def _adapt(
 
 @functools.lru_cache(maxsize=1024)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns the runs of outputs that `_adapt` takes one by one."""
+    """Returns `blocks_ptr` of `_adapt`."""
     found, start = [], 0
     for place, size in enumerate(sizes):
         for at in range(0, size, _OUTPUTS):
@@ -256,7 +261,8 @@ class Counters:
     """Counters of the kernels that a thread launches on a device, zero at first.
 
     Attributes:
-        turn: index of the word from `TURNS` on that the next kernel takes.
+        words: the counters, int32.
+        turn: 0 or 1, selects the counter of `TURNS` that the next kernel uses.
     """
 
     words: Tensor
@@ -273,17 +279,19 @@ def _counters(device: torch.device, thread: int) -> Counters:
 
 
 def counters_of(device: torch.device) -> Counters:
-    """Returns this thread's. The first call must not happen while a graph is captured."""
+    """Returns this thread's counters. The first call must not be made during a graph capture."""
     return _counters(device, threading.get_ident())
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTiles:
-    """Tile sizes of A and B, and buffers, of a layer's kernel.
+    """Tile sizes and a buffer for the adapters of a layer.
 
     Attributes:
-        width: columns of a projection in `inner` [T, projections * width].
-        br, bk: rows and inputs of a tile of A.
+        width: columns of a projection in `inner`.
+        br: rows of a tile of A.
+        bk: inputs of a tile of A.
+        inner: [T, projections * width], the product with A.
     """
 
     width: int
@@ -292,7 +300,7 @@ class AdapterTiles:
     inner: Tensor
 
     @classmethod
-    def of(cls, x: Tensor, weights: SlotWeights, most_inputs: int = VALUES) -> AdapterTiles:
+    def choose(cls, x: Tensor, weights: SlotWeights, most_inputs: int = VALUES) -> AdapterTiles:
         places, device = len(weights.sizes), x.device
         width = triton.next_power_of_2(max(16, weights.rank))
         br = min(64, max(16, triton.next_power_of_2(weights.rows)))
@@ -304,8 +312,8 @@ class AdapterTiles:
 def shrink_buffers(
     x: Tensor, weights: SlotWeights, rows: AdapterRows, tiles: AdapterTiles, most: int
 ) -> tuple[int, int, Tensor]:
-    """Returns the programs of `shrink`, at most `most`, the fixed number of parts, and the memory
-    for parts."""
+    """Returns the number of programs of `shrink`, the fixed number of parts (or 0), and the memory
+    for parts. There are at most `most` programs."""
     steps, count = triton.cdiv(weights.inputs, tiles.bk), len(rows.tiles)
     fixed = min(_FIXED, steps) if current_policy().deterministic else 0
     workers = max(1, min(most, count * (fixed or steps)))
@@ -318,11 +326,11 @@ def add_adapters(
 ) -> Tensor:
     """See `ops.reference.adapters.add_adapters`. The norm's scale is applied to the sums."""
     if norm is not None and x.dtype == torch.float16:
-        # An unscaled x * weight may exceed fp16.
+        # The norm is applied first, because x * weight without its scale may overflow fp16.
         x, norm = rms_norm(x, *norm), None
     memory, table, card = weights.memory, weights.table, traits(x.device)
     blocks, most = _blocks(weights.sizes, x.device), len(rows.tiles)
-    tiles, few = AdapterTiles.of(x, weights), len(x) <= _FEW_TOKENS
+    tiles, few = AdapterTiles.choose(x, weights), len(x) <= _FEW_TOKENS
     workers, fixed, sums = shrink_buffers(x, weights, rows, tiles, card.num_sms)
     counters = counters_of(x.device).words
     expanders = min(most * len(blocks), (_EXPANDERS if few else 16) * card.num_sms)
@@ -354,8 +362,9 @@ def add_adapters(
 def preactivation(
     x: Tensor, weight: Weight, bias: Tensor | None, norm: RmsScale | None, act: Activation
 ) -> Tensor:
-    """See `ops.reference.adapters.preactivation`: sums of the same kernel and tiles that `linear`
-    would apply the activation in, fp32."""
+    """Returns the layer's fp32 sums before the activation.
+
+    It uses the kernel and tiles in which `linear` would apply the activation."""
     if weight.format.inputs != "none":
         if norm is not None:
             x, norm = rms_norm(x, *norm), None
@@ -373,7 +382,8 @@ def preactivation(
 
 
 def _plan(args: LinearArgs) -> GemmPlan | None:
-    """Returns the plan by which `linear` applies the activation in a kernel of ours, if it does."""
+    """Returns the plan by which `linear` applies the activation in a kernel of this package, or
+    None."""
     policy = current_policy()
     if policy.deterministic:
         return fixed_plan(shape_of(args))

@@ -3,11 +3,11 @@
 The kernel rounds the row to 8-bit floats as well. One instruction widens 8-bit floats to pairs of
 fp16, which is exact for the weights and for the rounded row.
 
-A program's warps share K: each takes neighbouring groups of 16 weight rows. A warp requests its
-weights before the preceding kernel has ended. Then it rounds its own share of the row, each input
-once, and keeps it in shared memory with a scale for each group. Programs that take several tiles
-request the next weights while they multiply. If the row is normed first, a reduction over the warps
-gives the sum of its squares before anything is rounded."""
+A tile is 16 weight rows. A program's warps share K, and each has neighbouring groups of inputs. A
+warp requests its weights before the preceding kernel has ended. Then it rounds its own share of the
+row, each input once, and stores it in shared memory with a scale for each group. Programs with
+several tiles request the next weights while they multiply. If the row is normed first, a reduction
+over the warps gives the sum of its squares before the row is rounded."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -58,7 +58,7 @@ _SHAPES = (
 )  # fmt: skip
 """Warps of a program, and chunks that each has in flight."""
 _MOST_PARTS = 6
-"""Times that many which a row may have."""
+"""The most rounds of COUNT chunks that a warp may have, which limits the length of a row."""
 
 _MULTIPLY = tl.constexpr("""{
 .reg .b16 h<4>;
@@ -78,7 +78,7 @@ cvt.rn.f16x2.e4m3x2 $0, h;
 
 @triton.jit
 def _multiply(low, high, x0, x1, sums):
-    """Returns sums plus products of a word of each of two rows and 4 inputs."""
+    """Returns `sums` plus the products of 4 inputs and a word of each of two rows."""
     return tl.inline_asm_elementwise(
         _MULTIPLY, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
         [low, high, x0, x1, sums[0], sums[1], sums[2], sums[3]],
@@ -114,8 +114,8 @@ def _normed(pairs, gains, inverse):
 def _keep_inputs(
     pairs, g_ptrs, inverse, wanted, address, about, leads, NORM: tl.constexpr
 ):  # fmt: skip
-    """Rounds 16 inputs of each thread, which eight threads' groups share a scale of, and puts them
-    and the scale into shared memory."""
+    """Rounds 16 inputs of each thread, and stores them and their scale in shared memory. Eight
+    neighbouring threads have the inputs of one group."""
     even = ()
     odd = ()
     if NORM:
@@ -154,7 +154,7 @@ def _keep_inputs(
 
 @triton.jit
 def _load_group(low_ptrs, high_ptrs, low_scale, high_scale, at, wanted):
-    """Returns two chunks of words of both rows, and the scales of their group."""
+    """Returns two chunks of words of both weight rows, and the scales of their group."""
     return (
         (load_words(low_ptrs + at, wanted), load_words(high_ptrs + at, wanted)),
         (load_words(low_ptrs + at + CHUNK, wanted), load_words(high_ptrs + at + CHUNK, wanted)),
@@ -164,7 +164,7 @@ def _load_group(low_ptrs, high_ptrs, low_scale, high_scale, at, wanted):
 
 @triton.jit
 def _add_group(sums, group, digits, about):
-    """Returns sums, of two weight rows, plus products of a group."""
+    """Returns the sums of two weight rows plus the products of a group."""
     none = tl.zeros(sums[0].shape, tl.float32)
     new = (none, none, none, none)
     for half in tl.static_range(2):
@@ -188,14 +188,15 @@ def block_gemv_kernel(
 ):  # fmt: skip
     """Computes y [N] of x [K] and w [N, K / 4 words]; a gated layer has 2 N weight rows.
 
-    A tile is 16 weight rows. Grid: one program a tile, or with LOOP fewer programs, each of which
-    takes every so many tiles.
+    A tile is 16 weight rows. Grid: one program per tile, or with LOOP fewer programs, which stride
+    over the tiles.
 
     Args:
-        x_ptr, g_ptr: int32 pairs of bf16 inputs and norm weights.
-        stride_wn: words from a weight row to the next.
+        x_ptr: int32 pairs of bf16 inputs.
+        g_ptr: int32 pairs of bf16 norm weights.
+        stride_wn: words from one weight row to the next.
         COUNT: chunks that a warp has in flight.
-        PARTS: a warp has PARTS times COUNT chunks.
+        PARTS: number of rounds of COUNT chunks that a warp has.
     """
     if PDL:
         gdc_launch_dependents()
@@ -319,7 +320,7 @@ class BlockPlan(NamedTuple):
     Attributes:
         warps: warps of a program.
         count: chunks that each warp has in flight.
-        programs: programs that share the tiles; 0: one program a tile.
+        programs: number of programs that share the tiles; 0 means one program per tile.
     """
 
     warps: int
@@ -328,8 +329,8 @@ class BlockPlan(NamedTuple):
 
 
 def plans_of(args: LinearArgs) -> list[BlockPlan]:
-    """Returns plans in which warps share all chunks evenly; the winner of a sweep over an 8B
-    model's layers is first."""
+    """Returns plans in which warps share all chunks evenly. The first one was the fastest in a
+    sweep over an 8B model's layers."""
     chunks, sms = args.k // (4 * CHUNK_WORDS), traits(args.x.device).num_sms
     tiles, found = _tiles(args), []
     for warps, count in _SHAPES:
@@ -344,8 +345,10 @@ def plans_of(args: LinearArgs) -> list[BlockPlan]:
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel serves a layer: one row in bf16, and 8-bit floats with a scale for each
-    128 inputs, for x too."""
+    """Whether the kernel supports a layer.
+
+    It needs one row in bf16, and weights in 8-bit floats with a scale for each 128 inputs. The
+    layer must round x in the same way."""
     weight, x, norm = args.weight, args.x, args.norm
     form, values, scales = weight.format, weight.values, weight.scales
     if form.values != torch.float8_e4m3fn or form.inputs != "group" or form.group != _GROUP:
@@ -364,7 +367,7 @@ def takes(args: LinearArgs) -> bool:
 
 
 def product(args: LinearArgs) -> Tensor:
-    """Returns y [1, N], see `LinearArgs`, of a layer that `takes` says yes to."""
+    """Returns y [1, N], see `LinearArgs`, for a layer that passes `takes`."""
     out = torch.empty(1, args.n, dtype=args.x.dtype, device=args.x.device)
     block_gemv(args, out, plans_of(args)[0], pdl=traits(args.x.device).pdl).run()
     return out

@@ -26,8 +26,8 @@ __all__ = [
 
 @triton.jit
 def wait_for_predecessor(EAGER: tl.constexpr):
-    """Waits for the preceding kernel. Before this only weights may be read, because the predecessor
-    may still be writing x."""
+    """Waits for the preceding kernel. Before this call a kernel may read only weights, because the
+    predecessor may still be writing x."""
     gdc_wait()
     if not EAGER:
         gdc_launch_dependents()
@@ -50,7 +50,7 @@ def tile_rows(pid, N, BN: tl.constexpr, GLU: tl.constexpr):
 
 @triton.jit
 def load_k(ptrs, k, K, EVEN_K: tl.constexpr):
-    """Load along K; without `EVEN_K`, positions `k` at or beyond K read as zero."""
+    """Loads positions `k` along K. Without `EVEN_K`, positions at or beyond K are zero."""
     if EVEN_K:
         value = tl.load(ptrs)
     else:
@@ -66,14 +66,15 @@ def norm_weight(g_ptr, k, K, EVEN_K: tl.constexpr):
 
 @triton.jit
 def normalise(x, scale, g, dtype: tl.constexpr, g_dtype: tl.constexpr):
-    """Returns fp32 x * scale * g, rounded where `ops.rms_norm` rounds. g_dtype is the dtype of the
-    weights."""
+    """Returns fp32 x * scale * g, rounded in the same places as by `ops.rms_norm`.
+
+    `g_dtype` is the dtype of the norm's weights."""
     return ((x * scale).to(g_dtype).to(tl.float32) * g).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def finish(y, SHAPE: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr):
-    """Apply the activation; with `GLU`, y's last axis alternates gate and up and `SHAPE` is
+    """Applies the activation. With `GLU` gate and up alternate along y's last axis, and `SHAPE` is
     the output's shape with a 2 appended."""
     if GLU:
         gate, up = tl.split(tl.reshape(y, SHAPE))
@@ -87,8 +88,8 @@ def finish(y, SHAPE: tl.constexpr, GLU: tl.constexpr, ACT: tl.constexpr):
 def prefetch_rows(w_ptr, rows, stride_wn, k_begin, k_end):
     """Prefetches columns [k_begin, k_end) of the given weight rows into L2.
 
-    It takes one instruction per 128-byte line, and waits for none. Columns past the end are
-    clamped."""
+    It takes one instruction per line of 128 bytes, and does not wait for the data. Columns past the
+    end are clamped."""
     LINE: tl.constexpr = 1024 // w_ptr.dtype.element_ty.primitive_bitwidth
     lines = tl.arange(0, 32) * LINE
     base = w_ptr + rows.to(tl.int64)[:, None] * stride_wn

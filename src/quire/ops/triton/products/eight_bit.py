@@ -1,7 +1,7 @@
 """Matrix products of 8-bit inputs and 8-bit weights, for many rows.
 
-int8 products are summed in int32, exactly; products of 8-bit floats in fp32. Scales apply to sums:
-to the whole sum, or to the sum of each group of inputs that has a scale."""
+int8 products are summed exactly, in int32. Products of 8-bit floats are summed in fp32. Scales are
+applied to the whole sum, or to the sum of each group of inputs that has a scale."""
 
 from __future__ import annotations
 
@@ -22,20 +22,24 @@ from quire.ops.triton.products.small import default_workspace
 from quire.ops.weight import Weight
 
 _LIBRARY_ROWS = 128
-"""Up to this number of rows the kernel here, with its epilogue, is as fast as cuBLAS."""
+"""Up to this number of rows the kernel of this file, with its epilogue, is as fast as cuBLAS."""
 _LONG = 8192
-"""Inputs from which on two programs of a multiprocessor share them rather than one."""
+"""With more inputs than this, there are two programs per multiprocessor to share them."""
 _MOST_SPLITS = 4
 _BAND = 8
-"""Tiles of rows that run side by side, so that they find a tile of the weight in L2."""
+"""Tiles of rows that run at the same time, so that a tile of the weight stays in L2."""
 
 
 class EightBitTile(NamedTuple):
-    """The tile of a program, and how many programs share its K.
+    """The tile of a program, and the number of programs that share its K.
 
     Attributes:
-        bn: weight rows; a gated layer has as many gate rows besides.
-        splits: programs that share a tile's inputs, each a run of them (split-K).
+        bm: rows of x.
+        bn: weight rows. In a gated layer a tile has bn gate rows and bn up rows.
+        bk: inputs of a step.
+        warps: warps of a program.
+        stages: tiles in flight.
+        splits: number of programs that share a tile's inputs (split-K).
     """
 
     bm: int
@@ -56,7 +60,7 @@ def eight_bit_kernel(
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]).
 
-    Grid: tiles of the result, in bands; splits.
+    Grid: tiles of the result, in bands of BAND tiles of rows; splits.
 
     Args:
         x_scale_ptr: [M, 1] or [M, groups].
@@ -117,7 +121,7 @@ def eight_bit_kernel(
 
 
 def takes(weight: Weight) -> bool:
-    """Whether inputs of a weight are multiplied in the 8 bits they are rounded to."""
+    """Whether a layer with this weight multiplies inputs in 8 bits."""
     form = weight.format
     if form.inputs == "none" or form.bits or form.zeros or form.ordered or weight.first:
         return False
@@ -127,7 +131,7 @@ def takes(weight: Weight) -> bool:
 
 
 def tile_for(rows: int, args: LinearArgs) -> EightBitTile:
-    """Returns the tile of a product of `rows` rows, by a sweep over an 8B model's layers."""
+    """Returns the tile for `rows` rows, from a sweep over an 8B model's layers."""
     gated, grouped = args.gated, bool(args.weight.format.group)
     if gated and (rows <= 64 or grouped):
         tile = EightBitTile(64, 32 if rows <= 128 else 64, 128, 4, 3)
@@ -138,14 +142,14 @@ def tile_for(rows: int, args: LinearArgs) -> EightBitTile:
     else:
         tile = EightBitTile(128, 128, 128, 8, 3)
     programs = triton.cdiv(rows, tile.bm) * triton.cdiv(args.n, tile.bn)
-    # Too few programs leave most of the card without work; a short run of inputs is not worth it.
+    # Too few programs leave most of the card idle. But a split of few inputs does not pay off.
     wanted = traits(args.x.device).num_sms * (2 if grouped or args.k > _LONG else 1)
     splits = min(wanted // programs, args.k // (4 * tile.bk), _MOST_SPLITS)
     return tile._replace(splits=max(1, splits))
 
 
 def product(args: LinearArgs) -> Tensor:
-    """Returns y [T, N], see `LinearArgs`, of a weight that `takes` says yes to."""
+    """Returns y [T, N], see `LinearArgs`, for a weight that passes `takes`."""
     q, scales = quantize_inputs(args.x, args.weight, args.norm)
     if not _library_takes(args):
         return eight_bit_gemm(q, scales, args, tile_for(len(q), args))
@@ -161,10 +165,10 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def _library_takes(args: LinearArgs) -> bool:
-    """Whether cuBLAS multiplies a weight.
+    """Whether cuBLAS computes the product.
 
-    It does for 8-bit floats with one scale per output, and for enough rows: there its gain exceeds
-    the cost of the separate kernels around it."""
+    It does for 8-bit floats with one scale per output and enough rows. With fewer rows the separate
+    kernels around it cost more than it gains."""
     weight = args.weight
     assert weight.scales is not None
     floats = weight.dtype == torch.float8_e4m3fn and not weight.format.group
@@ -176,12 +180,12 @@ def _library_takes(args: LinearArgs) -> bool:
 def eight_bit_gemm(
     q: Tensor, scales: Tensor, args: LinearArgs, tile: EightBitTile, pdl: bool | None = None
 ) -> Tensor:
-    """Returns y [T, N] of inputs in 8 bits.
+    """Returns y [T, N] for inputs in 8 bits.
 
     Args:
         q: [T, inputs], in the dtype of the weight.
         scales: fp32 [T, 1] or [T, groups], or [1, 1] for all rows.
-        args: the layer; its x gives the dtype of y only.
+        args: the layer. Only the dtype of its x is used, for y.
     """
     rows, n, k = len(q), args.n, args.k
     weight, res = args.weight, args.residual

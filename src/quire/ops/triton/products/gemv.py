@@ -1,10 +1,10 @@
-"""GEMV of one to four rows: each program streams a few weight rows once.
+"""GEMV of one to four rows: each program reads a few weight rows once.
 
-At these sizes a layer is a read of its weights (Qwen3-0.6B: 1 to 3 µs each), so the kernel must
-keep that read going. With programmatic dependent launch a program loads its first tile into
-registers, and prefetches the rest into L2, before it waits for its predecessor. Where a tile spans
-all of K, only x is left to fetch after the wait. Longer rows go tile by tile. The next tile is in
-flight in registers (`stages` 1), or several are in shared memory."""
+At these sizes nearly all time is the read of the weights (Qwen3-0.6B: 1 to 3 µs per layer), so the
+kernel must read without pauses. With programmatic dependent launch a program loads its first tile
+into registers, and prefetches the rest into L2, before it waits for its predecessor. If a tile
+spans all of K, only x is loaded after the wait. Longer rows take several tiles. The next tile is
+loaded into registers (`stages` 1), or several tiles into shared memory."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -34,7 +34,8 @@ from quire.ops.triton.products.quantized_tiles import Operands, load_groups, loa
 def _row_scale(
     x_ptr, K, eps, BK: tl.constexpr, EVEN_K: tl.constexpr, SINGLE: tl.constexpr, NORM: tl.constexpr
 ):
-    """1 / RMS of a row if it must be known before the products ("exact"), else 1."""
+    """Returns 1 / RMS of a row if the norm is "exact", so that it is needed before the products,
+    else 1."""
     scale = 1.0
     if NORM == "exact":
         ks = tl.arange(0, BK)
@@ -51,7 +52,7 @@ def _add_products(
     acc, squares, w, x_ptr, k, K, scale, g, g_dtype: tl.constexpr, EVEN_K: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """acc [R, BK] += w [R, BK] * x [BK]; squares [BK] += x * x where the norm is applied late."""
+    """Returns acc [R, BK] + w [R, BK] * x [BK], and squares [BK] + x * x if the norm is "late"."""
     x = load_k(x_ptr + k, k, K, EVEN_K).to(tl.float32)
     if NORM == "exact":
         x = normalise(x, scale, g, x_ptr.dtype.element_ty, g_dtype)
@@ -182,7 +183,9 @@ def gemv_kernel(
 
 
 def gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
-    """`args` into `out` [M, N] with M <= 4; `plan.norm` is not "separate"."""
+    """Returns the launch that writes the layer `args` to `out` [M, N].
+
+    M is at most 4, and `plan.norm` is not "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
     x, own, res, norm = args.x, Operands(args.weight), args.residual, args.norm
     w = own.values

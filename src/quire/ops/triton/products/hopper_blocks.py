@@ -1,5 +1,7 @@
-"""Launches `hopper_blocks_kernel.py`: products in 8-bit floats with a scale for each 128 inputs, on
-Hopper cards, for more than a few rows."""
+"""Launches `hopper_blocks_kernel.py`.
+
+It computes products in 8-bit floats with a scale for each 128 inputs, on Hopper cards, for more
+than a few rows."""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ INPUTS = 128
 _ROWS = 128
 """Weight rows of a tile."""
 _SHARED = 166 << 10
-"""Bytes of shared memory for the ring; the staging of outputs takes the rest."""
+"""Bytes of shared memory for the ring. The rest is for outputs before they are written."""
 _BUSY = 0.7
-"""Tiles of a multiprocessor from which on each program has whole ones."""
+"""With this many tiles per multiprocessor, each program gets whole tiles."""
 
 
 class BlockTile(NamedTuple):
@@ -32,7 +34,7 @@ class BlockTile(NamedTuple):
 
     Attributes:
         bn: rows of x.
-        shared: programs share tiles; otherwise each program has whole tiles.
+        shared: programs share tiles. Otherwise each program has whole tiles.
     """
 
     bn: int
@@ -40,13 +42,15 @@ class BlockTile(NamedTuple):
 
     @property
     def stages(self) -> int:
-        """Chunks in flight."""
+        """The number of chunks in flight."""
         return min(8, _SHARED // ((self.bn + _ROWS) * INPUTS + 4 * self.bn))
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel serves a layer: 8-bit floats with a scale for each 128 inputs, for x too,
-    and rows that TMA takes."""
+    """Whether the kernel supports a layer.
+
+    It needs weights in 8-bit floats with a scale for each 128 inputs, x rounded in the same way,
+    and rows that TMA can copy."""
     weight, values = args.weight, args.weight.values
     form, scales = weight.format, weight.scales
     if form.values != torch.float8_e4m3fn or form.inputs != "group" or form.group != INPUTS:
@@ -60,9 +64,10 @@ def takes(args: LinearArgs) -> bool:
 
 
 def tile_for(rows: int, args: LinearArgs) -> BlockTile:
-    """Returns the tile of a product of `rows` rows, from a sweep over an 8B model's layers.
+    """Returns the tile for `rows` rows, from a sweep over an 8B model's layers.
 
-    It is the largest tile that leaves few multiprocessors idle, else a tile that programs share."""
+    It is the largest tile that leaves few multiprocessors idle. If there is none, programs share
+    tiles."""
     most = min(max(32, triton.next_power_of_2(rows)), 128)
     enough = _BUSY * traits(args.x.device).num_sms
     for bn in (most, max(32, most // 2)):
@@ -74,8 +79,8 @@ def tile_for(rows: int, args: LinearArgs) -> BlockTile:
 def programs_for(tile: BlockTile, args: LinearArgs) -> int:
     """Returns the number of programs.
 
-    Where two or more programs share each tile, all tiles are cut alike: a program then has a share
-    of one tile only."""
+    If two or more programs share each tile, all tiles are cut in the same way, so that a program
+    has a share of only one tile."""
     most, tiles = traits(args.x.device).num_sms, _tiles(len(args.x), tile.bn, args)
     if not tile.shared:
         return min(most, tiles)
@@ -87,7 +92,7 @@ def _tiles(rows: int, bn: int, args: LinearArgs) -> int:
 
 
 def product(args: LinearArgs) -> Tensor:
-    """Returns y [M, N], see `LinearArgs`, of a layer that `takes` says yes to."""
+    """Returns y [M, N], see `LinearArgs`, for a layer that passes `takes`."""
     q, scales = quantize_inputs(args.x, args.weight, args.norm)
     out = torch.empty(len(q), args.n, dtype=args.x.dtype, device=q.device)
     if out.numel():
@@ -102,11 +107,11 @@ def hopper_blocks(
     q: Tensor, scales: Tensor, args: LinearArgs, out: Tensor, tile: BlockTile, counters: Tensor,
     programs: int, *, pdl: bool,
 ) -> Launch:  # fmt: skip
-    """Writes the layer `args` to `out` [M, N], for x as `quantize_inputs` rounded it.
+    """Returns the launch that writes the layer `args` to `out` [M, N].
 
     Args:
-        q: 8-bit floats [M, K].
-        scales: fp32 [M, K / 128]; neighbours in M are adjacent in memory.
+        q: x as rounded by `quantize_inputs`, 8-bit floats [M, K].
+        scales: fp32 [M, K / 128]. Neighbours in M are adjacent in memory.
         counters: int32, two for each program, zero between kernels.
     """
     weight, res, n = args.weight, args.residual, args.n
@@ -144,8 +149,9 @@ def _layout(swizzle: int, bits: int, rank: int) -> NVMMASharedLayout:
 
 
 def _describe(values: Tensor, *, gated: bool) -> TensorDescriptor:
-    """Describes boxes of a weight's rows; of a gated layer 8 gate rows, their 8 up rows, and so
-    on."""
+    """Describes boxes of a weight's rows to TMA.
+
+    In a gated layer a box has 8 gate rows, the 8 matching up rows, and so on."""
     (outputs, inputs), stride = values.shape, values.stride(0)
     if not gated:
         return TensorDescriptor(

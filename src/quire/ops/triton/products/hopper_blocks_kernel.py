@@ -2,15 +2,15 @@
 
 A tile is some weight rows, the left operand, by BN rows of x. One warp copies both and the scales
 of x by TMA to a ring in shared memory. It runs ahead of two warpgroups that share the weight rows.
-The product of a chunk of 128 inputs goes to its own registers. It is multiplied by the scales of
-its inputs and weights and added to the accumulator in fp32. While one warpgroup scales and adds,
-the tensor cores work for the other. In a gated layer a tile's weight rows are 8 gate rows, their 8
-up rows, and so on, so that a thread has sums of both.
+The product of a chunk of 128 inputs has its own registers. It is multiplied by the scales of its
+inputs and weights and added to the accumulator in fp32. While one warpgroup scales and adds, the
+tensor cores work for the other. In a gated layer a tile's weight rows are 8 gate rows, the 8
+matching up rows, and so on, so that a thread has sums of both.
 
-Where tiles are few, programs share all tiles' inputs evenly (stream-K): each has a run of chunks,
-which may begin and end within a tile. `reduce_split_k` of `hopper_gemm_kernel.py` adds their sums.
-Otherwise each program has whole tiles. Tiles that run at the same time are close to each other, so
-that they find operands in L2."""
+If there are few tiles, programs share the inputs of all tiles evenly (stream-K). Each has a run of
+chunks, which may begin and end within a tile, and `reduce_split_k` of `hopper_gemm_kernel.py` adds
+their sums. Otherwise each program has whole tiles. Tiles that run at the same time are close to
+each other, so that their operands are in L2."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.ops.triton.hopper_common import (
     barrier,
-    joined,
+    concat,
     load_box,
     reinterpret,
     release_successor,
@@ -44,24 +44,24 @@ CONSUMERS = gl.constexpr(2)
 INPUTS = gl.constexpr(128)
 """Inputs of a chunk: 128 bytes, the width of the swizzle."""
 BAND = gl.constexpr(16)
-"""Tiles of rows of x that run side by side."""
+"""Tiles of rows of x that run at the same time."""
 
 
 @gluon.constexpr_function
 def product_layout(columns: int) -> gl.NVMMADistributedLayout:
-    """The layout of a warpgroup's product [64, columns] of 8-bit floats."""
+    """Returns the layout of a warpgroup's product [64, columns] of 8-bit floats."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
 
 @gluon.constexpr_function
 def _lines(outputs: int) -> gl.BlockedLayout:
-    """The layout of [rows of x, outputs] in which a thread has 8 outputs side by side."""
+    """Returns the layout of [rows of x, outputs] in which a thread has 8 neighbouring outputs."""
     return gl.BlockedLayout([1, 8], [256 // outputs, outputs // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
 def _tile(place, SHARED: gl.constexpr):
-    """Returns the number of a program's tile."""
+    """Returns the index of the tile at a place in the program's order."""
     tile = place
     if not SHARED:
         tile = gl.program_id(0) + place * gl.num_programs(0)
@@ -79,7 +79,7 @@ def _where(tile, m_tiles, n_tiles):
 
 @gluon.jit
 def _run(chunks, total, SHARED: gl.constexpr):
-    """Returns where a program's run of chunks begins and ends, counted in its tiles."""
+    """Returns the begin and the end of a program's run of chunks, counted in its tiles."""
     program = gl.program_id(0)
     programs = gl.num_programs(0)
     if SHARED:
@@ -93,10 +93,10 @@ def _run(chunks, total, SHARED: gl.constexpr):
 
 @gluon.jit
 def _span(position, end, chunks, m_tiles, n_tiles, SHARED: gl.constexpr):
-    """Returns the tile of a position as two indices, along outputs and rows of x, and its chunks.
+    """Returns the tile of a position, as indices along outputs and rows of x, and its chunks.
 
-    The chunks are given as a first one and an end, which is at most `end`. Divisions take as long
-    as a chunk's products."""
+    The chunks are a first one and an end, which is at most `end`. It is called once per tile,
+    because its divisions take as long as a chunk's products."""
     place = position // chunks
     nt, mt = _where(_tile(place, SHARED), m_tiles, n_tiles)
     start = place * chunks
@@ -167,8 +167,8 @@ def _produce(
 
 @gluon.jit
 def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr):
-    """Stores y [outputs, rows of x] at outputs from `col` on, through shared memory. Neighbouring
-    outputs of a row are then adjacent."""
+    """Stores y [outputs, rows of x] at outputs from `col` on. It goes through shared memory, after
+    which a thread has neighbouring outputs of a row."""
     OUTPUTS: gl.constexpr = y.shape[0]
     BN: gl.constexpr = y.shape[1]
     layout: gl.constexpr = _lines(OUTPUTS)
@@ -178,7 +178,7 @@ def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.const
     mask = (ms < M)[:, None] & (cols < N)[None, :]
     m64 = ms.to(gl.int64)[:, None]
     if RES:
-        # The sums are rounded once: they are added to the residual in fp32.
+        # The residual is added in fp32, so that the result is rounded only once.
         added = gl.load(res_ptr + (m64 * stride_rm + cols[None, :]), mask=mask, other=0.0)
         z = gl.convert_layout(gl.permute(y, (1, 0)), layout)
         z = (z + added.to(gl.float32)).to(kind)
@@ -192,7 +192,7 @@ def _finish(
     sums, row, mt, pointers, sizes, strides, GLU: gl.constexpr, ACT: gl.constexpr,
     BIAS: gl.constexpr, RES: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of weight rows from `row` on: adds bias, activation and residual, and stores."""
+    """Computes the epilogue of weight rows from `row` on: bias, activation, residual and store."""
     bias_ptr, res_ptr, y_ptr = pointers
     M, N = sizes
     _, stride_rm, stride_ym = strides
@@ -221,7 +221,7 @@ def _multiply(x_tiles, w_tiles, full, chunk, product, STAGES: gl.constexpr, WHIC
 
 @gluon.jit
 def _add(sums, product, scales, s_tiles, empty, chunk, STAGES: gl.constexpr):
-    """Returns sums plus a product that is there, times its scales, and gives its stage back."""
+    """Returns `sums` plus a finished product times its scales, and releases the product's stage."""
     stage = chunk % STAGES
     columns = s_tiles.index(stage).load(gl.SliceLayout(0, sums.type.layout))
     mbarrier.arrive(empty.index(stage), count=1)
@@ -250,9 +250,9 @@ def _consume(
         rows = stored_rows(row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout)), N, GLU)
         scales = w_scale_ptr + rows * strides[0] - start
         sums = gl.zeros([ROWS, BN], gl.float32, layout)
-        # A round takes two chunks, and none is in flight between rounds: otherwise the
+        # A round has two chunks, and no product is in flight between rounds. Otherwise the
         # assembler would wait for each single instruction. If the number of chunks is odd,
-        # the first goes alone.
+        # the first one is computed before the rounds.
         if (until - position) % 2 == 1:
             own = gl.load(scales + position)
             chunk = position - begin
@@ -288,7 +288,7 @@ def _consume(
 
 
 SIZES = ["M", "m_tiles", "n_tiles", "chunks", "total", "stride_sn"]
-"""One compilation for all of them."""
+"""Arguments whose values do not cause further compilations."""
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -305,9 +305,9 @@ def multiply_blocks(
 
     Args:
         s_desc: scales of x, [K / 128, M].
-        w_desc: weight rows; of a gated layer, [N / 8, gate or up, 8, K].
+        w_desc: weight rows. In a gated layer it is [N / 8, gate or up, 8, K].
         w_scale_ptr: [outputs, K / 128].
-        total: chunks of all tiles.
+        total: number of chunks of all tiles.
         SHARED: programs share tiles.
     """
     kind: gl.constexpr = x_desc.dtype
@@ -339,11 +339,11 @@ def multiply_blocks(
     copying: gl.constexpr = (BN, STAGES, SHARED, GLU, PDL)
     first: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 0)
     second: gl.constexpr = (BN, STAGES, SHARED, GLU, ACT, BIAS, RES, PDL, 1)
-    # The copying warp gives registers that it does not need to the others.
+    # The copying warp passes registers that it does not need to the other warps.
     gl.warp_specialize(
         [
-            (_consume, joined(work, first)), (_consume, joined(work, second)),
-            (_produce, joined(copies, copying)),
+            (_consume, concat(work, first)), (_consume, concat(work, second)),
+            (_produce, concat(copies, copying)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip

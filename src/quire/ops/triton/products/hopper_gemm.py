@@ -1,5 +1,6 @@
-"""Launches `hopper_gemm_kernel.py`: weights of 4 and 8 bits on Hopper cards, for more than a few
-rows."""
+"""Launches `hopper_gemm_kernel.py`.
+
+It multiplies weights of 4 and 8 bits on Hopper cards, for more than a few rows."""
 
 from __future__ import annotations
 
@@ -29,9 +30,9 @@ _WORDS = 32
 _CHUNK = 128
 """Inputs that share a scale, or a divisor of that number."""
 _MOST_ROWS = 512
-"""Rows of x from which on cuBLAS and the whole weight dequantized are as fast."""
+"""With more rows of x, dequantizing the whole weight for cuBLAS is as fast."""
 _TOGETHER = 8
-"""The most programs that share a tile, where all tiles have as many."""
+"""The most programs that share a tile, if the same number shares each tile."""
 _SCALES = (torch.float32, torch.bfloat16, torch.float16)
 _SHARED = 226 << 10
 """Bytes of shared memory for the ring."""
@@ -61,10 +62,11 @@ class HopperTile(NamedTuple):
 def _four_bits(dtype: torch.dtype) -> str:
     """Returns instructions that unpack words $8 and $9 of a row to pairs of values 4 places apart.
 
-    As a bf16 of the lowest exponent or a subnormal one, 4 bits are a whole number times 2^-133.
-    Subtracting the zero does not round; multiplying by the scale rounds once. $10 and $11 are the
-    factors for bits in place and for bits 4 places further, $12 and $13 the zeros. fp16 has no room
-    for such factors. There the bits go to the mantissa of 1024, which the zeros include."""
+    Interpreted as a subnormal bf16 or one of the lowest exponent, 4 bits are an integer times
+    2^-133. Subtracting the zero is exact, and multiplying by the scale rounds once. $10 is the
+    factor for values in the lowest bits, and $11 for values 4 bits higher. $12 and $13 are the
+    zeros. fp16 cannot hold such factors, so its instructions put the bits into the mantissa of
+    1024, which the zeros include."""
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
         for place in range(4):
@@ -86,8 +88,8 @@ def _four_bits(dtype: torch.dtype) -> str:
 def _integers(dtype: torch.dtype) -> str:
     """Returns instructions that unpack words $4 and $5 to pairs of bytes 2 places apart.
 
-    Signed bytes plus 128 become numbers in the way 4-bit integers do. The factor is $6; the zero,
-    128, is $7."""
+    Signed bytes plus 128 are converted like 4-bit integers. $6 is the factor, and $7 is the zero,
+    128."""
     above = "0" if dtype == torch.bfloat16 else "0x64646464"
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
@@ -103,7 +105,7 @@ def _integers(dtype: torch.dtype) -> str:
 def _floats(dtype: torch.dtype) -> str:
     """Returns instructions that unpack 8-bit floats.
 
-    Exponent and mantissa are shifted into place; the factor includes the difference of the
+    Exponent and mantissa are shifted into place. The factor corrects the difference of the
     exponents' biases."""
     shift, mask = (4, "0x07F007F0") if dtype == torch.bfloat16 else (1, "0x3F803F80")
     lines = ["{", ".reg .b32 t, high;"]
@@ -128,21 +130,22 @@ INSTRUCTIONS = {
     )
     for dtype in TYPES
 }  # fmt: skip
-"""Instructions by the dtype of stored values and the dtype of x."""
+"""Instructions that unpack a word, by the dtype of stored values and the dtype of x."""
 
 
 def factor_of(values: torch.dtype, dtype: torch.dtype) -> float:
-    """Returns the factor of a weight's scales that undoes unpacking and the lift of the inputs."""
+    """Returns the factor by which scales are multiplied to correct the unpacking and the inputs'
+    lift."""
     if dtype == torch.bfloat16:
         return 2.0 ** (120 if values.is_floating_point else 133) / LIFT
     return 2.0**8 if values.is_floating_point else 1.0
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel serves a layer.
+    """Whether the kernel supports a layer.
 
-    It serves words of 4-bit integers, bytes and 8-bit floats. K must be whole chunks and whole
-    groups, TMA must take the rows, and x must not have too many."""
+    It supports 4-bit integers, 8-bit integers and 8-bit floats. K must be a multiple of the chunk
+    and of the group, TMA must be able to copy the rows, and x must not have too many rows."""
     weight, dtype = args.weight, args.x.dtype
     form, values, scales = weight.format, weight.values, weight.scales
     if form.code != "integer" or form.ordered or weight.first or scales is None:
@@ -155,7 +158,7 @@ def takes(args: LinearArgs) -> bool:
         return False
     if weight.inputs % _CHUNK or form.group % _CHUNK or (form.zeros and not form.group):
         return False
-    # Scales apply to pairs of x's type; fp16 does not hold all that others may be.
+    # Scales are converted to the dtype of x, and fp16 cannot hold all scales of other dtypes.
     fits = not form.group or scales.dtype == dtype or dtype == torch.bfloat16
     aligned = values.data_ptr() % 16 == 0 and values.stride(0) % 16 == 0
     return fits and aligned and len(args.x) <= _MOST_ROWS
@@ -166,9 +169,9 @@ def _tiles(tile: HopperTile, args: LinearArgs) -> int:
 
 
 def tile_for(args: LinearArgs) -> HopperTile:
-    """Returns the tile of a product, from a sweep over an 8B model's layers.
+    """Returns the tile for a layer, from a sweep over an 8B model's layers.
 
-    It has three groups if each program then has whole tiles, because adding sums of several
+    It has three warpgroups if each program then has whole tiles, because adding the sums of several
     programs takes 3 to 8 µs."""
     bn = min(max(16, triton.next_power_of_2(len(args.x))), 128)
     wide = HopperTile(3, bn)
@@ -179,8 +182,8 @@ def tile_for(args: LinearArgs) -> HopperTile:
 def programs_for(tile: HopperTile, args: LinearArgs) -> int:
     """Returns the number of programs.
 
-    Each tile gets equally many programs, or each program gets whole tiles. If that leaves many
-    multiprocessors idle, there is one program for each multiprocessor."""
+    Each tile gets the same number of programs, or each program gets whole tiles. If that leaves
+    many multiprocessors idle, there is one program for each multiprocessor."""
     most = traits(args.x.device).num_sms
     tiles = _tiles(tile, args)
     if 2 * tiles <= most:
@@ -191,7 +194,7 @@ def programs_for(tile: HopperTile, args: LinearArgs) -> int:
 
 
 def product(args: LinearArgs) -> Tensor:
-    """Returns y [M, N], see `LinearArgs`, of a weight that `takes` says yes to."""
+    """Returns y [M, N], see `LinearArgs`, for a layer that passes `takes`."""
     x, card = args.x, traits(args.x.device)
     out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
     if out.numel():
@@ -208,7 +211,9 @@ def _bits(args: LinearArgs) -> int:
 def hopper_gemm(
     args: LinearArgs, out: Tensor, tile: HopperTile, counters: Tensor, programs: int, *, pdl: bool
 ) -> Launch:
-    """Writes the layer `args` to `out` [M, N]; x is in the order of `order_inputs` and has no norm.
+    """Returns the launch that writes the layer `args` to `out` [M, N].
+
+    x is in the order of `order_inputs`, and its norm was applied before.
 
     Args:
         counters: int32, one for each warpgroup of all programs, zero between kernels.
@@ -248,8 +253,9 @@ def _layout(swizzle: int, bits: int, rank: int) -> NVMMASharedLayout:
 
 
 def _describe(words: Tensor, *, gated: bool) -> TensorDescriptor:
-    """Describes boxes of a warpgroup's rows; of a gated layer 8 gate rows, their 8 up rows, and so
-    on."""
+    """Describes boxes of a warpgroup's rows to TMA.
+
+    In a gated layer a box has 8 gate rows, the 8 matching up rows, and so on."""
     (outputs, count), stride = words.shape, words.stride(0)
     if not gated:
         return TensorDescriptor(

@@ -2,16 +2,15 @@
 
 A tile is some weight rows by BN rows of x. One warp copies words of weights and inputs by TMA to a
 ring in shared memory, 32 words of a row at a time. It runs ahead of two or three warpgroups that
-share the weight rows. A thread reads the words of its part of the left operand from there. It
-unpacks 64 inputs into the registers of the instruction while the tensor cores multiply the previous
-64. The right operand is x in the order that makes this possible, see `order_inputs`. In a gated
-layer a tile's weight rows are 8 gate rows, their 8 up rows, and so on, so that a thread has sums of
-both.
+share the weight rows. A thread reads the words of its part of the left operand from the ring. It
+unpacks 64 inputs into registers while the tensor cores multiply the previous 64. The right operand
+is x in an order that matches the unpacked weights, see `order_inputs`. In a gated layer a tile's
+weight rows are 8 gate rows, the 8 matching up rows, and so on, so that a thread has sums of both.
 
-Where each tile has equally many programs, they exchange their sums through a workspace. Each adds
-the sums of some rows of x, in order, and stores them. Otherwise programs share all tiles' inputs
-evenly (stream-K): each has a run of steps, which may begin and end within a tile. The last program
-to arrive adds a tile's sums."""
+If the same number of programs shares each tile, they exchange their sums through a workspace. Each
+program adds the sums of some rows of x, in order, and stores them. Otherwise programs share the
+inputs of all tiles evenly (stream-K). Each has a run of steps, which may begin and end within a
+tile, and the last program to arrive adds a tile's sums."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from quire.ops.triton.hopper_common import (
     barrier,
-    joined,
+    concat,
     load_box,
     reinterpret,
     release_successor,
@@ -111,7 +110,9 @@ def _parts(tiles, tile, BITS: gl.constexpr):
 
 @gluon.jit
 def _keep_order():
-    """Does nothing, but looks like a loop: the assembler moves no arithmetic across loops."""
+    """Keeps arithmetic before or after this point, because the assembler moves none across loops.
+
+    The loop runs once and has no effect."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred again;
@@ -126,15 +127,15 @@ def _keep_order():
 
 @gluon.jit
 def _spread(numbers, words):
-    """Returns numbers of rows and threads for each of their words."""
+    """Repeats numbers of rows and threads for each of their words."""
     numbers, _ = gl.broadcast(numbers[:, :, None], words)
     return numbers
 
 
 @gluon.jit
 def _unpack4(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
-    """Returns weights [ROWS, PART]. Axes: row, thread of four, value of a pair, pair's bits from
-    the lowest on."""
+    """Returns weights [ROWS, PART]. The axes are row, thread of four, value of a pair, and pairs
+    from the lowest bits on."""
     s0, s1, z0, z1 = constants
     kind = s0.dtype
     v0, v1, v2, v3, v4, v5, v6, v7 = gl.inline_asm_elementwise(
@@ -150,8 +151,8 @@ def _unpack4(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _unpack8(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
-    """Returns weights [ROWS, PART]. Axes: row, thread of four, half of its words, value of a pair,
-    pair's bits from the lowest on."""
+    """Returns weights [ROWS, PART]. The axes are row, thread of four, half of its words, value of a
+    pair, and pairs from the lowest bits on."""
     scale, _, zero, _ = constants
     kind = scale.dtype
     v0, v1, v2, v3 = gl.inline_asm_elementwise(
@@ -164,7 +165,7 @@ def _unpack8(words, constants, ASM: gl.constexpr, BN: gl.constexpr):
 
 @gluon.jit
 def _unpack(words, constants, ASM: gl.constexpr, BN: gl.constexpr, BITS: gl.constexpr):
-    """Returns weights [ROWS, PART] as left operand."""
+    """Returns weights [ROWS, PART] in the layout of the left operand."""
     if BITS == 8:
         x = _unpack8(words, constants, ASM, BN)
     else:
@@ -193,7 +194,7 @@ def _first_row(nt, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
 
 @gluon.jit
 def stored_rows(rows, N, GLU: gl.constexpr):
-    """Returns the weight rows of tiles; rows past the last are clamped to it."""
+    """Returns the weight rows of tiles. Rows past the last are clamped to it."""
     if GLU:
         rows = gl.minimum(rows // 16 * 8 + rows % 8, N - 1) + rows // 8 % 2 * N
     else:
@@ -236,8 +237,9 @@ def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.co
 
 @gluon.jit
 def _next(nt, mt, step, m_tiles, steps):
-    """Returns the next step, of the next tile where a tile ends. Divisions would take as long as a
-    step's copies."""
+    """Returns the next step, which is the next tile's first one if a tile ends.
+
+    It counts, because divisions would take as long as a step's copies."""
     step += 1
     ended = step == steps
     step = gl.where(ended, 0, step)
@@ -293,8 +295,8 @@ def _produce(
 
 @gluon.jit
 def _slot(program, behind, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
-    """Returns the slot of a warpgroup's sums of a tile: its program's first tile's, or with
-    `behind` its next one's."""
+    """Returns the slot for a warpgroup's sums of a tile. A program has one for its first tile, and
+    one for its last tile (`behind`)."""
     return (2 * program + behind) * CONSUMERS + WHICH
 
 
@@ -307,7 +309,7 @@ def _at(ptr, slot, BN: gl.constexpr):
 
 @gluon.jit
 def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
-    """Returns a warpgroup's sums, or zeros unless `wanted`.
+    """Returns a warpgroup's sums if `wanted`, else zeros.
 
     The load bypasses L1, which does not see other programs' writes."""
     return gl.load(_at(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
@@ -334,8 +336,8 @@ def reduce_split_k(
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
         if whole:
             behind = begin_of(first, total, programs) // chunks != tile
-            # Where registers suffice, two loads are in flight, because a load takes
-            # longer than all sums.
+            # If registers suffice, two loads are in flight, because a load takes longer
+            # than the additions.
             PAIRS: gl.constexpr = CONSUMERS == 2 or BN <= 32
             sums = _load_sums(parts_ptr, _slot(first, behind, CONSUMERS, WHICH), True, BN)
             for other in range(first + 1, first + count, 2 if PAIRS else 1):
@@ -367,7 +369,7 @@ def _ended(
     sums, row, N, out_scale_ptr, bias_ptr, SCALED: gl.constexpr, BIAS: gl.constexpr,
     GLU: gl.constexpr, BN: gl.constexpr,
 ):  # fmt: skip
-    """Returns sums of weight rows from `row` on with scales of outputs and biases."""
+    """Returns the sums of weight rows from `row` on, times the scales of outputs, plus biases."""
     rows = row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
     rows = stored_rows(rows, N, GLU)
     if SCALED:
@@ -405,7 +407,7 @@ def _finish(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a tile: applies scales of outputs, bias, activation and residual, and stores."""
+    """Computes the epilogue of a tile: scales of outputs, bias, activation, residual and store."""
     scale_ptr, _, bias_ptr, res_ptr, y_ptr, _, _ = pointers
     M, N, _, _, _ = sizes
     _, stride_rm, stride_ym = strides
@@ -439,8 +441,8 @@ def _finish_together(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a tile of TOGETHER programs. They all run at once, because there are no more
-    programs than multiprocessors."""
+    """Computes the epilogue of a tile that TOGETHER programs share. They all run at once, because
+    there are at most as many programs as multiprocessors."""
     SLICES: gl.constexpr = min(1 << (TOGETHER.bit_length() - 1), BN // 8)
     COLUMNS: gl.constexpr = BN // SLICES
     _, _, _, _, _, parts_ptr, counters_ptr = pointers
@@ -461,7 +463,7 @@ def _finish_together(
             part, nt, mt * SLICES + own, pointers, sizes, strides, CONSUMERS, COLUMNS, SCALED, GLU,
             ACT, BIAS, RES, APART, WHICH,
         )  # fmt: skip
-    # Who leaves last resets the counter.
+    # The last program to leave resets the counter.
     if gl.atomic_add(counter_ptr, 1, sem="relaxed") == 2 * TOGETHER - 1:
         gl.store(counter_ptr, 0)
 
@@ -470,8 +472,8 @@ def _finish_together(
 def _numbers(
     scales, rows, step, BITS: gl.constexpr, GROUP: gl.constexpr, ZEROS: gl.constexpr
 ):  # fmt: skip
-    """Returns stored scales and zeros of rows and threads of four [ROWS, 4] at a step of a tile, or
-    the last group's."""
+    """Returns the stored scales and zeros of a step, for rows and the four threads of a row,
+    [ROWS, 4]. Steps past the last use the last group."""
     scale_ptr, zero_ptr, stride, groups = scales
     threads = gl.arange(0, 4, layout=gl.SliceLayout(0, gl.SliceLayout(2, _part_layout(BITS))))
     scale = gl.full([ROWS, 4], 1.0, gl.float32, gl.SliceLayout(2, _part_layout(BITS)))
@@ -489,8 +491,8 @@ def _numbers(
 
 @gluon.jit
 def _constants(numbers, dtype: gl.constexpr, FACTOR: gl.constexpr):
-    """Returns the operands of `INSTRUCTIONS` of `hopper_gemm.py`: factors for even and odd places,
-    and zeros. FACTOR multiplies the scales."""
+    """Returns operands for `INSTRUCTIONS` of `hopper_gemm.py`: factors and zeros for values in low
+    and in high bits. FACTOR multiplies the scales."""
     scale, zero = numbers
     s0 = (scale.to(gl.float32) * FACTOR).to(dtype)
     if dtype == gl.bfloat16:
@@ -540,14 +542,14 @@ def _consume(
         a = _unpack(parts[0], constants, ASM, BN, BITS)
         for i in range(position, until):
             next_stage, next_phase = _turn(stage, phase, STAGES)
-            # No product is in flight from one round to the next: the assembler would
-            # wait for each single one.
+            # No product is in flight between rounds, because then the assembler would wait
+            # for each single one.
             for part in gl.static_range(PARTS):
                 x = x_tiles.index(stage * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(a, x, acc, is_async=True)
                 if BN >= 128:
-                    # Else unpacking of all parts goes between the first products, which pays where
-                    # these are short.
+                    # Without this, all parts are unpacked between the first products, which is
+                    # faster if products are short.
                     _keep_order()
                 if part == PARTS - 1:
                     mbarrier.wait(full.index(next_stage), next_phase, pred=i + 1 < end)
@@ -564,7 +566,7 @@ def _consume(
             stage = next_stage
             phase = next_phase
         if PDL:
-            # Only from here on memory is written, or read that the predecessor writes.
+            # Memory is written, and results of the predecessor are read, only after this wait.
             wait_for_predecessor()
         if TOGETHER > 1:
             _finish_together(
@@ -586,7 +588,7 @@ def _consume(
 SIZES = [
     "M", "N", "m_tiles", "steps", "total", "groups", "stride_sn", "stride_rm", "stride_ym",
 ]  # fmt: skip
-"""One compilation for all of them."""
+"""Arguments whose values do not cause further compilations."""
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -603,10 +605,10 @@ def multiply_steps(
     A tile is ROWS weight rows for each of CONSUMERS warpgroups, by BN rows of x.
 
     Args:
-        w_desc: words of rows; of a gated layer, [N / 8, gate or up, 8, words].
-        total: steps of all tiles.
-        GROUP: a group's inputs / 128; 0: each output has one scale, if SCALED.
-        TOGETHER: programs of each tile; 1: programs share all tiles evenly.
+        w_desc: words of weight rows. In a gated layer it is [N / 8, gate or up, 8, words].
+        total: number of steps of all tiles.
+        GROUP: inputs of a group / 128. 0 means that each output has one scale, if SCALED.
+        TOGETHER: number of programs of each tile. With 1, programs share all tiles evenly.
     """
     x_tiles = gl.allocate_shared_memory(
         x_desc.dtype, [STAGES * parts_of(BITS), BN, PART], gl.NVMMASharedLayout(128, 16, 2)
@@ -642,20 +644,20 @@ def multiply_steps(
         CONSUMERS, BN, STAGES, BITS, GROUP, ASM, FACTOR, ZEROS, SCALED, GLU, ACT, BIAS, RES, APART,
         TOGETHER, PDL, 2,
     )  # fmt: skip
-    # The copying warp gives registers that it does not need to the others.
+    # The copying warp passes registers that it does not need to the other warps.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, joined(work, w0)), (_consume, joined(work, w1)),
-                (_produce, joined(copies, copying)),
+                (_consume, concat(work, w0)), (_consume, concat(work, w1)),
+                (_produce, concat(copies, copying)),
             ],
             [4, 1], [240, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, joined(work, w0)), (_consume, joined(work, w1)),
-                (_consume, joined(work, w2)), (_produce, joined(copies, copying)),
+                (_consume, concat(work, w0)), (_consume, concat(work, w1)),
+                (_consume, concat(work, w2)), (_produce, concat(copies, copying)),
             ],
             [4, 4, 1], [160, 160, 24],
         )  # fmt: skip

@@ -3,9 +3,9 @@
 A tile is 64 weight rows, the left operand, by BN rows of x. One warp copies weights and inputs by
 TMA to a ring in shared memory, ahead of the warpgroup that multiplies.
 
-Programs share all tiles' inputs evenly (stream-K): each has a run of chunks, which may begin and
-end within a tile. A workspace collects the sums of a tile's programs. The last to arrive adds them
-in order."""
+Programs share the inputs of all tiles evenly (stream-K). Each has a run of chunks, which may begin
+and end within a tile. A workspace collects the sums of a tile's programs, and the last one to
+arrive adds them in order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quire.errors import ConfigError
 from quire.ops.triton.hopper_common import (
     barrier,
-    joined,
+    concat,
     load_box,
     release_successor,
     sums_layout,
@@ -82,8 +82,8 @@ def _produce(
     # Weights do not depend on the predecessor.
     first = gl.minimum(end, begin + STAGES)
     if PDL:
-        # Rows past the last are zeros. This load only brings the descriptor to the
-        # multiprocessor.
+        # This load starts past the last row and returns zeros. It only brings the descriptor
+        # to the multiprocessor.
         warm = full.index(STAGES)
         mbarrier.expect(warm, X_BYTES)
         load_box(x_desc, [M, 0], warm, x_tiles.index(0))
@@ -105,23 +105,23 @@ def _produce(
 
 @gluon.jit
 def _flat(sums, BN: gl.constexpr):
-    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4]. A thread then has whole rows, and stores and
-    loads 16 bytes at a time."""
+    """Returns sums [ROWS, BN] as [ROWS * BN / 4, 4]. A thread then has whole rows of 16 bytes,
+    which it stores and loads at once."""
     x = gl.reshape(sums, [ROWS // 16, 2, 8, BN // 8, 4, 2])
     return gl.reshape(gl.permute(x, (3, 0, 2, 4, 1, 5)), [ROWS * BN // 4, 4])
 
 
 @gluon.jit
 def _square(flat, BN: gl.constexpr):
-    """Undoes `_flat`."""
+    """Returns the result of `_flat` in its original shape."""
     x = gl.permute(gl.reshape(flat, [BN // 8, ROWS // 16, 8, 4, 2, 2]), (1, 4, 2, 0, 3, 5))
     return gl.convert_layout(gl.reshape(x, [ROWS, BN]), sums_layout(BN), assert_trivial=True)
 
 
 @gluon.jit
 def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
-    """Returns the address of a program's sums of a tile: its first tile's, or with `behind` its
-    next one's."""
+    """Returns the address for a program's sums of a tile. A program has one for its first tile, and
+    one for its last tile (`behind`)."""
     slot = 2 * program + behind
     rows = gl.arange(0, SIZE // 4, layout=gl.SliceLayout(1, layout))
     cols = gl.arange(0, 4, layout=gl.SliceLayout(0, layout))
@@ -152,8 +152,8 @@ def _reduce_split_k(
         if whole:
             behind = (_begin(first, total, programs) // chunks != tile).to(gl.int32)
             # These loads bypass L1, which does not see other programs' writes. As many
-            # are in flight as registers hold, because a load takes longer than all
-            # sums.
+            # loads are in flight as registers hold, because a load takes longer than the
+            # additions.
             flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
             STEP: gl.constexpr = 2 * SIZE
             last = first + count
@@ -182,7 +182,7 @@ def _residual(nt, mt, M, N, res_ptr, stride_rm, BN: gl.constexpr):
 def _finish(
     y, added, nt, mt, M, N, bias_ptr, y_ptr, stride_ym, BN: gl.constexpr, BIAS: gl.constexpr
 ):  # fmt: skip
-    """Epilogue of a tile: adds bias and residual, and stores."""
+    """Computes the epilogue of a tile: bias, residual and store."""
     layout: gl.constexpr = sums_layout(BN)
     cols = nt * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     if BIAS:
@@ -225,7 +225,7 @@ def _consume(
             )
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(empty.index((until - begin - 1) % STAGES), count=1)
-        # Asked for before the sums of others are.
+        # The residual is loaded before the sums of other programs.
         added = _residual(nt, mt, M, N, res_ptr, stride_rm, BN)
         sums, whole = _reduce_split_k(acc, tile, chunks, total, parts_ptr, counters_ptr, BN)
         if whole:
@@ -234,7 +234,7 @@ def _consume(
 
 
 SIZES = ["M", "N", "m_tiles", "chunks", "total", "stride_rm", "stride_ym"]
-"""One compilation for all of them."""
+"""Arguments whose values do not cause further compilations."""
 
 
 @gluon.jit(do_not_specialize=SIZES)
@@ -245,8 +245,8 @@ def narrow_kernel(
 ):  # fmt: skip
     """Computes y [M, N] of x [M, K], w [N, K] and a residual.
 
-    A tile is ROWS weight rows by BN rows of x. `total` counts the chunks of all tiles. Each chunk
-    in flight is a stage."""
+    A tile is ROWS weight rows by BN rows of x. `total` is the number of chunks of all tiles. STAGES
+    is the number of chunks in flight."""
     dtype: gl.constexpr = x_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     x_tiles = gl.allocate_shared_memory(dtype, [STAGES, BN, INPUTS], layout)
@@ -268,33 +268,33 @@ def narrow_kernel(
     copies = (x_desc, w_desc, x_tiles, w_tiles, full, empty, M, m_tiles, chunks, total)
     multiplying: gl.constexpr = (BN, STAGES, BIAS, PDL)
     copying: gl.constexpr = (BN, STAGES, PDL)
-    # The copying warp gives registers that it does not need to the others.
+    # The copying warp passes registers that it does not need to the other warps.
     gl.warp_specialize(
-        [(_consume, joined(work, multiplying)), (_produce, joined(copies, copying))], [1], [24]
+        [(_consume, concat(work, multiplying)), (_produce, concat(copies, copying))], [1], [24]
     )
 
 
-# The launch: products of 17 to 32 rows with weights of 16 bits on Hopper cards.
+# -- the launch --------------------------------------------------------------------------------
 
 _ROWS = 64
 """Weight rows of a tile."""
 _INPUTS = 64
 """Inputs of a chunk."""
 _STAGES = 9
-"""Chunks in flight: the most that leave room for a second program on a multiprocessor."""
+"""Chunks in flight: the most with which two programs fit a multiprocessor."""
 _REGISTERS = 128
-"""The most of a thread, for the same reason."""
+"""The most registers of a thread with which two programs fit a multiprocessor."""
 _MOST_PARTS = 5
-"""The most programs that share a tile, because one of them has to add all their sums."""
+"""The most programs that share a tile. One of them has to add the sums of all."""
 FEWEST, MOST = 17, 32
-"""Rows for which this was the fastest within a layer; up to 16 and 64 others are as fast."""
+"""Numbers of rows for which this kernel was the fastest. With others, other kernels are as fast."""
 
 
 def takes(args: LinearArgs) -> bool:
-    """Whether the kernel serves a layer.
+    """Whether the kernel supports a layer.
 
-    It serves 17 to 32 rows and weights of x's 16 bits, in rows that TMA takes. The layer has a
-    residual and no norm or activation, and so few outputs that programs share tiles."""
+    It needs 17 to 32 rows, 16-bit weights of x's dtype, and rows that TMA can copy. The layer must
+    have a residual, no norm and no activation, and so few outputs that programs share tiles."""
     x, values = args.x, args.weight.values
     if not FEWEST <= len(x) <= MOST or args.norm is not None or args.act is not None:
         return False
@@ -306,16 +306,16 @@ def takes(args: LinearArgs) -> bool:
 
 
 def parts_of(args: LinearArgs) -> int:
-    """Returns how many programs share a tile, or 0 where there are more tiles than programs.
+    """Returns the number of programs that share a tile, or 0 if there are more tiles than programs.
 
-    It is the largest number that runs at once, with two chunks or more for each program."""
+    It is the largest number for which all programs run at once and have at least two chunks."""
     tiles = triton.cdiv(args.n, _ROWS)
     most = min(_MOST_PARTS, triton.cdiv(args.k, _INPUTS) // 2)
     return min(traits(args.x.device).num_sms // tiles, most)
 
 
 def product(args: LinearArgs) -> Tensor:
-    """Returns y [M, N], see `LinearArgs`, of a layer that `takes` says yes to."""
+    """Returns y [M, N], see `LinearArgs`, for a layer that passes `takes`."""
     x = args.x
     out = torch.empty(len(x), args.n, dtype=x.dtype, device=x.device)
     counters = default_workspace(x.device).counters
@@ -324,15 +324,17 @@ def product(args: LinearArgs) -> Tensor:
 
 
 def narrow(args: LinearArgs, out: Tensor, parts: int, counters: Tensor, *, pdl: bool) -> Launch:
-    """Writes the layer `args`, with a residual and without norm and activation, to `out` [M, N].
+    """Returns the launch that writes the layer `args` to `out` [M, N].
+
+    The layer has a residual, no norm and no activation.
 
     Args:
-        parts: programs that share a tile.
+        parts: number of programs that share a tile.
         counters: int32, one for each program, zero between kernels.
     """
     x, values, res = args.x, args.weight.values, args.residual
     if res is None:
-        raise ConfigError("the kernel adds a residual", "residual")
+        raise ConfigError("this kernel needs a residual", "residual")
     m_tiles = triton.cdiv(len(x), MOST)
     chunks = triton.cdiv(args.k, _INPUTS)
     tiles = triton.cdiv(args.n, _ROWS) * m_tiles
@@ -351,7 +353,7 @@ def narrow(args: LinearArgs, out: Tensor, parts: int, counters: Tensor, *, pdl: 
 
 
 def _describe(values: Tensor, rows: int) -> TensorDescriptor:
-    """Describes boxes of a matrix's rows."""
+    """Describes boxes of a matrix's rows to TMA."""
     layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     return TensorDescriptor(
         values, list(values.shape), list(values.stride()), [rows, _INPUTS], layout

@@ -2,18 +2,18 @@
 
 Unpacking 512 weights of 4 bits to pairs of 16-bit floats takes 28 instructions. Unpacking them to
 bytes takes six: a mask for the even ones, a shift and a mask for the odd ones. Inputs therefore
-become integers too. Relative to the largest of its group, an input is a number of 15 bits. It is
-stored as two bytes, `256 high + low`, which are two columns of the product. `mma.sync` (m16n8k32)
-sums products of bytes exactly. A group's sum times its scale is fp32.
+become integers too, of 15 bits relative to the largest input of their group. An integer is stored
+as two bytes, `256 high + low`, which are two columns of the product. `mma.sync` (m16n8k32) sums
+products of bytes exactly. A group's sum is multiplied by its scale in fp32.
 
-Weights of 8 bits are bytes already. They have one scale for each output, which applies to the
+Weights of 8 bits are bytes already. They have one scale for each output, which is applied to the
 output's sum.
 
-A program's warps share K: each takes neighbouring groups of 16 weight rows. A warp requests its
-weights before the preceding kernel has ended. Then it rounds its own share of x to bytes, each
-input once, and keeps them in shared memory. For a norm, a reduction over the warps gives the sum of
-a row's squares. A row of more groups than registers and shared memory hold is read in segments. A
-program goes through all its tiles for one segment, then through all of them for the next."""
+A tile is 16 weight rows. A program's warps share K, and each has neighbouring groups of inputs. A
+warp requests its weights before the preceding kernel has ended. Then it rounds its own share of x
+to bytes, each input once, and stores them in shared memory. For a norm, a reduction over the warps
+gives the sum of a row's squares. If a row has more groups than registers and shared memory hold, it
+is read in segments. A program computes one segment of all its tiles, then the next segment."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc, var-annotated"
@@ -70,8 +70,8 @@ from quire.ops.triton.products.thread_words import (
 CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 INPUTS: tl.constexpr = tl.constexpr(INTEGER_INPUTS)
 MAGIC: tl.constexpr = tl.constexpr(12583040.0)
-"""1.5 * 2^23 + 128. Its sum with an integer has that integer plus 128 in the low 16 bits. The high
-byte is then the nearest multiple of 256, and the low byte minus 128 is the rest."""
+"""1.5 * 2^23 + 128. Added to an integer, it leaves the integer plus 128 in the low 16 bits. The
+high byte is then the nearest multiple of 256, and the low byte minus 128 is the remainder."""
 SUM_OF_MAGIC: tl.constexpr = tl.constexpr(0x68001000)
 """32 times the bits of `MAGIC`, modulo 2^32."""
 
@@ -95,7 +95,7 @@ prmt.b32 $0, a, b, 0x5410; xor.b32 $0, $0, 0x80808080; prmt.b32 $1, a, b, 0x7632
 
 @triton.jit
 def _multiply(low, high, b0, b1, sums):
-    """Returns int32 sums plus products of a word of each of two rows and bytes of 8 inputs."""
+    """Returns int32 `sums` plus the products of bytes of 8 inputs and a word of two rows each."""
     return tl.inline_asm_elementwise(
         _MULTIPLY, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
         [low, high, b0, b1, sums[0], sums[1], sums[2], sums[3]],
@@ -105,7 +105,8 @@ def _multiply(low, high, b0, b1, sums):
 
 @triton.jit
 def _multiply8(low0, high0, low1, high1, b0, b1, sums):
-    """Returns int32 sums plus products of two words of each of two rows and bytes of 8 inputs."""
+    """Returns int32 `sums` plus the products of the bytes of 8 inputs and two words of two rows
+    each."""
     return tl.inline_asm_elementwise(
         _MULTIPLY8, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r",
         [low0, high0, low1, high1, b0, b1, sums[0], sums[1], sums[2], sums[3]],
@@ -115,7 +116,7 @@ def _multiply8(low0, high0, low1, high1, b0, b1, sums):
 
 @triton.jit
 def bytes_of(i0, i1, i2, i3):
-    """Returns four low bytes, then four high bytes, of integers as `MAGIC` leaves them."""
+    """Returns the four low bytes and the four high bytes of integers to which `MAGIC` was added."""
     return tl.inline_asm_elementwise(
         _BYTES, "=&r,=&r,r,r,r,r", [i0, i1, i2, i3], dtype=(tl.int32, tl.int32), is_pure=True,
         pack=1,
@@ -124,8 +125,8 @@ def bytes_of(i0, i1, i2, i3):
 
 @triton.jit
 def exponent_of(pairs, WIDE: tl.constexpr):
-    """Returns the exponent of the largest of a thread's 32 inputs, at least 14; with WIDE, of four
-    neighbouring threads'."""
+    """Returns the exponent of the largest of a thread's 32 inputs, at least 14. With WIDE it covers
+    the inputs of four neighbouring threads."""
     largest = larger(pairs[0], pairs[1])
     for each in tl.static_range(2, 16):
         largest = larger(largest, pairs[each])
@@ -138,23 +139,22 @@ def exponent_of(pairs, WIDE: tl.constexpr):
 
 @triton.jit
 def factor_of(exponent):
-    """Returns the factor that makes 15-bit integers of inputs whose largest has an exponent."""
+    """Returns the factor from inputs to 15-bit integers, by the exponent of the largest input."""
     return ((267 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def unit_of(exponent):
-    """Returns the bits of the fp32 value of such an integer's 1: NaN if an input is NaN or
-    infinite."""
+    """Returns the fp32 bits of the value of the integer 1, NaN if an input is NaN or infinite."""
     return tl.where(exponent == 255, 0x7FC00000, (exponent - 13) << 23)
 
 
 @triton.jit
 def digits_of(pairs, exponent, IN_TURNS: tl.constexpr):
-    """Returns 32 inputs as bytes, two words of low and two of high bytes for each eight, and the
-    sum of the integers.
+    """Returns 32 inputs as bytes, and the sum of the integers. Each eight inputs have two words of
+    low bytes and two words of high bytes.
 
-    With IN_TURNS the even ones of each eight come first."""
+    With IN_TURNS the even ones of each eight inputs come first."""
     factor = factor_of(exponent)
     total = tl.full(exponent.shape, -SUM_OF_MAGIC, tl.int32)
     kept = ()
@@ -185,12 +185,12 @@ def _keep_inputs(
 ):  # fmt: skip
     """Stores bytes of 32 inputs of each thread, of one row of x, in shared memory at `address`.
 
-    For each four threads' group it stores the sum of the integers, and the value of one, at
-    `about`. It returns the sum of squares of the thread's inputs. `own` says whether the thread has
-    a place.
+    For the group of each four threads it stores, at `about`, the sum of the integers and the value
+    of the integer 1. It returns the sum of squares of the thread's inputs. `own` says whether the
+    thread has a place.
 
-    The inputs belong to 16 neighbouring bytes of a weight row of 4 bits, or to 16 bytes in each
-    half of a group of 8 bits."""
+    The inputs match 16 neighbouring bytes of a weight row of 4 bits, or 16 bytes in each half of a
+    group of 8 bits."""
     pairs = ()
     squares = tl.zeros(wanted.shape, tl.float32)
     for part in tl.static_range(4):
@@ -222,7 +222,7 @@ def _keep_inputs(
 
 @triton.jit
 def _wanted(begin, INDEX: tl.constexpr, CHUNKS, more, QUADS: tl.constexpr, EVEN: tl.constexpr):
-    """Returns whether there is a chunk, or with QUADS the first of its four, int32."""
+    """Returns whether a chunk exists, int32. With QUADS it tests the first one of its four."""
     wanted = more
     if not EVEN:
         wanted = (begin + (INDEX // 4 * 4 if QUADS else INDEX) < CHUNKS).to(tl.int32) & more
@@ -234,7 +234,7 @@ def _load_chunk(
     low_ptrs, high_ptrs, begin, INDEX: tl.constexpr, CHUNKS, more, QUADS: tl.constexpr,
     EVEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Returns four words of each of two rows, in tuples, or of 8 bits twice four of each."""
+    """Returns four words of each of two rows, in tuples. With 8 bits a row has eight words."""
     wanted = _wanted(begin, INDEX, CHUNKS, more, QUADS, EVEN)
     if EVEN:
         wanted = tl.full(begin.shape, 1, tl.int32)
@@ -253,8 +253,8 @@ def _load_scales(
 ):  # fmt: skip
     """Returns the scales and zeros of four groups of both rows.
 
-    Each thread gets pairs of scales and fours of zeros; without QUADS, each of four threads gets
-    one group's."""
+    With QUADS each thread gets pairs of scales and words of four zeros. Otherwise each of four
+    threads gets the scale and the zero of one group."""
     zeros = ()
     if QUADS:
         wanted = _wanted(begin, 4 * PART, CHUNKS, more, True, EVEN)
@@ -298,8 +298,9 @@ def _load_tile(
     low, high, begin, CHUNKS, COUNT: tl.constexpr, HAS_ZEROS: tl.constexpr, QUADS: tl.constexpr,
     EVEN: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Returns up to four chunks, and their scales and zeros, for each four of COUNT. low, high:
-    `_places` of the rows."""
+    """Returns COUNT chunks in tuples of up to four, with their scales and zeros.
+
+    `low` and `high` are the `_places` of the two rows."""
     parts = ()
     for part in tl.static_range((COUNT + 3) // 4):
         chunks = ()
@@ -351,7 +352,7 @@ def _add_chunk(
     sums, chunk, scales, zeros, digits, about, INDEX: tl.constexpr, ROWS: tl.constexpr,
     FP16: tl.constexpr, HAS_ZEROS: tl.constexpr, QUADS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums, of two weight rows, plus products of a chunk."""
+    """Returns the sums of two weight rows plus the products of a chunk."""
     b0, b1, b2, b3 = kept_four(digits)
     c0, c1, c2, c3 = kept_four(digits + ROWS * 128)
     total, unit = kept_two(about)
@@ -387,7 +388,7 @@ def _add_chunk(
 
 @triton.jit
 def rows_of_tile(tile, eighth, N, GLU: tl.constexpr):
-    """Returns each thread's two weight rows of a tile, clamped to the last."""
+    """Returns each thread's two weight rows of a tile. Rows past the last are clamped to it."""
     if GLU:
         low = tl.minimum(tile * 8 + eighth, N - 1)
         high = low + N
@@ -410,17 +411,19 @@ def integer_gemv_kernel(
     """Computes y [M, N] of x [M, K] and w [N, K BITS / 32 words]; a gated layer has 2 N weight
     rows.
 
-    A tile is 16 weight rows. Grid: one program a tile, or with LOOP fewer programs, each of which
-    takes every so many tiles.
+    A tile is 16 weight rows. Grid: one program per tile, or with LOOP fewer programs, which stride
+    over the tiles. Strides count elements of the type that a pointer points to.
 
     Args:
-        x_ptr, g_ptr: int32 pairs; strides are in units of what a pointer points to.
-        w_scale_ptr, w_zero_ptr: with QUADS int32, two scales or four zeros each; else a 16-bit word
-            and an int8. Of 8 bits, a float for each output.
+        x_ptr: int32 pairs of inputs.
+        g_ptr: int32 pairs of norm weights.
+        w_scale_ptr: with QUADS int32 words of two scales, otherwise 16-bit scales. Weights of 8
+            bits have a float for each output.
+        w_zero_ptr: with QUADS int32 words of four zeros, otherwise int8.
         COUNT: chunks of each warp in a segment.
-        SEGMENTS: segments of a row; more than one take LOOP.
+        SEGMENTS: segments of a row. More than one needs LOOP.
         ROWS: rows of x, 1, 2 or 4, at least M.
-        EVEN: no warp lacks a chunk.
+        EVEN: all warps have the same number of chunks.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -444,8 +447,7 @@ def integer_gemv_kernel(
         ),
         begin, CHUNKS, COUNT, HAS_ZEROS, QUADS, EVEN, BITS,
     )  # fmt: skip
-    # The epilogue's operands are loaded early, because nothing would hide their latency at the
-    # end.
+    # The epilogue's operands are loaded early, because no work would hide their latency at the end.
     m = quarter
     mine = tl.where(turn == 0, M, 0)
     if PDL:
@@ -461,7 +463,7 @@ def integer_gemv_kernel(
     parity = 0
     for segment in range(SEGMENTS):
         begin = (segment * WARPS + turn) * COUNT
-        # Four threads make the bytes of x of a chunk.
+        # Four threads compute the bytes of x for a chunk.
         for part in tl.static_range((COUNT + 7) // 8):
             chunk = 8 * part + eighth
             own = chunk < COUNT
@@ -499,7 +501,7 @@ def integer_gemv_kernel(
             next_tile = follow
             next_begin = begin
             if SEGMENTS > 1:
-                # The first tile's next segment follows the last tile.
+                # After the last tile comes the first tile with the next segment.
                 next_tile = tl.where(follow < TILES, follow, pid)
                 next_begin = begin + tl.where(follow < TILES, 0, WARPS * COUNT)
                 more = more | (begin < (SEGMENTS - 1) * WARPS * COUNT).to(tl.int32)
@@ -579,14 +581,16 @@ def integer_gemv_kernel(
 
 
 def integer_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
-    """`args` into `out` [M, N], where `counts` holds for their shape and `integer_bytes` for the
-    plan; with a norm, `norms_late` too."""
+    """Returns the launch that writes the layer `args` to `out` [M, N].
+
+    The shape must pass `counts`, and with a norm also `norms_late`. `integer_bytes` of the plan
+    must fit into shared memory."""
     x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
     chunks, count, bits = args.k // INTEGER_INPUTS, plan.stages, own.bits or 8
     rows = triton.next_power_of_2(x.shape[0])
     scales, zeros = own.scales, own.zeros if own.has_zeros else words
-    # Scales of four groups are two words of a row, where rows begin at such.
+    # The scales of four groups are two words, if rows begin at multiples of words.
     quads = bits == 4 and count % 4 == chunks % 4 == scales.stride(0) % 4 == 0
     quads = quads and (scales.data_ptr() | 2 * zeros.data_ptr()) % 8 == 0
     if bits == 4:

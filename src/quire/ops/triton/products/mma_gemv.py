@@ -1,16 +1,17 @@
-"""GEMV on tensor cores: up to 8 rows times a weight of 8 or 4 bits, or up to 16 rows times one of
-16 bits.
+"""GEMV on tensor cores: up to 8 rows times a weight of 8 or 4 bits, or up to 16 rows times a weight
+of 16 bits.
 
-A product of so few rows is a read of the weight. But widening 37 values of 4 bits a clock to fp32,
-and multiplying each by each row, takes more instructions than a multiprocessor issues. So two
-instructions make pairs of 16-bit floats of pairs of values. `mma.sync` (m16n8k16) multiplies 16
-weight rows by up to 8 rows of x. Each thread loads 16 neighbouring bytes of two weight rows, and
-the same inputs of one row of x, into the registers of the instruction. A sum over inputs may run in
-any order, so nothing is shuffled. Only the sums of a program's warps go through shared memory.
+With so few rows, reading the weight should take all of the time. But at that speed 37 values of 4
+bits arrive per clock. Widening them to fp32 and multiplying each by each row takes more
+instructions than a multiprocessor can issue. So two instructions convert a pair of values to a pair
+of 16-bit floats, and `mma.sync` (m16n8k16) multiplies 16 weight rows by up to 8 rows of x. Each
+thread loads 16 neighbouring bytes of two weight rows, and the matching inputs of one row of x, into
+the registers of the instruction. Inputs may be summed in any order, so nothing is shuffled. Only
+the sums of a program's warps go through shared memory.
 
 A program's warps share K in turns of 64 bytes of a row. A warp requests its first chunks before the
-preceding kernel has ended. A group's scale is applied to the group's sum, which is fp32. For a norm
-before weights of 16 bits, each row's squares are summed from the same inputs on the way."""
+preceding kernel has ended. A group's scale is applied to the group's sum, in fp32. For a norm
+before weights of 16 bits, each row's squares are summed from the inputs of the product."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment, misc"
@@ -52,7 +53,8 @@ CHUNK: tl.constexpr = tl.constexpr(CHUNK_WORDS)
 def _four_bits(dtype: torch.dtype) -> str:
     """Returns instructions for a word of two rows, $4 and $5, and 8 inputs, $8 to $11.
 
-    $6 and $7 are added to 2^7 (bf16) or 2^10 (fp16) + value. Values 4 places apart make a pair."""
+    A value first becomes 2^7 (bf16) or 2^10 (fp16) + value. $6 and $7 are then added, which
+    subtracts the zero. Values 4 places apart form a pair."""
     t, (magic, one) = TYPES[dtype], FOUR_BITS[dtype]
     lines = [f"mov.b32 y0, {one};"]
     for source, out, zero in (("$4", "a", "$6"), ("$5", "b", "$7")):
@@ -71,7 +73,7 @@ def _eight_bits(dtype: torch.dtype, unpack: str, count: int) -> str:
     """Returns instructions for a word of two rows, $4 and $5, and 4 inputs, $6 and $7.
 
     Args:
-        unpack: instructions that make pairs o0 and o1 of the word w.
+        unpack: instructions that convert the word w to pairs o0 and o1.
         count: registers that `unpack` needs for a row.
     """
     text = "\n".join(
@@ -93,9 +95,9 @@ INSTRUCTIONS = {
 
 @triton.jit
 def load_words(pointers, wanted):
-    """Returns four neighbouring words of each thread, which no other thread reads; anything where
-    they are not `wanted`."""
-    # A warp reads half of each line, and soon the other half. The hint loads both at once.
+    """Returns four neighbouring words of each thread, which no other thread reads. Words that are
+    not `wanted` are undefined."""
+    # A warp reads half of each line and soon after the other half. The hint loads both at once.
     return tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $5, 0;\n"
         "@p ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];\n}",
@@ -108,7 +110,7 @@ def load_words(pointers, wanted):
 def keep_order(thread):
     """Keeps loads before this point.
 
-    Otherwise the assembler moves the next round's loads to their use, and nothing is in flight
+    Otherwise the assembler moves the next round's loads to their use, and no load is in flight
     while a warp computes."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.u32 $0, 0;", "=r,r", [thread], dtype=tl.int32,
@@ -147,7 +149,7 @@ def _inverse_rms(x_ptr, K, eps, THREADS: tl.constexpr):
 
 @triton.jit
 def _multiply4(ASM: tl.constexpr, low, high, zero0, zero1, x0, x1, x2, x3, sums):
-    """Returns sums plus the products of a word of each of two rows and 8 inputs."""
+    """Returns `sums` plus the products of 8 inputs and a word of each of two rows."""
     return tl.inline_asm_elementwise(
         ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r,r,r,r",
         [low, high, zero0, zero1, x0, x1, x2, x3, sums[0], sums[1], sums[2], sums[3]],
@@ -157,7 +159,7 @@ def _multiply4(ASM: tl.constexpr, low, high, zero0, zero1, x0, x1, x2, x3, sums)
 
 @triton.jit
 def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
-    """Returns sums plus the products of a word of each of two rows and 4 inputs."""
+    """Returns `sums` plus the products of 4 inputs and a word of each of two rows."""
     return tl.inline_asm_elementwise(
         ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r",
         [low, high, x0, x1, sums[0], sums[1], sums[2], sums[3]],
@@ -167,8 +169,9 @@ def _multiply8(ASM: tl.constexpr, low, high, x0, x1, sums):
 
 @triton.jit
 def multiply_pairs(ASM: tl.constexpr, a0, a1, a2, a3, x0, x1, sums):
-    """Returns the sums of 16 weight rows and 8 rows of x plus the products of 16 inputs, see
-    `PRODUCT`."""
+    """Returns `sums`, for 16 weight rows and 8 rows of x, plus the products of 16 inputs.
+
+    See `PRODUCT`."""
     return tl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r",
         [a0, a1, a2, a3, x0, x1, sums[0], sums[1], sums[2], sums[3]],
@@ -181,7 +184,8 @@ def _add_plain(
     sums, squares, chunk, x_ptrs, g_ptrs, inside, ASM: tl.constexpr, EVEN: tl.constexpr,
     NORM: tl.constexpr,
 ):  # fmt: skip
-    """Returns sums plus the products of a chunk of 16 bits, and squares plus its inputs'."""
+    """Returns `sums` plus the products of a chunk of 16 bits, and `squares` plus the squares of its
+    inputs."""
     low, high, _, _ = chunk
     w0, w1, w2, w3 = low
     v0, v1, v2, v3 = high
@@ -219,8 +223,8 @@ def _add_plain(
 def _inverse_of_rows(squares, m, K, eps, WARPS: tl.constexpr):
     """Returns 1 / RMS of each lane's row m.
 
-    `squares` are of each thread's inputs, which belong to the row with the thread's index in its
-    eighth of the warp."""
+    `squares` has the sum of squares of each thread's inputs. A thread's inputs belong to the row
+    with the thread's index divided by four."""
     of_rows = tl.sum(tl.sum(tl.reshape(squares, [WARPS, 8, 4]), 0), 1)
     mine = tl.arange(0, 8)[:, None] == m[None, :]
     total = tl.sum(tl.where(mine, of_rows[:, None], 0.0), 0)
@@ -249,8 +253,8 @@ def _load_chunks(
     """Returns COUNT chunks of words of both rows from `first` on, with their groups' scales and
     zeros.
 
-    Pointers stand at the warp's turn. Words of chunks past the last are undefined, unless all are
-    WHOLE."""
+    The pointers point to the warp's first chunk. Words of chunks past the last are undefined. With
+    WHOLE there are none."""
     chunks = ()
     for index in tl.static_range(COUNT):
         at = first + index * WARPS * CHUNK
@@ -273,7 +277,9 @@ def _load_chunks(
 
 @triton.jit
 def pair(zeros, ROW: tl.constexpr, WARPS: tl.constexpr, FP16: tl.constexpr, STORED: tl.constexpr):
-    """Returns -(2^7 or 2^10 + zero) as a pair of 16-bit floats; without STORED the zero is 8."""
+    """Returns -(2^7 + zero), or -(2^10 + zero) with FP16, as a pair of 16-bit floats.
+
+    Without STORED the zero is 8."""
     zero = tl.full([32 * WARPS], 8, tl.int32)
     if STORED:
         zero = zeros[ROW].to(tl.int32)
@@ -328,7 +334,7 @@ def _add_chunk(
 
 @triton.jit
 def load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
-    """Returns each thread's element of a residual in fp32, 0 past its end."""
+    """Returns each thread's element of the residual in fp32, 0 past the end."""
     value = 0.0
     if HAS_RES:
         mask = (m < M) & (cols < N)
@@ -338,14 +344,14 @@ def load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr):
 
 @triton.jit
 def store_outputs(y, y_ptr, stride_ym, m, cols, M, N):
-    """Stores each thread's output, where it has one."""
+    """Stores the output of each thread that has one."""
     mask = (m < M) & (cols < N)
     tl.store(y_ptr + m * stride_ym + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _load_residuals(res_ptr, stride_rm, m, cols, M, N, HAS_RES: tl.constexpr, GLU: tl.constexpr):
-    """Returns each lane's elements of a residual, of rows m and m + 1 and two outputs."""
+    """Returns each lane's elements of the residual, for rows m and m + 1 and two outputs."""
     r0 = load_residual(res_ptr, stride_rm, m, cols, M, N, HAS_RES)
     r1 = load_residual(res_ptr, stride_rm, m + 1, cols, M, N, HAS_RES)
     r2 = load_residual(res_ptr, stride_rm, m, cols + 8, M, N, HAS_RES and not GLU)
@@ -360,8 +366,8 @@ def _finish_rows(
 ):  # fmt: skip
     """Stores rows m and m + 1 of each lane.
 
-    An output is the sum over the warps, times 1 / RMS of the row and the output's scale, then bias,
-    activation and residual."""
+    An output is the sum over the warps, times 1 / RMS of the row, times the output's scale. Then
+    come bias, activation and residual."""
     y0, y1, y2, y3 = sums
     if WARPS > 1:
         total = tl.join(tl.join(y0, y1), tl.join(y2, y3))
@@ -399,15 +405,17 @@ def mma_gemv_kernel(
     HAS_RES: tl.constexpr, APART: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr,
     NORM: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]), 16 weight rows a program.
+    """Computes y [M, N] of x [M, K] and w [N, W words] (gated: [2 N, W]).
+
+    A program has 16 weight rows.
 
     Args:
-        x_ptr: int32 pairs; stride_xm is in pairs.
+        x_ptr: int32 pairs of inputs. `stride_xm` counts pairs.
         COUNT: chunks that a warp has in flight.
-        SINGLE: a warp has no more than these.
-        EVEN: no warp lacks a chunk.
-        PER_GROUP: chunks of a group; 0: each output has one scale.
-        BLOCKS: blocks of 8 rows of x; one if BITS is below 16.
+        SINGLE: a warp has at most COUNT chunks.
+        EVEN: all warps have the same number of chunks.
+        PER_GROUP: chunks of a group. 0 means that each output has one scale.
+        BLOCKS: blocks of 8 rows of x. There is one if BITS is below 16.
     """
     if PDL and EAGER:
         gdc_launch_dependents()
@@ -425,14 +433,13 @@ def mma_gemv_kernel(
     low_ptrs = w_ptr + low.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     high_ptrs = w_ptr + high.to(tl.int64) * stride_wn + turn * CHUNK + quarter * 4
     STEP: tl.constexpr = WARPS * COUNT * CHUNK
-    PAIRS: tl.constexpr = 16 // BITS  # of inputs, in a word
+    PAIRS: tl.constexpr = 16 // BITS  # Pairs of inputs per word.
     chunks = _load_chunks(
         low_ptrs, high_ptrs, w_scale_ptr + low * stride_sn, w_scale_ptr + high * stride_sn,
         w_zero_ptr + low * stride_sn, w_zero_ptr + high * stride_sn, 0, turn, W, WARPS, COUNT,
         SINGLE and EVEN, PER_GROUP, HAS_ZEROS,
     )  # fmt: skip
-    # The epilogue's operands are loaded early, because nothing would hide their latency at the
-    # end.
+    # The epilogue's operands are loaded early, because no work would hide their latency at the end.
     lane = tl.arange(0, 32)
     m = lane % 4 * 2
     cols = pid * (8 if GLU else 16) + lane // 4
@@ -459,7 +466,7 @@ def mma_gemv_kernel(
     inverse = 1.0
     if NORM and BITS < 16:
         inverse = _inverse_rms(x16_ptr, K, eps, 32 * WARPS)
-    # Columns of the product that x has no rows for repeat its last row, and are not stored.
+    # Columns of the product past the last row of x repeat that row, and are not stored.
     own = (turn * CHUNK + quarter * 4) * PAIRS
     none = tl.zeros([32 * WARPS], tl.float32)
     x_ptrs = ()
@@ -516,8 +523,9 @@ def mma_gemv_kernel(
 
 
 def mma_gemv(args: LinearArgs, out: Tensor, plan: GemmPlan, *, pdl: bool) -> Launch:
-    """`args` into `out` [M, N], where `multiplies` holds for their shape; with a norm, `norms_late`
-    too."""
+    """Returns the launch that writes the layer `args` to `out` [M, N].
+
+    The shape must pass `multiplies`, and with a norm also `norms_late`."""
     x, own, res, norm, n = args.x, Operands(args.weight), args.residual, args.norm, args.n
     words, pairs = own.values.view(torch.int32), x.view(torch.int32)
     count, bits = words.shape[1], stored_bits(args.weight.format)

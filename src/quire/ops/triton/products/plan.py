@@ -16,21 +16,21 @@ from quire.ops.weight import Weight, WeightFormat
 GATED = {"silu_and_mul": "silu", "gelu_tanh_and_mul": "gelu_tanh"}
 """Activations of a layer whose weight stacks gate rows and up rows: act(gate) * up."""
 PLAIN = ("gelu", "gelu_tanh")
-"""Activations of each output by itself."""
+"""Activations that apply to each output by itself."""
 
 CHUNK_WORDS = 16
-"""Words of 32 bits of a weight row that a warp of `mma_gemv` takes at a time."""
+"""Words of 32 bits of a weight row in a chunk of `mma_gemv`."""
 MMA_ROWS = 8
-"""The most rows of x that `mma_gemv` takes with weights of few bits."""
+"""The most rows of x that `mma_gemv` supports with weights of few bits."""
 MMA_PLAIN_ROWS = 16
-"""The most with weights of 16 bits."""
+"""The most rows of x that `mma_gemv` supports with weights of 16 bits."""
 
 INTEGER_ROWS = 4
-"""The most rows of x that `integer_gemv` takes."""
+"""The most rows of x that `integer_gemv` supports."""
 INTEGER_INPUTS = 128
-"""Inputs that `integer_gemv` rounds relative to their largest."""
+"""Inputs of a group, which `integer_gemv` rounds relative to the largest of them."""
 INTEGER_BYTES = 48 << 10
-"""Bytes of shared memory that a program of it has."""
+"""Bytes of shared memory of a program of `integer_gemv`."""
 
 NormMode = Literal["none", "exact", "late", "separate"]
 
@@ -40,18 +40,18 @@ class LinearArgs:
     """A layer y [M, N] = act(norm(x) @ weight^T + bias) + residual.
 
     Sums are fp32 and rounded once, at the end. The kernel reads weight, scales and bias before the
-    preceding kernel on the stream has finished (programmatic dependent launch). So that kernel must
-    not write them.
+    preceding kernel on the stream has finished (programmatic dependent launch). So the preceding
+    kernel must not write them.
 
     Attributes:
         x: [M, K], bf16, fp16 or fp32, last axis contiguous.
-        weight: [N, K], of x's dtype unless it has scales, last axis of its values contiguous; with
-            a gated activation [2 N, K].
-        bias: one number for each weight row.
-        norm: RMSNorm applied to x.
-        residual: [M, N], in x's dtype.
-        act: activation of the product.
-        apart: a gated layer leaves the activation out; y is then gate and up, [M, 2 N].
+        weight: [N, K], or [2 N, K] with a gated activation. Without scales it has x's dtype. The
+            last axis of its values is contiguous.
+        bias: one number for each weight row, or None.
+        norm: RMSNorm that is applied to x, or None.
+        residual: [M, N], in x's dtype, or None.
+        act: activation of the product, or None.
+        apart: the activation of a gated layer is left out, and y is gate and up, [M, 2 N].
     """
 
     x: Tensor
@@ -72,7 +72,7 @@ class LinearArgs:
 
     @property
     def n(self) -> int:
-        """Outputs per row."""
+        """The number of outputs."""
         return self.weight.outputs // (2 if self.gated else 1)
 
     @property
@@ -88,21 +88,23 @@ class GemmPlan:
         kernel: "gemv", "mma" (GEMV on tensor cores, for few bits or rows), "integer" (GEMV in
             integers, for 4 or 8 bits), "skinny", or "torch" (cuBLAS, with the other steps as
             separate kernels).
-        bm, bn, bk: tile in rows of x, outputs and K; gated tiles read 2 bn weight rows. bm is the
-            padded M of a GEMV. "mma" and "integer" have their own tiles.
+        bm: rows of x in a tile; for a GEMV, the padded number of rows. Unused by "mma" and
+            "integer", which have fixed tiles, as are bn and bk.
+        bn: outputs of a tile. A gated tile reads 2 bn weight rows.
+        bk: inputs of a tile.
         warps: warps of a program.
-        stages: tiles in flight; for "mma" and "integer", chunks that each warp has in flight.
-        split_k: programs that share one tile's K; the last to arrive adds their sums in fixed
-            order.
+        stages: tiles in flight. For "mma" and "integer", chunks that each warp has in flight.
+        split_k: number of programs that share one tile's K. The last one to arrive adds their sums,
+            in fixed order.
         swap: weights are the left operand, and fill the 64 rows of a Hopper warpgroup.
         norm: "exact" computes each row's mean square before the product. "late" scales the sums
-            afterwards: one pass over x, and one rounding less. "separate" leaves the norm to its
+            afterwards, with one pass over x and one rounding less. "separate" runs the norm as its
             own kernel.
         prefetch: bytes of each weight row to prefetch into L2 before waiting for the predecessor.
-        eager: let the successor start before that wait, not after it, so that it prefetches
+        eager: the successor may start before that wait instead of after it, so that it prefetches
             earlier.
-        masked: mask a tile's rows past the last, instead of reading the last row again.
-        programs: for "integer", programs that share the tiles; 0: one program a tile.
+        masked: rows past a tile's last are masked, instead of reading the last row again.
+        programs: for "integer", number of programs that share the tiles; 0 is one program per tile.
     """
 
     kernel: Literal["gemv", "mma", "integer", "skinny", "torch"]
@@ -142,7 +144,7 @@ TORCH = GemmPlan("torch", norm="separate")
 
 
 class Shape(NamedTuple):
-    """The shape that the choice of a plan depends on.
+    """The shape by which a plan is chosen.
 
     Attributes:
         m: rows of x.
@@ -184,17 +186,17 @@ def _aligned(x: Tensor) -> bool:
 
 
 def stored_bits(form: WeightFormat | None) -> int:
-    """Returns the bits of a stored value that `mma_gemv` takes; 16 for a format of None."""
+    """Returns the bits of a stored value as `mma_gemv` counts them. For None it returns 16."""
     return 16 if form is None or form.scales is None else form.bits or 8
 
 
 def chunk_inputs(bits: int) -> int:
-    """Returns the inputs that `CHUNK_WORDS` hold."""
+    """Returns the number of inputs in a chunk."""
     return CHUNK_WORDS * 32 // bits
 
 
 def multiplies(shape: Shape) -> bool:
-    """Whether `mma_gemv` takes a shape, on cards that have its instruction."""
+    """Whether `mma_gemv` supports a shape, on cards that have its instruction."""
     form, inputs = shape.format, chunk_inputs(stored_bits(shape.format))
     most = MMA_PLAIN_ROWS if form is None else MMA_ROWS
     if shape.m > most or not shape.aligned or shape.k % inputs:
@@ -209,7 +211,7 @@ def multiplies(shape: Shape) -> bool:
 
 
 def counts(shape: Shape) -> bool:
-    """Whether `integer_gemv` takes a shape, on cards of sm_86 and newer."""
+    """Whether `integer_gemv` supports a shape, on cards of sm_86 and newer."""
     form = shape.format
     if form is None or not multiplies(shape) or shape.dtype != torch.bfloat16:
         return False
@@ -221,22 +223,23 @@ def counts(shape: Shape) -> bool:
 
 
 def integer_segments(k: int, plan: GemmPlan) -> int:
-    """Returns the parts of K inputs that a program of "integer" takes one after the other."""
+    """Returns the number of segments into which a program of "integer" divides K inputs."""
     return triton.cdiv(k, plan.warps * plan.stages * INTEGER_INPUTS)
 
 
 def integer_resident(shape: Shape, warps: int, count: int) -> int:
-    """Returns how many programs of "integer" fit into a multiprocessor by their registers.
+    """Returns the number of programs of "integer" whose registers fit into a multiprocessor.
 
-    `count` is the number of chunks of each warp. The result is 0 where a thread has no room for
-    them."""
+    `count` is the number of chunks of each warp. The result is 0 if they do not fit into the
+    registers of a thread."""
     held = count * (8 if shape.format and shape.format.bits == 4 else 16)
     return 0 if held > (64 if warps == 16 else 104) else 65536 // (32 * warps * (held + 64))
 
 
 def integer_bytes(shape: Shape, plan: GemmPlan) -> int:
-    """Returns the bytes of shared memory of a program of "integer": bytes of inputs, sums of warps
-    and, between segments, of tiles."""
+    """Returns the bytes of shared memory of a program of "integer".
+
+    It holds bytes of inputs, sums of warps and, if there are several segments, sums of tiles."""
     rows = triton.next_power_of_2(shape.m)
     size = plan.warps * (plan.stages * rows * 264 + 640)
     if integer_segments(shape.k, plan) > 1:
@@ -246,13 +249,14 @@ def integer_bytes(shape: Shape, plan: GemmPlan) -> int:
 
 
 def norms_late(shape: Shape) -> bool:
-    """Whether `mma_gemv` applies a norm. With few bits each program reads all of x once more for
-    it; and an unscaled x * weight may exceed fp16."""
+    """Whether `mma_gemv` applies a norm itself. With few bits each program reads x once more for
+    it. In fp16, x * weight without the norm's scale may overflow."""
     return shape.dtype == torch.bfloat16 and (shape.m == 1 or shape.format is None)
 
 
 def streams(weight: Weight) -> bool:
-    """Whether our kernels load tiles of a weight; others are dequantized as a whole."""
+    """Whether kernels of this package can load tiles of a weight. Other weights are dequantized as
+    a whole."""
     format = weight.format
     if format.scales is None:
         return True
@@ -269,7 +273,7 @@ def streams(weight: Weight) -> bool:
 
 
 class Launch(NamedTuple):
-    """A kernel launch that is yet to happen."""
+    """A prepared kernel launch."""
 
     kernel: Any
     grid: tuple[int, ...]

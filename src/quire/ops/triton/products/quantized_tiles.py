@@ -1,8 +1,8 @@
 """Widens tiles of weights of few bits in registers, and whole weights for products of many rows.
 
-Weights of 4 bits are loaded as int32 words of eight neighbouring inputs. Bits in the mantissa of
-2^23 make an exact float. A value therefore takes a mask, a subtraction and a product with the
-scale. It takes no conversion, an instruction that a multiprocessor runs at half the rate."""
+Weights of 4 bits are loaded as int32 words of eight neighbouring inputs. A value's bits in the
+mantissa of 2^23 form an exact float. So a value takes a mask, a subtraction and a product with the
+scale. It needs no conversion instruction, which a multiprocessor runs at half the rate."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from quire.ops.triton.products.common import load_k
 from quire.ops.weight import Weight
 
 LIFT = tl.constexpr(2.0**63)
-"""Square root of the factor by which 4-bit floats come out too small in fp32."""
+"""Square root of the factor by which unpacked 4-bit floats are too small in fp32."""
 
 
 @triton.jit
 def load_tile(w_ptrs, k0, K, BK: tl.constexpr, BITS: tl.constexpr, EVEN_K: tl.constexpr):
-    """Returns stored values of inputs [k0, k0 + BK), and 0 from K on: [R, BK], or [R, BK / 8] words
-    of 4-bit values.
+    """Returns the stored values of inputs [k0, k0 + BK), 0 from K on.
 
-    w_ptrs [R, 1] point to the starts of the rows."""
+    The result is [R, BK], or [R, BK / 8] words of 4-bit values. w_ptrs [R, 1] point to the starts
+    of the rows."""
     if BITS == 4:
         words = k0 // 8 + tl.arange(0, BK // 8)[None, :]
         w = load_k(w_ptrs + words, words, K // 8, EVEN_K)
@@ -39,8 +39,8 @@ def load_groups(ptrs, k0, K, BK: tl.constexpr, GROUP: tl.constexpr, EVEN_K: tl.c
     """Returns scales or zeros of the groups of inputs [k0, k0 + BK), fp32 [R, groups].
 
     Args:
-        ptrs: [R, 1]; they point to bytes where scales are bare exponents.
-        GROUP: inputs of a group; 0: all inputs.
+        ptrs: [R, 1]. They point to bytes if scales are stored as exponents.
+        GROUP: inputs of a group; 0 stands for all inputs.
     """
     if GROUP == 0:
         groups = tl.arange(0, 1)[None, :]
@@ -68,8 +68,9 @@ def _spread(x, R: tl.constexpr, GROUPS: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _nibble(words, zeros, scales, PLACE: tl.constexpr):
-    """Returns (value - zero) * scale of the 4 bits at PLACE of each word. Scaled by a power of 16
-    instead of being shifted, which is exact."""
+    """Returns (value - zero) * scale of the 4 bits at PLACE of each word.
+
+    The bits are not shifted but scaled by a power of 16, which is exact."""
     SHIFT: tl.constexpr = 16.0**PLACE
     bits = (words & (15 << (4 * PLACE))) | 0x4B000000
     return (bits.to(tl.float32, bitcast=True) - (8388608.0 + zeros * SHIFT)) * (scales / SHIFT)
@@ -79,8 +80,8 @@ def _nibble(words, zeros, scales, PLACE: tl.constexpr):
 def _float4(words, scales, PLACE: tl.constexpr):
     """Returns value * scale of the 4-bit float at PLACE of each word.
 
-    Its exponent and mantissa go to the low end of fp32's. That makes the value 2^126 times smaller,
-    subnormal numbers included."""
+    Exponent and mantissa are moved to the low ends of those of fp32. This makes every value 2^126
+    times smaller, including subnormal numbers."""
     small = ((words << (22 - 4 * PLACE)) & 0x1C00000) | ((words << (28 - 4 * PLACE)) & -0x80000000)
     return small.to(tl.float32, bitcast=True) * scales
 
@@ -95,8 +96,10 @@ def _number(words, zeros, scales, PLACE: tl.constexpr, E2M1: tl.constexpr):
 
 
 def _unpack_pairs() -> str:
-    """Returns instructions for words $8 and $9 and the pair of their scales, $10: pairs of the
-    values at each place, times the scales. A value in the mantissa of 2^7 is exact in bf16."""
+    """Returns instructions that convert words $8 and $9, with the pair of their scales $10.
+
+    Their results are pairs of the values at each place, times the scales. A value in the mantissa
+    of 2^7 is exact in bf16."""
     lines = []
     for byte in range(4):
         lines.append(f"prmt.b32 t, $8, $9, 0x{byte + 4}{byte + 4}{byte}{byte};")
@@ -119,8 +122,9 @@ _UNPACK: tl.constexpr = tl.constexpr(_unpack_pairs())
 
 @triton.jit
 def widen_pairs(w, scales, R: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr):
-    """Returns bf16 [R, BK] of words of 4 bits: (value - 8) * scale, rounded. Scales are bf16, and
-    are widened first."""
+    """Returns (value - 8) * scale, rounded to bf16 [R, BK], from words of 4-bit values.
+
+    Scales are bf16 and are widened first."""
     GROUPS: tl.constexpr = BK // GROUP if BK > GROUP else 1
     s = tl.broadcast_to(_spread(scales.to(tl.bfloat16), R, GROUPS, BK // 8 // GROUPS), [R, BK // 8])
     v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
@@ -141,13 +145,13 @@ def widen(
     w, scales, zeros, R: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
 ):  # fmt: skip
-    """Returns fp32 [R, BK] of a tile: (value - zero) * scale.
+    """Returns (value - zero) * scale of a tile, fp32 [R, BK].
 
     Args:
-        scales: of the tile's groups; not read if GROUP is 0.
-        zeros: not read without HAS_ZEROS, where the zero of 4 bits is 8.
-        E2M1: 4 bits are floats; they come out 1 / LIFT as large, because one more product for each
-            would cost time.
+        scales: scales of the tile's groups. Not read if GROUP is 0.
+        zeros: not read without HAS_ZEROS. The zero of 4-bit integers is then 8.
+        E2M1: 4 bits are floats. The results are divided by LIFT, because correcting each value
+            would cost one more product.
     """
     GROUPS: tl.constexpr = BK // GROUP if GROUP > 0 and BK > GROUP else 1
     if BITS == 4:
@@ -183,7 +187,7 @@ def _dequantize_kernel(
     BN: tl.constexpr, BK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     HAS_SCALES: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
-    """Stores out [N, K] of a weight. Grid: tiles of outputs, tiles of inputs."""
+    """Dequantizes a weight to out [N, K]. Grid: tiles of outputs, tiles of inputs."""
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = tl.minimum(cols, N - 1).to(tl.int64)[:, None]
     k0 = tl.program_id(1) * BK
@@ -205,14 +209,16 @@ def _dequantize_kernel(
 
 
 class Operands:
-    """A weight as kernels take it, and the compile-time constants of its format.
+    """A weight as arguments of kernels, and the compile-time constants of its format.
 
     Attributes:
         values: [outputs, inputs], or int32 [outputs, inputs / 8].
-        scales, zeros: [outputs, groups]; `values` fills the place of absent ones.
+        scales: [outputs, groups]. Without scales it is `values`, and kernels do not read it.
+        zeros: [outputs, groups]. Without zeros it is `values`, and kernels do not read it.
         bits: 4 for words, else 0.
-        group: inputs that share a scale; 0: all inputs.
-        has_scales: each output has one scale, which applies to its sum.
+        group: inputs that share a scale; 0 stands for all inputs.
+        has_scales: each output has one scale, which is applied to its sum.
+        has_zeros: whether the format has zeros.
         e2m1: 4 bits are floats.
     """
 
@@ -233,12 +239,12 @@ class Operands:
 
     @property
     def step(self) -> int:
-        """Inputs that a stored element holds."""
+        """The number of inputs in a stored element."""
         return 8 if self.bits else 1
 
 
 def dequantize(weight: Weight, dtype: torch.dtype) -> Tensor:
-    """Returns a weight that kernels load as [outputs, inputs] in `dtype`."""
+    """Returns the weights as [outputs, inputs] in `dtype`. Kernels must support the format."""
     n, k = weight.outputs, weight.inputs
     out = torch.empty(n, k, dtype=dtype, device=weight.values.device)
     own = Operands(weight)

@@ -1,4 +1,4 @@
-"""Inputs in the order in which `hopper_gemm_kernel.py` multiplies them."""
+"""Prepares a layer's inputs: their order for `hopper_gemm_kernel.py`, and rounding to 8 bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quire.ops.triton.products.common import normalise, wait_for_predecessor
 from quire.ops.weight import Weight
 
 LIFT = 2.0**64
-"""The factor of bf16 inputs, because the kernel's weights are too small by it."""
+"""Factor of bf16 inputs. It makes up for the kernel's weights, which are smaller by this factor."""
 _BLOCK = 1024
-"""Inputs of a program that applies no norm."""
+"""Inputs of a program without a norm."""
 
 
 @triton.jit
@@ -28,8 +28,8 @@ def _order_kernel(
     """Reorders and lifts inputs. Grid: rows, blocks of inputs.
 
     Args:
-        VALUES: values of a word.
-        NORM: RMSNorm comes first; a program then has a whole row.
+        VALUES: number of values in a word.
+        NORM: RMSNorm is applied first, and a program has a whole row.
     """
     if PDL:
         wait_for_predecessor(False)
@@ -53,10 +53,10 @@ def _order_kernel(
 def order_inputs(x: Tensor, norm: RmsScale | None = None, bits: int = 4) -> Tensor:
     """Returns norm(x) times LIFT as bf16, [rows, K rounded up to a step], in the kernel's order.
 
-    The lift is exact, because inputs are below 2^63. Zeros fill the last step. A step is 32 words
-    of a weight row. A thread of the kernel reads 8 words of v = 32 / bits neighbouring weights. It
-    unpacks values v / 2 apart in a word together. So input 8 v q + v w + v e / 2 + c of a step goes
-    to 4 v w + 8 c + 2 q + e.
+    The product with LIFT is exact, because inputs are below 2^63. Zeros fill the last step. A step
+    is 32 words of a weight row. Thread q of four reads 8 words of v = 32 / bits neighbouring
+    weights. It unpacks pairs of values that are v / 2 places apart in a word. So input
+    8 v q + v w + v e / 2 + c of a step is stored at place 4 v w + 8 c + 2 q + e.
 
     Args:
         x: [rows, K].
@@ -80,29 +80,28 @@ def order_inputs(x: Tensor, norm: RmsScale | None = None, bits: int = 4) -> Tens
     return out
 
 
-# The rounding of a layer's inputs to the 8 bits of its weights.
+# -- rounding of a layer's inputs to the 8 bits of its weights ---------------------------------
 
 _ELEMENTS = 4096
-"""Inputs of a program, which rounds each group by its own scale."""
+"""Inputs of a program without a norm. It may have several groups."""
 _MOST = 16384
-"""The most of a program that norms a token."""
+"""The most inputs of a program with a norm, which has a whole token."""
 
 
 SMALLEST: tl.constexpr = tl.constexpr(2.0**-120)
-"""The smallest scale of inputs: its reciprocal is finite."""
+"""The smallest scale of inputs. Its reciprocal is still finite."""
 
 
 @triton.jit
 def quotient(x, scale, reciprocal):
-    """Returns x / scale, rounded as division rounds, which takes three times as many
-    instructions."""
+    """Returns x / scale with the rounding of a division, in a third of its instructions."""
     y = x * reciprocal
     return tl.fma(tl.fma(-y, scale, x), reciprocal, y)
 
 
 @triton.jit
 def scale_for(largest, TOP: tl.constexpr):
-    """Returns the scale that makes TOP of the largest input, 1 if that is 0."""
+    """Returns the scale that maps the largest input to TOP, or 1 if that input is 0."""
     return tl.where(largest == 0, 1.0, tl.maximum(tl.div_rn(largest, TOP), SMALLEST))
 
 
@@ -116,12 +115,12 @@ def _round_kernel(
     """Rounds GROUPS groups of a token's inputs. A group is WIDTH inputs that share a scale.
 
     Args:
-        first: inputs by which the first group begins before the first input.
+        first: number of inputs of the first group that come before this rank's first input.
         TOP: the largest rounded number.
-        NORM: RMSNorm comes first; a program then has the whole token.
-        STORED: store rounded numbers and scales; otherwise store their product.
-        CAST: the card rounds to 8-bit floats as it stores them.
-        BLOCK: WIDTH or more.
+        NORM: RMSNorm is applied first, and a program has a whole token.
+        STORED: store rounded numbers and scales. Otherwise store their product.
+        CAST: the card can convert to 8-bit floats, and a store rounds.
+        BLOCK: size of a block, at least WIDTH.
     """
     if PDL:
         wait_for_predecessor(False)
@@ -146,11 +145,11 @@ def _round_kernel(
         reciprocal = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
         y = quotient(x, scale[:, None], reciprocal[:, None])
     y = tl.minimum(tl.maximum(y, low), TOP)
-    # Adding and taking away 1.5 * 2^23 leaves no fraction, and rounds halves to even.
+    # Adding and subtracting 1.5 * 2^23 rounds to an integer, halves to even.
     if INTEGERS:
         y = (y + 12582912.0) - 12582912.0
     elif not CAST:
-        # Neighbouring 8-bit floats are an eighth of their power of two apart, 2^-9 at the least.
+        # Neighbouring 8-bit floats differ by an eighth of their power of two, at least by 2^-9.
         power = (y.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         step = tl.maximum(power, 0.015625) * 0.125
         y = ((y / step + 12582912.0) - 12582912.0) * step
@@ -171,8 +170,8 @@ def round_inputs(x: Tensor, weight: Weight, norm: RmsScale | None = None) -> Ten
 def quantize_inputs(x: Tensor, weight: Weight, norm: RmsScale | None) -> tuple[Tensor, Tensor]:
     """Returns norm(x) [T, inputs] in the weight's dtype, and its fp32 scales [T, groups].
 
-    The scales are [T, 1] where the format has no groups. Scales of neighbouring tokens are
-    adjacent. Those of a group begin at a multiple of 16 bytes."""
+    The scales are [T, 1] if the format has no groups. In memory, scales of neighbouring tokens are
+    adjacent, and the scales of each group begin at a multiple of 16 bytes."""
     groups = _groups(weight)[0]
     out = torch.empty(x.shape, dtype=weight.dtype, device=x.device)
     room = triton.cdiv(len(x), 4) * 4

@@ -1,8 +1,8 @@
-"""Small-batch matrix products on tensor cores: few rows of x, padded, times a streamed weight.
+"""Matrix products of few rows, padded to the size of tensor cores.
 
-Tiles are narrow in N, so that the read of the weight spreads over all multiprocessors. Where N is
-too small for that, programs share a tile's K (split-K). They store their partial sums in a
-workspace. The last to arrive adds them in order of K, so the result does not depend on the order of
+Tiles are narrow in N, so that all multiprocessors take part in reading the weight. If N is too
+small for that, programs share a tile's K (split-K). They store their partial sums in a workspace.
+The last program to arrive adds them in order of K, so the result does not depend on the order of
 arrival."""
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ MAX_SPLIT_TILES = 16384
 class Workspace:
     """Arrival counters of split-K tiles: int32 [MAX_SPLIT_TILES], zero between kernels.
 
-    Kernels of one stream may share it. Streams that run at once need one each."""
+    Kernels of one stream may share it. Streams that run at the same time need one each."""
 
     counters: Tensor
 
     @classmethod
-    def on(cls, device: torch.device) -> Workspace:
+    def allocate(cls, device: torch.device) -> Workspace:
         return cls(torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device))
 
 
 @triton.jit
 def _row_scales(x_ptrs, K, eps, BM: tl.constexpr, BK: tl.constexpr, EVEN_K: tl.constexpr):
-    """1 / RMS of rows, [BM]; x_ptrs [BM, 1] points at their starts."""
+    """Returns 1 / RMS of rows, [BM]. x_ptrs [BM, 1] points to the starts of the rows."""
     ks = tl.arange(0, BK)[None, :]
     squares = tl.zeros([BM, BK], tl.float32)
     for k in range(0, K, BK):
@@ -70,12 +70,14 @@ def product(
     BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, E2M1: tl.constexpr = False,
     IN_PAIRS: tl.constexpr = False, TURN: tl.constexpr = True, live=None,
 ):  # fmt: skip
-    """Returns fp32 sums over [k_begin, k_end): [BM, R], with SWAP and without TURN [R, BM].
+    """Returns fp32 sums over [k_begin, k_end), [BM, R]. With SWAP and without TURN it is [R, BM].
 
     Args:
         x_ptrs: [BM, 1].
-        w_ptrs, s_ptrs, z_ptrs: [R, 1].
-        live: mask of the rows of x to read, [BM, 1]; None: all.
+        w_ptrs: [R, 1].
+        s_ptrs: [R, 1].
+        z_ptrs: [R, 1].
+        live: mask of the rows of x to read, [BM, 1]. None reads all.
     """
     ks = tl.arange(0, BK)
     dtype: tl.constexpr = x_ptrs.dtype.element_ty
@@ -114,7 +116,7 @@ def product(
             x = (xf * norm_weight(g_ptr, k, K, EVEN_K)[None, :]).to(dtype)
         if UPCAST:
             x = x.to(tl.float32)
-        w = w.to(x.dtype)  # exact without groups: 8 bits fit into any float
+        w = w.to(x.dtype)  # Exact without groups, because every dtype of x holds 8 bits.
         if SWAP:
             acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
         else:
@@ -134,8 +136,9 @@ def store_tile(
     stride_ym, GLU: tl.constexpr, ACT: tl.constexpr, HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_RES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Epilogue of a tile of fp32 sums [BM, R]: applies scales of its weight rows, bias, activation
-    and residual, and stores."""
+    """Computes the epilogue of a tile of fp32 sums [BM, R].
+
+    It applies the scales of weight rows, bias, activation and residual, and stores the result."""
     if HAS_SCALES:
         acc *= tl.load(w_scale_ptr + rows * stride_sn).to(tl.float32)[None, :]
     if HAS_BIAS:
@@ -155,7 +158,7 @@ def store_tile(
 
 @triton.jit
 def _sum_of_parts(parts_ptr, offsets, parts, PART: tl.constexpr):
-    """Adds the parts, with loads that bypass L1: it does not see other programs' writes."""
+    """Returns the sum of the parts. Loads bypass L1, which does not see other programs' writes."""
     total = tl.load(parts_ptr + offsets, cache_modifier=".cg")
     for s in range(1, parts):
         total += tl.load(parts_ptr + s * PART + offsets, cache_modifier=".cg")
@@ -193,8 +196,10 @@ def skinny_kernel(
     UPCAST: tl.constexpr, PDL: tl.constexpr, EAGER: tl.constexpr, PREFETCH: tl.constexpr,
     IN_PAIRS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). For w, w_scale_ptr and
-    w_zero_ptr see `Operands`. Grid: N tiles, K splits, M tiles."""
+    """Computes y [M, N] of x [M, K] and w [N, K] (gated: [2 N, K]). Grid: N tiles, K splits, M
+    tiles.
+
+    For w, w_scale_ptr and w_zero_ptr see `Operands`."""
     if PDL and EAGER:
         gdc_launch_dependents()
     R: tl.constexpr = 2 * BN if GLU else BN
@@ -236,7 +241,7 @@ def skinny_kernel(
 
 
 def unpacks_pairs(args: LinearArgs, own: Operands) -> bool:
-    """Whether values are unpacked as pairs of bf16, which scales of bf16 round no further."""
+    """Whether values are unpacked as pairs of bf16. With bf16 scales this loses no precision."""
     plain = own.bits == 4 and not (own.has_zeros or own.e2m1) and own.group > 0
     of_pairs = args.x.dtype == own.scales.dtype == torch.bfloat16
     return plain and of_pairs and traits(args.x.device).capability >= (9, 0)
@@ -245,7 +250,8 @@ def unpacks_pairs(args: LinearArgs, own: Operands) -> bool:
 def skinny_gemm(
     args: LinearArgs, out: Tensor, plan: GemmPlan, workspace: Workspace, *, pdl: bool
 ) -> Launch:
-    """`args` into `out` [M, N]; `plan.norm` is not "separate"."""
+    """Returns the launch that writes the layer `args` to `out` [M, N]. `plan.norm` is not
+    "separate"."""
     m, k, n = args.x.shape[0], args.k, args.n
     x, own, res, norm = args.x, Operands(args.weight), args.residual, args.norm
     w = own.values
@@ -257,7 +263,7 @@ def skinny_gemm(
     parts = workspace.counters
     if split_k > 1:
         if norm_mode == "late":
-            norm_mode = "exact"  # the squares a program sees are not the whole row's
+            norm_mode = "exact"  # A program with a part of K does not see all squares of a row.
         tile = plan.bm * plan.bn * (2 if args.gated else 1)
         size = tiles[0] * tiles[1] * split_k * tile
         parts = torch.empty(size, dtype=torch.float32, device=x.device)

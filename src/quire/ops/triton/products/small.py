@@ -1,7 +1,7 @@
 """Linear layers for few rows: norm, product, bias, activation and residual in one kernel.
 
-The dispatcher calls `small_linear`. It returns None where cuBLAS with separate kernels for the
-other steps is faster."""
+`linear.py` calls `small_linear`, which returns None if cuBLAS with separate kernels for the other
+steps is faster."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def _choose(shape: Shape, device: torch.device) -> GemmPlan:
 
 @functools.lru_cache(maxsize=64)
 def _workspace(device: torch.device, thread: int) -> Workspace:
-    return Workspace.on(device)
+    return Workspace.allocate(device)
 
 
 def default_workspace(device: torch.device) -> Workspace:
     """Returns the workspace of a device and thread.
 
-    A thread that launches on several streams at once must bring a workspace for each. The first
-    call must not happen during the capture of a graph."""
+    A thread that launches on several streams at once must make its own workspace for each. The
+    first call must not be made during a graph capture."""
     return _workspace(device, threading.get_ident())
 
 
 def choose(args: LinearArgs) -> GemmPlan:
-    """The plan for a layer; cheap after the first call of a shape."""
+    """Returns the plan for a layer. Cached by shape."""
     return _choose(shape_of(args), args.x.device)
 
 
@@ -83,7 +83,7 @@ def _check(args: LinearArgs, plan: GemmPlan) -> None:
     x, weight = args.x, args.weight
     if args.act is not None and args.act not in GATED and args.act not in PLAIN:
         known = ", ".join((*GATED, *PLAIN))
-        raise ConfigError(f"unknown activation {args.act!r}; known are: {known}", "act")
+        raise ConfigError(f"unknown activation {args.act!r}; expected one of: {known}", "act")
     if not streams(weight):
         raise ConfigError(f"no kernel loads weights of the format {weight.format.key}", "weight")
     mixed = weight.scales is None and x.dtype != weight.dtype
@@ -121,8 +121,7 @@ def prepare(
     args: LinearArgs, plan: GemmPlan, out: Tensor, *, workspace: Workspace | None = None,
     pdl: bool | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch that computes a layer into `out` [M, N] by a plan of one of our kernels, the norm
-    fused. See `run`."""
+    """Returns the launch that writes a layer to `out` [M, N]. See `run`."""
     _check(args, plan)
     x = args.x
     pdl = traits(x.device).pdl if pdl is None else pdl
@@ -132,23 +131,23 @@ def prepare(
         if integer:
             takes = counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
         if not (takes and (args.norm is None or fuses_norm(args, plan))):
-            raise ConfigError("a plan for tensor cores got what they do not take", "plan")
+            raise ConfigError(f"plan.kernel {plan.kernel!r} does not support this layer", "plan")
         return (integer_gemv if integer else mma_gemv)(args, out, plan, pdl=pdl)
     if args.norm is not None:
-        # An unscaled x * weight may exceed fp16, which tensor cores would take it in.
+        # Tensor cores would get x * weight without the norm's scale, which may overflow fp16.
         risky = plan.norm == "late" and plan.kernel == "skinny" and x.dtype == torch.float16
         if risky or plan.norm in ("none", "separate"):
             plan = replace(plan, norm="exact")
     if plan.kernel == "gemv":
         if x.shape[0] > plan.bm:
-            raise ConfigError(f"a GEMV plan for {plan.bm} rows got {x.shape[0]}", "plan")
+            raise ConfigError(f"the plan is for {plan.bm} rows, but x has {x.shape[0]}", "plan")
         return gemv(args, out, plan, pdl=pdl)
     if plan.kernel == "skinny":
         tiles = -(-args.n // plan.bn) * -(-x.shape[0] // plan.bm)
         if tiles > MAX_SPLIT_TILES:
             plan = replace(plan, split_k=1)
         return skinny_gemm(args, out, plan, workspace or default_workspace(x.device), pdl=pdl)
-    raise ConfigError(f"plan {plan.kernel!r} is not one of our kernels", "plan")
+    raise ConfigError(f"plan.kernel {plan.kernel!r} is not a kernel of this package", "plan")
 
 
 def run(
@@ -156,14 +155,14 @@ def run(
     out_dtype: torch.dtype | None = None, workspace: Workspace | None = None,
     pdl: bool | None = None,
 ) -> Tensor:  # fmt: skip
-    """Runs a layer by a plan of one of our kernels, with the norm fused.
+    """Runs a layer by a plan of one of this package's kernels, with the norm fused.
 
     Args:
-        out: [M, N] ([M, 2 N] of a layer `apart`) to write; by default a new tensor. It may be the
-            residual, not x.
+        out: [M, N], or [M, 2 N] for a layer with `apart`; by default a new tensor. It may be the
+            residual, but not x.
         out_dtype: dtype of a new `out`; by default x's.
         workspace: for split-K; by default one per device and thread.
-        pdl: programmatic dependent launch; by default where the card has it.
+        pdl: programmatic dependent launch; by default it is used on cards that have it.
     """
     if out is None:
         shape = (args.x.shape[0], args.weight.outputs if args.apart else args.n)
@@ -177,9 +176,9 @@ def small_linear(
     args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor],
     out_dtype: torch.dtype | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Returns act(norm(x) @ weight^T + bias) + residual, or None where cuBLAS is faster.
+    """Returns act(norm(x) @ weight^T + bias) + residual, or None if cuBLAS is faster.
 
-    `rms_norm` is the norm as a separate kernel, used where fusing it costs more than it saves."""
+    `rms_norm` runs the norm as a separate kernel. It is used if fusing costs more than it saves."""
     plan = choose(args)
     if plan.kernel == "torch":
         return None
@@ -189,9 +188,9 @@ def small_linear(
 
 
 def run_fixed(args: LinearArgs, *, rms_norm: Callable[[Tensor, RmsScale], Tensor]) -> Tensor:
-    """Runs a layer of any number of rows by one plan with one order of sums.
+    """Runs a layer with any number of rows by one plan with one order of sums.
 
-    A row's result is the same to the bit whatever else is in the batch."""
+    So a row's result has the same bits in every batch."""
     if args.norm is not None:
         args = replace(args, x=rms_norm(args.x, args.norm), norm=None)
     return run(args, rows_plan(shape_of(args), traits(args.x.device)))

@@ -1,7 +1,7 @@
-"""Chooses kernel and tile of a linear layer: by a table measured once per card, or by rules.
+"""Chooses the kernel and the tile of a linear layer by a measured table of the card, or by rules.
 
-A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `tune` measures entries.
-`keep` adds them to the user's table, which overrides the one shipped for the card."""
+A table is JSON: {"card": ..., "triton": ..., "entries": {key: plan}}. `tune.py` measures entries.
+`keep` adds them to the user's table, which overrides the table that ships for the card."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ from quire.ops.triton.products.plan import (
 from quire.ops.triton.products.table_file import slug, sources_hash, table_path, write_whole
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows a table knows; one between two takes the plan of the larger."""
+"""Numbers of rows in a table. A number between two of them uses the plan of the larger one."""
 HEURISTIC_MAX_M = 64
-"""Without a table entry, more rows than this go to cuBLAS."""
+"""Without a table entry, cuBLAS computes layers with more rows than this."""
 
 
 def bucket(m: int) -> int | None:
-    """Returns the smallest tabulated number of rows that holds m, or None."""
+    """Returns the smallest number of rows in a table that is at least m, or None."""
     return next((size for size in BUCKETS if m <= size), None)
 
 
 def key_of(shape: Shape) -> str:
     """Returns the key of a shape, such as "bfloat16/m1/n4096/k1024/norm".
 
-    m is its bucket's. The format of a weight with scales comes last:
+    m is rounded up to its bucket. For a weight with scales the format comes last:
     "bfloat16/m1/n4096/k1024/norm/int8"."""
     parts = [str(shape.dtype).removeprefix("torch."), f"m{bucket(shape.m)}"]
     parts += [f"n{shape.n}", f"k{shape.k}"]
@@ -61,7 +61,7 @@ def key_of(shape: Shape) -> str:
 
 @dataclass(slots=True)
 class GemmTable:
-    """Plans by `key_of` their shape, measured on one card with one Triton."""
+    """Plans by the `key_of` of their shape, measured on one card with one version of Triton."""
 
     card: str
     triton: str = triton.__version__
@@ -91,7 +91,7 @@ def cache_path(card: str) -> Path:
 
 
 def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
-    """Adds entries to the user's table of a card, whole or not at all, and returns its path.
+    """Adds entries to the user's table of a card, all or none of them, and returns its path.
 
     Raises:
         OSError: the cache directory cannot be written to.
@@ -103,7 +103,7 @@ def keep(card: str, entries: Mapping[str, GemmPlan]) -> Path:
 
 
 def _read(source: Traversable) -> dict[str, GemmPlan]:
-    """Returns a file's entries; an empty dict if the file is missing or of another version."""
+    """Returns a file's entries, or an empty dict if it is missing or of another version."""
     try:
         return GemmTable.loads(source.read_text()).entries
     except (OSError, ValueError, KeyError, TypeError):
@@ -112,8 +112,9 @@ def _read(source: Traversable) -> dict[str, GemmPlan]:
 
 @functools.cache
 def table_for(card: str) -> GemmTable:
-    """Returns the shipped table of a card, overridden by the user's own, both as of the first call;
-    empty if there is neither."""
+    """Returns the shipped table of a card with the entries of the user's table added.
+
+    Files are read in the first call. Without both files the table is empty."""
     folder = importlib.resources.files("quire.ops.triton.products") / "gemm_tables"
     shipped = _read(folder / f"{slug(card)}.json")
     return GemmTable(card, entries={**shipped, **_read(cache_path(card))})
@@ -121,11 +122,11 @@ def table_for(card: str) -> GemmTable:
 
 @dataclass(slots=True)
 class Chosen:
-    """The products for which this process chose plans, with rows rounded up to buckets.
+    """The layers for which this process chose plans, with rows rounded up to buckets.
 
     Attributes:
-        measured: keys that a table has.
-        by_rules: shapes planned by rules, by key.
+        measured: keys of layers whose plan is from a table.
+        by_rules: shapes of layers whose plan is by rules, by key.
     """
 
     measured: set[str] = field(default_factory=set)
@@ -136,7 +137,7 @@ chosen = Chosen()
 
 
 def _power_of_two(value: float, low: int, high: int) -> int:
-    """The largest power of two at most `value`, clamped."""
+    """Returns the largest power of two that is at most `value`, clamped to [low, high]."""
     result = low
     while result * 2 <= min(value, high):
         result *= 2
@@ -144,25 +145,26 @@ def _power_of_two(value: float, low: int, high: int) -> int:
 
 
 _GEMV_INPUTS = 4096
-"""Inputs up to which a program of a GEMV has whole rows in registers."""
+"""Up to this many inputs a program of a GEMV has whole rows in registers."""
 _SMALL_BYTES = 8 << 20
-"""Bytes of a weight up to which 64 rows of 16 bits are ours."""
+"""Up to this many bytes of a 16-bit weight, `skinny` computes 64 rows instead of cuBLAS."""
 _GATED_BYTES = 256 << 20
-"""Bytes of a gated weight up to which 32 and 64 are."""
+"""Up to this many bytes of a gated 16-bit weight, `skinny` computes 32 and 64 rows."""
 
 
 def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
     rows = shape.n * (2 if shape.gated else 1)
     whole = triton.next_power_of_2(shape.k)
     if _unpacks(shape):
-        # Values take registers once unpacked; words of a row as short as this still fill a line.
+        # Unpacked values need registers. The words of such a short piece of a row still fill a line
+        # of memory.
         bk, warps = min(max(whole, 64), 1024), 4 if whole >= 1024 else 2
     elif whole <= _GEMV_INPUTS:
         bk, warps = max(whole, 32), _power_of_two(whole / 512, 1, 8)
     else:
         bk, warps = 1024, 4
     tile_rows = _power_of_two(rows / (4 * sms), 2, 4 if shape.m == 1 else 2)
-    # A grid slightly larger than one wave has a tail of programs that nothing else overlaps.
+    # In a grid slightly larger than one wave, the last programs run while most of the card is idle.
     tail = 8 * sms < triton.cdiv(rows, tile_rows) <= 16 * sms
     stages = 4 if tail and whole > _GEMV_INPUTS and shape.m == 1 and not _unpacks(shape) else 1
     mode: NormMode = "late" if shape.m == 1 and shape.format is None else "exact"
@@ -174,14 +176,14 @@ def _gemv_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 _MMA_BYTES, _MMA_INPUT_BYTES = 48 << 20, 24 << 10
-"""Bytes of a weight of 16 bits, and of x, up to which few rows go to `mma_gemv`. Each program reads
+"""Up to this many bytes of a 16-bit weight, and of x, few rows go to `mma_gemv`. Each program reads
 all of x, and kernels that need shared memory leave little L1 for it."""
 
 
 def _plain_mma_plan(shape: Shape) -> GemmPlan:
     inputs, outputs = chunk_inputs(16), 8 if shape.gated else 16
     chunks = triton.cdiv(shape.k, inputs)
-    # A short row is in flight as a whole, by as few warps as hold it.
+    # A short row is in flight as a whole, in the fewest warps that can hold it.
     warps = 4 if chunks <= 32 else 8 if chunks <= 64 else 16
     stages = triton.cdiv(chunks, warps) if chunks <= 96 else 2
     return GemmPlan(
@@ -194,15 +196,14 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
     bits = stored_bits(shape.format)
     inputs, outputs = chunk_inputs(bits), 8 if shape.gated else 16
     chunks = shape.k // inputs
-    # Programs that do not fit at once run in turns: few warps with few registers leave room for
-    # more.
+    # If not all programs fit at once, few warps with few registers leave room for more programs.
     wide = triton.cdiv(shape.n, outputs) > 4 * sms
     warps = 4 if wide or bits == 4 else 8
     turns = triton.cdiv(chunks, warps)
     # A short row is in flight as a whole.
     stages = turns if turns <= 8 and not (wide and bits == 8) else 2
     if chunks % (warps * stages):
-        # A long turn in which chunks are missing costs less than many short ones.
+        # A long turn that is not full costs less than many short turns.
         warps = 16 if bits == 8 and chunks > 64 else warps
         stages = min(8, max(1, chunks // warps))
     return GemmPlan(
@@ -212,14 +213,14 @@ def _mma_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
-    """Returns a plan of one row in integers, or None where another kernel is faster.
+    """Returns a plan of "integer" for one row, or None if another kernel is faster.
 
-    It has as few segments as registers allow, then as few missing chunks as possible, then about
-    six chunks a warp."""
+    It has the fewest segments that registers allow, then the fewest missing chunks, then about six
+    chunks per warp."""
     chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles = triton.cdiv(shape.n, outputs)
     bits = shape.format.bits if shape.format else 0
-    # Segments cost more than the unpacking of 8 bits that they save.
+    # With 8 bits, segments cost more time than "integer" saves.
     for segments in (1, 2, 3, 4) if bits == 4 else (1,):
         shares = []
         for order, warps in enumerate((4, 8, 2, 16, 1)):
@@ -229,9 +230,9 @@ def _integer_plan(shape: Shape, sms: int) -> GemmPlan | None:
                 missing = warps * segments * count - chunks
                 shares.append((missing, abs(count - 6), order, warps, count, resident))
         for _, _, _, warps, count, resident in sorted(shares):
-            # Programs that do not all fit at once take several tiles, and read the next
-            # tile during the current one. Long rows of bytes do not: a program has
-            # enough in flight anyway.
+            # If not all programs fit at once, each takes several tiles and reads the next
+            # tile during the current one. This is not needed for long rows of bytes, which
+            # have enough loads in flight anyway.
             turns = tiles > 4 * sms and (bits == 4 or chunks < 32)
             turns = turns or segments > 1 or (bits == 4 and resident == 1)
             plan = GemmPlan(
@@ -252,7 +253,7 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
     bm = min(128, max(16, triton.next_power_of_2(shape.m)))
     rows = shape.n * (2 if shape.gated else 1)
     bk = 128 if shape.k >= 128 and shape.dtype.itemsize <= 2 else 64
-    # Unpacking takes instructions, which large tiles share with more rows of x.
+    # Larger tiles unpack a weight once for more rows of x.
     tile_rows = _power_of_two(rows / (2 * sms), 32 if shape.format is None else 64, 64)
     tiles = triton.cdiv(rows, tile_rows)
     split_k = _power_of_two(min(2 * sms / tiles, shape.k / (4 * bk)), 1, 8)
@@ -264,18 +265,19 @@ def _skinny_plan(shape: Shape, sms: int) -> GemmPlan:
 
 
 def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
-    """Returns a plan of 17 to 64 rows of 16 bits for sm_90 and newer, or None if the general rules
-    hold."""
+    """Returns a plan for 17 to 64 rows of 16 bits on sm_90 and newer, or None to use the general
+    rules."""
     bm = max(16, triton.next_power_of_2(shape.m))
     if shape.format is not None or shape.dtype.itemsize != 2 or bm not in (32, 64):
         return None
     if not shape.gated:
-        # Beyond the smallest layers cuBLAS was a fifth faster.
+        # cuBLAS was a fifth faster, except for the smallest layers.
         return TORCH if bm == 64 and shape.weight_bytes > _SMALL_BYTES else None
     tiles = triton.cdiv(shape.n, 32)
     if shape.weight_bytes > _GATED_BYTES or (bm == 64 and tiles < sms):
         return None
-    # Two programs run at once: that many with small tiles, otherwise larger tiles.
+    # Two programs run at once on a multiprocessor. If small tiles give fewer programs, larger tiles
+    # are used.
     wide = bm == 64 and tiles > 2 * sms
     return GemmPlan(
         "skinny", bm=bm, bn=64 if wide else 32, bk=64, warps=4, stages=4 if wide else 5,
@@ -284,10 +286,10 @@ def _hopper_plan(shape: Shape, sms: int) -> GemmPlan | None:
 
 
 def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
-    """Returns a plan by rules, for shapes that no table has.
+    """Returns a plan by rules, for shapes without a table entry.
 
-    cuBLAS gets large weights at many rows, where it is near its limit. It also gets dtypes that the
-    card's tensor cores do not take, beyond the rows of a GEMV."""
+    cuBLAS computes large weights with many rows, for which it is nearly optimal. It also computes
+    dtypes that the card's tensor cores do not support, except for the few rows of a GEMV."""
     if shape.m == 1 and counts(shape) and traits.capability >= (9, 0):
         plan = _integer_plan(shape, traits.num_sms)
         if plan is not None:
@@ -299,11 +301,11 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
         if 1 < shape.m <= MMA_ROWS and few_inputs and shape.weight_bytes <= _MMA_BYTES:
             return _plain_mma_plan(shape)
     slow = shape.dtype == (torch.float32 if traits.bf16 else torch.bfloat16)
-    # A GEMV of long rows has no registers for three of x.
+    # With long rows, a GEMV has no registers for more than two rows of x.
     if shape.m <= (2 if shape.k > _GEMV_INPUTS and not (slow or _unpacks(shape)) else 4):
         return _gemv_plan(shape, traits.num_sms)
     if _unpacks(shape):
-        # Dequantized whole, it would be read and written once more, in 16 bits.
+        # Dequantizing the whole weight would write it in 16 bits and read it once more.
         return (
             TORCH
             if shape.dtype == torch.float32 and traits.bf16
@@ -318,10 +320,10 @@ def heuristic(shape: Shape, traits: DeviceTraits) -> GemmPlan:
 
 
 def fixed_plan(shape: Shape) -> GemmPlan:
-    """Returns the plan of `--deterministic`: tile and order of sums do not depend on the number of
-    rows.
+    """Returns the plan of `--deterministic`.
 
-    So a row's result does not depend on what else is in the batch."""
+    Its tile and its order of sums do not depend on the number of rows. So a row's result does not
+    depend on the rest of the batch."""
     return GemmPlan(
         "skinny", bm=64, bn=32 if shape.gated else 64, bk=64, warps=4, stages=3,
         norm="separate" if shape.norm else "none",
@@ -331,9 +333,9 @@ def fixed_plan(shape: Shape) -> GemmPlan:
 def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
     """Returns the plan of `--deterministic` for a layer without adapters.
 
-    On Hopper cards the tensor cores sum along K to the same bits in tiles of any size. There the
-    tile follows the rows. Weights with scales keep one tile, because int8 results were seen to
-    differ."""
+    On Hopper cards the tensor cores sum along K to the same bits in tiles of any size. So the tile
+    depends on the number of rows. Weights with scales always use one tile, because int8 results
+    differed between tiles."""
     if card.capability != (9, 0) or shape.dtype.itemsize != 2 or shape.format is not None:
         return fixed_plan(shape)
     stacked = 2 if shape.gated else 1
@@ -360,21 +362,23 @@ def rows_plan(shape: Shape, card: DeviceTraits) -> GemmPlan:
 
 
 def _takes(plan: GemmPlan, shape: Shape) -> bool:
-    """Whether a plan's kernel takes a shape, whose key does not contain everything."""
+    """Whether a plan's kernel supports a shape. The key does not contain all that it depends on."""
     if plan.kernel == "integer":
         return counts(shape) and integer_bytes(shape, plan) <= INTEGER_BYTES
     return plan.kernel != "mma" or shape.aligned
 
 
 def plan_for(shape: Shape, card: str, traits: DeviceTraits) -> GemmPlan:
-    """The table's plan for a shape (m rounded up to its bucket), else the heuristic's. Which of the
-    two it was is noted in `chosen`."""
+    """Returns the table's plan for a shape, with m rounded up to its bucket, or the heuristic's.
+
+    `chosen` records which of the two it was."""
     rows = bucket(shape.m)
     if rows is None:
         return TORCH
     key, entries = key_of(shape), table_for(card).entries
     if key not in entries and (behind_norm := key_of(shape._replace(norm=True))) in entries:
-        # Some inputs were normed together with a sum over ranks.
+        # If the norm was fused with a sum over ranks, the layer gets x without a norm. A table may
+        # have the same layer with the norm.
         key = behind_norm
     plan = entries.get(key)
     if plan is None:

@@ -1,4 +1,4 @@
-"""The time of calls on a GPU, as they run inside a captured step."""
+"""Times calls on a GPU inside a CUDA graph, and stores tables of measurements in files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from pathlib import Path
 import torch
 import triton
 
+from quire.system import cache_folder
+
 
 def graph_us(
     calls: Sequence[Callable[[], object]], us_guess: float, stream: torch.cuda.Stream
 ) -> float:
-    """Returns the µs per call of a CUDA graph of `calls`: best of three replays of about a
-    millisecond.
+    """Returns the time per call in a CUDA graph of `calls`, in µs.
+
+    It is the best of three replays of about a millisecond each.
 
     Args:
         us_guess: rough estimate of the µs of a call.
@@ -30,7 +33,7 @@ def graph_us(
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        for call in calls:  # compile, load, let cuBLAS take its workspace before the capture
+        for call in calls:  # Kernels compile and cuBLAS takes its workspace before the capture.
             call()
         stream.synchronize()
         # Threads of a process group may call the device during the capture.
@@ -54,25 +57,26 @@ def graph_us(
     return best / len(calls)
 
 
-# Files of measurements on a card, in the user's cache directory.
+# -- files of measurements, in the user's cache directory --------------------------------------
 
 
 def slug(card: str) -> str:
-    """Returns the name of a card as part of a file's name, e.g. "nvidia-h200"."""
+    """Returns the name of a card in a form for file names, such as "nvidia-h200"."""
     return re.sub(r"[^a-z0-9]+", "-", card.lower()).strip("-")
 
 
 def table_path(kind: str, card: str, *more: str) -> Path:
-    """Returns the path of this user's table of a kind, for a card, this Triton, and the further
-    parts of its key."""
-    root = os.environ.get("QUIRE_CACHE_DIR")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "quire"
+    """Returns the path of this user's table of a kind, for a card and this version of Triton.
+
+    Args:
+        more: more parts of the file's name.
+    """
     name = "-".join([slug(card), f"triton{triton.__version__}", *more])
-    return base.expanduser() / kind / f"{name}.json"
+    return cache_folder() / kind / f"{name}.json"
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all.
+    """Writes a file. If it fails, an existing file stays unchanged.
 
     Raises:
         OSError: its folder cannot be written to.
@@ -84,12 +88,12 @@ def write_whole(path: Path, text: str) -> None:
 
 
 TIMED_FOLDERS = ("products", "experts")
-"""Folders of `quire.ops.triton` whose kernels and planners a table's times depend on. Their kernels
-share the files directly in that package (launch, norm, activation, ...), which count as well."""
+"""Folders of `quire.ops.triton` with the kernels and planners on which a table's times depend. The
+files directly in that package (launch, norm, activation, ...) count as well."""
 
 
 def hash_sources(package: Traversable) -> str:
-    """Returns a hash of the sources that a table's times and plans depend on.
+    """Returns a hash of the sources on which a table's times and plans depend.
 
     Args:
         package: the folder of `quire.ops.triton`.
@@ -112,16 +116,18 @@ def _timed_sources(folder: Traversable, prefix: str) -> Iterator[tuple[str, byte
 
 @functools.cache
 def sources_hash() -> str:
-    """Returns the hash that names this user's tables: other kernels have other times, and another
+    """Returns the hash in the file names of this user's tables.
+
+    Tables are not used with other sources, because other kernels have other times, and another
     planner may not know a stored plan."""
     return hash_sources(importlib.resources.files("quire.ops.triton"))
 
 
 @contextlib.contextmanager
 def sole_writer(path: Path) -> Iterator[bool]:
-    """Yields whether this process alone may measure for a table's file.
+    """Yields whether this process is the only one that may measure for a table's file.
 
-    The process holds a lock next to the file, which ends with the process.
+    The process holds a lock on a file next to it, which ends with the process.
 
     Raises:
         OSError: the folder cannot be written to.

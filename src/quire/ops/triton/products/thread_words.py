@@ -1,7 +1,7 @@
-"""Words of single threads, in inline assembly.
+"""Functions on words of single threads, in inline assembly.
 
-It loads neighbouring words, uses shared memory that Triton does not manage, and exchanges words
-between the lanes of a warp. Addresses of shared memory are int32 offsets, as the instructions take
+They load neighbouring words, use shared memory that Triton does not manage, and exchange words
+between the lanes of a warp. Addresses of shared memory are int32 offsets, as the instructions need
 them."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def larger(a, b):
-    """Returns the larger magnitudes of two pairs of bf16 numbers, NaN if one is."""
+    """Returns the larger magnitudes of two pairs of bf16 numbers, or NaN if one of them is NaN."""
     return tl.inline_asm_elementwise(
         "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True,
         pack=1,
@@ -28,7 +28,7 @@ def of_lane(x, ASM: tl.constexpr):
 
 @triton.jit
 def of_other_lane(x, BIT: tl.constexpr):
-    """Returns int32 x of the lane whose number differs in one bit."""
+    """Returns int32 x of the lane whose number differs from this lane's in one bit."""
     return tl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=r,r,r",
         [x, tl.full(x.shape, BIT, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -37,7 +37,7 @@ def of_other_lane(x, BIT: tl.constexpr):
 
 @triton.jit
 def of_quarter(x, INDEX: tl.constexpr):
-    """Returns int32 x of one of each four threads."""
+    """Returns int32 x of thread INDEX of each four threads."""
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 0x1c1f, 0xffffffff;", "=r,r,r",
         [x, tl.full(x.shape, INDEX, tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
@@ -45,8 +45,9 @@ def of_quarter(x, INDEX: tl.constexpr):
 
 
 def _load(count: int, space: str, when: bool) -> str:
-    """Returns instructions that load neighbouring words of each thread; with `when`, 0 where the
-    last operand is 0."""
+    """Returns instructions that load neighbouring words of each thread.
+
+    With `when`, they return 0 for threads whose last operand is 0."""
     outs = [f"${index}" for index in range(count)]
     vector = f"v{count}.b32 {{{', '.join(outs)}}}" if count > 1 else "b32 $0"
     load = f"ld.{space}.{vector}, [${count}];"
@@ -69,7 +70,7 @@ _SHARED1 = tl.constexpr(_load(1, "shared", False))
 
 @triton.jit
 def load_four(pointers, wanted, EVEN: tl.constexpr):
-    """Returns four neighbouring words; unless EVEN, 0 where they are not `wanted`."""
+    """Returns four neighbouring words. Unless EVEN, words that are not `wanted` are 0."""
     if EVEN:
         words = tl.inline_asm_elementwise(
             _LOAD4, "=r,=r,=r,=r,l", [pointers],
@@ -85,7 +86,7 @@ def load_four(pointers, wanted, EVEN: tl.constexpr):
 
 @triton.jit
 def load_two(pointers, wanted, EVEN: tl.constexpr):
-    """Returns two neighbouring words; unless EVEN, 0 where they are not `wanted`."""
+    """Returns two neighbouring words. Unless EVEN, words that are not `wanted` are 0."""
     if EVEN:
         words = tl.inline_asm_elementwise(
             _LOAD2, "=r,=r,l", [pointers], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
@@ -100,7 +101,7 @@ def load_two(pointers, wanted, EVEN: tl.constexpr):
 
 @triton.jit
 def load_one(pointers, wanted, EVEN: tl.constexpr):
-    """Returns a word; unless EVEN, 0 where it is not `wanted`."""
+    """Returns a word. Unless EVEN, a word that is not `wanted` is 0."""
     if EVEN:
         word = tl.inline_asm_elementwise(
             _LOAD1, "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
@@ -158,7 +159,7 @@ def keep_four(address, wanted, a, b, c, d):
 
 @triton.jit
 def keep_two(address, wanted, a, b):
-    """Stores two neighbouring words in shared memory, where they are `wanted`."""
+    """Stores two neighbouring words in shared memory, for threads that are `wanted`."""
     tl.inline_asm_elementwise(
         "{\n.reg .pred p;\nsetp.ne.s32 p, $2, 0;\n@p st.shared.v2.b32 [$1], {$3, $4};\n"
         "mov.u32 $0, 0;\n}",
@@ -188,7 +189,7 @@ def add_squares(squares, pairs):
 
 @triton.jit
 def sum_of_warps(shared, thread, WARPS: tl.constexpr):
-    """Returns the sum over the warps of their threads' values in shared memory, to all warps."""
+    """Adds the values of all warps' threads through shared memory. Each warp gets the sum."""
     total = kept_float(shared + thread % 32 * 4)
     for warp in tl.static_range(1, WARPS):
         total += kept_float(shared + warp * 128 + thread % 32 * 4)
@@ -197,19 +198,20 @@ def sum_of_warps(shared, thread, WARPS: tl.constexpr):
 
 @triton.jit
 def sum_of_lanes(x):
-    """Returns sums of fp32 over each warp."""
+    """Returns the fp32 sum over the lanes of each warp."""
     for step in tl.static_range(5):
         bits = x.to(tl.int32, bitcast=True)
         x += of_other_lane(bits, 1 << step).to(tl.float32, bitcast=True)
     return x
 
 
-# Instructions that make pairs of 16-bit floats of words of stored weights, for `mma.sync`.
+# -- instructions that convert words of stored weights to pairs of 16-bit floats, for `mma.sync` -
 
 MULTIPLY = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{$0, $1, $2, $3}}, "
-"""The start of a product of 16 weight rows and 8 rows of x, 16 inputs of each; {t}: their type."""
+"""The start of the instruction for 16 weight rows, 8 rows of x and 16 inputs. {t} is their type."""
 
-# Signed bytes plus 128 in the mantissa of 2^23; the float that remains is exact in 16 bits.
+# Signed bytes plus 128 are put into the mantissa of 2^23. After a subtraction the float is exact in
+# 16 bits.
 _INT8_TO_BF16 = """
 xor.b32 t, w, 0x80808080;
 prmt.b32 o0, t, 0x4B000000, 0x7440; prmt.b32 o1, t, 0x4B000000, 0x7441;
@@ -223,7 +225,7 @@ xor.b32 t, w, 0x80808080; mov.b32 y0, 0x64646464; mov.b32 y1, 0x64806480;
 prmt.b32 o0, t, y0, 0x4140; prmt.b32 o1, t, y0, 0x4342;
 sub.rn.f16x2 o0, o0, y1; sub.rn.f16x2 o1, o1, y1;
 """
-# Exponent and mantissa move to their places in 16 bits; the difference of the biases is a factor.
+# Exponent and mantissa move to their places in 16 bits. A factor corrects the exponent's bias.
 _FP8 = """
 mov.b32 y0, {factor}; prmt.b32 o0, w, 0, 0x1404; prmt.b32 o1, w, 0, 0x3424;
 shr.u32 t, o0, {shift}; and.b32 t, t, {mask}; lop3.b32 o0, o0, 0x80008000, t, 0xEA;
@@ -235,7 +237,7 @@ FOUR_BITS = {
     torch.bfloat16: ("0x43004300", "0x3F803F80"),
     torch.float16: ("0x64006400", "0x3C003C00"),
 }
-"""The power of two whose mantissa takes a value, and one, as pairs."""
+"""By dtype, a pair of the power of two whose mantissa can hold a value, and a pair of ones."""
 EIGHT_BITS = {
     (torch.int8, torch.bfloat16): (_INT8_TO_BF16, 4),
     (torch.int8, torch.float16): (_INT8_TO_FP16, 2),
@@ -246,7 +248,8 @@ EIGHT_BITS = {
         _FP8.format(factor="0x5C005C00", shift=1, mask="0x3F803F80", t="f16"), 2
     ),
 }  # fmt: skip
-"""Instructions that make pairs o0 and o1 of a word w, and the registers o0, o1... they need."""
+"""Instructions that convert a word w to pairs o0 and o1, and the number of registers o0, o1... that
+they need."""
 
 
 def registers(count: int, text: str) -> str:
@@ -256,10 +259,10 @@ def registers(count: int, text: str) -> str:
 
 
 def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str) -> list[str]:
-    """Returns instructions that unpack a word; values 4 places apart make a pair.
+    """Returns instructions that unpack a word. Values 4 places apart form a pair.
 
-    y0 holds a pair of ones. `zero` is minus the number added to the power of two in `magic` +
-    value."""
+    A value first becomes the power of two in `magic` + value. `zero` is then added; it is minus the
+    sum of that power and the value's zero. y0 holds a pair of ones."""
     lines = []
     for pair, out in enumerate(outs):
         place = word
@@ -274,9 +277,9 @@ def four_bit_integers(t: str, magic: str, word: str, outs: list[str], zero: str)
 def _four_bit_floats(word: str, outs: list[str], factor: str) -> list[str]:
     """Returns instructions that unpack a word of 4-bit floats.
 
-    As bf16 their bits are 2^126 times too small, subnormal numbers included. `factor`, a pair of
-    powers of two, corrects that. A multiplication makes two copies of the 4 bits. One puts the sign
-    in its place, the other puts exponent and mantissa in theirs."""
+    Their bits, moved to the places of bf16, are 2^126 times too small, also for subnormal numbers.
+    `factor`, a pair of powers of two, corrects that. A multiplication makes two copies of the 4
+    bits: one with the sign in its place, the other with exponent and mantissa in theirs."""
     lines = []
     for pair, out in enumerate(outs):
         place = word
@@ -316,11 +319,11 @@ UNPACK = {
     ),
 }
 """Instructions that unpack a word of one row, by code and dtype of stored values and dtype of x.
-With 4 bits, word $4 and the pair $5, which is added or multiplied, become pairs $0 to $3. With 8
-bits, word $2 becomes pairs $0 and $1."""
+With 4 bits, word $4 becomes pairs $0 to $3, and pair $5 is added or multiplied. With 8 bits, word
+$2 becomes pairs $0 and $1."""
 PRODUCT = {
     dtype: MULTIPLY.format(t=name) + "{$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
     for dtype, name in TYPES.items()
 }
-"""The instruction for pairs of a row and of the row 8 further, then the next pairs of both ($4 to
-$7), pairs of x ($8, $9), and sums ($10 to $13)."""
+"""The instruction of a product. Its operands are a pair of a row and of the row 8 further, then the
+next pairs of both ($4 to $7), pairs of x ($8, $9), and sums ($10 to $13)."""

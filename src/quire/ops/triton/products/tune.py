@@ -1,8 +1,8 @@
 """Measures which kernel and tile runs each linear layer fastest on this card.
 
-Every candidate is first checked against float64. Then it is timed as replays of a CUDA graph that
-walks over enough copies of the weight to exceed the L2. Each launch waits for the one before, as
-layers do. cuBLAS, with the other steps as separate kernels, is one of the candidates."""
+Every candidate is first compared with a float64 result. Then it is timed in replays of a CUDA graph
+with enough copies of the weight to exceed L2. Each launch waits for the one before, like the layers
+of a model. cuBLAS, with the other steps as separate kernels, is one of the candidates."""
 
 from __future__ import annotations
 
@@ -51,20 +51,23 @@ logger = logging.getLogger("quire.tables")
 T = TypeVar("T")
 
 COLD_BYTES = 256 << 20
-"""Weights a timing walks over before it meets the first again; the H200's L2 has 60 MB."""
+"""Bytes of weights in a timed graph before the first one comes again. The L2 of an H200 has 60 MB.
+"""
 TOLERANCE = 2e-2
-"""Relative error of a bf16 result against float64."""
+"""Limit for the relative error of a bf16 result against float64."""
 GAIN = 0.98
-"""A plan replaces the rules' plan only below this share of its time; smaller gains are noise."""
+"""A plan replaces the plan by rules only if it takes less than this fraction of its time. Smaller
+gains are noise."""
 _MOST_INPUTS = 1 << 16
-"""Inputs of a layer with a norm at most."""
+"""The most inputs of a layer with a norm."""
 _REFERENCE_BYTES = 64 << 20
-"""Bytes in float64 of the weight rows that are multiplied at a time for comparison."""
+"""Bytes of the weight rows, in float64, that are multiplied at a time for the comparison."""
 
-# Weight rows of a tile, BK, warps, stages. A tile that spans K loads all of it before it waits.
+# Each entry has weight rows of a tile, BK, warps and stages. A tile that spans K is loaded
+# completely before the wait for the predecessor.
 _GEMV_LOOPS = ((4, 1024, 4, 1), (2, 2048, 8, 1), (8, 1024, 4, 1), (4, 1024, 4, 4))
 _GEMV_FEW_ROWS = ((2, 1024, 4, 1), (4, 512, 4, 1))
-# By padded M: weight rows of a tile, BK, warps, stages, swap.
+# By padded M, entries of weight rows of a tile, BK, warps, stages and swap.
 _SKINNY = {
     16: (
         (16, 256, 4, 4, False),
@@ -93,8 +96,8 @@ class Measured:
 
     Attributes:
         plan: the plan.
-        us: µs per launch; infinite if the plan fails.
-        error: why the plan fails, or "".
+        us: time per launch in µs, infinite if the plan fails.
+        error: the reason for which the plan fails, or "".
     """
 
     plan: GemmPlan
@@ -103,7 +106,7 @@ class Measured:
 
 
 def torch_linear(args: LinearArgs) -> Tensor:
-    """The layer by cuBLAS; norm, activation and residual are kernels of their own."""
+    """Computes the layer by cuBLAS, with separate kernels for norm, activation and residual."""
     x = args.x
     if args.norm is not None:
         x = norm.rms_norm(x, args.norm.weight, args.norm.eps)
@@ -163,9 +166,9 @@ def _mma_candidates(shape: Shape) -> Iterator[GemmPlan]:
 
 
 def _integer_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
-    """Yields plans whose warps hold words of a row in registers and share its chunks almost evenly.
+    """Yields plans in which warps hold a row's words in registers and share its chunks evenly.
 
-    Plans have several segments only for rows that registers do not hold."""
+    Plans have several segments only for rows that do not fit into registers."""
     chunks, outputs = shape.k // INTEGER_INPUTS, 8 if shape.gated else 16
     tiles, fewest = triton.cdiv(shape.n, outputs), 0
     for segments, warps in itertools.product((1, 2, 3, 4, 5), (1, 2, 4, 8, 16)):
@@ -190,7 +193,7 @@ def _integer_candidates(shape: Shape, sms: int) -> Iterator[GemmPlan]:
 
 
 def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
-    """Tiles worth trying; how to apply the norm and how far to prefetch are decided afterwards."""
+    """Returns plans with the tiles to try. `refinements` varies their norm and prefetch."""
     plans = list(_gemv_candidates(shape)) if shape.m <= 4 else []
     if multiplies(shape):
         plans += _mma_candidates(shape)
@@ -202,7 +205,8 @@ def candidates(shape: Shape, sms: int) -> list[GemmPlan]:
 
 
 def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
-    """The ways to apply the norm (`norms`), or the prefetch depths, of a tile that did well."""
+    """Returns copies of a fast plan with other ways to apply the norm (`norms`), or with other
+    prefetch depths."""
     if plan.kernel in ("mma", "integer"):
         late = norms and shape.norm and norms_late(shape) and plan.norm != "late"
         return [replace(plan, norm="late")] if late else []
@@ -210,7 +214,7 @@ def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
         if not shape.norm:
             return []
         modes: list[NormMode] = [] if plan.split_k > 1 else ["late"]
-        if plan.bm <= 16:  # with more rows, each program reading all of x twice is too much
+        if plan.bm <= 16:  # With more rows it takes too long that each program reads x twice.
             modes.append("exact")
         if plan.kernel == "skinny":
             modes.append("separate")
@@ -227,13 +231,18 @@ class Turn(Protocol):
 
 
 def at_once(work: Callable[[], T], /) -> T:
-    """Runs work that waits for nobody."""
+    """Runs the work immediately."""
     return work()
 
 
 class Tuner:
-    """Times plans on one device. All shapes share `pool_bytes` of random weights. `turn` runs each
-    piece of the device's work, of some ms."""
+    """Times plans on one device. All shapes share one pool of random weights.
+
+    Args:
+        dtype: dtype of x.
+        pool_bytes: size of the pool.
+        turn: runs each piece of work on the device, which takes a few milliseconds.
+    """
 
     def __init__(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16, pool_bytes: int = 3 << 30,
@@ -244,7 +253,7 @@ class Tuner:
         self.sms = traits(device).num_sms
         self._turn = turn
         self.stream = torch.cuda.Stream(device)
-        self.workspace = Workspace.on(device)
+        self.workspace = Workspace.allocate(device)
         self._pool = torch.empty(pool_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._noise = torch.empty(512 * 16384, dtype=dtype, device=device)
         turn(self._draw)
@@ -258,8 +267,8 @@ class Tuner:
     def layer(self, shape: Shape, copy: int = 0) -> LinearArgs:
         """Returns a layer of this shape with the pool's `copy`-th weight.
 
-        It has a residual if it has no norm, no gate and no vocabulary of outputs, as o and down
-        projections do."""
+        A layer without a norm and a gate has a residual, like o and down projections. A layer as
+        large as a vocabulary has none."""
         weight = self._weight(shape, copy)
         x = self._noise[: shape.m * shape.k].view(shape.m, shape.k)
         gain = self._gains[: shape.k]
@@ -271,7 +280,8 @@ class Tuner:
         )  # fmt: skip
 
     def _weight(self, shape: Shape, copy: int) -> Weight:
-        """The pool's `copy`-th weight of a shape, of a format with any values and equal scales."""
+        """Returns the pool's `copy`-th weight of a shape. Quantized values are random, and all
+        scales are equal."""
         rows, form = shape.n * (2 if shape.gated else 1), shape.format
         if form is None:
             size = rows * shape.k
@@ -290,8 +300,7 @@ class Tuner:
     def _full(
         self, rows: int, groups: int, dtype: torch.dtype, value: float, copy: int
     ) -> Tensor:  # fmt: skip
-        """Returns a matrix of one value. Copy 0 is cached, because compiling alone writes nothing
-        to it."""
+        """Returns a matrix with one value everywhere. Copy 0 is cached."""
         key = rows, groups, dtype, value
         full = functools.partial(torch.full, key[:2], value, dtype=dtype, device=self.device)
         if copy:
@@ -302,7 +311,7 @@ class Tuner:
 
     @functools.cached_property
     def _bytes(self) -> Tensor:
-        """Random stored values of formats; no byte is a NaN as an 8-bit float."""
+        """Random bytes for stored values. As 8-bit floats none of them is NaN."""
         values = torch.empty(self._pool.nbytes, dtype=torch.uint8, device=self.device)
         return self._turn(lambda: values.random_(0, 120))
 
@@ -313,7 +322,7 @@ class Tuner:
         )
 
     def call(self, args: LinearArgs, plan: GemmPlan, out: Tensor) -> Tensor:
-        """Run a plan of any kind, the separate norm and cuBLAS included."""
+        """Runs a plan of any kind, including those with a separate norm or cuBLAS."""
         if plan.kernel == "torch":
             return torch_linear(args)
         if plan.norm == "separate" and args.norm is not None:
@@ -322,7 +331,7 @@ class Tuner:
         return small.run(args, plan, out=out, workspace=self.workspace)
 
     def launch(self, shape: Shape, plan: GemmPlan) -> Launch:
-        """Returns the launch to compile for a plan of one of our kernels."""
+        """Returns the launch to compile for a plan of one of this package's kernels."""
         args = self.layer(shape)
         if plan.norm == "separate":
             args = replace(args, norm=None)
@@ -330,13 +339,12 @@ class Tuner:
         return small.prepare(args, plan, out, workspace=self.workspace)
 
     def plans(self, shape: Shape) -> list[GemmPlan]:
-        """Returns the rules' plan of a shape, first, and all candidates."""
+        """Returns the plan by rules for a shape, then all candidates."""
         rules = heuristic(shape, traits(self.device))
         return list(dict.fromkeys([rules, *candidates(shape, self.sms)]))
 
     def compile(self, shapes: Iterable[Shape], workers: int) -> None:
-        """Compiles every plan that tuning these shapes may run, on `workers` threads, and runs
-        none."""
+        """Compiles every plan that tuning these shapes may run, on `workers` threads."""
         with compiling(workers):
             for shape in shapes:
                 for plan in self.plans(shape):
@@ -345,11 +353,11 @@ class Tuner:
 
     def _compile(self, shape: Shape, plan: GemmPlan) -> None:
         if plan.kernel != "torch":
-            with contextlib.suppress(Exception):  # it fails again when it is timed
+            with contextlib.suppress(Exception):  # The plan fails again when it is timed.
                 self.launch(shape, plan).run()
 
     def reference(self, shape: Shape) -> Tensor:
-        """Returns the layer with copy 0 of its weight in fp32, from sums in float64."""
+        """Returns the layer's result with copy 0 of its weight, summed in float64, as fp32."""
         args = self.layer(shape)
         x = args.x.double()
         if args.norm is not None:
@@ -367,7 +375,7 @@ class Tuner:
         return y if args.residual is None else y + args.residual.float()
 
     def measure(self, shape: Shape, plan: GemmPlan, expected: Tensor) -> Measured:
-        """Check a plan against `expected`, then time it. Any failure is part of the answer."""
+        """Compares a plan's result with `expected`, then times it. Catches all failures."""
         with compiling(1):
             self._compile(shape, plan)
         return self._turn(lambda: self._measured(shape, plan, expected))
@@ -387,8 +395,8 @@ class Tuner:
             return Measured(plan, math.inf, f"{type(error).__name__}: {str(error)[:120]}")
 
     def tune_shape(self, shape: Shape) -> list[Measured]:
-        """Returns the measurements of every plan tried for a shape: the rules' plan first, then by
-        time."""
+        """Returns the measurements of every plan tried for a shape: the plan by rules first, then
+        the others by time."""
         expected = self.reference(shape)
         first, *others = dict.fromkeys([*self.plans(shape), TORCH])
         rules = self.measure(shape, first, expected)
@@ -405,7 +413,7 @@ class Tuner:
 
 
 def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
-    """Returns float64 x times `rows` of a weight's rows from `first` on, rounded to fp32."""
+    """Returns x, float64, times `rows` weight rows from `first` on, rounded to fp32."""
     part = weight.rows(first, min(first + rows, weight.outputs))
     wide = part.values if part.scales is None else dequantize(part, torch.float32)
     return (x @ wide.double().T).float()
@@ -414,7 +422,7 @@ def _product(x: Tensor, weight: Weight, first: int, rows: int) -> Tensor:
 def preferred(found: Sequence[Measured]) -> Measured | None:
     """Returns the fastest of a shape's measurements, or None if no plan could be timed.
 
-    The first measurement is the rules' plan, which stays unless another gains enough."""
+    The first measurement is the plan by rules, which is kept unless another is fast enough."""
     rules, *others = found
     best = min(others, key=lambda measured: measured.us, default=rules)
     best = best if best.us < GAIN * rules.us else rules
@@ -426,8 +434,8 @@ def tune(
 ) -> Iterator[tuple[Shape, list[Measured]]]:
     """Yields each shape once with its measurements (see `Tuner.tune_shape`), in order of rows.
 
-    Kernels of equal rows are compiled first, on `workers` threads. A shape that fails is logged and
-    skipped."""
+    The kernels for equal numbers of rows are compiled first, on `workers` threads. A shape that
+    fails is logged and skipped."""
     wanted = {key_of(shape): shape for shape in shapes if bucket(shape.m)}
     by_rows = sorted(wanted.values(), key=lambda shape: shape.m)
     for _, group in itertools.groupby(by_rows, key=lambda shape: shape.m):
@@ -436,7 +444,7 @@ def tune(
         for shape in own:
             try:
                 found = tuner.tune_shape(shape)
-            except Exception as error:  # one that has no room, for instance
+            except Exception as error:  # For instance, the shape may not fit into memory.
                 logger.warning("%s: %s: %s", key_of(shape), type(error).__name__, error)
                 continue
             yield shape, found

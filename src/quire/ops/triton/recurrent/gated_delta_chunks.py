@@ -2,19 +2,19 @@
 
 It takes three kernels. The first has one program per chunk and value head. It inverts the chunk's
 triangular system and computes the attention within the chunk. The second has one program per row,
-value head and block of the head's width. It walks the row's chunks and carries the state in
-registers, so no state between chunks goes to memory. The third writes the copies of states that a
-row saves within a chunk, from the state before the chunk that the second leaves.
+value head and block of the head's width. It goes through the row's chunks and keeps the state in
+registers, so states between chunks are not written to memory. The third writes the copies of states
+that a row saves within a chunk. It starts from the state before the chunk, which the second stores.
 
-The second kernel is a chain: a chunk's products wait for the products of the previous chunk. It
-holds everything transposed, [width, tokens], so that the registers of one product's result are the
-next product's left operand. Hopper cards have a separate kernel for it (`hopper_delta.py`).
+In the second kernel a chunk's products wait for the products of the previous chunk. It holds all
+matrices transposed, [width, tokens], so that the registers of one product's result are the next
+product's left operand. Hopper cards have a separate kernel for this part (`hopper_delta.py`).
 
-Row r's chunks of 64 tokens have the numbers from query_start[r] // 64 + r on, which differ from all
-other rows' numbers. So programs find their row by bisection, and the host plans nothing.
+Row r's chunks of 64 tokens have the numbers from query_start[r] // 64 + r on, so no two rows share
+a number. Programs find their row by bisection, and the host plans nothing.
 
-q and k stay unnormalized in memory. Scaling them to unit length is a factor of the products' rows
-and columns."""
+q and k stay unnormalized in memory. The products' rows and columns are multiplied by the factors
+that scale them to unit length."""
 
 from __future__ import annotations
 
@@ -33,9 +33,15 @@ from quire.ops.triton.launch import DeviceTraits, launch, options, traits
 
 CHUNK = 64
 VECTORS = 6
-"""Vectors over a chunk that the first kernel leaves for the others. They are factors of keys times
-the state, of queries times the state, and of keys times the writes; the decay's remainder of the
-state, 64 times; the inverse lengths of keys; and the running sum of the decay, as a power of 2."""
+"""Number of vectors over a chunk that the first kernel stores for the others. In order they are:
+
+* Factors of keys times the state.
+* Factors of queries times the state.
+* Factors of keys times the writes.
+* The decay of the state over the chunk, 64 times.
+* The inverse lengths of keys.
+* The running sum of the decay, as an exponent of 2.
+"""
 
 
 @triton.jit
@@ -57,9 +63,9 @@ def _joined(inverse, system, apart, SIZE: tl.constexpr, PRECISION: tl.constexpr)
     """Returns the inverses of a system's diagonal blocks of 2 SIZE tokens, from the inverses of its
     blocks of SIZE.
 
-    `apart` is row ^ column. Below the diagonal the result is -D A C, for the inverses C and D of
-    two blocks and the block A below the one and left of the other. All of them are small for any
-    keys, so no digits are lost."""
+    `apart` is row ^ column. Below the diagonal the result is -D A C. C and D are the inverses of
+    two neighbouring diagonal blocks, and A is the block below the first and left of the second. All
+    of them are small for any keys, so precision is not lost."""
     below = tl.where(apart // SIZE == 1, system, 0.0).to(system.dtype)
     narrow = inverse.to(system.dtype)
     part = tl.dot(below, narrow, input_precision=PRECISION).to(system.dtype)
@@ -93,10 +99,12 @@ def _solve(
     scale, shortest, COUNT: tl.constexpr, DK: tl.constexpr, STEPS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value heads, chunks). Leaves the inverse of a chunk's system, its columns times the
-    tokens' strengths, the factors of attention within the chunk, and COUNT vectors."""
+    """Solves a chunk's triangular system. Grid: (value heads, chunks).
+
+    It stores the inverse of the system with columns multiplied by the tokens' strengths, the
+    factors of attention within the chunk, and COUNT vectors."""
     head, chunk = tl.program_id(0), tl.program_id(1)
-    # Decays are sums of powers of 2 from here on.
+    # From here on decays are exponents of 2.
     a_factor = -1.4426950408889634 * tl.exp(tl.load(a_log_ptr + head))
     dt_bias = tl.load(dt_bias_ptr + head)
     if PDL:
@@ -139,14 +147,15 @@ def _solve(
     tl.store(vectors + 256, k_inverse)
     tl.store(vectors + 320, total)
 
-    # Above the diagonal the power might overflow, and is dropped.
+    # Above the diagonal the power might overflow. It is masked.
     seen = place[:, None] >= place[None, :]
     grown = tl.exp2(tl.minimum(total[:, None] - total[None, :], 0.0))
     grown = tl.where(seen, grown * k_inverse[None, :], 0.0)
     square = number * 4096 + place[:, None] * 64 + place[None, :]
     within = tl.dot(q, tl.trans(k), input_precision=PRECISION) * grown * q_inverse[:, None]
     tl.store(within_ptr + square, within.to(kind))
-    # Keys of unit length make systems and inverses of at most 1: fp16 has most digits of 16 bits.
+    # With keys of unit length, systems and inverses are at most 1, for which fp16 is more precise
+    # than bf16.
     exact: tl.constexpr = tl.float32 if kind == tl.float32 else tl.float16
     system = tl.dot(k, tl.trans(k), input_precision=PRECISION) * grown
     system = (system * (k_inverse * strength)[:, None]).to(exact)
@@ -162,7 +171,7 @@ def _scan(
     COUNT: tl.constexpr, SAVES: tl.constexpr, DRAFTS: tl.constexpr, DK: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of a head's width, value heads, rows)."""
+    """Computes outputs and the new state. Grid: (blocks of a head's width, value heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, DK), tl.program_id(0) * BV + tl.arange(0, BV)
     place = tl.arange(0, 64)
@@ -203,8 +212,7 @@ def _scan(
     vectors = vectors_ptr + number * COUNT * 64
     remains = tl.load(vectors + 192)
     one = (place[:, None] == place[None, :]).to(kind)
-    # The saved state is that before the copy's chunk; `_advance_copies` adds the chunk's
-    # tokens.
+    # The saved state is that before the copy's chunk. `_advance_copies` adds the chunk's tokens.
     begin = 0
     while begin < length:
         for each in range(SAVES):
@@ -233,7 +241,7 @@ def _scan(
 
             narrow = matrix.to(kind)
             known = tl.dot(narrow, tl.trans(k), input_precision=PRECISION)
-            # A product with 1 turns v in the tensor cores' own layout.
+            # A product with the identity transposes v in the layout of the tensor cores.
             v = tl.trans(v)
             if kind != tl.float32:
                 v = tl.dot(v, one)
@@ -266,8 +274,9 @@ def _advance_copies(
     table_stride, shortest, COUNT: tl.constexpr, SAVES: tl.constexpr, DK: tl.constexpr,
     BV: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of a head's width, value heads, rows): moves the states before copies' chunks on
-    to the copies' places."""
+    """Advances saved states from before a chunk to the position of the copy within the chunk.
+
+    Grid: (blocks of a head's width, value heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
     i, j = tl.arange(0, DK), tl.program_id(0) * BV + tl.arange(0, BV)
     place = tl.arange(0, 64)
@@ -297,7 +306,7 @@ def _advance_copies(
             slot = tl.load(table + 2 + 2 * pair).to(tl.int64)
             copy = state_ptr + slot * state_stride + at
             matrix = tl.load(copy, mask=held, other=0.0)
-            # Tokens past the copy's place change nothing before it.
+            # Tokens past the copy's position do not change the state at the position.
             seen = place < end
             token = mixed_ptr + (first + chunk * 64 + place).to(tl.int64) * mixed_stride
             keys = token[:, None] + of_key[None, :]
@@ -334,7 +343,9 @@ def chunked(
     out: Tensor,
     shortest: int,
 ) -> None:
-    """Computes the rows of at least `shortest` tokens of `ops.gated_delta`, into `out`."""
+    """Computes rows of at least `shortest` tokens, and writes their outputs to `out`.
+
+    For the arguments see `ops.gated_delta`."""
     tokens, count, device = len(mixed), len(rows.lanes), mixed.device
     matrices = state.recurrent
     _, heads, key_dim, value_dim = matrices.shape
@@ -347,7 +358,7 @@ def chunked(
     single = mixed.dtype == torch.float32
     precision = "tf32x3" if single else "tf32"
     pdl = traits(device).pdl
-    # With 168 registers a thread, three programs are on a multiprocessor.
+    # With 168 registers per thread, three programs run on a multiprocessor.
     launch(_solve, (heads, chunks))(
         mixed, a, b, a_log, dt_bias, inverse, within, vectors, rows.lanes, rows.query_start, count,
         key_heads, heads, key_dim, mixed.stride(0), a.stride(0), key_dim**-0.5, shortest,
@@ -384,7 +395,7 @@ def chunked(
 
 @functools.cache
 def _hopper_delta(card: DeviceTraits) -> ModuleType | None:
-    """Returns `hopper_delta.py` for a card that it runs on."""
+    """Returns the module `hopper_delta` on Hopper cards, or None on other cards."""
     return (
         importlib.import_module("quire.ops.triton.recurrent.hopper_delta") if card.gluon else None
     )

@@ -1,9 +1,9 @@
-"""Gated delta nets: the short convolution, the rule in its recurrent form, the gates.
+"""Gated delta nets: the short convolution, the rule in its recurrent form, and the gates.
 
-No sum uses atomics, so the same step gives the same bits every time. Where rows have drafts, a
-kernel first advances its part of a state over the accepted drafts (`ops/state.py` says from which
-tensors). Programs of one launch run in any order. So every program has its own entry that records
-how far its part has advanced."""
+No sum uses atomics, so the same step gives the same bits every time. If rows have drafts, a kernel
+first advances its part of a state over the accepted drafts, from the tensors in `ops/state.py`.
+Programs of one launch run in any order. So every program has its own entry of `StateLayer.base`,
+which records how many tokens its part of the state includes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.ops.triton.recurrent.gated_delta_chunks import CHUNK, chunked, find_r
 
 _NEVER = 1 << 30
 SHORT = 16
-"""The most tokens of a row that takes the recurrent form."""
+"""Rows of at most this many tokens use the recurrent form."""
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -31,8 +31,10 @@ def _conv(
     base_stride, TAPS: tl.constexpr, SAVES: tl.constexpr, DRAFTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of channels, chunks); with BLOCK_T of 1, chunks are rows. The program of a row's
-    first chunk alone reads and writes its state."""
+    """Computes the short convolution. Grid: (blocks of channels, chunks).
+
+    If BLOCK_T is 1, a chunk is a row. Only the program of a row's first chunk reads and writes the
+    row's state."""
     chunk = tl.program_id(1)
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = channel < channels
@@ -94,7 +96,7 @@ def _conv(
                 if DRAFTS > 0:
                     entry = base_ptr + slot * base_stride + channel
                     tl.store(entry, tl.zeros_like(channel) + 2 * (start + end), mask=inside)
-        # No thread may overwrite values that another has yet to read.
+        # All threads must have read their values before any thread overwrites them.
         tl.debug_barrier()
         _keep_inputs(
             x, state, state, certain, oldest, back, channels, x_stride, channel, inside, TAPS
@@ -115,8 +117,7 @@ def _keep_inputs(
 ):  # fmt: skip
     """Stores the last inputs before a row's token `end`.
 
-    A thread has a channel to itself, and stores values from places that it has not yet overwritten.
-    """
+    Each thread has its own channel. It reads places before it overwrites them."""
     for tap in tl.static_range(TAPS - 1):
         at = tl.zeros_like(channel) + (end + 1 - TAPS + tap)
         here = x + at.to(tl.int64) * x_stride + channel
@@ -148,17 +149,18 @@ def short_conv(x: Tensor, weight: Tensor, state: StateLayer, rows: StateRows) ->
 
 
 def _drafts(state: StateLayer, rows: StateRows) -> tuple[Tensor, Tensor]:
-    """Returns the flags of rows and the bases of states; anything where rows have no drafts."""
+    """Returns the flags of rows and the bases of states. Without drafts it returns other tensors,
+    which kernels do not read."""
     if state.base is None:
         return rows.lanes, rows.lanes
     if rows.flags is None:
-        raise ConfigError("rows over states that drafts may have advanced must have flags")
+        raise ConfigError("StateRows.flags is missing, but the states have drafts")
     return rows.flags, state.base
 
 
 @triton.jit
 def _advance(matrix, k, v, a, b, a_factor, dt_bias):
-    """Returns the state after a token; k may have any length."""
+    """Returns the state after a token. k need not have unit length."""
     k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
     x = a + dt_bias
     softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
@@ -176,10 +178,10 @@ def _recurrent(
     SAVES: tl.constexpr, DRAFTS: tl.constexpr, DK: tl.constexpr, BV: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Computes short rows. Grid: (rows, value heads, blocks of their width).
+    """Computes short rows. Grid: (rows, value heads, blocks of a head's width).
 
-    It reads and writes the state once. For long rows, it advances the state to the row's first
-    token."""
+    It reads and writes the state once. For long rows, it only advances the state over accepted
+    drafts, up to the row's first token."""
     row, head = tl.program_id(0), tl.program_id(1)
     i, j = tl.arange(0, DK), tl.program_id(2) * BV + tl.arange(0, BV)
     a_factor = -tl.exp(tl.load(a_log_ptr + head))
@@ -236,7 +238,7 @@ def _recurrent(
         certain = tl.where((tl.load(flags_ptr + row) & 1) == 0, 1, length)
         certain = tl.where(long, 0, certain)
         count = tl.where(long, 0, length)
-        # This launch reads the drafts of the last row, and does not write them.
+        # This launch reads the last step's half of the drafts' tensors, and writes the other half.
         which = 1 - seen % 2
         if long:
             tl.store(own + place, matrix, mask=known)
@@ -299,7 +301,7 @@ def gated_delta(
     single = rows.max_q_len == 1
     pdl = traits(mixed.device).pdl
     block_v = min(32, triton.next_power_of_2(value_dim))
-    # Rows with drafts are short ones.
+    # Rows with drafts always count as short rows.
     shortest = _NEVER if by_token else max(SHORT, 1 + state.drafts) + 1
     flags, base = _drafts(state, rows)
     kept = [out if part is None else part for part in (state.mixed, state.gates)]
@@ -321,7 +323,7 @@ def _gated_norm(
     x_ptr, gate_ptr, weight_ptr, out_ptr, heads, width, eps, gate_stride,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tokens, blocks of heads)."""
+    """Computes `gated_rms_norm`. Grid: (tokens, blocks of heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     at = tl.arange(0, WIDTH)
@@ -354,7 +356,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
 def _sigmoid_gate(
     x_ptr, gate_ptr, out_ptr, width, x_stride, gate_stride, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Grid (tokens, blocks of the width)."""
+    """Computes `sigmoid_gate`. Grid: (tokens, blocks of the width)."""
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

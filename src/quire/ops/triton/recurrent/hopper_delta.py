@@ -1,10 +1,10 @@
 """The scan over chunks of the gated delta rule on Hopper cards, see `gated_delta_chunks.py`.
 
-A program has three warpgroups. The first carries the state of 64 of a head's columns. Transposed,
-these columns are the rows of wgmma's left operand, in registers, and so are the tokens' proposed
-and actual writes. The second multiplies the values that the first leaves in shared memory by
-queries and by the attention within the chunk. The third copies chunks into rings, ahead of both. So
-the chain of products contains only the work that the next chunk waits for."""
+A program has three warpgroups. The first advances the state of 64 of a head's columns. The
+transposed columns are the rows of wgmma's left operand, in registers. The tokens' proposed and
+actual writes are held in the same way. The second warpgroup computes outputs from the states and
+writes that the first leaves in shared memory. The third copies chunks into rings, ahead of both. So
+the first warpgroup does only the work for which the next chunk waits."""
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from quire.ops.triton.hopper_common import (
 BV = gl.constexpr(64)
 """Columns of a program."""
 STAGES = gl.constexpr(3)
-"""Chunks in shared memory."""
+"""Number of chunks in shared memory."""
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""The layout of copies of [64, 64]: 16 bytes a thread."""
+"""The layout of copies of [64, 64], 16 bytes per thread."""
 
 
 def takes(mixed: Tensor, key_dim: int, value_dim: int) -> bool:
-    """Whether the scan takes such heads: 16 bits, and dimensions of whole tiles."""
+    """Whether the scan supports heads of these dimensions. It needs 16 bits and whole tiles."""
     whole = key_dim in (64, 128) and value_dim % 64 == 0 and mixed.stride(0) % 16 == 0
     return whole and mixed.dtype in (torch.bfloat16, torch.float16)
 
@@ -44,7 +44,7 @@ def _copy_chunk(
     queries, values, inverses, withins, vectors, left, key_step, mixed_stride, rings, stage,
     DK: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of a chunk; tokens past the row's `left` remaining ones become zeros."""
+    """Starts the copies of a chunk. Tokens past the row's `left` remaining ones become zeros."""
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DK, DK // 8], [4, 1], [1, 0])
     q_ring, k_ring, v_ring, inverse_ring, within_ring, vector_ring = rings
     token = gl.arange(0, 64, layout=gl.SliceLayout(1, wide))
@@ -73,8 +73,8 @@ def _copy_chunks(
     queries, values, inverses, withins, vectors, length, heads, key_step, mixed_stride, rings,
     ready, empty, COUNT: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Copies chunks into the rings, each after the chunk three before it has been used, and signals
-    that the previous one has arrived."""
+    """Copies chunks into the rings. Each copy waits until the third chunk before it has been used,
+    and signals that the chunk before it has arrived."""
     stage = 0
     last = 0
     turn = 1
@@ -104,12 +104,12 @@ def _copy_chunks(
 
 
 @gluon.jit
-def _answer(
+def _compute_outputs(
     outputs, length, heads, value_dim, rings, narrow, new, turned, ready, empty, bars,
     DK: gl.constexpr,
 ):  # fmt: skip
-    """Computes outputs, transposed: from a chunk's queries, the state before it, and its tokens'
-    writes."""
+    """Computes the transposed outputs from a chunk's queries, the state before the chunk, and its
+    tokens' writes."""
     kind: gl.constexpr = narrow.dtype
     sums: gl.constexpr = sums_layout(64)
     q_ring, within_ring, vector_ring = rings
@@ -154,8 +154,8 @@ def _advance(
 ):  # fmt: skip
     """Advances the state from chunk to chunk.
 
-    It leaves the previous state and the tokens' writes for `_answer`, in 16 bits. Each barrier of
-    `bars` is passed once a chunk."""
+    It stores the previous state and the tokens' writes for `_compute_outputs`, in 16 bits. Each
+    barrier of `bars` is used once per chunk."""
     kind: gl.constexpr = narrow.dtype
     sums: gl.constexpr = sums_layout(64)
     state_layout: gl.constexpr = sums_layout(DK)
@@ -179,8 +179,8 @@ def _advance(
     before = 0
     begin = 0
     while begin < length:
-        # The saved state is that before the copy's chunk; `_advance_copies` adds the
-        # chunk's tokens.
+        # The saved state is that before the copy's chunk. `_advance_copies` adds the chunk's
+        # tokens.
         until = length
         for each in range(SAVES):
             end = gl.load(table + 1 + 2 * each) - start
@@ -245,7 +245,9 @@ def delta_scan(
     COUNT: gl.constexpr, SAVES: gl.constexpr, DRAFTS: gl.constexpr, DK: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of a head's width, value heads, rows). See `gated_delta_chunks._scan`."""
+    """Computes outputs and the new state, see `gated_delta_chunks._scan`.
+
+    Grid: (blocks of a head's width, value heads, rows)."""
     block, head, row = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     kind: gl.constexpr = mixed_ptr.dtype.element_ty
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -261,8 +263,8 @@ def delta_scan(
     narrow = gl.allocate_shared_memory(kind, [BV, DK], shared)
     new = gl.allocate_shared_memory(kind, [BV, 64], shared)
     rings = (q_ring, k_ring, v_ring, inverse_ring, within_ring, vector_ring)
-    # The barriers signal: a chunk has arrived, both readers have finished with it, the state
-    # and the writes are ready, and they have been read.
+    # `ready` signals that a chunk has arrived, and `empty` that both readers have finished with it.
+    # `handed` signals that the state and the writes are ready, and that they have been read.
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     handed = gl.allocate_shared_memory(gl.int64, [4, 1], bar)
@@ -301,7 +303,7 @@ def delta_scan(
                 (k_ring, v_ring, inverse_ring, vector_ring), narrow, new, ready, empty, bars,
                 COUNT, SAVES, DRAFTS, DK,
             )),
-            (_answer, (
+            (_compute_outputs, (
                 outputs, length, heads, value_dim, (q_ring, within_ring, vector_ring), narrow, new,
                 turned, ready, empty, bars, DK,
             )),

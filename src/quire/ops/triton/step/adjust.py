@@ -24,7 +24,7 @@ def _adjust(
     vocab, logits_stride, tokens_stride, bias_stride, stops_stride,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles of the vocabulary)."""
+    """Adjusts a tile of a row's logits. Grid: (rows, tiles of the vocabulary)."""
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * TILE
     if PDL:
@@ -54,7 +54,7 @@ def _adjust(
     early = length < tl.load(min_total_ptr + lane)
     num_stops = tl.where(early, tl.load(num_stops_ptr + lane), 0)
     if (num_bias > 0) | (num_stops > 0):
-        tl.debug_barrier()  # entries of this tile are changed by other threads than wrote them
+        tl.debug_barrier()  # From here on, threads change entries that other threads have written.
         end = tl.minimum(begin + TILE, vocab)
         for start in range(0, num_bias, 128):
             entry = start + tl.arange(0, 128)

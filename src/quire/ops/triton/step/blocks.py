@@ -1,4 +1,4 @@
-"""Copies of many equal pieces of memory by one launch, wherever a kernel can reach them."""
+"""Copies many pieces of memory of equal size by one launch, in device or pinned host memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch import Tensor
 from quire.ops.triton.launch import launch
 
 WORD = 8
-"""Bytes that a copy moves at once; two of them travel in one instruction."""
+"""Bytes of a word of a copy. One instruction moves two words."""
 
 _CHUNK = 4096
 _PROGRAMS = 32
-"""Programs of a copy: enough to keep a host link busy, and few enough to leave the device to the
-model. One megabyte is in flight at any time, several times the capacity of a link of 55 GB/s and 2
-us."""
+"""Programs of a copy: enough to keep a link to the host busy, and few enough to leave the device to
+the model. One megabyte is in flight, several times as much as a link of 55 GB/s and 2 µs needs."""
 
 
-# One compilation for all counts and sizes, because compiling during service would hold up a step.
+# Counts and sizes do not cause compilations, because compiling while serving would delay a step.
 @triton.jit(do_not_specialize=["count", "words", "chunks"])
 def _copy(addresses_ptr, count, words, chunks, CHUNK: tl.constexpr):
-    """Programs share the pieces' chunks evenly. The first `count` addresses are sources, the next
-    ones their destinations, all of them multiples of 16."""
+    """Copies chunks of pieces, which programs share evenly.
+
+    The first `count` addresses are sources, the next ones their destinations. All are multiples of
+    16."""
     at = tl.arange(0, CHUNK)
     for item in range(tl.program_id(0), count * chunks, tl.num_programs(0)):
         piece = item // chunks

@@ -1,4 +1,4 @@
-"""Drafts of a second model, between its passes. One program serves all lanes, which are few."""
+"""The work between the passes of a draft model. One program serves all lanes, which are few."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _embed(
         gdc_launch_dependents()
     entry = tl.load(ids_ptr + row).to(tl.int64) - start
     inside = at < width
-    # An id outside this shard (padding is -1) reads nothing and gives zeros.
+    # An id outside of this shard, such as -1 for padding, reads nothing and gives zeros.
     ours = tl.where(inside, entry, -1)
     ours = (ours >= 0) & (ours < count)
     values = tl.load(table_ptr + entry * table_stride + at, mask=ours, other=0.0)
@@ -33,7 +33,7 @@ def _embed(
 def embedding(ids: Tensor, table: Tensor, start: int = 0, *, pdl: bool | None = None) -> Tensor:
     """Returns rows of an embedding table, [T, width] in the table's dtype.
 
-    Ids outside the table give zeros, such as padding (-1) or another rank's shard.
+    Ids outside of the table give zeros, such as padding (-1) or ids of another rank's shard.
 
     Args:
         ids: int [T].

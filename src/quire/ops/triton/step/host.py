@@ -1,4 +1,4 @@
-"""A stream that waits for the host."""
+"""Kernels that exchange data with the host: a wait, a count of finished layers, and masks."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ def wait_for_inputs(
     )  # fmt: skip
 
 
-# A count in the host's memory that a stream writes.
+# -- a count of finished layers in host memory -------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["layers"])
 def _set(before_ptr, clock_ptr, layers):
-    """Grid (1,)."""
+    """Writes the clock. Grid: (1,)."""
     tl.store(clock_ptr, tl.load(before_ptr) + layers)
 
 
@@ -140,7 +140,7 @@ def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:
     launch(_set, (1,))(before, clock, layers, num_warps=1)
 
 
-# Packed masks apply to logits in place: one bit a token, and only forbidden tokens are written.
+# -- packed masks, one bit per token -----------------------------------------------------------
 
 _TILE = 4096
 
@@ -150,7 +150,7 @@ def _mask(
     logits_ptr, mask_ptr, lines_ptr, vocab, logits_stride, words,
     LINES: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles of the vocabulary)."""
+    """Masks a tile of a row's logits in place. Grid: (rows, tiles of the vocabulary)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -160,7 +160,7 @@ def _mask(
         line = tl.load(lines_ptr + row).to(tl.int64)
         if line < 0:
             return
-    # Each word is read once, because the mask may lie in the host's memory, across a link.
+    # Each word is read only once, because the mask may be in host memory.
     place = tl.program_id(1) * (TILE // 32) + tl.arange(0, TILE // 32)
     word = tl.load(mask_ptr + line * words + place, mask=place < words, other=-1)
     bit = tl.arange(0, 32)

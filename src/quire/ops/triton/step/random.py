@@ -1,4 +1,4 @@
-"""Gumbel noise for sampling: `ops.reference.random` as device code, word for word.
+"""Gumbel noise for sampling, with the same words as `ops.reference.random`.
 
 Entry v of a row comes from word v % 4 of the Philox4x32-10 counter (v // 4, position, sample index,
 draw) under the row's seed. So kernels may compute any part of a row in any order."""
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
-# The bits of a word that make u must be those of `ops.reference.random.gumbel`.
+# u must use the same bits of a word as in `ops.reference.random.gumbel`.
 SHIFT = tl.constexpr(9)
 SCALE = tl.constexpr(2.0**-23)
 
@@ -24,10 +24,11 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel(word, FAST: tl.constexpr):
-    """Returns the noise of one Philox word: -log(-log u), u as in `ops.reference.random`, in fp32.
+    """Returns the noise of one Philox word, -log(-log u), in fp32. u is as in
+    `ops.reference.random`.
 
-    Winners have u near 1, where the hardware's logarithm is too coarse. There -log(1 - x) is a
-    series in x = 1 - u, which fp32 subtracts exactly."""
+    The largest noise has u near 1, where the hardware's logarithm is not precise enough. There
+    -log(1 - x) is computed by a series in x = 1 - u, which is exact in fp32."""
     u = ((word >> SHIFT).to(tl.int32).to(tl.float32) + 0.5) * SCALE
     x = 1.0 - u
     series = x * (1.0 + x * (0.5 + x * (0.3333333333 + x * 0.25)))
@@ -37,7 +38,7 @@ def gumbel(word, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_quads(quads, position, sample_index, draw, seed_low, seed_high, FAST: tl.constexpr):
-    """Returns the noise [Q, 4] of the entries 4 quads to 4 quads + 3; quads is int [Q]."""
+    """Returns the noise [Q, 4] of entries 4 quads to 4 quads + 3, for quads int [Q]."""
     zero = quads * 0
     c0, c1, c2, c3 = tl.philox_impl(
         quads.to(tl.uint32), (zero + position).to(tl.uint32), (zero + sample_index).to(tl.uint32),
@@ -50,7 +51,7 @@ def gumbel_quads(quads, position, sample_index, draw, seed_low, seed_high, FAST:
 
 @triton.jit
 def gumbel_at(entry, position, sample_index, draw, seed_low, seed_high, FAST: tl.constexpr):
-    """Returns the noise [M] of any vocabulary entries, int [M]."""
+    """Returns the noise [M] of vocabulary entries, int [M], in any order."""
     zero = entry * 0
     c0, c1, c2, c3 = tl.philox_impl(
         (entry // 4).to(tl.uint32), (zero + position).to(tl.uint32),

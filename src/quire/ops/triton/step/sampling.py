@@ -1,8 +1,8 @@
-"""From logits to tokens without a sort of the vocabulary and without the host.
+"""Samples tokens from logits, without a sort of the vocabulary and without the host.
 
-Temperature sampling uses the Gumbel-max trick over counter-based noise. So a token depends on its
-request's seed and position alone. The noise, and the order and meaning of the truncations, are
-those of `ops.reference.sample`: min-p, then top-k (ties kept), then top-p of the rest."""
+Temperature sampling uses the Gumbel-max trick over counter-based noise. So a token's noise depends
+only on its request's seed and position. The noise and the truncations are the same as in
+`ops.reference.sample`: min-p, then top-k (ties kept), then top-p of the rest."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quire.ops.triton.step.sampling_kernels import SUB, logprob_rows, logprob_ti
 
 _TILE = 2048
 _CAP = 2048
-"""Entries that a truncating row sorts at most; flatter rows are bisected instead."""
+"""The most entries that a row with truncation sorts. Flatter rows bisect thresholds instead."""
 _LIKELY = 512
-"""Entries that a row with log-probabilities sorts at most; flatter rows are searched instead."""
+"""The most entries that a row with log-probabilities sorts. Flatter rows search them one by one."""
 _DRAW = 0
-"""The draw that picks a token: other uses of a position take other numbers."""
+"""The draw number for sampling a token. Other uses of the same position have other draw numbers."""
 
 
 def sample(
@@ -37,7 +37,7 @@ def sample(
     truncate_rows: bool = True,
     cap: int = _CAP,
 ) -> Tensor:
-    """See `ops.sample`. A truncating row sorts at most `cap` entries, a power of two."""
+    """See `ops.sample`. A row with truncation sorts at most `cap` entries, a power of two."""
     rows, vocab = logits.shape
     device = logits.device
     tokens = torch.empty(rows, dtype=torch.int32, device=device)

@@ -1,8 +1,9 @@
 """Kernels of `sampling.py`: one scan of the vocabulary in tiles, then one program per row.
 
-The scan stores each tile's best perturbed logit, and for rows that truncate the maximum of every
-`SUB` entries. The k-th largest of these maxima is a lower bound of the k-th largest logit. So the
-second step reads only the few stretches that can matter, and sorts the entries that it finds there.
+The scan stores each tile's largest logit plus noise. For rows with truncation it also stores the
+maximum of every stretch of `SUB` entries. The k-th largest of these maxima is a lower bound of the
+k-th largest logit. So the second kernel reads only the few stretches with a larger maximum, and
+sorts their entries.
 """
 
 import triton
@@ -17,7 +18,7 @@ INT_MAX = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _ordered(x):
-    """int32 that sorts as the fp32 x does; `_value` undoes it."""
+    """Returns int32 keys that sort in the order of x, fp32. `_value` is the inverse."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -34,7 +35,7 @@ def scan(
     int_stride, draw,
     TILE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, tiles). A temperature of 0 is greedy."""
+    """Scans a tile of a row's logits. Grid: (rows, tiles). A temperature of 0 is greedy."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     if PDL:
@@ -65,8 +66,8 @@ def scan(
             peak = tl.max(peaks, 0)
             base = tl.where(peak == float("-inf"), 0.0, peak)
             tl.store(sums_ptr + row * tl.num_programs(1) + tile, tl.sum(tl.exp(logits - base)))
-    # Beyond the vocabulary nothing may win, not even where everything is -inf. Entry -1 says that
-    # something is not a number, and wins.
+    # Places past the vocabulary must not win, even if all logits are -inf. If a logit is NaN, entry
+    # -1 wins and says so.
     broken = tl.max(tl.max((logits != logits).to(tl.int32), 1), 0) > 0
     best = tl.max(tl.max(score, 1), 0)
     places = tl.where((score == best) & (entry < vocab), entry, INT_MAX)
@@ -77,7 +78,7 @@ def scan(
 
 @triton.jit
 def _likeliest(keys, count):
-    """Returns the `count`-th largest (1: the largest) of int32 keys, by bisection of their bits."""
+    """Returns the `count`-th largest of int32 keys (1 is the largest), by bisection of the bits."""
     low = tl.min(keys, 0).to(tl.int64)
     high = tl.max(keys, 0).to(tl.int64)
     while low < high:
@@ -90,8 +91,8 @@ def _likeliest(keys, count):
 
 @triton.jit
 def _above(logits, vocab, temperature, floor, threshold, peak, BLOCK: tl.constexpr):
-    """Counts one row's entries at or above `floor` and `threshold`, and sums their mass relative to
-    the peak's."""
+    """Returns the number of a row's entries at or above both `floor` and `threshold`, and the sum
+    of their probabilities relative to the peak's."""
     count = 0
     mass = 0.0
     for start in range(0, vocab, BLOCK):
@@ -108,10 +109,10 @@ def _pick_by_scan(
     logits, vocab, temperature, floor, top_k, top_p, peak, lowest, position, sample, draw, low_seed,
     high_seed, BLOCK: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Draws a token of a row that is too flat to collect: bisects over thresholds, with one pass of
-    the row for each.
+    """Draws a token of a row that has too many likely entries to collect.
 
-    All entries tied at a threshold are kept."""
+    It bisects thresholds, and reads the row once for each. All entries tied at a threshold are
+    kept."""
     first = _ordered(lowest).to(tl.int64)
     last = _ordered(peak).to(tl.int64)
     if top_k > 0:
@@ -156,10 +157,9 @@ def _collect(
     logits, vocab, temperature, bound, hit, stretch, found,
     SUBS_PAD: tl.constexpr, CAP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Packs a row's entries at or above `bound` into `found`, out of the stretches `hit`, and
-    returns their number.
+    """Collects a row's entries at or above `bound` in `found`, and returns their number.
 
-    Entries past CAP are only counted."""
+    Only the stretches `hit` are read. Entries past CAP are counted but not stored."""
     order = tl.cumsum(hit.to(tl.int32), 0) - 1
     num_hits = tl.sum(hit.to(tl.int32), 0)
     tl.store(stretch + order, tl.arange(0, SUBS_PAD), mask=hit)
@@ -174,8 +174,8 @@ def _collect(
         kept = inside & (x >= bound)
         flat = tl.reshape(kept.to(tl.int32), [AT_ONCE * SUB])
         place = tl.reshape(tl.cumsum(flat, 0), [AT_ONCE, SUB]) - 1 + count
-        # The value comes first, then the complement of the entry: this sorts by value, then
-        # entry.
+        # The high word is the value and the low word the complement of the entry, so keys sort by
+        # value, then by entry.
         packed = (_ordered(x).to(tl.int64) << 32) | (-entry + INT_MAX).to(tl.int64)
         tl.store(found + place, packed, mask=kept & (place < CAP))
         count += tl.sum(flat, 0)
@@ -187,7 +187,7 @@ def _collect(
 def _whole_mass(
     peaks, sums, num_subs, num_tiles, peak, TILES_PAD: tl.constexpr, TILE: tl.constexpr
 ):
-    """The mass of all of a row's entries relative to its peak's, from the scan's sums."""
+    """Returns the sum of a row's probabilities relative to the peak's, from the scan's sums."""
     per_tile: tl.constexpr = TILE // SUB
     tiles = tl.arange(0, TILES_PAD)
     subs = tiles[:, None] * per_tile + tl.arange(0, per_tile)[None, :]
@@ -203,8 +203,9 @@ def _pick_cut(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Draws a truncating row's token: collects the likely entries, sorts them, cuts them, and draws
-    from the rest."""
+    """Draws the token of a row with truncation.
+
+    It collects the likely entries, sorts them, truncates them, and draws from the rest."""
     subs = tl.arange(0, SUBS_PAD)
     peaks = tl.load(peaks_at + subs, mask=subs < num_subs, other=float("-inf"))
     peak = tl.max(peaks, 0)
@@ -226,7 +227,8 @@ def _pick_cut(
         kept = kept & (x >= tl.sum(tl.where(rank == last, x, 0.0), 0))
     mass = tl.where(kept, tl.exp(x - peak), 0.0)
     whole = tl.sum(mass, 0)
-    # Entries that were not collected count too, unless top-k or min-p drops them anyway.
+    # The probabilities of entries that were not collected count as well, unless top-k or min-p
+    # drops these entries.
     settled = (bound <= floor) | ((top_k > 0) & (top_k <= wanted))
     if not settled:
         everything = _whole_mass(peaks_at, sums_at, num_subs, num_tiles, peak, TILES_PAD, TILE)
@@ -259,7 +261,7 @@ def pick(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, TRUNCATE: tl.constexpr, FAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows). Rows without truncation take the scan's best."""
+    """Picks the token of a row. Grid: (rows). Rows without truncation take the scan's best."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -300,10 +302,10 @@ def logprob_tiles(
     logits_ptr, lanes_ptr, tokens_ptr, wanted_ptr, peaks_ptr, sums_ptr, above_ptr, vocab,
     logits_stride, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scans the rows that ask for log-probabilities. Grid: (rows, tiles).
+    """Scans a tile of a row that asks for log-probabilities. Grid: (rows, tiles).
 
-    It stores the maximum of every `SUB` entries. For each tile it stores the sum relative to the
-    tile's maximum, and the number of entries above the row's token."""
+    It stores the maximum of every `SUB` entries. For the tile it stores the sum of probabilities
+    relative to the tile's maximum, and the number of entries above the row's token."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()
@@ -330,7 +332,9 @@ def logprob_tiles(
 
 @triton.jit
 def _next_likely(logits, vocab, value, entry, BLOCK: tl.constexpr):
-    """Returns the row's likeliest entry after (value, entry), ties by entry, and its value."""
+    """Returns the value and the index of the row's likeliest entry after (value, entry).
+
+    Ties are ordered by index."""
     best = float("-inf")
     place = INT_MAX
     for start in range(0, vocab, BLOCK):
@@ -353,8 +357,10 @@ def logprob_rows(
     TILES_PAD: tl.constexpr, SUBS_PAD: tl.constexpr, TILE: tl.constexpr, CAP: tl.constexpr,
     AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): the tiles' sums joined (online log-sum-exp, Milakov & Gimelshein, 2018), and the
-    likeliest entries collected and sorted."""
+    """Writes the log-probabilities of a row. Grid: (rows).
+
+    It adds the tiles' sums (online log-sum-exp, Milakov & Gimelshein, 2018), then collects and
+    sorts the likeliest entries."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()

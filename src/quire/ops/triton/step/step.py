@@ -1,4 +1,4 @@
-"""The parts of a step around the model, out of and into the device's batch state."""
+"""The parts of a step around the model. They read and write the device's batch state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from quire.ops.triton.launch import launch, options, traits
 _BLOCK = 1024
 
 
-# One compilation for all sizes, here and below, because compiling during service would hold up a
+# Here and below, sizes do not cause compilations, because compiling while serving would delay a
 # step.
 @triton.jit(do_not_specialize=["num_segments"])
 def _scatter(memory_ptr, packed_ptr, num_segments, BLOCK: tl.constexpr):
-    """Grid (segments, chunks of the longest)."""
+    """Copies a chunk of a segment. Grid: (segments, chunks of the longest segment)."""
     line = packed_ptr + tl.program_id(0) * 3
     start = tl.load(line).to(tl.int64)
     count = tl.load(line + 1)
@@ -41,7 +41,7 @@ def _place_drafts(
     lanes_ptr, query_start_ptr, flags_ptr, position_ptr, tokens_ptr, ids_ptr, start_ptr, used_ptr,
     tokens_stride, width, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """Writes the drafts of a row. Grid: (rows)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -61,7 +61,7 @@ def _place_drafts(
     text = tl.load(tokens_ptr + lane * tokens_stride + first + column, mask=before, other=0)
     agrees = tl.max((before & (text != claimed)).to(tl.int32), 0) == 0
     behind = held & (column >= known)
-    # The first unclaimed place after the text ends the drafts.
+    # The first place without a guess after the text ends the drafts.
     gap = tl.min(tl.where(behind & (claimed < 0), column, width), 0)
     used = tl.minimum(gap - known, room)
     used = tl.where((known >= 0) & (known < width) & agrees, tl.maximum(used, 0), 0)
@@ -92,8 +92,8 @@ def _expand(
 ):  # fmt: skip
     """Writes each row's chunk of tokens, table entries and logit rows. Grid: (rows + 1, chunks).
 
-    The last row of the grid is the padding after the others. FIRST: also write the values that KV
-    groups share."""
+    The last row of the grid is the padding after the others. With FIRST it also writes the values
+    that KV groups share."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
@@ -200,7 +200,8 @@ def _collect(
     position_ptr, last_ptr, kept_ptr, held_ptr, num_tokens, num_rows, num_logits, width,
     hidden_stride, BLOCK: tl.constexpr, HELD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (the more of tokens and rows, chunks of the width)."""
+    """Copies hidden states, and advances PROMPT rows. Grid: (the larger one of tokens and rows,
+    chunks of the width)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -252,7 +253,7 @@ def collect_rows(
 
 @triton.jit
 def _is_stop(stops_ptr, num_stops, token, STEP: tl.constexpr):
-    """Whether a token is among a lane's stops."""
+    """Whether a token is one of a lane's stop tokens."""
     hit = 0
     for begin in range(0, num_stops, STEP):
         column = begin + tl.arange(0, STEP)
@@ -268,7 +269,7 @@ def _finish(
     num_logits, tokens_stride, max_len, stops_stride, results_stride, vocab,
     COLUMNS: tl.constexpr, COUNT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows)."""
+    """Accepts the tokens of a row. Grid: (rows)."""
     row = tl.program_id(0)
     if PDL:
         gdc_wait()
@@ -349,13 +350,13 @@ def finish_rows(
     )  # fmt: skip
 
 
-# The shares and lengths lie anywhere in a step's upload, so their alignment varies.
+# Shares and lengths are parts of a step's upload, so their alignment varies.
 @triton.jit(do_not_specialize_on_alignment=["shares_ptr", "lengths_ptr"])
 def _pool(
     hidden_ptr, lanes_ptr, query_start_ptr, shares_ptr, sums_ptr, lengths_ptr, out_ptr, width,
     hidden_stride, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, chunks of the width)."""
+    """Adds up a row's hidden states. Grid: (rows, chunks of the width)."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_wait()

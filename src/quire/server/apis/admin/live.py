@@ -19,6 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.arrays import Int32
+from quire.features.registry import installed_features
+from quire.features.spec import resolve
 from quire.server.errors import ApiError
 from quire.server.http.query import Query
 from quire.server.http.sse import EventStream, start_stream
@@ -155,6 +157,7 @@ class Watcher:
             "engine": lambda s: encode(
                 {"block_size": s.block_size, "budget": s.budget, "lanes": s.lanes}
             ),
+            "rows": lambda s: encode(live_rows()),
             "stats": lambda s: encode(s.stats),
             "running": lambda s: encode(s.running),
             "waiting": lambda s: encode(s.waiting),
@@ -192,6 +195,17 @@ class Watcher:
                     }
                 )
         return out
+
+
+@functools.cache
+def live_rows() -> dict[str, str]:
+    """Returns the names under which the live view shows features' statistics, by statistic."""
+    return {
+        f"{spec.stats_name}.{field}": name
+        for spec in installed_features()
+        if spec.live_rows
+        for field, name in resolve(spec.live_rows).items()
+    }
 
 
 def _cells(pool: Pool) -> Int32:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import msgspec
@@ -16,7 +16,7 @@ from starlette.responses import Response
 from quire import __version__
 from quire.config import EngineConfig
 from quire.features.disaggregation.facts import checkpoint_digest
-from quire.server.errors import ApiError
+from quire.server.errors import ApiError, stuck_error
 from quire.server.http.query import Query
 from quire.server.http.sse import json_response
 from quire.server.state import ServerState, state_of
@@ -79,7 +79,7 @@ async def load(request: Request) -> Response:
         async with asyncio.timeout(_TIMEOUT):
             stats = await state.client.stats()
     except TimeoutError:
-        raise _stuck() from None
+        raise stuck_error() from None
     config = state.client.config
     tokens = min(stats.blocks_total, default=0) * config.block_size
     digest = await asyncio.to_thread(checkpoint_digest, config)
@@ -90,8 +90,8 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     state = state_of(request)
     config = state.client.config
-    if config.args.kv_peers is not None:  # it has the peers' key
-        config = replace(config, args=replace(config.args, kv_peers=None))
+    secrets = {f.name: f.default for f in fields(config.args) if f.metadata.get("secret")}
+    config = replace(config, args=config.args.replace(**secrets))
     return json_response(ServerInfo(__version__, state.model_name, config))
 
 
@@ -102,7 +102,7 @@ async def reset_prefix_cache(request: Request) -> Response:
         async with asyncio.timeout(_TIMEOUT):
             return json_response(CacheResetAnswer(await state.client.reset_prefix_cache()))
     except TimeoutError:
-        raise _stuck() from None
+        raise stuck_error() from None
 
 
 async def sleep(request: Request) -> Response:
@@ -134,7 +134,7 @@ async def _fall_asleep(state: ServerState) -> None:
     except BaseException as error:
         client.asleep = False
         if isinstance(error, TimeoutError):
-            raise _stuck() from None
+            raise stuck_error() from None
         raise
     await client.sleep()
 
@@ -185,7 +185,3 @@ def _advise(config: EngineConfig, *, keep: bool) -> None:
     for path in stored_weights(Path(config.model_path)):
         with contextlib.suppress(OSError), open_regular(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, advice)
-
-
-def _stuck() -> ApiError:
-    return ApiError(503, "The engine does not respond.", code="engine_stuck")

@@ -1,16 +1,8 @@
-"""The routes for those who run the server, for load balancers and for other engines."""
+"""The routes for those who run the server, and for load balancers."""
 
 from __future__ import annotations
 
-from quire.features.disaggregation.messages import Grant, Welcome
-from quire.server.apis.admin import kv_events, management, peers, probes
-from quire.server.apis.admin.adapters import (
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-    check_adapters_key,
-    load_adapter,
-    unload_adapter,
-)
+from quire.server.apis.admin import management, probes
 from quire.server.apis.admin.live import live
 from quire.server.apis.route import EVENTS, Route, check_admin
 
@@ -43,20 +35,6 @@ ROUTES = (
           answer=management.SleepState, check=check_admin),
     Route("get", "/is_sleeping", management.is_sleeping, "Whether the engine sleeps",
           answer=management.SleepState),
-    Route("post", "/v1/load_lora_adapter", load_adapter, "Give a name to a LoRA adapter",
-          LoadAdapterRequest, "text/plain", check=check_adapters_key),
-    Route("post", "/v1/unload_lora_adapter", unload_adapter, "Forget a LoRA adapter",
-          UnloadAdapterRequest, "text/plain", check=check_adapters_key),
-    Route("post", "/kv/handshake", peers.handshake,
-          "Compare engines, before one reads blocks of the other", peers.HandshakeBody, Welcome),
-    Route("post", "/kv/prefill", peers.prefill, "Compute a prompt for another engine",
-          peers.PrefillBody, Grant),
-    Route("get", "/kv/events", kv_events.events,
-          "What the caches hold, and their changes, for admins",
-          answer=kv_events.NDJSON, check=check_admin),
-    Route("put", "/kv/peers", kv_events.peers,
-          "Say who computes prompts for this server, for admins",
-          kv_events.PeersBody, kv_events.PeersAnswer, check=check_admin),
     Route("get", "/engine/live", live, "What the engine is at, while somebody looks",
           answer=EVENTS, query=_LIVE_QUERY, playground=True),
     Route("get", "/", None, "The playground: a page for people",

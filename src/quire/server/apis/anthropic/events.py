@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from pydantic_core import from_json
 
+from quire.server.chat.sealed import seal
+
 
 class TextContent(msgspec.Struct, tag="text"):
     text: str = ""
@@ -81,7 +83,8 @@ class MessageWriter:
 
     Args:
         streams: False leaves the events out.
-        show_thinking: False leaves thinking blocks empty but for their signature.
+        show_thinking: False leaves thinking blocks empty but for their signature, which has the
+            thinking.
     """
 
     def __init__(self, message: Message, *, streams: bool, show_thinking: bool) -> None:
@@ -159,7 +162,8 @@ class MessageWriter:
             block.input = _object(text)
         else:
             block.thinking = text if self._show_thinking else ""
-            block.signature = _signature(text)
+            # The client sends an empty block back. Its signature then holds the thinking.
+            block.signature = _signature(text) if self._show_thinking else seal("reasoning", text)
             self._delta("signature_delta", signature=block.signature)
         self._emit("content_block_stop", index=len(self.message.content) - 1)
         self._block, self._texts = None, []

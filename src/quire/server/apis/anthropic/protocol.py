@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field, PlainValidator, field_validator, model_va
 from quire.errors import RequestError
 from quire.sampling_params import ANTHROPIC
 from quire.server.apis.sampling import sampling_model
+from quire.server.chat.sealed import is_sealed, unseal
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import INT32_MAX, Name, StrictModel, drop_unused
 
@@ -73,11 +74,21 @@ class ToolReference(_Block):
 
 
 class ThinkingBlock(StrictModel):
-    """A block of thinking. `signature` is opaque, may be another server's, and is not checked."""
+    """A block of thinking.
+
+    `signature` may be another server's, and is not checked. That of a block whose thinking was
+    omitted has the thinking.
+    """
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = Field(None, exclude=True)
+
+    @model_validator(mode="after")
+    def _unsealed(self) -> ThinkingBlock:
+        if not self.thinking and self.signature is not None and is_sealed(self.signature):
+            self.thinking = unseal("reasoning", self.signature, "signature")
+        return self
 
 
 Block = TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock

@@ -59,7 +59,7 @@ async def _answer(request: Request, body: MessagesRequest) -> Response:
     if body.budget is not None:
         reply = BudgetedChatGeneration(state, prepared, body.budget)
     context = context_of(request)
-    answer = MessageAnswer(context.adapter or state.model_name, body, reply, context.id)
+    answer = MessageAnswer(context.model or state.model_name, body, reply, context.id)
     if not body.stream:
         return json_response(await unless_disconnected(request.receive, answer.whole()))
     await start_stream(request, reply)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -14,7 +13,7 @@ from quire.server.apis.batch.store import BatchObject, BatchRecord
 from quire.server.context.request_context import owner_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
-from quire.server.http.query import Query, page_of
+from quire.server.http.query import Page, Query, page_of
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import Metadata, Name, StrictModel
 from quire.server.state import state_of
@@ -35,12 +34,8 @@ class CreateBatchRequest(StrictModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-class BatchList(msgspec.Struct):
-    data: list[BatchObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class BatchList(Page[BatchObject]):
+    pass
 
 
 async def create_batch(request: Request) -> Response:
@@ -71,7 +66,7 @@ async def list_batches(request: Request) -> Response:
     query = Query(request, "after", "limit")
     found = [r.batch for r in batches_of(request).store.batches(owner_of(request))]
     page = page_of(query, found, [batch.id for batch in found], order=("desc", "asc"))
-    return json_response(BatchList(*page))
+    return json_response(page)
 
 
 async def show_batch(request: Request) -> Response:

@@ -16,7 +16,7 @@ from quire.server.apis.batch.store import BatchStore, FileObject, FileRecord
 from quire.server.context.request_context import owner_of
 from quire.server.errors import ApiError, from_validation
 from quire.server.http.bodies import body_chunks, body_time
-from quire.server.http.query import PAGING, Query, page_of
+from quire.server.http.query import PAGING, Page, Query, page_of
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import StrictModel
 from quire.server.state import new_id, state_of
@@ -35,12 +35,8 @@ class UploadRequest(StrictModel):
     seconds: Seconds | None = Field(None, alias="expires_after[seconds]")
 
 
-class FileList(msgspec.Struct):
-    data: list[FileObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class FileList(Page[FileObject]):
+    pass
 
 
 class DeletedFile(msgspec.Struct):
@@ -127,7 +123,7 @@ async def list_files(request: Request) -> Response:
         limit=MAX_LISTED,
         most=MAX_LISTED,
     )
-    return json_response(FileList(*page))
+    return json_response(page)
 
 
 async def show_file(request: Request) -> Response:

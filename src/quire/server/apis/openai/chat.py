@@ -35,11 +35,13 @@ from quire.server.apis.openai.messages import FunctionName, check_continuation, 
 from quire.server.apis.openai.objects import (
     ChatChoice,
     ChatChunkChoice,
+    ChatCustomCall,
     ChatDelta,
     ChatFunctionCall,
     ChatLogprobs,
     ChatMessage,
     CompletionObject,
+    CustomDelta,
     FunctionDelta,
     MessageToolCall,
     ToolCallChunk,
@@ -56,6 +58,7 @@ from quire.server.chat.dialogue import (
     Finished,
     ReasoningDelta,
     TextDelta,
+    ToolCall,
     ToolCallBegin,
     ToolCallDelta,
     ToolChoice,
@@ -101,13 +104,13 @@ def choice_of(body: ChatRequest) -> ToolChoice:
 def as_function_call(message: ChatMessage) -> None:
     """Turns the message's call, which is one at most, into a `function_call`."""
     for call in [] if message.tool_calls is UNSET else message.tool_calls:
-        message.function_call = ChatFunctionCall(call.function.name, call.function.arguments)
+        message.function_call = call.function
     message.tool_calls = UNSET
 
 
 def delta_as_function_call(delta: ChatDelta) -> None:
     for call in [] if delta.tool_calls is UNSET else delta.tool_calls:
-        delta.function_call = FunctionDelta(call.function.name, call.function.arguments)
+        delta.function_call = call.function
     delta.tool_calls = UNSET
 
 
@@ -142,7 +145,7 @@ async def chat_completions(request: Request) -> Response:
     with rename_fields(names | chat.ERROR_NAMES if body.functions else names):
         reply = await prepare(state, dialogue, context_of(request))
     check_prompt_logprobs(len(reply.prompt_token_ids), reply.params, 1, "prompt_logprobs")
-    model = context_of(request).adapter or state.model_name
+    model = context_of(request).model or state.model_name
     writer = ChatWriter(model, state.fingerprint, tokenizer, body, reply)
 
     def keep(envelope: CompletionObject[ChatChoice]) -> None:
@@ -200,6 +203,7 @@ def _dialogue(state: ServerState, body: ChatRequest) -> Dialogue:
         default_max_tokens=room,
         beams=beams,
         tools=[tool.shape for tool in body.tools or ()] or chat.tools_of(body),
+        custom_tools=frozenset(tool.custom.name for tool in body.tools or () if tool.custom),
         tool_choice=body.tool_choice or chat.choice_of(body),
         parallel_tool_calls=body.parallel_tool_calls is not False and not body.functions,
         chat_template=body.chat_template,
@@ -384,11 +388,15 @@ def _message(answer: ChatAnswer, echoed: str) -> ChatMessage:
     if answer.reasoning:
         message.reasoning = message.reasoning_content = answer.reasoning
     if answer.tool_calls:
-        message.tool_calls = [
-            MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
-            for call in answer.tool_calls
-        ]
+        message.tool_calls = [_tool_call(call) for call in answer.tool_calls]
     return message
+
+
+def _tool_call(call: ToolCall) -> MessageToolCall:
+    if call.is_custom:
+        custom = ChatCustomCall(call.name, call.arguments)
+        return MessageToolCall(call.id, custom=custom, type="custom")
+    return MessageToolCall(call.id, ChatFunctionCall(call.name, call.arguments))
 
 
 def _delta(event: Delta) -> ChatDelta:
@@ -397,9 +405,14 @@ def _delta(event: Delta) -> ChatDelta:
             return ChatDelta(content=text) if text else ChatDelta()
         case ReasoningDelta(text=text):
             return ChatDelta(reasoning=text, reasoning_content=text) if text else ChatDelta()
+        case ToolCallBegin(is_custom=True):
+            chunk = ToolCallChunk(event.index, custom=CustomDelta(event.name))
+            chunk.id, chunk.type = event.id, "custom"
         case ToolCallBegin():
-            function = FunctionDelta(event.name)
-            chunk = ToolCallChunk(event.index, function, event.id, "function")
+            chunk = ToolCallChunk(event.index, FunctionDelta(event.name))
+            chunk.id, chunk.type = event.id, "function"
+        case ToolCallDelta(is_custom=True):
+            chunk = ToolCallChunk(event.index, custom=CustomDelta(input=event.arguments))
         case ToolCallDelta():
             chunk = ToolCallChunk(event.index, FunctionDelta(arguments=event.arguments))
     return ChatDelta(tool_calls=[chunk])

@@ -254,7 +254,7 @@ class CompletionWriter:
         self.generation = generation
         self.n = body.n or 1
         self.tokenizer = state.client.tokenizer
-        self.model = generation.context.adapter or state.model_name
+        self.model = generation.context.model or state.model_name
         self.fingerprint = state.fingerprint
         self.created = int(time.time())
         self.with_prompt_logprobs = body.prompt_logprobs is not None and not body.stream

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.server.chat.custom_tools import custom_tool, grammar_text, input_arguments
 from quire.server.chat.dialogue import ToolChoice, call_text, is_json_object
 from quire.server.errors import ApiError, from_validation
-from quire.server.http.strict_model import Name, StrictModel, drop_unused
+from quire.server.http.strict_model import Name, StrictModel, ToolName, drop_unused
 
 MAX_CALLS = 1024
 
@@ -62,25 +63,61 @@ class CalledFunction(StrictModel):
         return arguments or "{}"
 
 
-def _only_functions(data: Any, what: str) -> None:
+_TOOL_TYPES = ("function", "custom")
+
+
+def _check_type(data: Any, what: str) -> None:
+    """Checks that `data` has a known type, and the field of that type."""
     kind = data.get("type") if isinstance(data, dict) else None
-    if isinstance(kind, str) and kind != "function":
+    if not isinstance(kind, str):
+        return
+    if kind not in _TOOL_TYPES:
         raise RequestError(
-            f"{what} of type {kind[:40]!r} are not supported, only functions are.",
+            f"{what} of type {kind[:40]!r} are not supported, only functions and custom tools are.",
             code="unsupported_parameter",
         )
+    if data.get(kind) is None:
+        raise RequestError(
+            f"Missing required parameter: '{kind}'.", kind, code="missing_required_parameter"
+        )
+    other = next(
+        (name for name in _TOOL_TYPES if name != kind and data.get(name) is not None), None
+    )
+    if other is not None:
+        raise RequestError(f"one of type {kind!r} has no '{other}'.", other)
+
+
+class CalledCustomTool(StrictModel):
+    name: Name
+    input: str
 
 
 class ToolCallParam(StrictModel):
     id: Name
     type: str
-    function: CalledFunction
+    function: CalledFunction | None = None
+    custom: CalledCustomTool | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        _only_functions(data, "calls")
+        _check_type(data, "calls")
         return data
+
+    @property
+    def name(self) -> str:
+        called = self.function or self.custom
+        return called.name if called is not None else ""
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """The call as chat templates take it: that of a custom tool is a function's."""
+        if self.function is not None:
+            called = {"name": self.name, "arguments": self.function.arguments}
+        else:
+            text = self.custom.input if self.custom is not None else ""
+            called = {"name": self.name, "arguments": input_arguments(text)}
+        return {"id": self.id, "type": "function", "function": called}
 
 
 class ChatMessageParam(StrictModel):
@@ -172,19 +209,57 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = None
 
 
+class GrammarDefinition(StrictModel):
+    definition: str
+    syntax: Literal["lark", "regex"]
+
+    @model_validator(mode="after")
+    def _enforceable(self) -> GrammarDefinition:
+        grammar_text(self.definition, self.syntax)
+        return self
+
+
+class ChatCustomFormat(StrictModel):
+    type: Literal["text", "grammar"]
+    grammar: GrammarDefinition | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ChatCustomFormat:
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise RequestError("a format of type 'grammar', and no other, has a 'grammar'.")
+        return self
+
+
+class CustomDefinition(StrictModel):
+    name: ToolName
+    description: str | None = None
+    format: ChatCustomFormat | None = None
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        grammar = self.format.grammar if self.format is not None else None
+        if grammar is None:
+            return custom_tool(self.name, self.description)
+        return custom_tool(self.name, self.description, grammar.syntax, grammar.definition)
+
+
 class ChatToolParam(StrictModel):
     type: str
-    function: FunctionDefinition
+    function: FunctionDefinition | None = None
+    custom: CustomDefinition | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
-        _only_functions(data, "tools")
+        _check_type(data, "tools")
         return data
 
     @property
     def shape(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.function.model_dump(exclude_none=True)}
+        if self.custom is not None:
+            return self.custom.shape
+        function = self.function.model_dump(exclude_none=True) if self.function else {}
+        return {"type": "function", "function": function}
 
 
 class FunctionName(StrictModel):
@@ -196,8 +271,20 @@ FunctionChoice = Literal["none", "auto"] | FunctionName
 
 
 class _NamedTool(StrictModel):
-    type: Literal["function"]
-    function: FunctionName
+    type: Literal["function", "custom"]
+    function: FunctionName | None = None
+    custom: FunctionName | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        _check_type(data, "choices")
+        return data
+
+    @property
+    def name(self) -> str:
+        chosen = self.function or self.custom
+        return chosen.name if chosen is not None else ""
 
 
 class _AllowedTools(StrictModel):
@@ -222,14 +309,14 @@ def parse_tool_choice(value: Any) -> Any:
             return ToolChoice(value)  # type: ignore[arg-type]
         raise RequestError("it must be 'auto', 'none', 'required', or an object.")
     kind = value.get("type") if isinstance(value, dict) else None
-    if kind == "function":
-        return ToolChoice.named(_read(_NamedTool, value).function.name)
+    if kind in _TOOL_TYPES:
+        return ToolChoice.named(_read(_NamedTool, value).name)
     if kind == "allowed_tools":
         allowed = _read(_Allowed, value).allowed_tools
-        return ToolChoice(allowed.mode, tuple(tool.function.name for tool in allowed.tools))
+        return ToolChoice(allowed.mode, tuple(tool.name for tool in allowed.tools))
     raise RequestError(
-        f"choices of type {str(kind)[:40]!r} are not supported; known are function and "
-        "allowed_tools."
+        f"choices of type {str(kind)[:40]!r} are not supported; known are function, custom "
+        "and allowed_tools."
     )
 
 
@@ -261,8 +348,8 @@ def template_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, An
         if message.reasoning_content:
             entry["reasoning_content"] = message.reasoning_content
         if message.tool_calls:
-            _add_calls(entry, [call.model_dump() for call in message.tool_calls])
-            called.update((call.id, call.function.name) for call in message.tool_calls)
+            _add_calls(entry, [call.shape for call in message.tool_calls])
+            called.update((call.id, call.name) for call in message.tool_calls)
         if message.function_call is not None:
             function = message.function_call.model_dump()
             _add_calls(entry, [{"id": f"call_{place}", "type": "function", "function": function}])

@@ -63,9 +63,17 @@ class ChatFunctionCall(msgspec.Struct):
     arguments: str
 
 
+class ChatCustomCall(msgspec.Struct):
+    name: str
+    input: str
+
+
 class MessageToolCall(msgspec.Struct):
+    """A call of a function, or of a custom tool."""
+
     id: str
-    function: ChatFunctionCall
+    function: ChatFunctionCall | UnsetType = UNSET
+    custom: ChatCustomCall | UnsetType = UNSET
     type: str = "function"
 
 
@@ -91,12 +99,18 @@ class FunctionDelta(msgspec.Struct):
     arguments: str = ""
 
 
+class CustomDelta(msgspec.Struct):
+    name: str | UnsetType = UNSET
+    input: str = ""
+
+
 class ToolCallChunk(msgspec.Struct):
-    """A part of a tool call. `id`, `type` and the function's name come with a call's first chunk
-    only."""
+    """A part of a tool call. `id`, `type` and the tool's name come with a call's first chunk
+    only. `custom` takes the place of `function` in a call of a custom tool."""
 
     index: int
-    function: FunctionDelta
+    function: FunctionDelta | UnsetType = UNSET
+    custom: CustomDelta | UnsetType = UNSET
     id: str | UnsetType = UNSET
     type: str | UnsetType = UNSET
 

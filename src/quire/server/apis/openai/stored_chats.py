@@ -14,7 +14,7 @@ from quire.server.apis.openai.objects import ChatChoice, CompletionObject
 from quire.server.context.request_context import owner_of
 from quire.server.errors import ApiError
 from quire.server.http.bodies import read_body
-from quire.server.http.query import PAGING, Query, page_of
+from quire.server.http.query import PAGING, Page, Query, page_of
 from quire.server.http.sse import json_response
 from quire.server.http.strict_model import Metadata, StrictModel
 from quire.server.state import state_of
@@ -82,12 +82,8 @@ class UpdateRequest(StrictModel):
     metadata: Metadata | None
 
 
-class ChatList(msgspec.Struct):
-    data: list[CompletionObject[ChatChoice]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class ChatList(Page[CompletionObject[ChatChoice]]):
+    pass
 
 
 class StoredMessage(msgspec.Struct):
@@ -101,12 +97,8 @@ class StoredMessage(msgspec.Struct):
     reasoning_content: str | UnsetType = UNSET
 
 
-class MessageList(msgspec.Struct):
-    data: list[StoredMessage]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class MessageList(Page[StoredMessage]):
+    pass
 
 
 class DeletedChat(msgspec.Struct):
@@ -148,7 +140,7 @@ async def list_chats(request: Request) -> Response:
         )
     ]
     page = page_of(query, found, [completion.id for completion in found])
-    return json_response(ChatList(*page))
+    return json_response(page)
 
 
 async def show_chat(request: Request) -> Response:
@@ -189,7 +181,7 @@ async def list_messages(request: Request) -> Response:
         for place, message in enumerate(chat.messages)
     ]
     page = page_of(query, messages, [message.id for message in messages])
-    return json_response(MessageList(*page))
+    return json_response(page)
 
 
 def _stored(request: Request) -> StoredChat:

@@ -21,7 +21,7 @@ Marker = Annotated[str, Field(max_length=1024)]
 
 
 class Structure(StrictModel):
-    """A tag: what begins it, the schema of what it holds, what ends it."""
+    """A tag: the text that begins it, the schema of its content, and the text that ends it."""
 
     begin: Annotated[str, Field(min_length=1, max_length=1024)]
     json_schema: dict[str, Any] | bool = Field(alias="schema")

@@ -16,6 +16,7 @@ from quire.server.apis.responses.items import (
     OutputTopLogprob,
     ResponseUsage,
 )
+from quire.server.apis.responses.socket import Conversation
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.dialogue import (
     ChatEvent,
@@ -41,6 +42,7 @@ class ResponseAnswer:
         stored: holds the response.
         store: takes in the response when it is done; None keeps none.
         top_logprobs: None gives no log-probabilities.
+        conversation: what a WebSocket keeps for its next turn.
     """
 
     def __init__(
@@ -51,15 +53,31 @@ class ResponseAnswer:
         *,
         tokenizer: Tokenizer,
         top_logprobs: int | None,
+        conversation: Conversation | None = None,
     ) -> None:
         self.reply = reply
         self.stored = stored
         self.store = store
         self.tokenizer = tokenizer
         self.top_logprobs = top_logprobs
+        self.conversation = conversation
+        self.token_ids: list[int] = []
         self.writer = stored.writer
         self.begun = False
         self.cut = False
+
+    async def warm_up(self) -> list[ResponseEvent]:
+        """Runs the prompt, and returns the events of a response without output."""
+        await self.reply.whole()
+        self.writer.begin()
+        self.writer.progress()
+        usage = usage_of(self.reply)
+        usage.total_tokens, usage.output_tokens = usage.input_tokens, 0
+        usage.output_tokens_details.reasoning_tokens = 0
+        self.writer.finish(usage, cut=False, empty=True)
+        if self.conversation is not None:
+            self.conversation.keep(self.stored)
+        return self.writer.take()
 
     async def whole(self) -> None:
         """Runs the generation to its end."""
@@ -124,13 +142,17 @@ class ResponseAnswer:
             self.begun = True
             writer.progress()
         for event in events:
+            if self.conversation is not None and not isinstance(event, Finished):
+                self.token_ids += event.token_ids
             match event:
+                case TextDelta(text="") if self.top_logprobs is None:
+                    pass
                 case TextDelta():
                     writer.text(event.text, self._logprobs(event.token_ids, event.logprobs))
                 case ReasoningDelta():
                     writer.reasoning(event.text)
                 case ToolCallBegin():
-                    writer.call(event.id, event.name)
+                    writer.call(event.id, event.name, custom=event.is_custom)
                 case ToolCallDelta():
                     writer.arguments(event.arguments)
                 case Finished():
@@ -138,21 +160,14 @@ class ResponseAnswer:
 
     def _end(self) -> None:
         self._finish()
+        if self.conversation is not None:
+            self.conversation.memo.extend(self.tokenizer, self.token_ids)
+            self.conversation.keep(self.stored)
         if self.store is not None:
             self.store.add(self.stored)
 
     def _finish(self) -> None:
-        usage = self.reply.usage
-        self.writer.finish(
-            ResponseUsage(
-                usage.prompt_tokens,
-                InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
-                usage.completion_tokens,
-                OutputTokensDetails(reasoning_tokens(usage)),
-                usage.total_tokens,
-            ),
-            cut=self.cut,
-        )
+        self.writer.finish(usage_of(self.reply), cut=self.cut)
 
     def _logprobs(
         self, token_ids: list[int], entries: list[dict[int, Logprob]]
@@ -168,6 +183,17 @@ class ResponseAnswer:
             )
             for entry in chat_logprobs(self.tokenizer, token_ids, entries, self.top_logprobs)
         ]
+
+
+def usage_of(reply: ChatGeneration) -> ResponseUsage:
+    usage = reply.usage
+    return ResponseUsage(
+        usage.prompt_tokens,
+        InputTokensDetails(usage.prompt_tokens_details.cached_tokens),
+        usage.completion_tokens,
+        OutputTokensDetails(reasoning_tokens(usage)),
+        usage.total_tokens,
+    )
 
 
 class BackgroundEvents:

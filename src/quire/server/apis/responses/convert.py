@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -12,28 +12,42 @@ from msgspec import UNSET
 from quire.sampling_params import RESPONSES, SamplingParams, StructuredOutputsParams
 from quire.server.apis.openai.convert import check_logprobs, usual_room
 from quire.server.apis.responses.items import (
+    CallItem,
+    CallOutputItem,
+    CompactionItem,
+    CustomToolCallItem,
     FunctionCallItem,
-    FunctionCallOutputItem,
     Item,
     ItemReference,
+    ItemText,
     MessageItem,
     ReasoningItem,
     Response,
+    ToolSearchOutputItem,
+    shown,
 )
 from quire.server.apis.responses.protocol import (
     LOGPROBS,
     AllowedTools,
     CreateRequest,
-    FunctionTool,
     NamedTool,
-    NamespaceTool,
     PromptFields,
     TextConfig,
-    flat_name,
 )
-from quire.server.apis.responses.store import ResponseStore
+from quire.server.apis.responses.store import ResponseSource
+from quire.server.apis.responses.tools import (
+    TOOL_SEARCH,
+    CustomTool,
+    ModelTool,
+    flat_name,
+    model_tools,
+    shown_tool,
+    tool_shape,
+)
 from quire.server.apis.sampling import copied_fields, parameters_of
+from quire.server.chat.custom_tools import input_arguments
 from quire.server.chat.dialogue import ConversationBuilder, Dialogue, ToolChoice
+from quire.server.chat.sealed import seal
 from quire.server.chat.thinking import effort_variables, template_variables
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.errors import ApiError, unsupported_error
@@ -43,10 +57,23 @@ _ID_PREFIX = {
     "message": "msg",
     "function_call": "fc",
     "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+    "compaction": "cmp",
     "reasoning": "rs",
 }
 _COPIED = tuple(parameter.name for parameter in parameters_of(RESPONSES))
 
+
+_SUMMARIZE = (
+    "Summarize this conversation, so that the work can go on without it. Tell what the user wants, "
+    "what was decided and done, names of files and commands, results of tools that still matter, "
+    "open problems and the next step. Answer with the summary alone."
+)
+_SUMMARY = "Earlier turns of this conversation were summarized:"
+"""The text before the summary of a `compaction` item."""
 
 NAMES = {
     "messages": "input",
@@ -56,7 +83,7 @@ NAMES = {
 """Maps field names of chat completions, which errors use, to names of this API."""
 
 
-def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[Item, ...]:
+def items_of(body: PromptFields, store: ResponseSource, owner: bytes) -> tuple[Item, ...]:
     """Returns all items that the response answers, each with an id: earlier turns, then the input.
 
     Raises:
@@ -78,7 +105,7 @@ def items_of(body: PromptFields, store: ResponseStore, owner: bytes) -> tuple[It
     )
 
 
-def _resolved(item: Item | ItemReference, place: int, store: ResponseStore, owner: bytes) -> Item:
+def _resolved(item: Item | ItemReference, place: int, store: ResponseSource, owner: bytes) -> Item:
     if isinstance(item, ItemReference):
         found = store.item(item.id, owner)
         if found is None:
@@ -98,12 +125,14 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
     earlier = len(items) - len(body.input)
     for place, item in enumerate(items, -earlier):
         where = f"input[{place}].call_id" if place >= 0 else "previous_response_id"
-        if isinstance(item, FunctionCallItem):
-            turns.call(item.call_id, flat_name(item.namespace, item.name), item.arguments, where)
-        elif isinstance(item, FunctionCallOutputItem):
+        if isinstance(item, CallItem):
+            turns.call(item.call_id, *_called(item), where)
+        elif isinstance(item, CallOutputItem):
             turns.result(item.call_id, item.text, where)
         elif isinstance(item, ReasoningItem):
             turns.reasoning(item.text)
+        elif isinstance(item, CompactionItem):
+            turns.user(f"{_SUMMARY}\n\n{item.text}")
         elif item.role == "assistant":
             turns.assistant(item.text)
         elif item.role == "user":
@@ -111,6 +140,50 @@ def messages_of(body: PromptFields, items: Sequence[Item]) -> list[dict[str, Any
         else:
             turns.system(item.text)
     return turns.finish()
+
+
+def compacting(items: Sequence[Item]) -> tuple[Item, ...]:
+    """Returns the conversation with the request to summarize it."""
+    part = ItemText(type="input_text", text=_SUMMARIZE, logprobs=None)
+    return (*items, MessageItem(type="message", role="user", content=[part]))
+
+
+def compacted(items: Sequence[Item], summary: str) -> list[dict[str, Any]]:
+    """Returns the items that replace a conversation: its user messages, and the summary."""
+    kept = [shown(item) for item in items if isinstance(item, MessageItem) and item.role == "user"]
+    sealed = seal("compaction", summary)
+    last = {"id": new_id("cmp", "_"), "type": "compaction", "encrypted_content": sealed}
+    return [*kept, last]
+
+
+def _called(item: CallItem) -> tuple[str, str]:
+    """Returns the name by which the model knows the called tool, and the arguments' JSON text."""
+    if isinstance(item, FunctionCallItem):
+        return flat_name(item.namespace, item.name), item.arguments
+    if isinstance(item, CustomToolCallItem):
+        return flat_name(item.namespace, item.name), input_arguments(item.input)
+    return TOOL_SEARCH, item.text
+
+
+def tools_of(
+    body: PromptFields, items: Sequence[Item]
+) -> tuple[list[tuple[str | None, ModelTool]], list[tuple[str | None, ModelTool]]]:
+    """Returns the request's tools, and those that searches found, each with its namespace.
+
+    The prompt shows found tools where they were found, so that its beginning stays the same.
+    """
+    given = list(model_tools(body.tools))
+    names = {flat_name(namespace, tool.name) for namespace, tool in given}
+    found = []
+    for item in items:
+        for namespace, tool in model_tools(
+            item.tools if isinstance(item, ToolSearchOutputItem) else ()
+        ):
+            name = flat_name(namespace, tool.name)
+            if name not in names:
+                names.add(name)
+                found.append((namespace, tool))
+    return given, found
 
 
 def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -> Dialogue:
@@ -125,14 +198,23 @@ def dialogue_of(state: ServerState, body: PromptFields, items: Sequence[Item]) -
             raise unsupported_error("text.verbosity", "has no place in the model's chat template")
         decline("text.verbosity")
     logprobs = isinstance(body, CreateRequest) and LOGPROBS in (body.include or ())
-    params = _params(state, body) if isinstance(body, CreateRequest) else SamplingParams()
+    params = SamplingParams(**dict[str, Any](state.defaults))
+    if isinstance(body, CreateRequest):
+        params = _params(state, body)
     most = state.client.config.scheduler.max_model_len
     check_logprobs(params, 1, most, "top_logprobs", ("max_output_tokens",))
+    given, found = tools_of(body, items)
     dialogue = Dialogue(
         messages=messages_of(body, items),
         params=params,
         default_max_tokens=usual_room(params, most),
-        tools=[_tool(tool, namespace) for namespace, tool in functions_of(body.tools)],
+        tools=[tool_shape(tool, namespace) for namespace, tool in (*given, *found)],
+        custom_tools=frozenset(
+            flat_name(namespace, tool.name)
+            for namespace, tool in (*given, *found)
+            if isinstance(tool, CustomTool)
+        ),
+        found_tools=frozenset(flat_name(namespace, tool.name) for namespace, tool in found),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         template_kwargs=variables,
@@ -165,25 +247,6 @@ def _structured(text: TextConfig | None) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(json=msgspec.json.encode(format.json_schema).decode())
 
 
-def functions_of(
-    tools: Sequence[FunctionTool | NamespaceTool] | None,
-) -> Iterator[tuple[str | None, FunctionTool]]:
-    """Yields the functions, each with its namespace if it is in one."""
-    for tool in tools or ():
-        if isinstance(tool, NamespaceTool):
-            yield from ((tool.name, function) for function in tool.tools)
-        else:
-            yield None, tool
-
-
-def _tool(tool: FunctionTool, namespace: str | None) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": flat_name(namespace, tool.name)}
-    for name in ("description", "parameters", "strict"):
-        if getattr(tool, name) is not None:
-            function[name] = getattr(tool, name)
-    return {"type": "function", "function": function}
-
-
 def _tool_choice(choice: str | NamedTool | AllowedTools | None) -> ToolChoice:
     if choice is None:
         return ToolChoice()
@@ -213,13 +276,13 @@ def without_oldest(items: Sequence[Item], count: int) -> tuple[Item, ...]:
             kept.append(item)
         elif turn > count and not _orphan(item, calls):
             kept.append(item)
-            if isinstance(item, FunctionCallItem):
+            if isinstance(item, CallItem):
                 calls.add(item.call_id)
     return tuple(kept)
 
 
 def _orphan(item: Item, calls: set[str]) -> bool:
-    return isinstance(item, FunctionCallOutputItem) and item.call_id not in calls
+    return isinstance(item, CallOutputItem) and item.call_id not in calls
 
 
 def turns_in(items: Sequence[Item]) -> int:
@@ -234,7 +297,7 @@ def response_of(
     if body.text is not None:
         text |= body.text.model_dump(exclude_none=True, by_alias=True)
     choice = body.tool_choice or "auto"
-    tools = [_shown_tool(tool) for tool in body.tools or ()]
+    tools = [shown_tool(tool) for tool in body.tools or ()]
     return Response(
         id=dialogue.request_id,
         created_at=int(time.time()),
@@ -260,14 +323,6 @@ def response_of(
         truncation=body.truncation or "disabled",
         user=UNSET if body.user is None else body.user,
     )
-
-
-def _shown_tool(tool: FunctionTool | NamespaceTool) -> dict[str, Any]:
-    if isinstance(tool, NamespaceTool):
-        own = tool.model_dump(exclude_none=True, exclude={"tools"})
-        return own | {"tools": [_shown_tool(each) for each in tool.tools]}
-    shown = {"description": None, "parameters": None, "strict": False}
-    return shown | tool.model_dump(exclude_none=True)
 
 
 def stores(state: ServerState, body: CreateRequest) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from msgspec import UNSET
 from quire.server.apis.responses.items import (
     ErrorDetails,
     IncompleteDetails,
+    OutputCall,
+    OutputCustomToolCall,
     OutputFunctionCall,
     OutputItem,
     OutputMessage,
@@ -19,9 +22,12 @@ from quire.server.apis.responses.items import (
     OutputReasoningText,
     OutputText,
     OutputTokenLogprob,
+    OutputToolSearchCall,
     Response,
     ResponseUsage,
 )
+from quire.server.apis.responses.tools import TOOL_SEARCH
+from quire.server.chat.sealed import seal
 from quire.server.errors import ApiError
 from quire.server.http.sse import pad_event
 from quire.server.state import new_id
@@ -47,17 +53,26 @@ class ResponseWriter:
     """Builds `response` and its events, which wait in `out` until `take`.
 
     Args:
-        namespaced: maps the names by which the model knows functions to their namespaces and names.
+        namespaced: maps the names by which the model knows tools to their namespaces and names.
+        searches: the model knows a tool that finds tools.
+        seals: reasoning items get `encrypted_content`.
 
     Attributes:
         streams: False makes no events.
     """
 
     def __init__(
-        self, response: Response, namespaced: Mapping[str, tuple[str, str]] | None = None
+        self,
+        response: Response,
+        namespaced: Mapping[str, tuple[str, str]] | None = None,
+        *,
+        searches: bool = False,
+        seals: bool = False,
     ) -> None:
         self.response = response
         self._namespaced = namespaced or {}
+        self._searches = searches
+        self._seals = seals
         self.streams = True
         self.out: list[ResponseEvent] = []
         self.count = 0
@@ -104,23 +119,41 @@ class ResponseWriter:
         self._texts.append(text)
         self._in_part("response.reasoning_text.delta", delta=text)
 
-    def call(self, call_id: str, name: str) -> None:
+    def call(self, call_id: str, name: str, *, custom: bool) -> None:
         namespace, own = self._namespaced.get(name, (UNSET, name))
-        call = OutputFunctionCall(
-            new_id("fc", "_"), "in_progress", call_id, own, namespace=namespace
-        )
+        call: OutputCall
+        if custom:
+            call = OutputCustomToolCall(
+                new_id("ctc", "_"), "in_progress", call_id, own, namespace=namespace
+            )
+        elif self._searches and name == TOOL_SEARCH:
+            call = OutputToolSearchCall(new_id("tsc", "_"), "in_progress", call_id)
+        else:
+            call = OutputFunctionCall(
+                new_id("fc", "_"), "in_progress", call_id, own, namespace=namespace
+            )
         self._open(call, None)
 
     def arguments(self, text: str) -> None:
-        """Adds to the arguments of the call that began last."""
-        if text and isinstance(self._item, OutputFunctionCall):
-            self._texts.append(text)
+        """Adds to the arguments, or to the input, of the call that began last."""
+        item = self._item
+        if not text or not isinstance(item, OutputCall):
+            return
+        self._texts.append(text)
+        if isinstance(item, OutputFunctionCall):
             self._of_item("response.function_call_arguments.delta", delta=text)
+        elif isinstance(item, OutputCustomToolCall):
+            self._of_item("response.custom_tool_call_input.delta", delta=text)
 
-    def finish(self, usage: ResponseUsage, *, cut: bool) -> None:
-        """Ends the response; `cut`: by the limit of tokens rather than by the model."""
+    def finish(self, usage: ResponseUsage, *, cut: bool, empty: bool = False) -> None:
+        """Ends the response.
+
+        Args:
+            cut: the limit of tokens ended it, not the model.
+            empty: a response without output gets no empty message.
+        """
         response = self.response
-        if not response.output:
+        if not response.output and not empty:
             self._open_message()
         self.close("incomplete" if cut else "completed")
         response.usage = usage
@@ -152,6 +185,11 @@ class ResponseWriter:
         self._texts = [text] if text else []
         if isinstance(item, OutputFunctionCall):
             item.arguments = text
+        elif isinstance(item, OutputCustomToolCall):
+            item.input = text
+        elif isinstance(item, OutputToolSearchCall):
+            with contextlib.suppress(msgspec.DecodeError):  # A call may be cut short.
+                item.arguments = msgspec.json.decode(text or "{}", type=dict[str, Any])
         elif item is not None:
             item.content[0].text = text
         if isinstance(item, OutputMessage):
@@ -168,7 +206,9 @@ class ResponseWriter:
             self._of_item(
                 "response.function_call_arguments.done", name=item.name, arguments=item.arguments
             )
-        else:
+        elif isinstance(item, OutputCustomToolCall):
+            self._of_item("response.custom_tool_call_input.done", input=item.input)
+        elif not isinstance(item, OutputToolSearchCall):
             part = item.content[0]
             if isinstance(part, OutputText):
                 self._in_part(
@@ -176,6 +216,8 @@ class ResponseWriter:
                 )
             else:
                 self._in_part("response.reasoning_text.done", text=part.text)
+                if self._seals and isinstance(item, OutputReasoning):
+                    item.encrypted_content = seal("reasoning", part.text)
             self._in_part("response.content_part.done", part=part)
         self._emit("response.output_item.done", output_index=self._place, item=item)
         self._item, self._texts, self._logprobs, self._short_logprobs = None, [], [], []
@@ -188,7 +230,7 @@ class ResponseWriter:
         self._item = item
         self.response.output.append(item)
         self._emit("response.output_item.added", output_index=self._place, item=item)
-        if not isinstance(item, OutputFunctionCall) and part is not None:
+        if not isinstance(item, OutputCall) and part is not None:
             self._in_part("response.content_part.added", part=part)
             item.content.append(part)  # type: ignore[arg-type]
 

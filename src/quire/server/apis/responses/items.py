@@ -13,6 +13,16 @@ from msgspec import UNSET, UnsetType
 from pydantic import BaseModel, Field, PlainValidator, field_validator, model_validator
 
 from quire.errors import RequestError
+from quire.server.apis.responses.tools import (
+    MAX_TOOLS,
+    ToolParam,
+    model_tools,
+    shown_tool,
+    tool_shape,
+)
+from quire.server.chat.sealed import is_sealed, unseal
+from quire.server.context.hints import decline, refuses_hints
+from quire.server.http.query import Page
 from quire.server.http.strict_model import Name, StrictModel, drop_unused
 
 MAX_ITEMS = 4096
@@ -29,7 +39,6 @@ _UNUSED_IN_ITEM: dict[str, tuple[Any, ...]] = {
     "async": (False,),
     "caller": ({"type": "direct"},),
     "created_by": (),
-    "encrypted_content": (),
     "phase": (),
 }
 
@@ -133,6 +142,62 @@ class FunctionCallOutputItem(_Item):
         return "".join(part.text for part in self.output)
 
 
+class CustomToolCallItem(_Item):
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    namespace: Name | None = None
+    input: str
+
+    @property
+    def text(self) -> str:
+        return self.input
+
+
+class CustomToolCallOutputItem(_Item):
+    type: Literal["custom_tool_call_output"]
+    call_id: Name
+    output: Parts
+    name: Name | None = None
+
+    @field_validator("output", mode="before", json_schema_input_type=str | Parts)
+    @classmethod
+    def _one_part(cls, output: Any) -> Any:
+        return _parts(output, "input_text")
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.output)
+
+
+class ToolSearchCallItem(_Item):
+    """A call of the tool that finds tools."""
+
+    type: Literal["tool_search_call"]
+    call_id: Name
+    arguments: dict[str, Any]
+    execution: Literal["client"] = "client"
+
+    @property
+    def text(self) -> str:
+        return msgspec.json.encode(self.arguments).decode()
+
+
+class ToolSearchOutputItem(_Item):
+    """The tools that a search found. The model may call them from here on."""
+
+    type: Literal["tool_search_output"]
+    call_id: Name
+    tools: Annotated[list[ToolParam], Field(max_length=MAX_TOOLS, fail_fast=True)]
+    execution: Literal["client"] = "client"
+
+    @property
+    def text(self) -> str:
+        """The found tools' definitions, under the names by which the model knows them."""
+        shapes = [tool_shape(tool, namespace) for namespace, tool in model_tools(self.tools)]
+        return msgspec.json.encode([shape["function"] for shape in shapes]).decode()
+
+
 class ItemReasoningText(StrictModel):
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -144,6 +209,29 @@ class ReasoningItem(_Item):
     content: (
         Annotated[list[ItemReasoningText], Field(max_length=MAX_PARTS, fail_fast=True)] | None
     ) = None
+    encrypted_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _unsealed(cls, data: Any) -> Any:
+        """Replaces sealed reasoning by its text. That of other servers is a hint."""
+        sealed = data.get("encrypted_content") if isinstance(data, dict) else None
+        if not isinstance(sealed, str):
+            return data
+        data = {name: value for name, value in data.items() if name != "encrypted_content"}
+        if is_sealed(sealed):
+            text = unseal("reasoning", sealed)
+            if not data.get("content"):
+                data["content"] = [{"type": "reasoning_text", "text": text}] if text else []
+        elif refuses_hints():
+            raise RequestError(
+                "'encrypted_content' is another server's, which this one cannot read.",
+                "encrypted_content",
+                code="invalid_encrypted_content",
+            )
+        else:
+            decline("input.encrypted_content")
+        return data
 
     @property
     def text(self) -> str:
@@ -151,18 +239,51 @@ class ReasoningItem(_Item):
         return "".join(part.text for part in self.content or self.summary)
 
 
+class CompactionItem(_Item):
+    """The summary of earlier turns, which `/v1/responses/compact` wrote."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+    @model_validator(mode="after")
+    def _sealed_here(self) -> CompactionItem:
+        unseal("compaction", self.encrypted_content)
+        return self
+
+    @property
+    def text(self) -> str:
+        return unseal("compaction", self.encrypted_content)
+
+
 class ItemReference(StrictModel):
     type: Literal["item_reference"] | None = None
     id: Name
 
 
-Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+Item = (
+    MessageItem
+    | FunctionCallItem
+    | FunctionCallOutputItem
+    | CustomToolCallItem
+    | CustomToolCallOutputItem
+    | ToolSearchCallItem
+    | ToolSearchOutputItem
+    | ReasoningItem
+    | CompactionItem
+)
+CallItem = FunctionCallItem | CustomToolCallItem | ToolSearchCallItem
+CallOutputItem = FunctionCallOutputItem | CustomToolCallOutputItem | ToolSearchOutputItem
 
 _KINDS: dict[str, type[BaseModel]] = {
     "message": MessageItem,
     "function_call": FunctionCallItem,
     "function_call_output": FunctionCallOutputItem,
+    "custom_tool_call": CustomToolCallItem,
+    "custom_tool_call_output": CustomToolCallOutputItem,
+    "tool_search_call": ToolSearchCallItem,
+    "tool_search_output": ToolSearchOutputItem,
     "reasoning": ReasoningItem,
+    "compaction": CompactionItem,
     "item_reference": ItemReference,
 }
 
@@ -201,12 +322,20 @@ def shown(item: Item) -> dict[str, Any]:
     out: dict[str, Any] = {"id": item.id, "type": item.type, "status": item.status or "completed"}
     if isinstance(item, MessageItem):
         out |= {"role": item.role, "content": [part.shown() for part in item.content]}
-    elif isinstance(item, FunctionCallItem):
-        out |= {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+    elif isinstance(item, FunctionCallItem | CustomToolCallItem):
+        name = "arguments" if isinstance(item, FunctionCallItem) else "input"
+        out |= {"call_id": item.call_id, "name": item.name, name: item.text}
         if item.namespace is not None:
             out["namespace"] = item.namespace
-    elif isinstance(item, FunctionCallOutputItem):
+    elif isinstance(item, FunctionCallOutputItem | CustomToolCallOutputItem):
         out |= {"call_id": item.call_id, "output": [part.shown() for part in item.output]}
+    elif isinstance(item, ToolSearchCallItem):
+        out |= {"call_id": item.call_id, "execution": "client", "arguments": item.arguments}
+    elif isinstance(item, ToolSearchOutputItem):
+        tools = [shown_tool(tool) for tool in item.tools]
+        out |= {"call_id": item.call_id, "execution": "client", "tools": tools}
+    elif isinstance(item, CompactionItem):
+        out["encrypted_content"] = item.encrypted_content
     else:
         content = [part.model_dump() for part in item.content or ()]
         out |= {"summary": [part.model_dump() for part in item.summary], "content": content}
@@ -257,14 +386,33 @@ class OutputFunctionCall(msgspec.Struct, tag="function_call"):
     namespace: str | UnsetType = UNSET
 
 
+class OutputCustomToolCall(msgspec.Struct, tag="custom_tool_call"):
+    id: str
+    status: str
+    call_id: str
+    name: str
+    input: str = ""
+    namespace: str | UnsetType = UNSET
+
+
+class OutputToolSearchCall(msgspec.Struct, tag="tool_search_call"):
+    id: str
+    status: str
+    call_id: str
+    arguments: dict[str, Any] = {}
+    execution: str = "client"
+
+
 class OutputReasoning(msgspec.Struct, tag="reasoning"):
     id: str
     status: str
     content: list[OutputReasoningText]
     summary: list[Any] = []
+    encrypted_content: str | UnsetType = UNSET
 
 
-OutputItem = OutputMessage | OutputFunctionCall | OutputReasoning
+OutputCall = OutputFunctionCall | OutputCustomToolCall | OutputToolSearchCall
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class InputTokensDetails(msgspec.Struct):
@@ -327,18 +475,24 @@ class Response(msgspec.Struct, kw_only=True):
     user: str | UnsetType = UNSET
 
 
+class CompactedResponse(msgspec.Struct):
+    """A conversation's user messages, and one item with the summary of all else."""
+
+    id: str
+    created_at: int
+    output: list[dict[str, Any]]
+    usage: ResponseUsage
+    object: str = "response.compaction"
+
+
 class DeletedResponse(msgspec.Struct):
     id: str
     object: str = "response"
     deleted: bool = True
 
 
-class ItemList(msgspec.Struct):
-    data: list[dict[str, Any]]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
-    object: str = "list"
+class ItemList(Page[dict[str, Any]]):
+    pass
 
 
 class InputTokens(msgspec.Struct):

@@ -9,6 +9,7 @@ from pydantic import Field, PlainValidator, field_validator, model_validator
 from quire.errors import RequestError
 from quire.sampling_params import RESPONSES
 from quire.server.apis.responses.items import MAX_ITEMS, InputItem
+from quire.server.apis.responses.tools import MAX_TOOLS, ToolParam
 from quire.server.apis.sampling import sampling_model
 from quire.server.context.hints import decline, refuses_hints
 from quire.server.http.strict_model import (
@@ -22,10 +23,8 @@ from quire.server.http.strict_model import (
     drop_unused,
 )
 
-MAX_TOOLS = 256
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED = "reasoning.encrypted_content"
-"""Reasoning comes as text, which clients can send back as well."""
 
 # Fields of OpenAI's API that are not implemented, with the values that mean "not used".
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -54,7 +53,6 @@ _HOSTED = frozenset(
         "local_shell",
         "mcp",
         "shell",
-        "tool_search",
         "web_search",
         "web_search_2025_08_26",
         "web_search_preview",
@@ -62,12 +60,6 @@ _HOSTED = frozenset(
     }
 )
 """Types of tools that OpenAI runs itself. They are never offered to the model."""
-_UNSUPPORTED_IN_TOOL: dict[str, tuple[Any, ...]] = {
-    "allowed_callers": (["direct"],),
-    "async": (False,),
-    "defer_loading": (False,),
-    "output_schema": (),
-}
 _UNSUPPORTED_IN_REASONING: dict[str, tuple[Any, ...]] = {
     "context": ("auto",),
     # There is no summary beside the reasoning itself, which "auto" leaves open.
@@ -77,59 +69,8 @@ _UNSUPPORTED_IN_REASONING: dict[str, tuple[Any, ...]] = {
 }
 
 
-class FunctionTool(StrictModel):
-    """A tool. `strict` null or absent is false."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_functions(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise RequestError(
-                f"tools of type {kind[:40]!r} are not supported, only functions and namespaces "
-                "of functions are.",
-                code="unsupported_parameter",
-            )
-        return drop_unused(data, _UNSUPPORTED_IN_TOOL, ("defer_loading",), "tools.")
-
-
-class NamespaceTool(StrictModel):
-    """A group of functions, as Codex sends those of an MCP server.
-
-    The model sees each as `namespace__name`.
-    """
-
-    type: Literal["namespace"]
-    name: Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
-    description: str | None = None
-    tools: Annotated[list[FunctionTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
-
-
-def _parse_tool(data: Any) -> Any:
-    if isinstance(data, dict) and data.get("type") == "namespace":
-        return NamespaceTool.model_validate(data)
-    return FunctionTool.model_validate(data)
-
-
-ToolParam = Annotated[
-    FunctionTool | NamespaceTool,
-    PlainValidator(_parse_tool, json_schema_input_type=FunctionTool | NamespaceTool),
-]
-
-
-def flat_name(namespace: str | None, name: str) -> str:
-    """Returns the name by which the model knows a function."""
-    return name if namespace is None else f"{namespace}__{name}"
-
-
 class NamedTool(StrictModel):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
     namespace: Name | None = None
 
@@ -146,13 +87,13 @@ def _parse_tool_choice(choice: Any) -> Any:
             return choice
         raise RequestError("it must be none, auto, required, or an object.")
     kind = choice.get("type") if isinstance(choice, dict) else None
-    if kind == "function":
+    if kind in ("function", "custom"):
         return NamedTool.model_validate(choice)
     if kind == "allowed_tools":
         return AllowedTools.model_validate(choice)
     raise RequestError(
-        f"choices of type {str(kind)[:40]!r} are not supported; known are function and "
-        "allowed_tools.",
+        f"choices of type {str(kind)[:40]!r} are not supported; known are function, custom "
+        "and allowed_tools.",
         code="unsupported_parameter",
     )
 
@@ -237,7 +178,8 @@ class PromptFields(StrictModel):
         kept = []
         for tool in tools:
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if isinstance(kind, str) and kind in _HOSTED:
+            hosted = kind == "tool_search" and tool.get("execution") != "client"
+            if isinstance(kind, str) and (hosted or kind in _HOSTED):
                 decline(f"tools.{kind}")
             else:
                 kept.append(tool)
@@ -263,6 +205,13 @@ class PromptFields(StrictModel):
     @property
     def effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
+
+
+class CompactRequest(PromptFields):
+    """Body of `POST /v1/responses/compact`."""
+
+    prompt_cache_key: Name | None = None
+    service_tier: ServiceTier | None = None
 
 
 _DeclaredFields: Any = sampling_model(RESPONSES)

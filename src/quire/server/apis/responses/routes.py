@@ -3,26 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.server.apis.responses import items as response_items
-from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer
+from quire.server.apis.responses.answer import BackgroundEvents, ResponseAnswer, usage_of
 from quire.server.apis.responses.convert import (
     NAMES,
+    compacted,
+    compacting,
     dialogue_of,
-    functions_of,
     items_of,
     response_of,
     stores,
+    tools_of,
     turns_in,
     without_oldest,
 )
 from quire.server.apis.responses.events import ResponseEvent, ResponseWriter
-from quire.server.apis.responses.items import DeletedResponse, InputTokens, Item, ItemList, shown
-from quire.server.apis.responses.protocol import LOGPROBS, CreateRequest, PromptFields, flat_name
-from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.apis.responses.items import (
+    CompactedResponse,
+    DeletedResponse,
+    InputTokens,
+    Item,
+    ItemList,
+    shown,
+)
+from quire.server.apis.responses.protocol import (
+    ENCRYPTED,
+    LOGPROBS,
+    CompactRequest,
+    CreateRequest,
+    PromptFields,
+)
+from quire.server.apis.responses.socket import CONVERSATION_KEY, Conversation, SocketStore
+from quire.server.apis.responses.store import ResponseSource, ResponseStore, StoredResponse
+from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
 from quire.server.chat.dialogue import Dialogue
 from quire.server.chat.generation import count, prepare
@@ -30,7 +49,13 @@ from quire.server.context.request_context import context_of, owner_of
 from quire.server.errors import ApiError, rename_fields
 from quire.server.http.bodies import read_body
 from quire.server.http.query import PAGING, Query, page_of
-from quire.server.http.sse import EventStream, json_response, start_stream, unless_disconnected
+from quire.server.http.sse import (
+    EventStream,
+    json_response,
+    pad_event,
+    start_stream,
+    unless_disconnected,
+)
 from quire.server.state import ServerState, state_of
 
 
@@ -46,34 +71,53 @@ async def create_response(request: Request) -> Response:
             "(--response-store-size is 0).",
             param="background",
         )
-    items = items_of(body, store_of(request), owner_of(request))
+    conversation: Conversation | None = request.scope.get(CONVERSATION_KEY)
+    source: ResponseSource = store_of(request)
+    if conversation is not None:
+        source = SocketStore(conversation, store_of(request))
+    items = items_of(body, source, owner_of(request))
     with rename_fields(NAMES):
-        return await _answer(request, body, items)
+        return await _answer(request, body, items, conversation)
 
 
-async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]) -> Response:
+async def _answer(
+    request: Request,
+    body: CreateRequest,
+    items: tuple[Item, ...],
+    conversation: Conversation | None,
+) -> Response:
     state = state_of(request)
     dialogue = await _fitted(state, body, items)
+    if conversation is not None:
+        dialogue.memo, dialogue.with_tokens = conversation.memo, True
+        if not conversation.generate:
+            dialogue.params, dialogue.default_max_tokens = (
+                replace(dialogue.params, max_tokens=1), None
+            )  # fmt: skip
     reply = await prepare(state, dialogue, context_of(request))
-    stored = StoredResponse(
-        ResponseWriter(
-            response_of(state, body, dialogue, context_of(request).adapter),
-            {
-                flat_name(namespace, tool.name): (namespace, tool.name)
-                for namespace, tool in functions_of(body.tools)
-                if namespace is not None
-            },
-        ),
-        items,
-        owner_of(request),
+    given, found = tools_of(body, items)
+    writer = ResponseWriter(
+        response_of(state, body, dialogue, context_of(request).model),
+        {
+            flat_name(namespace, tool.name): (namespace, tool.name)
+            for namespace, tool in (*given, *found)
+            if namespace is not None
+        },
+        searches=any(isinstance(tool, ToolSearch) for _, tool in given),
+        seals=ENCRYPTED in (body.include or ()),
     )
+    stored = StoredResponse(writer, items, owner_of(request))
     answer = ResponseAnswer(
         reply,
         stored,
         store_of(request) if stores(state, body) else None,
         tokenizer=state.tokenizer("input"),
         top_logprobs=(body.top_logprobs or 0) if LOGPROBS in (body.include or ()) else None,
+        conversation=conversation,
     )
+    if conversation is not None and not conversation.generate:
+        events = await unless_disconnected(request.receive, answer.warm_up())
+        return Response(b"".join(event.data + b"\n" for event in events))
     obfuscate = body.stream_options is not None and body.stream_options.include_obfuscation
     if body.background:
         answer.start_in_background(state.metrics)
@@ -85,11 +129,12 @@ async def _answer(request: Request, body: CreateRequest, items: tuple[Item, ...]
         await unless_disconnected(request.receive, answer.whole())
         return json_response(stored.response)
     await start_stream(request, reply)
+    write = _write if conversation is None else _write_lines
     return EventStream(
         reply,
-        lambda buffer, events: _write(buffer, answer.write(events), obfuscate),
-        lambda buffer: _write(buffer, answer.finish(), obfuscate),
-        fail=lambda buffer, error: _write(buffer, answer.fail(error), obfuscate),
+        lambda buffer, events: write(buffer, answer.write(events), obfuscate),
+        lambda buffer: write(buffer, answer.finish(), obfuscate),
+        fail=lambda buffer, error: write(buffer, answer.fail(error), obfuscate),
         metrics=state.metrics,
     )
 
@@ -103,6 +148,31 @@ async def count_input_tokens(request: Request) -> Response:
     with rename_fields(NAMES):
         ids = await count(state, await _fitted(state, body, items))
     return json_response(InputTokens(len(ids)))
+
+
+async def compact_response(request: Request) -> Response:
+    """Answers with the conversation's user messages, and a summary that the model writes.
+
+    The tools stay in the prompt, whose beginning is then in the cache. A model that calls one
+    instead of writing a summary is asked again, without tools.
+    """
+    state = state_of(request)
+    body = await read_body(request, CompactRequest, state.args.max_body_bytes)
+    state.check_alive()
+    state.check_model(body.model, context_of(request))
+    items = items_of(body, store_of(request), owner_of(request))
+    for choice in ("auto", "none"):
+        body = body.model_copy(update={"tool_choice": choice, "text": None})
+        with rename_fields(NAMES):
+            dialogue = await _fitted(state, body, compacting(items))
+            reply = await prepare(state, dialogue, context_of(request))
+            (answer,) = await unless_disconnected(request.receive, reply.whole())
+        if summary := answer.text.strip():
+            output, usage = compacted(items, summary), usage_of(reply)
+            return json_response(
+                CompactedResponse(dialogue.request_id, int(time.time()), output, usage)
+            )
+    raise ApiError(500, "The model wrote no summary.", code="no_summary")
 
 
 async def get_response(request: Request) -> Response:
@@ -204,6 +274,13 @@ def _write(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> N
         event.write(buffer, obfuscate)
 
 
+def _write_lines(buffer: bytearray, events: list[ResponseEvent], obfuscate: bool) -> None:
+    """Writes one event per line, for a WebSocket."""
+    for event in events:
+        delta = obfuscate and event.type.endswith(".delta")
+        buffer += (pad_event(event.data) if delta else event.data) + b"\n"
+
+
 _ONE = "/v1/responses/{response_id}"
 _STREAM_QUERY = {
     "stream": FLAG,
@@ -217,6 +294,9 @@ ROUTES = (
     Route("post", "/v1/responses/input_tokens", count_input_tokens,
           "Count the tokens of a response's prompt",
           PromptFields, InputTokens, counted=True, queued=False),
+    Route("post", "/v1/responses/compact", compact_response,
+          "Summarize a conversation, so that its next turn is short",
+          CompactRequest, CompactedResponse, counted=True),
     Route("get", _ONE, get_response, "A stored response",
           answer=response_items.Response, stream=EVENTS, query=_STREAM_QUERY),
     Route("delete", _ONE, delete_response, "Forget a response", answer=DeletedResponse),

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -74,6 +74,14 @@ class StoredResponse:
                 return
             else:
                 await changed.wait()
+
+
+class ResponseSource(Protocol):
+    """Finds responses that a request continues, and items that it names."""
+
+    def get(self, id: str, param: str, owner: bytes) -> StoredResponse: ...
+
+    def item(self, id: str, owner: bytes) -> Item | None: ...
 
 
 class ResponseStore(BoundedStore[StoredResponse]):

@@ -12,8 +12,9 @@ import msgspec
 from pydantic import AfterValidator, Field, model_validator
 from starlette.requests import Request
 
+from quire.engine.loop.embedding import Embedding, finish, pooling_of
 from quire.errors import OverloadedError, RequestError
-from quire.features.lora.calls import ADAPTER
+from quire.features.pooling.fields import POOLING
 from quire.pooling_params import PoolingParams
 from quire.server.apis.openai.convert import estimate_tokens, prompt_text, tokenized
 from quire.server.apis.openai.vocabulary import prompt_room, prompt_tokens
@@ -28,7 +29,6 @@ from quire.server.state import ServerState, new_id, state_of
 
 if TYPE_CHECKING:
     from quire.arrays import Float32
-    from quire.engine.loop.embedding import Embedding
 
 MAX_INPUTS = 2048
 """Most prompts of one request."""
@@ -110,7 +110,7 @@ async def vectors_of(
 
 def model_of(request: Request) -> str:
     """Returns the model's name in the answer."""
-    return context_of(request).adapter or state_of(request).model_name
+    return context_of(request).model or state_of(request).model_name
 
 
 def usage_of(vectors: list[Embedding]) -> VectorUsage:
@@ -183,15 +183,21 @@ async def _run(
     reason = "abort"
     try:
         with blame_field(named[0]):
-            found = await state.client.embed(
+            pooling = pooling_of(params, state.client.config)
+            vector = await state.client.vector(
                 named[1],
-                params,
                 request_id=name,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 tenant=context.tenant,
                 share=context.share,
-                fields={ADAPTER: context.adapter},
+                fields={**context.fields, POOLING: pooling},
+            )
+            found = Embedding(
+                finish(vector.values, params),
+                vector.prompt_token_ids,
+                vector.num_cached_tokens,
+                vector.queued,
             )
         reason = "stop"
     except Exception:

@@ -1,8 +1,8 @@
 """One process of the load generator, which sends its share of the requests and times the answers.
 
-Run as `python -m quire.tools.bench.online.client`: says "ready", reads a `ClientLoad` from standard
-input, and writes `Answers` to standard output. One process follows some ten thousand tokens a
-second, so it does little: bodies come ready-made, and of a stream's events only the last ones are
+`python -m quire.tools.bench.online.client` prints "ready", reads a `ClientLoad` from standard input
+and writes `Answers` to standard output. One process can receive about ten thousand tokens per
+second because it does little: the bodies are complete, and only the last events of a stream are
 parsed.
 """
 
@@ -32,10 +32,13 @@ class ClientLoad(msgspec.Struct):
     """The requests that one process sends.
 
     Attributes:
-        begin: moment to start, on the monotonic clock.
-        send_at: seconds after `begin` for each body; None sends as fast as `concurrency` allows.
+        url: URL of the endpoint.
+        headers: headers of each request.
+        bodies: bodies of the requests.
         concurrency: most requests at once; 0 is no limit.
-        timeout: seconds for a request.
+        begin: time to start, on the monotonic clock.
+        send_at: seconds after `begin` for each body; None sends as fast as `concurrency` allows.
+        timeout: time limit of a request, in seconds.
     """
 
     url: str
@@ -51,7 +54,13 @@ class Answer(msgspec.Struct):
     """The result of a request. Times are seconds on the monotonic clock, the same in all processes.
 
     Attributes:
-        events: float64 times, as bytes, of the stream's events that have choices.
+        index: index of the body.
+        sent: when the request was sent.
+        ended: when the answer ended.
+        events: times of the stream's events that have choices, float64 as bytes.
+        prompt_tokens: prompt tokens in the answer's `usage`.
+        output_tokens: generated tokens in the answer's `usage`.
+        cached_tokens: cached prompt tokens in the answer's `usage`.
         error: a description of the failure, or "".
     """
 
@@ -70,7 +79,12 @@ class Answer(msgspec.Struct):
 
 
 class Answers(msgspec.Struct):
-    """The answers of one process. `cpu`: share of a core that it took while it sent and read."""
+    """The answers of one process.
+
+    Attributes:
+        answers: the answers, in the order in which they ended.
+        cpu: fraction of a core that the process used.
+    """
 
     answers: list[Answer]
     cpu: float
@@ -94,7 +108,8 @@ class HttpConnection(asyncio.Protocol):
         self.finished = False
 
     async def ask(self, request: bytes, timeout: float) -> None:
-        """Raises OSError or TimeoutError."""
+        """Sends a request and waits until its answer is complete. Raises OSError or
+        TimeoutError."""
         if self._transport is None:
             raise ConnectionError("not connected")
         self._clear()
@@ -263,7 +278,7 @@ def main() -> None:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         answers = runner.run(LoadClient(job).run())
     data = memoryview(msgspec.msgpack.encode(answers))
-    while data:  # a pipe may take a part of it
+    while data:  # A write to a pipe may write only a part.
         data = data[os.write(sys.stdout.fileno(), data) :]
 
 

@@ -1,4 +1,4 @@
-"""Client processes, and the server that they load."""
+"""Starts client processes, and the server under load."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ T = TypeVar("T", str, bytes)
 Form = TypeVar("Form")
 
 PER_PROCESS = 16
-"""Streams that one client process follows."""
+"""Number of streams that one client process receives."""
 MOST_PROCESSES = 8
 BUSY = 0.85
-"""Share of a core from which on a client may be what was measured."""
+"""If a client process uses more of a core than this, the client may limit the measurement."""
 _LEAD = 0.5
-"""Seconds that client processes get to read their requests."""
+"""Seconds in which client processes must read their requests."""
 _CALL_SECONDS = 60.0
 _TOPS = (10_000, 5000, 2000, 1000, 500, 200, 100)
 _SERVING = re.compile(r"^Serving (\S+) at (\S+)\. ")
@@ -53,12 +53,19 @@ def drive(
     send_at: Sequence[float] | None = None,
     timeout: float = 600.0,
 ) -> tuple[list[Answer], float]:
-    """Sends all bodies; the answers in order, and the share of a core that the busiest process
-    took. Requests are dealt out in turn. concurrency: streams at once in all, 0 for no limit."""
+    """Sends all bodies. Processes take requests in turn.
+
+    Args:
+        concurrency: most streams of all processes at once; 0 is no limit.
+
+    Returns:
+        The answers in the order of bodies, and the fraction of a core that the busiest process
+        used.
+    """
     processes = min(processes, len(bodies), concurrency or len(bodies))
     running = [_start() for _ in range(processes)]
     for process in running:
-        _pipe(process.stdout).readline()  # it is ready
+        _pipe(process.stdout).readline()  # The process prints a line when it is ready.
     begin = time.perf_counter() + _LEAD
     for rank, process in enumerate(running):
         places = range(rank, len(bodies), processes)
@@ -118,11 +125,11 @@ class Server:
     """The server under load.
 
     Attributes:
-        base_url: its address, without /v1.
-        headers: sent with each request.
+        base_url: the server's address, without /v1.
+        headers: headers of each request.
 
     Raises:
-        ConfigError: `url` is no http address.
+        ConfigError: `url` is not an http address.
     """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
@@ -131,10 +138,13 @@ class Server:
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def call(self, path: str, form: type[Form], body: dict[str, Any] | None = None) -> Form:
-        """Asks with GET, or sends `body` with POST. form: of the answer.
+        """Sends a GET request, or a POST request with `body`, and returns the answer.
+
+        Args:
+            form: type of the answer.
 
         Raises:
-            ConfigError: as a wrong address or key is the likeliest reason.
+            ConfigError: the request failed. The likeliest reason is a wrong address or key.
         """
         method, content = ("GET", None) if body is None else ("POST", json.dumps(body))
         connection, response = self._client.request(method, path, content)
@@ -155,14 +165,14 @@ class Server:
             ) from None
 
     def model(self) -> str:
-        """The first one it has."""
+        """Returns the name of the server's first model."""
         models = self.call("/v1/models", _ModelList).data
         if not models:
             raise ConfigError("the server names no model; give --model", "model")
         return models[0].id
 
     def top(self, model: str) -> int:
-        """Random ids are drawn below this: 10000, or less where the vocabulary is small."""
+        """Returns the upper limit for random ids: 10000, or less if the vocabulary is smaller."""
         for top in _TOPS[:-1]:
             with contextlib.suppress(ConfigError):
                 self.detokenize(model, [top - 1])
@@ -175,10 +185,15 @@ class Server:
 
 @contextlib.contextmanager
 def launched(flags: str, timeout: float = 600.0) -> Iterator[tuple[str, int]]:
-    """`quire serve` with these flags on a free port, until the block ends: its URL and process.
-    Raises ConfigError if it does not start; what it said is on standard error by then."""
+    """Runs `quire serve` with these flags on a free port during the block.
+
+    Yields its URL and its process id. Its messages go to standard error.
+
+    Raises:
+        ConfigError: the server does not start.
+    """
     command = python_command("quire", "serve", *shlex.split(flags), "--port", "0")
-    # What compiles and measures in the background would be measured with the rest.
+    # Tuning in the background would disturb the measurement.
     variables = {"QUIRE_TUNE_TABLES": "off", **os.environ}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
     try:
@@ -197,7 +212,8 @@ def _url_of(process: subprocess.Popen[str], timeout: float) -> str:
     for line in output:
         found = _SERVING.match(line)
         if found:
-            threading.Thread(target=output.read, daemon=True).start()  # so that it never fills
+            # A thread reads the rest of the output, because a full pipe would block the server.
+            threading.Thread(target=output.read, daemon=True).start()
             return found[2]
         if time.monotonic() > end:
             break

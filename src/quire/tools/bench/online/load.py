@@ -1,4 +1,4 @@
-"""Requests to send, and when."""
+"""The requests of a load test, and the times at which they are sent."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Prompt = str | list[int]
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One prompt, and how many tokens to ask for."""
+    """One prompt, and the number of output tokens to ask for."""
 
     prompt: Prompt
     output_len: int
@@ -46,7 +46,7 @@ class Lengths:
 
 
 def random_asks(count: int, lengths: Lengths, top: int, seed: int) -> list[Ask]:
-    """Prompts of random ids from [10, top)."""
+    """Returns prompts of random ids from [10, top)."""
     draw = random.Random(seed)
     prefix = [draw.randrange(10, top) for _ in range(lengths.prefix_len)]
 
@@ -63,11 +63,13 @@ def random_asks(count: int, lengths: Lengths, top: int, seed: int) -> list[Ask]:
 
 
 def file_asks(path: Path, count: int, output_len: int | None, seed: int) -> list[Ask]:
-    """From JSON lines of {"prompt", "output_len"?}, or ShareGPT's format: a JSON array of
-    {"conversations": [{"value"}, ...]}, whose first two turns are prompt and answer. Drawn without
-    repetition while there are enough.
+    """Draws requests from a file, without repetition if it has enough.
 
-    Raises ConfigError naming what does not fit.
+    The file has JSON lines of {"prompt", "output_len"?}. In ShareGPT's format it is a JSON array of
+    {"conversations": [{"value"}, ...]}, in which the first two turns are prompt and answer.
+
+    Raises:
+        ConfigError: the file is invalid. The error names the part.
     """
     try:
         text = read_bounded(path, MOST_DATA).decode()
@@ -85,7 +87,7 @@ def file_asks(path: Path, count: int, output_len: int | None, seed: int) -> list
 
 
 _WORD = 4
-"""Characters of a token, where only an answer's text is known."""
+"""Characters per token, for entries that have only the text of an answer."""
 
 
 def _from_entry(entry: Any, output_len: int | None) -> Ask | None:
@@ -104,7 +106,7 @@ def _from_entry(entry: Any, output_len: int | None) -> Ask | None:
 
 
 def as_text(asks: Sequence[Ask], detokenize: Callable[[list[int]], str]) -> list[Ask]:
-    """Prompts of ids as the text that a user would send."""
+    """Returns the requests with prompts as text instead of ids."""
     return [
         ask if isinstance(ask.prompt, str) else Ask(detokenize(ask.prompt), ask.output_len)
         for ask in asks
@@ -112,7 +114,11 @@ def as_text(asks: Sequence[Ask], detokenize: Callable[[list[int]], str]) -> list
 
 
 def body(ask: Ask, model: str, endpoint: Endpoint, sampling: dict[str, Any]) -> bytes:
-    """A streaming request, as JSON. sampling: more fields of it."""
+    """Returns a streaming request as JSON.
+
+    Args:
+        sampling: more fields of the request.
+    """
     fields: dict[str, Any] = {
         "model": model,
         "max_tokens": ask.output_len,
@@ -130,7 +136,10 @@ def body(ask: Ask, model: str, endpoint: Endpoint, sampling: dict[str, Any]) -> 
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start at which requests are sent: gamma-distributed gaps of mean 1 / rate,
-    whose shape is `burstiness` (1: a Poisson process; below: in bursts; above: more even)."""
+    """Returns the seconds from the start at which requests are sent.
+
+    The gaps between them have a gamma distribution with mean 1 / rate and shape `burstiness`. A
+    burstiness of 1 is a Poisson process. Below 1 requests come in bursts, above 1 more evenly.
+    """
     gaps = np.random.default_rng(seed).gamma(burstiness, 1.0 / (rate * burstiness), count)
     return (np.cumsum(gaps) - gaps[0]).tolist()  # type: ignore[no-any-return]

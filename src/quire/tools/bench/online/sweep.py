@@ -1,4 +1,4 @@
-"""From answers to figures, as `vllm bench serve` defines them."""
+"""Computes metrics from answers, as `vllm bench serve` defines them, and runs sweeps of loads."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quire.tools.bench.online.client import Answer, Times
 from quire.tools.bench.online.drive import BUSY, Server, drive, processes_for
 
 KINDS = ("ttft", "tpot", "itl", "e2el")
-"""Time to the first token; per further token, a mean over each request's; between two events of a
-stream; and to the end of the answer."""
+"""Kinds of times: to the first token, per further token (each request's mean), between two events
+of a stream, and to the end of the answer."""
 
 
 def parse_goodput(asked: Sequence[str]) -> dict[str, float]:
-    """ "ttft:200" as {"ttft": 200.0}, in milliseconds. Raises ConfigError."""
+    """Parses limits in milliseconds: "ttft:200" becomes {"ttft": 200.0}. Raises ConfigError."""
     limits = {}
     for each in asked:
         kind, _, value = each.partition(":")
@@ -45,9 +45,9 @@ def summary(
     percentiles: Sequence[float] = (50, 95, 99),
     goodput: dict[str, float] | None = None,
 ) -> dict[str, float]:
-    """Throughput over the time from the first request sent to the last answer, and milliseconds.
+    """Returns throughput from the first request to the last answer, and times in milliseconds.
 
-    Requests that failed are counted, and left out of all else.
+    Failed requests are counted, but left out of all other metrics.
     """
     good = [answer for answer in answers if not answer.error and len(answer.times)]
     metrics: dict[str, float] = {"requests": len(good), "failed": len(answers) - len(good)}
@@ -74,14 +74,14 @@ def summary(
     if goodput:
         within = np.ones(len(good), dtype=bool)
         for kind, limit in goodput.items():
-            each = np.array([_of(kind, answer) for answer in good])
+            each = np.array([_request_time(kind, answer) for answer in good])
             within &= ~(each > limit)
         metrics["goodput_s"] = float(within.sum()) / seconds
     return metrics
 
 
-def _of(kind: str, answer: Answer) -> float:
-    """One request's, in milliseconds; nan where it has none."""
+def _request_time(kind: str, answer: Answer) -> float:
+    """Returns one request's time of a kind, in milliseconds, or nan if it has none."""
     first, last = answer.times[0], answer.times[-1]
     if kind == "ttft":
         return float(first - answer.sent) * 1e3
@@ -94,7 +94,7 @@ def _of(kind: str, answer: Answer) -> float:
 def _times(kind: str, answers: Sequence[Answer]) -> Times:
     if kind == "itl":
         return np.concatenate([np.diff(answer.times) for answer in answers]) * 1e3
-    values: Times = np.array([_of(kind, answer) for answer in answers])
+    values: Times = np.array([_request_time(kind, answer) for answer in answers])
     return values[~np.isnan(values)]
 
 
@@ -171,7 +171,7 @@ def levels(
 ) -> Iterator[LoadLevel]:
     """Each level in turn, with fresh prompts, after a warm-up. A concurrency of 0 is no limit.
 
-    meter: of the server's GPUs; None adds nothing about them.
+    meter: the meter of the server's GPUs; None: records have no GPU metrics.
     """
     meter = meter or GpuMeter()
     url = server.base_url + _PATHS[plan.endpoint]

@@ -1,0 +1,20 @@
+"""The setting of embeddings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from quire.config import FeatureArgs, setting
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingArgs(FeatureArgs):
+    """The settings of embeddings."""
+
+    pooling: Literal["auto", "last", "mean"] = setting(
+        "auto",
+        "Embeddings: the last token's hidden state, or the mean over all. auto: as the model's "
+        "1_Pooling/config.json says, else last.",
+        subject="Model",
+    )

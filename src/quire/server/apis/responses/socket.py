@@ -1,0 +1,269 @@
+"""Responses over a WebSocket: `/v1/responses`, upgraded.
+
+Each `response.create` event is a turn. It runs through the application as a request of its own, so
+it is authorized, limited, counted and logged as any other. The connection keeps what turns share:
+responses, which need not be stored, and the tokens of each conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+from starlette.types import Message, Scope
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from quire.server.apis.responses.items import Item
+from quire.server.apis.responses.store import ResponseStore, StoredResponse
+from quire.server.chat.prompt_memo import PromptMemo
+from quire.server.errors import ApiError, ErrorInfo
+
+CONVERSATION_KEY = "quire.conversation"
+"""Scope entry with the `Conversation` of a turn."""
+MAX_STREAMS = 16
+"""Most conversations of one connection at once."""
+MAX_RESPONSES = 64
+"""Most responses that a connection keeps."""
+MAX_WAITING = 64
+"""Most turns that wait for the one before them."""
+SECONDS = 3600.0
+"""Seconds for which a connection takes new turns, as at OpenAI."""
+_NOT_SENT = ("stream", "background")
+"""Fields of requests that only HTTP has."""
+
+
+class Conversation:
+    """What a connection keeps for the turns of one stream.
+
+    Attributes:
+        responses: the connection's responses, which all its streams share.
+        memo: tokens of the conversation so far.
+        generate: False only computes the prompt of the current turn.
+    """
+
+    def __init__(self, responses: OrderedDict[str, StoredResponse]) -> None:
+        self.responses = responses
+        self.memo = PromptMemo()
+        self.generate = True
+
+    def keep(self, stored: StoredResponse) -> None:
+        self.responses[stored.response.id] = stored
+        while len(self.responses) > MAX_RESPONSES:
+            self.responses.popitem(last=False)
+
+
+class SocketStore:
+    """Finds responses and items of a connection, then those of the server's store."""
+
+    def __init__(self, conversation: Conversation, store: ResponseStore) -> None:
+        self._own = conversation.responses
+        self._store = store
+
+    def get(self, id: str, param: str, owner: bytes) -> StoredResponse:
+        stored = self._own.get(id)
+        if stored is not None:
+            return stored
+        try:
+            return self._store.get(id, param, owner)
+        except ApiError as error:
+            raise ApiError(
+                400, str(error), param=param, code="previous_response_not_found"
+            ) from None
+
+    def item(self, id: str, owner: bytes) -> Item | None:
+        found = (item for each in self._own.values() for item in each.output if item.id == id)
+        return next(found, None) or self._store.item(id, owner)
+
+
+class ResponsesSocket:
+    """One connection."""
+
+    def __init__(self, websocket: WebSocket) -> None:
+        self._websocket = websocket
+        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._streams: dict[str | None, asyncio.Queue[dict[str, Any] | None]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._gone = asyncio.Event()
+        self._ends = asyncio.get_running_loop().time() + SECONDS
+
+    async def run(self) -> None:
+        await self._websocket.accept()
+        stops = False
+        try:
+            while True:
+                text = await self._websocket.receive_text()
+                await self._take(text)
+        except WebSocketDisconnect as end:
+            # The server stops: running turns may end. A client that is gone needs no answers.
+            stops = end.code == 1012
+        except KeyError:
+            await self._websocket.close(1003, "messages are text")
+        finally:
+            if not stops:
+                self._gone.set()
+            for queue in self._streams.values():
+                queue.put_nowait(None)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        if stops:
+            await self._websocket.close(1012, "the server stops")
+
+    async def _take(self, text: str) -> None:
+        """Reads an event of the client, and queues its turn."""
+        stream: str | None = None
+        try:
+            event = _decode(text)
+            stream = _stream_of(event)
+            if asyncio.get_running_loop().time() > self._ends:
+                raise ApiError(
+                    400,
+                    "The connection is older than 60 minutes: open another one.",
+                    code="websocket_connection_limit_reached",
+                )
+            queue = self._queue(stream)
+            if queue.qsize() >= MAX_WAITING:
+                raise ApiError(
+                    429,
+                    f"{MAX_WAITING} turns wait for the one before them.",
+                    code="rate_limit_exceeded",
+                )
+            queue.put_nowait(event)
+        except ApiError as error:
+            await self._fail(error.status, error.body.error, stream)
+
+    def _queue(self, stream: str | None) -> asyncio.Queue[dict[str, Any] | None]:
+        queue = self._streams.get(stream)
+        if queue is None:
+            if len(self._streams) >= MAX_STREAMS:
+                raise ApiError(
+                    400,
+                    f"A connection has at most {MAX_STREAMS} values of 'stream_id'.",
+                    param="stream_id",
+                )
+            queue = self._streams[stream] = asyncio.Queue()
+            self._tasks.append(asyncio.create_task(self._run_stream(stream, queue)))
+        return queue
+
+    async def _run_stream(
+        self, stream: str | None, queue: asyncio.Queue[dict[str, Any] | None]
+    ) -> None:
+        conversation = Conversation(self._responses)
+        while (event := await queue.get()) is not None and not self._gone.is_set():
+            await self._turn(event, stream, conversation)
+
+    async def _turn(
+        self, event: dict[str, Any], stream: str | None, conversation: Conversation
+    ) -> None:
+        """Runs one turn through the application."""
+        fields = {name: value for name, value in event.items() if name not in _NOT_SENT}
+        generate = fields.pop("generate", None)
+        conversation.generate = generate is not False
+        if event.get("background"):
+            error = ErrorInfo(
+                "'background' is not available over a WebSocket.", "invalid_request_error",
+                "background",
+            )  # fmt: skip
+            await self._fail(400, error, stream)
+            return
+        body = msgspec.json.encode({**fields, "stream": True})
+        parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        sender = _TurnSender(self, stream)
+
+        async def receive() -> Message:
+            if parts:
+                return parts.pop()
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+
+        scope = _http_scope(self._websocket.scope, len(body))
+        scope[CONVERSATION_KEY] = conversation
+        await self._websocket.app(scope, receive, sender.send)
+        await sender.finish()
+
+    async def send(self, data: bytes, stream: str | None) -> None:
+        """Sends one event, given as JSON."""
+        if stream is not None:
+            data = data[:-1] + b',"stream_id":' + msgspec.json.encode(stream) + b"}"
+        if not self._gone.is_set():
+            await self._websocket.send({"type": "websocket.send", "text": data.decode()})
+
+    async def _fail(self, status: int, error: ErrorInfo, stream: str | None) -> None:
+        event = {"type": "error", "status": status, "error": error}
+        await self.send(msgspec.json.encode(event), stream)
+
+
+class _TurnSender:
+    """Sends the application's answer to one turn as events.
+
+    A turn's stream has one event per line. Any other answer is an error.
+    """
+
+    def __init__(self, socket: ResponsesSocket, stream: str | None) -> None:
+        self._socket = socket
+        self._stream = stream
+        self._status = 0
+        self._body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+        elif self._status == 200:
+            for line in message.get("body", b"").splitlines():
+                await self._socket.send(line, self._stream)
+        else:
+            self._body += message.get("body", b"")
+
+    async def finish(self) -> None:
+        if self._status not in (0, 200):
+            head = f'{{"type":"error","status":{self._status},'.encode()
+            await self._socket.send(head + bytes(self._body[1:]), self._stream)
+
+
+def _http_scope(scope: Scope, length: int) -> Scope:
+    """Returns the scope of a turn's request, with the headers of the handshake."""
+    dropped = (b"connection", b"upgrade", b"content-length", b"content-type", b"x-request-id")
+    headers = [
+        (name, value) for name, value in scope["headers"]
+        if name not in dropped and not name.startswith(b"sec-websocket-")
+    ]  # fmt: skip
+    headers += [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(length).encode()),
+    ]
+    kept = ("asgi", "http_version", "server", "client", "root_path", "path", "raw_path")
+    return {
+        **{name: scope[name] for name in kept if name in scope},
+        "type": "http",
+        "method": "POST",
+        "scheme": "https" if scope["scheme"] == "wss" else "http",
+        "query_string": b"",
+        "headers": headers,
+        "state": dict(scope.get("state", ())),
+    }
+
+
+def _decode(text: str) -> dict[str, Any]:
+    try:
+        event = msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        raise ApiError(400, "The message is not valid JSON.", code="invalid_json") from None
+    if not isinstance(event, dict) or event.pop("type", None) != "response.create":
+        raise ApiError(
+            400,
+            "Only events of type 'response.create' are supported.",
+            param="type",
+            code="unsupported_event",
+        )
+    return event
+
+
+def _stream_of(event: dict[str, Any]) -> str | None:
+    stream = event.pop("stream_id", None)
+    if stream is not None and not (isinstance(stream, str) and 0 < len(stream) <= 256):
+        raise ApiError(400, "'stream_id' must be a text of 1 to 256 characters.", param="stream_id")
+    return stream
+
+
+async def responses_socket(websocket: WebSocket) -> None:
+    await ResponsesSocket(websocket).run()

@@ -1,0 +1,322 @@
+"""Responses over a WebSocket, with a scripted model."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai.types.responses import ResponseStreamEvent
+
+from quire.server.args import ServerArgs
+from quire.server.chat.prompt_memo import PromptMemo
+from quire.server.process.uvicorn_server import BoundedHttpProtocol
+from quire.text.tokenizer import Tokenizer
+from tests.server.schema import conforms
+from tests.server.scripted import EMBEDDED, MODEL, Scripted, Speaker, serve
+from tests.server.socket_client import (
+    BINARY,
+    CLOSE,
+    CONTINUATION,
+    PING,
+    PONG,
+    TEXT,
+    SocketClient,
+)
+
+NOT_IN_THE_TYPES = ("store", "name", "status")
+TOOL: dict[str, Any] = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+CALL = '<tool_call>{"name": "look", "arguments": {"n": %d}}</tool_call>'
+USER = {"role": "user", "content": "Hello."}
+
+
+def speaker(server: Scripted) -> Speaker:
+    assert isinstance(server.engine, Speaker)
+    return server.engine
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Scripted]:
+    engine = Speaker()
+    engine.config.scheduler.max_model_len = 100_000
+    with serve(engine, http=BoundedHttpProtocol) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Scripted) -> Iterator[SocketClient]:
+    speaker(server).texts.clear()
+    client = SocketClient(server.url)
+    assert client.status == 101
+    yield client
+    client.socket.close()
+
+
+def types(events: list[dict[str, Any]]) -> list[str]:
+    return [event["type"] for event in events]
+
+
+def test_a_turn(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say("Yes, one two three.")
+    events = client.turn(model=MODEL, input=[USER])
+    for event in events:
+        conforms(ResponseStreamEvent, event, NOT_IN_THE_TYPES)
+    assert types(events)[:2] == ["response.created", "response.in_progress"]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    assert text == "Yes, one two three."
+    speaker(server).say("Yes, one two three.")
+    body = {"model": MODEL, "input": [USER], "stream": True}
+    over_http = httpx.post(f"{server.url}/v1/responses", json=body).text
+    assert over_http.count("data: ") == len(events)
+
+
+def test_a_conversation(server: Scripted, client: SocketClient) -> None:
+    """Turns send only new items; the prompts are those of HTTP, and mostly tokenized before."""
+    engine = speaker(server)
+    history: list[Any] = [USER]
+    new: list[Any] = [USER]
+    previous = None
+    for turn in range(6):
+        engine.say(CALL % turn)
+        fields: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "instructions": "Look."}
+        events = client.turn(input=new, previous_response_id=previous, store=False, **fields)
+        prompt, _ = engine.seen[-1]
+        response = events[-1]["response"]
+        (call,) = response["output"]
+        assert json.loads(call["arguments"]) == {"n": turn}
+        engine.say("Yes.")
+        answer = httpx.post(f"{server.url}/v1/responses", json={"input": history, **fields})
+        assert answer.status_code == 200
+        assert engine.seen[-1][0] == prompt  # the same tokens as without a connection
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": f"r{turn}"}
+        previous, new = response["id"], [result]
+        history += [call, result]
+    found = httpx.get(f"{server.url}/v1/responses/{previous}")
+    assert found.status_code == 404  # store=false: only the connection has it
+
+
+def test_responses_of_other_connections(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say("One.", "Two.")
+    stored = client.turn(model=MODEL, input=[USER])[-1]["response"]["id"]
+    other = SocketClient(server.url)
+    more = {"input": [USER], "model": MODEL}
+    assert types(other.turn(previous_response_id=stored, **more))[-1] == "response.completed"
+    speaker(server).say("Three.")
+    kept = client.turn(store=False, **more)[-1]["response"]["id"]
+    (error,) = other.turn(previous_response_id=kept, **more)
+    assert (error["type"], error["status"]) == ("error", 400)
+    assert error["error"]["code"] == "previous_response_not_found"
+    assert error["error"]["param"] == "previous_response_id"
+    speaker(server).say("Four.")
+    assert types(other.turn(**more))[-1] == "response.completed"  # the connection goes on
+    other.close()
+
+
+def test_warm_up(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say("Not shown.", "Yes.")
+    events = client.turn(model=MODEL, input=[USER], generate=False, store=False)
+    assert types(events) == ["response.created", "response.in_progress", "response.completed"]
+    response = events[-1]["response"]
+    assert response["output"] == []
+    assert response["usage"]["output_tokens"] == 0
+    assert speaker(server).seen[-1][1].max_tokens == 1
+    more = {"model": MODEL, "previous_response_id": response["id"], "input": [USER]}
+    assert client.turn(**more)[-1]["response"]["output"][0]["content"][0]["text"] == "Yes."
+
+
+def test_streams_of_one_connection(server: Scripted, client: SocketClient) -> None:
+    speaker(server).say("a b c.", "a b c.", "a b c.")
+    for stream in ("x", "y", "x"):
+        client.send(model=MODEL, input=[USER], stream_id=stream)
+    ended = []
+    while len(ended) < 3:
+        event = client.event()
+        assert event["stream_id"] in ("x", "y")
+        if event["type"] == "response.completed":
+            ended.append(event["stream_id"])
+    assert sorted(ended) == ["x", "x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("event", "param"),
+    [
+        ({"type": "response.steer"}, "type"),
+        ({"model": MODEL}, "type"),
+        ({"type": "response.create", "model": MODEL}, "input"),
+        ({"type": "response.create", "input": 7}, "input"),
+        ({"type": "response.create", "input": "a", "nonsense": 1}, "nonsense"),
+        ({"type": "response.create", "input": "a", "background": True}, "background"),
+        ({"type": "response.create", "input": "a", "stream_id": ""}, "stream_id"),
+        ({"type": "response.create", "input": "a", "model": "other"}, "model"),
+    ],
+)
+def test_refused_events(client: SocketClient, event: dict[str, Any], param: str) -> None:
+    client.send_frame(TEXT, json.dumps(event).encode())
+    error = client.event()
+    assert error["type"] == "error"
+    assert 400 <= error["status"] < 500
+    assert error["error"]["param"] == param
+
+
+def test_many_streams(server: Scripted, client: SocketClient) -> None:
+    speaker(server).texts += ["a."] * 16
+    for number in range(17):
+        client.send(model=MODEL, input="a", stream_id=f"s{number}")
+    events = []
+    while len([e for e in events if e["type"] in ("error", "response.completed")]) < 17:
+        events.append(client.event())
+    assert [e["error"]["param"] for e in events if e["type"] == "error"] == ["stream_id"]
+
+
+def test_text_that_is_not_json(client: SocketClient) -> None:
+    client.send_frame(TEXT, b"nonsense")
+    assert client.event()["error"]["code"] == "invalid_json"
+
+
+def test_keys_and_limits() -> None:
+    args = ServerArgs(generation_config="none", api_key=("k",))
+    with serve(Speaker(), args, http=BoundedHttpProtocol) as server:
+        refused = SocketClient(server.url)
+        assert refused.status == 401
+        assert b"invalid_api_key" in refused.rest()
+        client = SocketClient(server.url, headers={"Authorization": "Bearer k"})
+        assert client.status == 101
+        speaker(server).say("Yes.")
+        assert types(client.turn(model=MODEL, input="a"))[-1] == "response.completed"
+        metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer k"}).text
+        assert 'route="/v1/responses"' in metrics or "/v1/responses" in metrics
+
+
+def test_pages_of_other_origins(server: Scripted) -> None:
+    host = server.url.removeprefix("http://")
+    for origin, status in ((f"http://{host}", 101), ("https://evil.example", 403)):
+        assert SocketClient(server.url, headers={"Origin": origin}).status == status
+
+
+def test_other_paths_and_handshakes(server: Scripted) -> None:
+    assert SocketClient(server.url, "/v1/models").status == 200  # the upgrade is ignored
+    for headers in (
+        {"Sec-WebSocket-Version": "12"},
+        {"Sec-WebSocket-Key": "short"},
+        {"Upgrade": "h2c"},
+    ):
+        assert SocketClient(server.url, headers=headers).status == 405
+
+
+# -- frames ------------------------------------------------------------------------------------
+
+
+def test_messages_in_parts_and_pings(server: Scripted, client: SocketClient) -> None:
+    client.send_frame(PING, b"hi")
+    assert client.frame() == (PONG, b"hi")
+    speaker(server).say("Yes.")
+    data = json.dumps({"type": "response.create", "model": MODEL, "input": "é" * 70_000}).encode()
+    client.send_frame(TEXT, data[:10], final=False)
+    client.send_frame(PING, b"")
+    client.send_frame(CONTINUATION, data[10:300], final=False)
+    client.send_frame(CONTINUATION, data[300:])
+    assert client.frame() == (PONG, b"")
+    assert client.event()["type"] == "response.created"
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        ({"opcode": TEXT, "payload": b"a", "masked": False}, 1002),
+        ({"opcode": TEXT, "payload": b"a", "bits": 0x40}, 1002),
+        ({"opcode": 3, "payload": b"a"}, 1002),
+        ({"opcode": CONTINUATION, "payload": b"a"}, 1002),
+        ({"opcode": PING, "payload": b"a" * 126}, 1002),
+        ({"opcode": PING, "payload": b"a", "final": False}, 1002),
+        ({"opcode": TEXT, "payload": b"\xff"}, 1007),
+        ({"opcode": BINARY, "payload": b"a"}, 1003),
+        ({"opcode": CLOSE, "payload": struct.pack(">H", 1000)}, 1000),
+    ],
+)
+def test_frames_that_end_the_connection(
+    client: SocketClient, frame: dict[str, Any], code: int
+) -> None:
+    client.send_frame(frame.pop("opcode"), frame.pop("payload"), **frame)
+    opcode, payload = client.frame()
+    assert opcode == CLOSE
+    assert struct.unpack(">H", payload[:2]) == (code,)
+
+
+def test_large_messages(client: SocketClient) -> None:
+    head = struct.pack(">BBQ", 0x81, 0xFF, 1 << 40)
+    client.socket.sendall(head)
+    opcode, payload = client.frame()
+    assert (opcode, struct.unpack(">H", payload[:2])) == (CLOSE, (1009,))
+
+
+def test_a_client_that_is_gone(server: Scripted) -> None:
+    engine = speaker(server)
+    client = SocketClient(server.url)
+    engine.texts[:] = ["a " * 5000]
+    client.send(model=MODEL, input="a")
+    assert client.event()["type"] == "response.created"
+    client.socket.close()
+    for _ in range(200):
+        if engine.aborted:
+            break
+        httpx.get(f"{server.url}/health")
+    assert engine.aborted
+    engine.aborted.clear()
+
+
+def test_the_server_stops() -> None:
+    with serve(Speaker(), http=BoundedHttpProtocol) as server:
+        client = SocketClient(server.url)
+        speaker(server).say("Yes.")
+        client.turn(model=MODEL, input="a")
+    opcode, payload = client.frame()
+    assert (opcode, struct.unpack(">H", payload[:2])) == (CLOSE, (1012,))
+    assert client.rest() == b""
+
+
+# -- tokens ------------------------------------------------------------------------------------
+
+
+def test_the_memo_gives_the_same_tokens() -> None:
+    tokenizer = Tokenizer.from_path(EMBEDDED)
+    memo = PromptMemo()
+    text = ""
+    for turn in range(8):
+        text += f"<|im_start|>user\nTurn {turn}: héllo  \n<|im_end|>\n<|im_start|>assistant\n"
+        ids = memo.encode(tokenizer, text)
+        assert ids == tokenizer.encode(text, add_special_tokens=False).tolist()
+        assert turn == 0 or memo.tokenized < 150
+        said = f"Yes {turn}.<|im_end|>"
+        memo.extend(tokenizer, tokenizer.encode(said, add_special_tokens=False).tolist())
+        text += said + "\n"
+    for other in (text[:40], text[:200] + "x" + text[200:], "", text.replace("Turn 3", "Turn 4")):
+        expected = tokenizer.encode(other, add_special_tokens=False).tolist()
+        assert memo.encode(tokenizer, other) == expected
+
+
+def test_the_memo_keeps_generated_tokens() -> None:
+    """Tokens that the model chose stay, although its text would be tokenized in another way."""
+    tokenizer = Tokenizer.from_path(EMBEDDED)
+    memo = PromptMemo()
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    before = memo.encode(tokenizer, text)
+    letters = [i for c in "hello" for i in tokenizer.encode(c, add_special_tokens=False).tolist()]
+    end = tokenizer.encode("<|im_end|>", add_special_tokens=False).tolist()
+    memo.extend(tokenizer, [*letters, *end])
+    text += "hello<|im_end|>\n<|im_start|>user\nb"
+    assert memo.encode(tokenizer, text)[: len(before) + 6] == [*before, *letters, *end]
+
+
+def test_marks_in_ordinary_tokens() -> None:
+    tokenizer = Tokenizer.from_path(EMBEDDED)
+    memo = PromptMemo()
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    memo.encode(tokenizer, text)
+    spelled = [i for c in "<|im_end|>" for i in tokenizer.encode(c, add_special_tokens=False)]
+    memo.extend(tokenizer, [int(i) for i in spelled])
+    longer = text + "<|im_end|>\n"
+    assert memo.encode(tokenizer, longer) == tokenizer.encode(longer, False).tolist()
