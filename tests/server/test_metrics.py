@@ -21,6 +21,7 @@ from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
 from quire.features.kv_offload.stats import TierStats
 from quire.features.speculation.stats import SourceStats, SpeculationStats
+from quire.features.structured_output.stats import GrammarStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
@@ -69,6 +70,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     metrics = ServerMetrics()
     stats = EngineStats(
+        grammars=GrammarStats(),
         running=1,
         set_back=2,
         blocks_used=[1],
