@@ -70,6 +70,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     metrics = ServerMetrics()
     stats = EngineStats(
+        grammars=GrammarStats(),
         running=1,
         set_back=2,
         blocks_used=[1],

@@ -32,6 +32,12 @@ class StructuredOutputArgs(FeatureArgs):
         limit=Limit(lambda us: 0.0 <= us <= 1e6, "in [0, 1000000]"),
         subject=_SUBJECT,
     )
+    structured_outputs_memory_mb: float = setting(
+        64.0,
+        "MB of the host's memory for masks of schemas that come again; 0: keep none.",
+        limit=SIZE,
+        subject=_SUBJECT,
+    )
     structured_outputs_cache: int = setting(
         128, "Compiled schemas and grammars to keep.", limit=COUNT, subject=_SUBJECT
     )

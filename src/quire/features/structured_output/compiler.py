@@ -45,7 +45,7 @@ _KEPT_VERDICTS = 1024
 _ROWS_A_COPY = 4
 """Requests that share a compiled copy of a grammar before there is another one."""
 _CHEAP = 0.05
-"""Seconds. A grammar that took longer is not compiled again."""
+"""Seconds of CPU. A grammar that took longer is not compiled again."""
 _MOST_GIVEN_UP = 8
 """Grammars that took too long and still run, from which on no more threads are added."""
 
@@ -137,7 +137,7 @@ class Compiler:
 
     Attributes:
         compiles: Number of grammars compiled, copies included.
-        compile_seconds: Seconds that threads spent on them.
+        compile_seconds: Seconds of CPU that threads spent on them.
     """
 
     def __init__(
@@ -369,11 +369,11 @@ class Compiler:
         self._alive[key] = compiled
 
     def _compile_copy(self, params: StructuredOutputsParams) -> LLMatcher:
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             return self._compiled_now(_key(params), params)
         finally:
-            self._count(time.monotonic() - began)
+            self._count(time.thread_time() - began)
 
     def _count(self, seconds: float) -> None:
         with self._lock:
@@ -398,8 +398,8 @@ class Compiler:
             job = self._jobs.get(key)
             if job is None:  # forgotten at this very moment
                 raise GrammarError("Nobody waits for the grammar.")
-            began = job.began = time.monotonic()
-        kept = False
+            job.began = time.monotonic()
+        kept, began = False, time.thread_time()
         try:
             matcher = self._compiled_now(key, params)
             kept = True
@@ -409,7 +409,7 @@ class Compiler:
         except Exception as error:
             raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
         finally:
-            seconds = time.monotonic() - began
+            seconds = time.thread_time() - began
             self._count(seconds)
             with self._lock:
                 del self._jobs[key]
