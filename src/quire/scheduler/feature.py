@@ -42,10 +42,10 @@ class Feature:
         return True
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        """Returns whether the feature brings blocks for a request that is about to start.
+        """Returns whether the feature loads blocks for a request that is about to start.
 
-        True parks the request until `Scheduler.wake`. The feature brings blocks that the device
-        does not hold.
+        True parks the request until `Scheduler.wake`. The feature loads blocks that the device does
+        not have.
 
         Args:
             tokens: int32 [known].
@@ -138,7 +138,7 @@ class Feature:
         """
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes, int32 [n], the host has the inputs that came late, bool [n]."""
+        """Returns whether the host now has the late inputs of each lane, int32 [n]: bool [n]."""
         return np.ones(len(lanes), dtype=bool)
 
     def result(self, request: Request, tokens: Int32) -> int:
@@ -297,7 +297,7 @@ class FeatureSet:
 
     @property
     def fetches(self) -> bool:
-        """Whether any feature brings blocks."""
+        """Whether any feature loads blocks."""
         return bool(self._calls["fetch"])
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
@@ -354,7 +354,7 @@ class FeatureSet:
             late(lanes, rows, tokens)
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes all features have the inputs that came late."""
+        """Returns whether all features have the late inputs of each lane by now."""
         ready: Flags = np.ones(len(lanes), dtype=bool)
         for inputs_ready in self._calls["inputs_ready"]:
             ready &= inputs_ready(lanes)

@@ -155,7 +155,7 @@ class RunningSet:
         return rows
 
     def _may_go_on(self, lanes: Int32) -> Flags:
-        """Returns which lanes are not held, or have what their late rows lacked, bool [n]."""
+        """Returns whether each lane is not held or has its late row's inputs by now, bool [n]."""
         table = self.lanes
         free: Flags = ~table.held[lanes] | table.resumed[lanes]
         held = lanes[~free]

@@ -8,7 +8,7 @@ from        to          when
 (new)       WAITING     `add`
 (new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
-WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
+WAITING     PARKED      `plan`: a feature loads blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
 RUNNING     WAITING     `plan`: preempted, if blocks run out or another tenant is due the lane
                         (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 import msgspec
 
 from quire.engine.loop.telemetry import Histogram
-from quire.features.registry import clash, installed_features
+from quire.features.registry import clash_error, installed_features
 from quire.features.spec import resolve
 
 
@@ -82,7 +82,7 @@ else:
         found = []
         for spec in installed_features():
             if spec.stats_name in CoreStats.__struct_fields__:
-                raise clash("statistics", spec.stats_name, "the engine", spec.origin)
+                raise clash_error("statistics", spec.stats_name, "the engine", spec.origin)
             if spec.stats:
                 kind = resolve(spec.stats)
                 table = get_origin(kind) is dict

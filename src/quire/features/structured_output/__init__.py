@@ -16,6 +16,7 @@ FEATURE = FeatureSpec(
     hook="quire.features.structured_output.hook:open_mask",
     stats="quire.features.structured_output.stats:GrammarStats",
     stats_name="grammars",
+    live_rows="quire.features.structured_output.stats:LIVE_ROWS",
     metrics="quire.features.structured_output.metrics:collect",
     request_check="quire.features.structured_output.grammar_check:GrammarCheck",
     enabled=lambda args: bool(args.structured_outputs_drafts),

@@ -21,3 +21,13 @@ class GrammarStats(msgspec.Struct):
     compile_late_rows: int = 0
     mask_lookups: int = 0
     mask_hits: int = 0
+
+
+LIVE_ROWS = {
+    "compiles": "Grammars compiled",
+    "compile_seconds": "Seconds of compiling grammars",
+    "compile_late_rows": "Rows that waited for a grammar",
+    "mask_lookups": "Masks looked up",
+    "mask_hits": "Masks found",
+}
+"""The names of the statistics in the live view."""
