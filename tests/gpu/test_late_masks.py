@@ -94,7 +94,8 @@ def test_plain_rows_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 3}, {"num_kv_blocks": 80}], ids=str)
 def test_forced_text_changes_no_bits(settings: dict[str, Any]) -> None:
-    expected, _ = run(**settings, structured_outputs_drafts=0)
+    expected, _ = run(**settings)
+    settings = {**settings, "structured_outputs_drafts": 7}
     assert run(**settings)[0] == expected
     # Nothing measured: forced text is drafted whenever there is some.
     with pytest.MonkeyPatch.context() as patch:

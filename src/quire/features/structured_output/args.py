@@ -18,10 +18,10 @@ class StructuredOutputArgs(FeatureArgs):
     structured_outputs_timeout: float = setting(
         5.0, "Seconds to compile a schema or grammar in.", limit=_TIMEOUT, subject=_SUBJECT
     )
-    structured_outputs_drafts: int | None = setting(
-        None,
-        "Most tokens of a text that a schema forces to compute at once, up to 16. Default: 7 on a "
-        "GPU, 0 for models with recurrent layers, in stages and with --enforce-eager.",
+    structured_outputs_drafts: int = setting(
+        0,
+        "Most tokens of a text that a schema forces to compute at once, up to 16; 0: none. 7 suits "
+        "documents of long names and few streams.",
         limit=Limit(lambda count: 0 <= count <= 16, "from 0 to 16"),
         subject=_SUBJECT,
     )
