@@ -70,7 +70,6 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     metrics = ServerMetrics()
     stats = EngineStats(
-        grammars=GrammarStats(),
         running=1,
         set_back=2,
         blocks_used=[1],

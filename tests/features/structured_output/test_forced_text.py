@@ -225,7 +225,7 @@ def test_drafts_that_do_not_pay() -> None:
 
 
 def test_stages_refuse_the_setting() -> None:
-    """Their earlier ones know of other drafts only."""
+    """Earlier stages know only of other drafts."""
     with pytest.raises(ConfigError, match="--pipeline-parallel-size 2") as caught:
         LLM(structured_outputs_drafts=3, pipeline_parallel_size=2)
     assert caught.value.param == "structured_outputs_drafts"

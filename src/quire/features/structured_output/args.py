@@ -41,12 +41,6 @@ class StructuredOutputArgs(FeatureArgs):
     structured_outputs_cache: int = setting(
         128, "Compiled schemas and grammars to keep.", limit=COUNT, subject=_SUBJECT
     )
-    structured_outputs_memory_mb: float = setting(
-        64.0,
-        "MB of the host's memory for masks of schemas that come again; 0: keep none.",
-        limit=SIZE,
-        subject=_SUBJECT,
-    )
 
     def check(self, args: CoreArgs) -> None:
         stages = args.pipeline_parallel_size

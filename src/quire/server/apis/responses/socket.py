@@ -39,7 +39,7 @@ _NOT_SENT = ("stream", "background")
 
 
 class SocketConversation:
-    """What a connection keeps for the turns of one stream.
+    """The state that a connection keeps for the turns of one stream.
 
     Attributes:
         responses: the connection's responses, which all its streams share.
