@@ -20,17 +20,18 @@ class LaneTable:
         known: int32 [lanes]. This and the next two are `Request`'s counts, which are views of them.
         planned: int32 [lanes].
         computed: int32 [lanes].
-        tokens: int32 [lanes, longest sequence]. The system gives it pages as they are written.
-        last: int32 [lanes], positions that the request computes at most: `max_total - 1`, because
-            its last token is never fed.
-        lane_epoch: int32 [lanes], number of requests that have left the lane, and of rows in it
-            that were late. A row with a lower one is stale.
+        tokens: int32 [lanes, longest sequence]. The system allocates its pages when they are first
+            written.
+        last: int32 [lanes], the most positions that the request computes. This is `max_total - 1`
+            because the last token is never an input.
+        lane_epoch: int32 [lanes], number of requests that have left the lane, plus the number of
+            its late rows. A row with a lower epoch is stale.
         drafted: int32 [lanes], draft tokens in flight. The position is at least
             `planned - drafted`.
         prompt_step: int32 [lanes], the step that computes the last known token of the prompt.
         ready_step: int32 [lanes], the first step that may plan the lane's next generated token.
-        held: bool [lanes], whether the lane's last row was late, and no HELD row has gone on yet.
-        resumed: bool [lanes], whether such a row is in flight.
+        held: bool [lanes], whether the lane's last row was late and no HELD row has finished yet.
+        resumed: bool [lanes]. Whether a HELD row of the lane is in flight.
         num_held: number of lanes that are held.
     """
 
@@ -79,9 +80,9 @@ class LaneTable:
         request.lane = -1
 
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
-        """Takes lanes back to the rows that were late, whose last position counts as uncomputed.
+        """Returns lanes to their late rows. The last position of a late row counts as uncomputed.
 
-        Rows in flight become stale. The next row is a HELD one.
+        Rows in flight become stale. The next row of such a lane is a HELD row.
         """
         lanes = int32([request.lane for request in requests])
         known = self.known[lanes]
@@ -95,7 +96,7 @@ class LaneTable:
         self.num_held = int(self.held.sum())
 
     def let_go(self, lanes: Int32) -> None:
-        """Ends the hold of lanes that have gone on, or are free."""
+        """Ends the hold of lanes whose HELD row has finished, or which are free."""
         if self.num_held:
             self.held[lanes] = self.resumed[lanes] = False
             self.num_held = int(self.held.sum())
