@@ -18,11 +18,11 @@ class StepRows(NamedTuple):
     """A step's R rows, int32 on the device.
 
     Attributes:
-        lanes: [R], the row's lane; -1 for rows of padding, which come last.
+        lanes: [R], the row's lane. Padding rows have lane -1 and come last.
         query_start: [R + 1], the first token of each row.
         logit_start: [R + 1], the first logit row of each row.
-        flags: [R], PROMPT where the host knows the row's tokens, GATED where the head needs inputs
-            of the host, HELD where the head goes on from the hidden state that the lane keeps.
+        flags: [R], bits of each row. PROMPT: the host knows the row's tokens. GATED: the head needs
+            inputs of the host. HELD: the head continues from the hidden state that the lane keeps.
     """
 
     lanes: Tensor

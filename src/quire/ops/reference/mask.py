@@ -11,17 +11,18 @@ from torch import Tensor
 from quire.ops.reference.step import held_position
 from quire.ops.rows import GATED, LogitRows, StepRows
 
-_GLANCE = 5e-5
-"""Seconds between looks at what another process writes."""
+_POLL_SECONDS = 5e-5
+"""Seconds between two reads of flags that another process writes."""
 
 
 class InputFlags(NamedTuple):
     """Flags of the host's inputs, in memory that all ranks map.
 
     Attributes:
-        flags: int64 [M], by lane: 1 + the last step whose inputs are there.
-        verdicts: int64 [2, M], by parity of that number and by lane: twice the number, and one more
-            if the row is late. The first rank writes them, and the others do as they say.
+        flags: int64 [M], 1 + the last step whose inputs are in place, by lane.
+        verdicts: int64 [2, M], by the parity of that number and by lane. A verdict is twice the
+            number, plus one if the row is late. The first rank writes verdicts, and the other ranks
+            follow them.
         rank: this rank.
         world: number of ranks.
     """
@@ -59,23 +60,23 @@ def wait_for_inputs(
     held: Tensor,
     patience_us: float,
 ) -> None:
-    """Holds the stream until the host's inputs of GATED rows are there, but not for long.
+    """Holds the stream until the host's inputs of GATED rows are in place, but not for long.
 
-    After `patience_us` it goes on without those that are missing, as soon as one row has all that
-    it needs. The rows that are late give no token in this step: their logit rows become unused, the
-    hidden state of their first logit row goes to `held`, and their lanes' positions become held
-    ones (`reference.step.held_position`).
+    After `patience_us` the stream continues without the missing inputs, as soon as one row has all
+    its inputs. Late rows give no token in this step. Their logit rows become unused, the hidden
+    state of their first logit row goes to `held`, and their lanes get held positions
+    (`reference.step.held_position`).
 
-    A CPU runs heads when the inputs are there, so the twin does not wait. It takes the flags as
+    A CPU runs heads once the inputs are in place, so the twin does not wait. It takes the flags as
     they are.
 
     Args:
-        gate: int32 [2] on the device, the low and the high word of the value that a lane's flag
-            reaches when its inputs are there.
-        inputs: the flags, in memory of the host that the device can read.
+        gate: int32 [2] on the device, low and high word. A lane's flag reaches this value when its
+            inputs are in place.
+        inputs: the flags, in host memory that the device can read.
         position: int32 [M].
         last: [at least L, width], hidden states of the logit rows.
-        held: [M, width]; gets those of rows that are late.
+        held: [M, width]; gets the hidden states of late rows.
         patience_us: microseconds to wait for the last row.
     """
     gated = torch.nonzero(_gated(rows, logit_rows)).flatten()
@@ -87,7 +88,7 @@ def wait_for_inputs(
     verdicts = inputs.verdicts[value & 1]
     if inputs.rank:
         while bool((verdicts[lanes] < 2 * value).any()):
-            time.sleep(_GLANCE)
+            time.sleep(_POLL_SECONDS)
         late = (verdicts[lanes] & 1) != 0
     else:
         late = inputs.flags[lanes] < value
@@ -107,7 +108,7 @@ def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
     return some & (logit_rows.lanes[places] >= 0)
 
 
-# -- a count in host memory of the layers that have finished -----------------------------------
+# -- a count of finished layers, in host memory ------------------------------------------------
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:

@@ -25,16 +25,17 @@ _FIRST_HELD = -2
 
 
 def held_position(position: Tensor) -> Tensor:
-    """Returns the positions of lanes whose row at `position` was late, and the reverse.
+    """Returns the held positions that stand for `position`, or the reverse.
 
-    A held position is below `ENDED`, so that rows of the lane compute nothing. A HELD row goes on
-    from it.
+    A lane whose row was late has a held position. It is below `ENDED`, so that rows of the lane
+    compute nothing. A HELD row continues from it.
     """
     return _FIRST_HELD - position
 
 
 def text_position(position: Tensor) -> Tensor:
-    """Returns positions, int32 [n], with those of held lanes as they were before."""
+    """Returns positions, int32 [n]. Held positions are replaced by the positions that they stand
+    for."""
     return torch.where(position <= _FIRST_HELD, held_position(position), position)
 
 
@@ -68,8 +69,8 @@ def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
 def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Drafts) -> None:
     """Writes the drafts that each generating row computes to `tokens`, after the row's last token.
 
-    A row of `q_len` tokens takes up to q_len - 1 drafts. They are the guesses past the row's first
-    position. The row takes none if an earlier guess differs from the text. `drafts.used` gets the
+    A row of `q_len` tokens takes up to q_len - 1 drafts: the guesses after the row's first
+    position. It takes no drafts if an earlier guess differs from the text. `drafts.used` gets the
     number of drafts.
 
     Args:
@@ -526,8 +527,9 @@ def token_logprobs(
 
     Args:
         logits: [L, vocab], before penalties and masks.
-        wanted: int32 [M], number of alternatives that a lane asks for, -1 for no log-probabilities.
-        out: int32 [at least L, 2 + 2 (1 + W)], output. Only lines of rows that ask are written.
+        wanted: int32 [M], number of alternatives for a lane, -1 for no log-probabilities.
+        out: int32 [at least L, 2 + 2 (1 + W)], output. Lines of rows without log-probabilities are
+            not written.
             A line has the token's position, its rank (1 is the likeliest), 1 + W ids and the
             float32 bits of their log-probabilities. The first id is the token's. The alternatives
             follow, the likeliest first, ties by id. Entries past the wanted number are undefined.

@@ -12,9 +12,9 @@ from quire.ops.rows import LogitRows, StepRows
 from quire.ops.triton.launch import launch, options, traits
 
 _TRIES = 20_000_000
-"""Looks at the flags, of about a microsecond each over PCIe."""
+"""Most polls of the flags. A poll over PCIe takes about a microsecond."""
 _ALONE, _FIRST, _OTHER = 0, 1, 2
-"""The only rank, the first of several, and the others."""
+"""Roles of a rank: the only rank, the first of several ranks, and the other ranks."""
 
 
 @triton.jit
@@ -34,7 +34,8 @@ def _wait_for_inputs(
     last_stride, held_stride, patience, tries, ROLE: tl.constexpr, CLOCK: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1,). Loads of flags are volatile, as the host writes while this runs."""
+    """Waits for the inputs. Grid: (1,). Loads of flags are volatile, because the host writes flags
+    while the kernel runs."""
     at = tl.arange(0, BLOCK)
     inside = at < num_rows
     lane = tl.load(lanes_ptr + at, mask=inside, other=-1).to(tl.int64)
@@ -60,7 +61,7 @@ def _wait_for_inputs(
         begun = globaltimer()
     tried = 0
     waited = tl.cast(0, tl.int64)
-    # The first row that is ready ends a wait that is over; the others are late.
+    # After the time limit, the first ready row ends the wait. The other rows are late.
     while (
         (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2))
     ):
@@ -107,9 +108,9 @@ def wait_for_inputs(
 ) -> None:
     """See `reference.mask`.
 
-    It gives up after about twenty seconds, so that a failed host does not leave the device busy for
-    ever. Copies and kernels queued after it see the host's writes before the flags that it saw. The
-    interpreter has no clock: a look counts as a microsecond.
+    The kernel gives up after about twenty seconds, so that a failed host does not keep the device
+    busy forever. Later copies and kernels see what the host wrote before it set the flags. The
+    interpreter has no clock, so a poll counts as a microsecond.
     """
     role = _ALONE if inputs.world == 1 else _OTHER if inputs.rank else _FIRST
     count, width = len(rows.lanes), last.shape[1]
