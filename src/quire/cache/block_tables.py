@@ -164,13 +164,21 @@ class BlockTables:
         self._copies.append((src, dst))
 
     def slide(self, lanes: Int32, positions: Int32, last: Callable[[int], Node]) -> None:
-        """See `BlockManager.slide`. last: returns a lane's last node."""
+        """See `BlockManager.slide`.
+
+        Args:
+            last: returns a lane's last node.
+        """
 
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
         """See `BlockManager.compute`."""
 
     def planned(self, last: Callable[[int], Node]) -> None:
-        """Completes the next plan. last: returns a lane's last node."""
+        """Completes the next plan.
+
+        Args:
+            last: returns a lane's last node.
+        """
 
     def adopt(self, lane: int, last: Node, first: int) -> Int32:
         """Gives blocks of a lane to nodes on its path whose own blocks were evicted.

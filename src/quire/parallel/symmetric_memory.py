@@ -280,7 +280,7 @@ class SymmetricGroup(TorchGroup):
             where = next((name for name, at in self._sites.items() if at == site), "")
             raise EngineDeadError(
                 f"rank {self.rank} gave up waiting for rank {waited - 1} in {where or 'a sum'}, "
-                f"read with step {step_id} (sum {epoch} there)"
+                f"found when step {step_id} was read (sum number {epoch})"
             )
 
 

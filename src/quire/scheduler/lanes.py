@@ -80,7 +80,7 @@ class LaneTable:
         request.lane = -1
 
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
-        """Returns lanes to their late rows. The last position of a late row counts as uncomputed.
+        """Holds the lanes of late rows. The last position of a late row counts as uncomputed.
 
         Rows in flight become stale. The next row of such a lane is a HELD row.
         """
