@@ -204,7 +204,7 @@ def copy_between(
     Args:
         sources: addresses, int64 [n].
         targets: addresses, int64 [n].
-        wide: whether to use the whole device, as suits copies within it.
+        wide: whether to use the whole device, which suits copies within it.
     """
     # Imported here because it imports Triton, which a CPU need not have.
     from quire.ops.triton.step.blocks import copy_pieces
@@ -245,7 +245,7 @@ class Staging:
         return places
 
     def lend(self, places: list[int], until: Any) -> None:
-        """Returns places. Copies still read them until the event `until`."""
+        """Lends places to copies, which read them until the event `until`."""
         self._lent.append((places, until))
 
     def addresses(self, places: list[int]) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
-from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_time
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, is_alive, start_time
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 HANDLE_BYTES = 64
@@ -209,7 +209,7 @@ class IpcAgent(RemoteReads):
 
     def _connect(self, metadata: bytes) -> OpenedMemory:
         memory = _decoder.decode(metadata)
-        if not lives(memory):
+        if not is_alive(memory):
             raise QuireError(
                 f"the peer's process {memory.pid} is not visible here; transport=ipc needs one "
                 "host and, with containers, shared PID and IPC namespaces"
@@ -238,7 +238,7 @@ class IpcAgent(RemoteReads):
         if now - self._looked > _CHECK_SECONDS:
             self._looked = now
             peers = self._peers.items()
-            self._broken |= {name for name, peer in peers if not lives(peer.memory)}
+            self._broken |= {name for name, peer in peers if not is_alive(peer.memory)}
 
     def _shut(self) -> None:
         for peer in self._peers.values():

@@ -72,7 +72,7 @@ class PeerClock:
         return int(self._clocks[-1])
 
     @property
-    def lives(self) -> bool:
+    def alive(self) -> bool:
         """Whether the peer's process is alive."""
         return os.path.exists(self._path)
 
@@ -114,7 +114,7 @@ class LayerPieces:
             raise QuireError(f"the peer has computed nothing for {_STILL_SECONDS:g} s")
         if now - self._looked > _CHECK_SECONDS:
             self._looked = now
-            if not self._clock.lives:
+            if not self._clock.alive:
                 raise QuireError("the peer's process has ended")
         return None
 

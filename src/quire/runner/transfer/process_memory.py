@@ -37,6 +37,6 @@ def start_time(pid: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-def lives(memory: ProcessMemory) -> bool:
+def is_alive(memory: ProcessMemory) -> bool:
     """Whether a process is alive and visible to this process."""
     return bool(memory.started) and start_time(memory.pid) == memory.started
