@@ -50,10 +50,10 @@ class Capacity(msgspec.Struct, frozen=True):
     Attributes:
         groups: KV groups.
         num_blocks: number of blocks of each group.
-        host_blocks: number of slots of each group in the host's memory; () without such memory.
-        seconds: seconds that parts of the start took ("weights", "graphs").
-        full_step: prompt tokens that fill a step: twice as many take about twice as long.
-        logit_rows: most logit rows of a step, those of drafts included; None: one per lane.
+        host_blocks: number of slots of each group in the host's memory. Empty without such memory.
+        seconds: duration of each part of the start ("weights", "graphs"), in seconds.
+        full_step: prompt tokens that fill a step. Twice as many take about twice as long.
+        logit_rows: most logit rows of a step, including logit rows of drafts. None: one per lane.
         drafts: most draft tokens of a generating row.
         step_seconds: measurements for features.
     """

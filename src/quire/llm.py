@@ -104,13 +104,14 @@ class LLM:
 
         Args:
             prompts: one prompt or many. A flat list of integers is one prompt.
-            sampling_params: for all prompts, or one each; None: the defaults.
-            use_tqdm: show a progress bar, on a terminal.
-            priority: one each, lower first (scheduling_policy="priority").
-            lora_request: an adapter for all prompts, or one or None each (enable_lora).
+            sampling_params: one for all prompts, or one for each. None means the defaults.
+            use_tqdm: whether to show a progress bar on a terminal.
+            priority: one for each prompt, lower first (scheduling_policy="priority").
+            lora_request: an adapter for all prompts. A sequence has one or None for each
+                (enable_lora).
 
         Raises:
-            RequestError: a request is invalid. Nothing has run then.
+            RequestError: a request is invalid. Then no request has run.
             KeyboardInterrupt: between two steps, so that the engine is fit for the next call.
             EngineDeadError: an earlier call has failed in a step.
         """
@@ -186,7 +187,7 @@ class LLM:
         """Turns each prompt into a vector, in the order of the prompts.
 
         Raises:
-            RequestError: a request is invalid. Nothing has run then.
+            RequestError: a request is invalid. Then no request has run.
             KeyboardInterrupt, EngineDeadError: as `generate`.
         """
         many = as_list(prompts)

@@ -108,16 +108,17 @@ class Admit(msgspec.Struct, array_like=True):
     """A request takes a lane.
 
     Attributes:
-        lane_epoch: number of requests that the lane had before. It tells a late message for an
-            earlier request apart.
+        lane_epoch: number of earlier requests of the lane. It identifies late messages for one of
+            these.
         tokens: int32 [known], all tokens that the host knows. After a preemption, generated tokens
             follow the prompt.
         prompt_len: number of tokens of the prompt.
-        computed: how many tokens have their KV in the lane's blocks already.
-        max_total: length, prompt included, at which the device reports `StopReason.LENGTH`.
-        params: parameters for the device; features may apply others (`Feature.device_params`).
+        computed: number of tokens whose KV is already in the lane's blocks.
+        max_total: length at which the device reports `StopReason.LENGTH`. It includes the prompt.
+        params: parameters for the device. Features may apply others (`Feature.device_params`).
         seed: seed of the random numbers.
-        sample_index: number of the completion, of `n`; part of the random counter.
+        sample_index: number of the completion among the `n` of its prompt, a part of the random
+            counter.
     """
 
     lane: int
@@ -171,7 +172,7 @@ class Transfer(msgspec.Struct, array_like=True):
         slots: int32 [n].
         keys: int32 [n, 4], the 16 bytes of each block's hash.
         source: description of the peer's memory, or b"".
-        step: the peer's step that fills the blocks layer by layer; -1 if they are complete.
+        step: the peer's step that fills the blocks layer by layer. -1 if they are complete.
     """
 
     id: int
@@ -196,8 +197,8 @@ class StepPlan(msgspec.Struct):
         lanes: int32 [R].
         q_len: int32 [R], positions that each row computes. A generating row has 1 + k, where k is
             the most draft tokens that it verifies. A HELD row has 1, a place of padding.
-        n_logits: int32 [R]. A row's last `n_logits` positions are its logit rows; all positions of
-            a generating row are.
+        n_logits: int32 [R]. A row's last `n_logits` positions are its logit rows. In a generating
+            row these are all positions.
         flags: int32 [R], a `RowFlag` each.
         admits: requests that take lanes.
         frees: lanes that requests have left.
@@ -278,14 +279,14 @@ class StepResult(msgspec.Struct):
 
     Attributes:
         tokens: int32 [R, K + 1], each row's new tokens, padded with -1.
-        n_tokens: int32 [R], number of new tokens; 0 in mid-prompt.
+        n_tokens: int32 [R], number of new tokens. Rows in mid-prompt have 0.
         stop_reason: int32 [R], a `StopReason` each.
-        logprobs: of new tokens, or None.
-        prompt_logprobs: of tokens of prompts, or None.
-        pooled: of rows whose prompt this step turned into a vector, or None.
-        finished_transfers: ids of transfers that finished since the last result.
-        failed_transfers: ids of transfers that failed since then. The blocks that they should have
-            filled are undefined.
+        logprobs: log-probabilities of new tokens, or None.
+        prompt_logprobs: log-probabilities of prompt tokens, or None.
+        pooled: vectors of rows whose prompt this step has pooled, or None.
+        finished_transfers: ids of transfers finished since the last result.
+        failed_transfers: ids of transfers failed since the last result. Their target blocks are
+            undefined.
         gpu_us: microseconds that the step took on the device; 0 if it was not measured.
     """
 

@@ -221,15 +221,15 @@ class Parameter:
         entries: most entries of a list; 0: the field is no list.
         apis: the APIs whose requests have a field of this name and type.
         from_model: whether a model's `generation_config.json` may set the default.
-        in_beam_search: whether a beam search takes or ignores it. If not, only values that change
-            nothing are allowed: null, the default, and `neutral`.
-        neutral: further values that change nothing, or nothing in a beam search.
-        sampler: whether any value but the default needs the hook of `features/samplers`, which runs
-            outside of CUDA graphs.
+        in_beam_search: whether a beam search takes or ignores it. If not, only null, the default
+            and `neutral` values are allowed.
+        neutral: further values without an effect, or without an effect in a beam search.
+        sampler: whether any value but the default needs the hook of `features/samplers`. That hook
+            runs outside of CUDA graphs.
         flag: whether `quire chat` and `quire generate` have a flag for it. `--help` shows a
             "common" one, only `--help-all` a "rare" one.
-        step: by how much the arrows of its field in the playground change it; 0: the playground has
-            no field for it.
+        step: amount by which the arrows of its field in the playground change it. With 0 the
+            playground has no field for it.
     """
 
     low: Any = None
@@ -292,7 +292,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Attributes:
         n: completions per prompt. They share the prompt's KV blocks.
         temperature: divides the logits; 0 is greedy. Less than 1e-5 is greedy too.
-        top_k: keep this many of the likeliest tokens; 0 or -1 keeps all.
+        top_k: keep this many of the likeliest tokens. Values 0 and -1 keep all.
         top_p: keep the likeliest tokens up to this total probability (nucleus sampling).
         min_p: keep tokens with at least this probability, relative to the likeliest token's.
         presence_penalty: subtracted from the logits of tokens that were generated (OpenAI's).
@@ -313,13 +313,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             always included. None: no logprobs. -1, the whole vocabulary, is refused.
         prompt_logprobs: the same for the prompt's tokens.
         logit_bias: additive bias by token id.
-        allowed_token_ids: only these tokens may be sampled; empty: all.
+        allowed_token_ids: only these tokens may be sampled. An empty list allows all.
         bad_token_ids: sequences of tokens that may not be generated.
         typical_p: keep the tokens whose surprise is closest to the expected one, up to this total
             probability (Meister et al., 2023); 1 keeps all.
-        xtc_probability: probability with which a position excludes top choices: of the tokens with
-            a probability of at least `xtc_threshold`, only the least likely one stays.
-        xtc_threshold: least probability of a top choice; above 0.5 no token is ever excluded.
+        xtc_probability: probability with which a position excludes top choices. Only the least
+            likely of the tokens with a probability of at least `xtc_threshold` then stays.
+        xtc_threshold: least probability of a top choice. Above 0.5 no token is ever excluded.
         dry_multiplier: weight of the penalty on tokens that would repeat a sequence of the text
             ("don't repeat yourself"); 0 turns it off. The penalty is this weight times `dry_base`
             to the power of the sequence's length minus `dry_allowed_length`.

@@ -122,7 +122,7 @@ def test_info_lists_weights_and_kv_per_rank(tmp_path: Path) -> None:
     # Each KV head is held twice.
     assert found["2 ranks"] == "0.03 GB of weights, 0.8 KB of KV a token"
     assert found["4 ranks"] == "0.02 GB of weights, 0.8 KB of KV a token"
-    assert found["8 ranks"] == "no: 4 attention heads cannot be shared out over 8 ranks"
+    assert found["8 ranks"] == "no: 4 attention heads cannot be split over 8 ranks"
     # Both stages have the embeddings, as the head is tied to them; the first has five of six
     # layers, as the head takes so long.
     assert found["2 stages of 1 rank"] == "0.06 GB of weights, 1.3 KB of KV a token"

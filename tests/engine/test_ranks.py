@@ -103,7 +103,7 @@ def refusal(folder: Path, **settings: Any) -> str:
 
 def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
     folder = model_folder(tmp_path, TINY)
-    assert "4 attention heads cannot be shared out over 8 ranks" in refusal(
+    assert "4 attention heads cannot be split over 8 ranks" in refusal(
         folder, tensor_parallel_size=8
     )
     assert refusal(folder, tensor_parallel_size=3).endswith("it can be shared out over 2, 4")
@@ -230,7 +230,7 @@ def test_a_rank_that_is_killed(tmp_path: Path, lost: int, stages: int) -> None:
 
 def test_an_error_at_the_start_of_ranks_is_reported() -> None:
     """All ranks fail in the same way; the error must not be that another rank has ended."""
-    reason = "the draft head: 2 attention heads cannot be shared out over 4 ranks"
+    reason = "the draft head: 2 attention heads cannot be split over 4 ranks"
     with pytest.raises(ConfigError, match=reason) as raised:
         LLM(device="cpu", tensor_parallel_size=4, speculative={"method": "eagle3"})
     assert raised.value.param == "speculative"

@@ -104,7 +104,7 @@ def test_ranks_hold_whole_units(tmp_path: Path) -> None:
             model = build_model(spec, device="meta", group=Ranked(rank, 2), expert_parallel=whole)
             sizes[rank].append(tuple(model.layers[0].mlp.up.weight.values.shape))
     assert sizes == [[(9 * 2 * 16, 48), (4 * 80, 48)], [(9 * 2 * 24, 48), (5 * 80, 48)]]
-    with pytest.raises(ConfigError, match="cannot be shared out over 99 ranks"):
+    with pytest.raises(ConfigError, match="cannot be split over 99 ranks"):
         spec.layers[0].ffn.layer(48, _build(Ranked(0, 99)))
 
 

@@ -78,7 +78,7 @@ def test_every_rank_keeps_whole_latents(deepseek: tuple[Path, Any]) -> None:
         for rank, world in ((0, 1), (0, 2), (1, 2))
     ]
     assert sizes == [3 * 16 * (24 + 8) * 4] * 3
-    with pytest.raises(ConfigError, match="6 attention heads cannot be shared out over 4 ranks"):
+    with pytest.raises(ConfigError, match="6 attention heads cannot be split over 4 ranks"):
         build_model(spec, device="meta", group=Ranked(0, 4))
 
 

@@ -95,7 +95,7 @@ def test_a_width_that_does_not_divide_over_ranks(tmp_path: Path) -> None:
         build_model(spec, device="meta", group=Ranked(0, 2))
     assert told.value.param == "tensor_parallel_size"
     assert str(told.value) == (
-        "layers.0.mlp.up.gate, outputs: 171 cannot be shared out evenly over 2 ranks; "
+        "layers.0.mlp.up.gate, outputs: 171 cannot be split evenly over 2 ranks; "
         "tensor_parallel_size may be 1, 3, 9, 19, 57"
     )
 

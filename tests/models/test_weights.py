@@ -79,7 +79,7 @@ def test_sharded_index_naming_absent_files(tmp_path: Path) -> None:
 def test_an_invalid_index_is_refused(text: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(ModelError, match=r"is not a valid index|names files that are not there"):
+    with pytest.raises(ModelError, match=r"is not a valid index|names files that do not exist"):
         load(tmp_path)
 
 

@@ -248,7 +248,7 @@ def test_a_read_from_a_peer_that_has_ended_fails(
 ) -> None:
     reader.read(0, 0, [0], 1)
     assert reader.ended_now() == ([], [])
-    monkeypatch.setattr(PeerClock, "lives", False)
+    monkeypatch.setattr(PeerClock, "alive", False)
     assert reader.ended() == ([], [0])
 
 

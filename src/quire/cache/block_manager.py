@@ -63,16 +63,16 @@ class BlockManager:
 
     A call that books blocks either books all of them, or changes nothing and returns False.
 
-    A lane writes only to blocks that no other lane has. Lanes share only whole blocks, which an
-    earlier step has filled or the same step fills before it reads them. A partly filled block is
+    A lane writes only to blocks that no other lane has. Lanes share only whole blocks: an earlier
+    step has filled them, or the same step fills them before it reads them. A partly filled block is
     copied instead of shared.
 
     Attributes:
         on_evict: called with the blocks that leave the tree, before they may be overwritten.
         loading_lanes: the free extra lanes, which `PrefixLoader` uses.
         slides: whether any group has a window.
-        evicted: number of blocks of all groups that were evicted, to make room or by `evict_all`.
-        copied: number of blocks of all groups that were copied because a prefix ends inside them.
+        evicted: number of evicted blocks, over all groups. `evict_all` counts too.
+        copied: number of blocks copied because a prefix ends inside them, over all groups.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BlockManager:
         Args:
             tokens: int32 [n].
             limit: most tokens of the prefix.
-            whole_only: match whole blocks only, no part of a block to copy.
+            whole_only: whether to match only whole blocks, and no part of a block to copy.
         """
         limit = limit if self.caching else 0
         return self.tree.match(namespace, tokens, limit, whole_only=whole_only)
@@ -157,14 +157,14 @@ class BlockManager:
         """Gives an empty lane the matched blocks, which it shares, and new blocks.
 
         The source of a match is copied to the first new block before the next body runs. A group
-        that keeps every position books all known tokens at once, so that a prompt that has begun
-        never waits for blocks. A group with a window books up to `chunk_end`.
+        that keeps every position books all known tokens at once. So a started prompt never waits
+        for blocks. A group with a window books up to `chunk_end`.
 
         Args:
             computed: first position of the request's first row, at least `match.length`.
-            chunk_end: end of that row.
+            chunk_end: end of the first row.
             known: number of known tokens.
-            spare: blocks that must stay available in each group whose lanes grow.
+            spare: blocks that must stay available in each group with growing lanes.
         """
         shares, sources, ends = [], [], []
         for g, group in enumerate(self.groups):
@@ -210,7 +210,7 @@ class BlockManager:
         The lanes share whole blocks. A partly filled block is copied before the next body runs.
 
         Also returns False if the parent has released a block that is needed, or if the parent has
-        diverged. Lanes can share only the blocks of nodes that all of them use.
+        diverged. Lanes share only blocks of nodes that all of them use.
 
         Args:
             parent: the other lane.
@@ -241,7 +241,7 @@ class BlockManager:
     # -- while a request runs ------------------------------------------------------------------
 
     def book(self, lanes: Int32, ends: Int32) -> bool:
-        """Books blocks so that these distinct lanes can hold `ends` tokens each, in every group."""
+        """Books blocks in every group, so that these distinct lanes can hold `ends` tokens each."""
         missing = [group.missing(lanes, ends) for group in self.groups]
         for g, (_, _, total) in enumerate(missing):
             if total and total > self.available(g):
@@ -274,8 +274,8 @@ class BlockManager:
         """Enters the whole blocks of distinct lanes into the tree.
 
         If the tree already has a lane's next block from another lane, the lane diverges: it keeps
-        its own blocks, and inserts no more until it ends. It must not become a user of the other
-        lane's node, because then that node's block could not be evicted although nobody reads it.
+        its own blocks, and inserts no more until it ends. It does not become a user of the other
+        lane's node. Otherwise that node's block could not be evicted although nobody reads it.
 
         Args:
             lanes: int32 [n].
@@ -300,7 +300,7 @@ class BlockManager:
     def enter_rest(self, lane: int, tokens: Int32, length: int) -> None:
         """Enters the whole blocks of a lane that is about to be released.
 
-        Blocks that the tree has already stay as they are.
+        Blocks that are already in the tree do not change.
 
         Args:
             tokens: int32 [>= length].
@@ -416,7 +416,7 @@ class BlockManager:
         return count
 
     def reset_cache(self) -> bool:
-        """Forgets every prefix that no request uses. Returns whether the tree is empty."""
+        """Forgets every prefix that no request uses. Returns whether the tree is then empty."""
         self._return_to_pool(self.tree.evict(self.tree.num_idle, hashed=False))
         return self.tree.num_nodes == 0
 
@@ -429,7 +429,7 @@ class BlockManager:
     def take_copies(self) -> list[BlockCopies]:
         """Returns the copies that were requested since the last call, per group.
 
-        Completes the plan: later plans can copy the blocks that it computes.
+        This completes the plan. Later plans can copy the blocks that it computes.
         """
         self.tree.mark_written()
         self.lanes.adjust()

@@ -18,15 +18,15 @@ _NO_COPIES = BlockCopies(src=_NONE, dst=_NONE)
 
 
 class BlockTables:
-    """The blocks that each lane holds in one group, and the changes that the next plan must carry.
+    """The blocks that each lane holds in one group, and the changes for the next plan.
 
     This class is the kind `full`, which keeps every position. Other kinds override the rules.
 
     Attributes:
         index: the group's index.
         window: number of tokens, or None.
-        sparse: the blocks that only the tree holds, if nodes can lose blocks of this group one by
-            one; else None.
+        sparse: the blocks that only the tree holds. None if nodes cannot lose single blocks of this
+            group.
         grows: whether a lane needs more blocks as its request goes on.
         table: int32 [lanes, blocks of the longest sequence]. A lane holds its entries from `start`
             to `end - 1`; earlier ones have left the window.
@@ -95,7 +95,7 @@ class BlockTables:
         return None if match.source is None else match.source[self.index]
 
     def note(self, lane: int, match: Match) -> None:
-        """Records that a lane starts after a match."""
+        """Records that a lane begins with the tokens of a match."""
 
     def can_fork(self, parent: int, length: int) -> bool:
         """Whether `parent` still has the blocks that a fork needs after `length` positions."""
@@ -109,7 +109,7 @@ class BlockTables:
         """Returns a lane's blocks `first` to `last - 1`, int32; -1 for blocks it does not have."""
         return self.table[lane, first:last]
 
-    def entry_each(self, lanes: Int32, places: Int32) -> Int32:
+    def entries_at(self, lanes: Int32, places: Int32) -> Int32:
         """Returns one block of each lane, int32 [n]; -1 as in `entries`."""
         return self.table[lanes, places]
 
@@ -164,16 +164,24 @@ class BlockTables:
         self._copies.append((src, dst))
 
     def slide(self, lanes: Int32, positions: Int32, last: Callable[[int], Node]) -> None:
-        """See `BlockManager.slide`. last: returns a lane's last node."""
+        """See `BlockManager.slide`.
+
+        Args:
+            last: returns a lane's last node.
+        """
 
     def compute(self, lane: int, tokens: Int32, start: int, end: int, known: int) -> None:
         """See `BlockManager.compute`."""
 
     def planned(self, last: Callable[[int], Node]) -> None:
-        """Completes the next plan. last: returns a lane's last node."""
+        """Completes the next plan.
+
+        Args:
+            last: returns a lane's last node.
+        """
 
     def adopt(self, lane: int, last: Node, first: int) -> Int32:
-        """Gives blocks of a lane to the nodes on its path that have lost theirs.
+        """Gives blocks of a lane to nodes on its path whose own blocks were evicted.
 
         Returns these blocks, int32. The caller makes the tree their holder.
 
@@ -186,7 +194,7 @@ class BlockTables:
     # -- release -------------------------------------------------------------------------------
 
     def leave(self, lane: int, last: Node) -> None:
-        """Adds the blocks to the tree that a lane has prepared for it. The lane is emptied next.
+        """Adds the blocks that a lane has prepared for the tree. The caller empties the lane next.
 
         Args:
             last: the lane's last node.
@@ -203,7 +211,7 @@ class BlockTables:
         return held
 
     def tail(self, blocks: Int32, index: int) -> int:
-        """Returns the partly filled block among a lane's detached blocks; it has index `index`."""
+        """Returns the partly filled one of a lane's detached blocks, which has index `index`."""
         return int(blocks[index])
 
     def drop(self, blocks: Int32, start: int, last: Node, length: int) -> None:
@@ -211,7 +219,7 @@ class BlockTables:
 
         Args:
             start: block table index of the first block.
-            last: the node of the lane's last token that the tree has.
+            last: the node that holds the last of the lane's tokens in the tree.
             length: number of the lane's tokens.
         """
         self.pool.drop(blocks)

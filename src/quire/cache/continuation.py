@@ -1,4 +1,4 @@
-"""Continuations of a text that the prefix tree has."""
+"""Continuations of a text, taken from the prefix tree."""
 
 from __future__ import annotations
 

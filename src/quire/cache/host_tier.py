@@ -11,13 +11,13 @@ class HostTier:
     """Slots of the host's pool, found by block hash.
 
     An entry is *arriving* while its bytes are copied into the slot, *pinned* while somebody reads
-    the slot, and otherwise *resident*. Resident entries are in the order of their last use, and the
-    oldest is evicted when a new one needs its slot. So no slot changes while a copy uses it. Every
-    operation is O(1) per block.
+    the slot, and otherwise *resident*. Resident entries are in the order of their last use. If no
+    slot is free for a new entry, the oldest resident entry is evicted. So no slot changes while a
+    copy uses it. Every operation is O(1) per block.
 
     Attributes:
         num_slots: number of slots.
-        evictions: number of entries evicted for others.
+        evictions: number of entries evicted to make room.
     """
 
     def __init__(self, slots: int) -> None:
@@ -93,7 +93,7 @@ class HostTier:
         return slot
 
     def unpin(self, block_hash: bytes, good: bool = True) -> None:
-        """Removes a reader. After the last one, the block stays only if it is `good`."""
+        """Removes a reader. When the last one leaves, the block stays only if it is `good`."""
         slot, count = self._pinned.pop(block_hash)
         if count > 1:
             self._pinned[block_hash] = slot, count - 1
@@ -125,8 +125,8 @@ class HostTier:
 class StateTier(HostTier):
     """Slots for recurrent states.
 
-    The first states to be evicted save few tokens and were not used for a long time (GreedyDual, as
-    in `Checkpoints`). An eviction is O(slots), but these slots are few.
+    States that save few tokens and were not used for a long time are evicted first (GreedyDual, as
+    in `Checkpoints`). An eviction is O(slots), which is cheap because there are few slots.
     """
 
     def __init__(self, slots: int) -> None:
@@ -158,7 +158,7 @@ class StateTier(HostTier):
 
 
 class HashList:
-    """Hashes of the blocks that should be in files, at most `limit`, in the order of last use."""
+    """Hashes of the blocks that files should hold, at most `limit`, in the order of last use."""
 
     def __init__(self, limit: int, hashes: Sequence[bytes] = ()) -> None:
         self._limit = limit

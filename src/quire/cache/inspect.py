@@ -31,8 +31,8 @@ class PoolSummary:
         window: tokens of the group's sliding window, or None.
         num_blocks: size of the pool.
         per_cell: blocks of a cell.
-        owner: int32 [cells], a lane that holds blocks of the cell; `CACHED` if only the tree holds
-            blocks of it; or `FREE`.
+        owner: int32 [cells], a lane that holds blocks of the cell. `CACHED` if only the tree holds
+            some, `FREE` if nothing does.
         holders: int32 [cells], the largest number of holders of any block of the cell.
         filled: int32 [cells], number of blocks that are not free.
     """

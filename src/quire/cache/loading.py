@@ -19,7 +19,8 @@ class LoadingPrefix:
         tokens: int32 [n], the prefix.
         start: number of leading tokens that are on the device already.
         places: for each KV group, the block table index of the first block to fill.
-        blocks: for each KV group, int32 [n], the blocks to fill. A recurrent state has one.
+        blocks: for each KV group, int32 [n], the blocks to fill. A group of recurrent states has
+            one block.
     """
 
     lane: int
@@ -82,7 +83,7 @@ class PrefixLoader:
     def begin(
         self, namespace: Namespace, match: Match, tokens: Int32, known: int
     ) -> LoadingPrefix | None:
-        """Books blocks for the rest of a prefix after a match, and one for a recurrent state.
+        """Books blocks for the rest of a prefix after a match, and a block for a recurrent state.
 
         Returns None if too few blocks are available for `known` tokens and one spare block for each
         running request.
@@ -139,7 +140,7 @@ class PrefixLoader:
 
         The next plan copies a recurrent state.
 
-        Returns None if the prefix is not cached, or no slot is available for the copy of a state.
+        Returns None if the prefix is not cached, or if no slot is available to copy a state to.
 
         Args:
             tokens: int32 [n], the prefix, in whole blocks.

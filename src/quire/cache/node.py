@@ -23,7 +23,7 @@ class Node:
     Attributes:
         run: the tokens, packed int32.
         first_tokens: the tokens of the first block, packed int32.
-        blocks: block ids per KV group; `NO_BLOCK` where a sparse group has lost one.
+        blocks: block ids per KV group; `NO_BLOCK` where a sparse group has lost its block.
         start: number of blocks of the ancestors.
         written: number of blocks that hold their KV before the body of the next plan runs. Requests
             of that plan may read the other blocks, but not copy them.
@@ -31,7 +31,7 @@ class Node:
         children: child nodes, by the tokens of their first block.
         order: `first_tokens` of the children whose first block is written; None without children.
         block_hashes: concatenated hashes of the first blocks (`cache/block_hash.py`). They are
-            computed on first use. A root has one, of the empty prefix.
+            computed on first use. A root has one hash, that of the empty prefix.
     """
 
     __slots__ = (
@@ -82,7 +82,8 @@ class Node:
     # -- the path from the root ----------------------------------------------------------------
 
     def upto(self, whole: int) -> Node:
-        """Returns the node on this node's path in which the first `whole` blocks end."""
+        """Returns the node on this node's path that holds block `whole - 1`, counted from the
+        root."""
         node = self
         while node.start >= whole and node.parent is not None:
             node = node.parent
@@ -102,10 +103,10 @@ class Node:
         return np.frombuffer(b"".join(reversed(parts)), dtype=np.int32)
 
     def follow(self, data: memoryview, stride: int) -> tuple[Node, int, int]:
-        """Follows tokens down from this node's end, as far as the tree has them.
+        """Follows tokens down from this node's end, as far as they match the tree.
 
-        Returns the node in which they end, the number of whole blocks from the root, and the number
-        of further tokens that the node's next block begins with.
+        Returns the last matching node, the number of matching whole blocks from the root, and the
+        number of tokens that match in the node's next block.
 
         Args:
             data: packed int32 tokens.
@@ -135,7 +136,7 @@ class Node:
     def split(self, count: int, stride: int) -> Node:
         """Moves the first `count` blocks to a new node between this one and its parent.
 
-        The new node has the same users, and is returned.
+        Returns the new node, which has the same users.
 
         Args:
             stride: bytes of a block's tokens.
@@ -180,7 +181,7 @@ class Node:
         for ids, more in zip(above.blocks, self.blocks, strict=True):
             ids += more
         self.blocks, above.blocks = above.blocks, [array("i") for _ in self.blocks]
-        # The old parent starts past all places, so that `upto` always goes on to this node.
+        # The old parent starts after all blocks, so that `upto` always continues at this node.
         self.start, above.start = above.start, self.end
         self.first_tokens = above.first_tokens
         self.parent, above.parent = above.parent, self

@@ -33,9 +33,9 @@ class Match:
     Attributes:
         length: number of tokens.
         whole: number of whole blocks. The request shares them.
-        node: the node that contains the last whole block. It may go on after this block.
-        source: for each KV group, the block to copy for the remaining tokens. None without
-            remaining tokens.
+        node: the node that contains the last whole block. The node may continue after this block.
+        source: for each KV group, the block to copy for the remaining tokens. None if no tokens
+            remain.
         tail: the node of `source` if it is a tail, or None.
         known: number of the prompt's whole blocks in the tree. Some groups may be unable to resume
             after them.
@@ -105,21 +105,22 @@ class PrefixTree:
     """The tree of one engine. Keeps block ids but never touches the pools.
 
     **Shape.** A node's children differ in their first block. A request holds its last node, and
-    uses that node and its ancestors to their ends. If a match ends inside a node, the node is
-    split: its first blocks move to a new node above it. Requests whose last node was the old one
-    keep it. A node with one user and no children grows in place with that request. A node that has
-    lost all children but one merges with it when a request uses both.
+    uses all blocks of that node and of its ancestors. If a match ends inside a node, the node is
+    split: its first blocks move to a new node above it. Requests whose last node was the old node
+    keep it. A node with one user and no children grows in place with that request. A node with a
+    single child merges with it when a request uses both.
 
     **Eviction.** `_idle` lists the nodes without users in the order in which their last user left.
     A request leaves its nodes from the last one up to the root, so a node comes after all of its
-    descendants. The first of the list is therefore the least recently used leaf. It loses its last
-    blocks, as many as the caller needs. `OrderedDict` is a hash table with a doubly linked list
-    through it, so adding, removing and taking the first are O(1). The upper node of a split is made
+    descendants. The first node of the list is therefore the least recently used leaf. It loses its
+    last blocks, as many as the caller needs. `OrderedDict` is a hash table with a doubly linked
+    list, so adding, removing and taking the first node are O(1). The upper node of a split is made
     for a request that uses it, so it joins the list after its descendants.
 
     **Tails.** When a request ends in a partly filled block, the block's tokens become a child of
-    its last node, with fewer tokens than a block. It is not added if another child begins with
-    these tokens, and removed when such a child comes. So no tail is a prefix of a sibling.
+    its last node. The tail has fewer tokens than a block. It is not added if another child begins
+    with its tokens, and it is removed when such a child is added. So no tail is a prefix of a
+    sibling.
 
     **Sparse groups.** Groups with windows or states can lose any block that no request holds, while
     its node keeps the blocks of the other groups.
@@ -176,7 +177,7 @@ class PrefixTree:
         """Lengthens a match by the tokens of a block to copy.
 
         Args:
-            more: number of tokens that the node's next block begins with.
+            more: number of tokens that match in the node's next block.
         """
         node, index = match.node, match.whole - match.node.start
         if index == node.count:
@@ -222,7 +223,7 @@ class PrefixTree:
     # -- using ---------------------------------------------------------------------------------
 
     def enter(self, namespace: Namespace, node: Node, whole: int) -> Node:
-        """Starts a request's use of its first `whole` blocks, which end in `node`.
+        """Makes a request a user of its first `whole` blocks, the last of which `node` holds.
 
         Returns the request's last node.
         """
@@ -233,7 +234,7 @@ class PrefixTree:
         return self._use(node, whole, None)
 
     def advance(self, node: Node, data: memoryview) -> Node:
-        """Extends a request's use from its last node, as far as the tree has the tokens `data`.
+        """Makes a request a user of the blocks after its last node, as far as `data` matches.
 
         Returns the request's new last node.
 
@@ -244,8 +245,9 @@ class PrefixTree:
         return self._use(last, whole, node)
 
     def _use(self, last: Node, whole: int, after: Node | None) -> Node:
-        """Counts one more user of the nodes from `after` (not included) to the end of `whole`
-        blocks, which is in `last`."""
+        """Adds a user to the nodes below `after`, down to block `whole - 1`, which `last` holds.
+
+        Splits `last` if it continues after that block. Returns the last node in use."""
         if whole < last.end:
             last = self._split(last, whole - last.start)
         at: Node | None = last
@@ -264,7 +266,7 @@ class PrefixTree:
         """Merges a node and its parent `above`, which has no other child, if that is possible.
 
         They merge if both will have the same users and the parent's blocks are written.
-        `node.users` counts the new user already, `above.users` does not.
+        `node.users` already includes the new user, `above.users` does not.
         """
         parent = above.parent
         if parent is None or above.users + 1 != node.users or above.written < above.count:
@@ -307,7 +309,7 @@ class PrefixTree:
             at = at.parent
 
     def touch(self, tail: Node) -> None:
-        """Records that a tail is copied. Its parent is in use, so it will be evicted later."""
+        """Records that a tail is copied, which moves it to the end of the eviction order."""
         self._idle.move_to_end(tail)
 
     def _prune(self, root: Node) -> None:
@@ -339,7 +341,7 @@ class PrefixTree:
         pending = node.written < count
         node.grow(data, blocks)
         if pending:
-            pass  # `mark_written` counts these blocks, too.
+            pass  # `mark_written` counts these blocks too.
         elif ahead:
             self._ahead.append(node)
         elif count:
@@ -399,8 +401,8 @@ class PrefixTree:
         Args:
             count: number of blocks of each group that keeps every position. At least as many must
                 be evictable.
-            hashed: return hashes, too. The blocks are then in the order in which lower tiers should
-                evict them: longer prefixes before shorter ones.
+            hashed: whether to return hashes too. The blocks are then in the order in which lower
+                tiers should evict them: longer prefixes before shorter ones.
         """
         parts: list[list[array[int]]] = []
         hashes: list[bytes] = []
@@ -462,7 +464,8 @@ class PrefixTree:
             self._forget_sparse(tail.trim(1, self._stride))
 
     def take_dropped_tails(self) -> list[list[int]]:
-        """Returns each dropped tail's block (or `NO_BLOCK`) per group, since the last call."""
+        """Returns the blocks of the tails dropped since the last call. Each tail has one block (or
+        `NO_BLOCK`) per group."""
         dropped, self._dropped_tails = self._dropped_tails, []
         return dropped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 _MOST = 1024
-"""Most keys of one part."""
+"""Most keys of one list."""
 
 
 class SortedKeys:
@@ -58,7 +58,7 @@ class SortedKeys:
             self._lasts[place] = part[-1]
 
     def around(self, key: bytes) -> tuple[bytes | None, bytes | None]:
-        """Returns the last key before this one, and the first that is not before it."""
+        """Returns the largest key below this one, and the smallest key that is not below it."""
         lasts = self._lasts
         place = bisect_left(lasts, key)
         before = lasts[place - 1] if place else None

@@ -39,7 +39,7 @@ class _Checkpoint:
 
     Attributes:
         credit: see `Checkpoints`.
-        serial: the serial number of its newest entry in the heap.
+        serial: serial number of the checkpoint's newest entry in the heap.
         node: the node that owned it when it was added.
         place: its place, in blocks from the root.
     """
@@ -53,14 +53,14 @@ class _Checkpoint:
 class Checkpoints:
     """One group's states that only the prefix tree holds, by slot.
 
-    A checkpoint saves the tokens between the checkpoint before it on its path and itself. The one
-    with the least credit is evicted first (GreedyDual, Cao and Irani 1997). When a checkpoint is
-    used, its credit becomes the tokens that it saves, plus the credit of the last one evicted. So
-    checkpoints that save few tokens are evicted soon, and unused ones later.
+    A checkpoint saves the tokens since the previous checkpoint on its path. The checkpoint with the
+    least credit is evicted first (GreedyDual, Cao and Irani 1997). When a checkpoint is used, its
+    credit becomes the number of tokens that it saves, plus the credit of the last evicted
+    checkpoint. So checkpoints that save few tokens are evicted soon, and unused ones later.
 
     Attributes:
-        saves: int32 [slots], number of tokens that each slot's checkpoint saved at its last use;
-            kept after it is evicted.
+        saves: int32 [slots], number of tokens that each slot's checkpoint saved at its last use.
+            An eviction does not reset it.
         on_take: called with the block hash and the slot of each checkpoint that is evicted while
             its node stays. The next step may overwrite the slot.
     """
@@ -163,10 +163,10 @@ class _NewCheckpoint:
 
 
 class StateSlots(BlockTables):
-    """The slot of each lane, and the checkpoints that its prompt leaves.
+    """The slot of each lane, and the checkpoints of its prompt.
 
-    A lane's table has its slot, then pairs of a position and a slot. The body copies the state at
-    that position to that slot.
+    A lane's table has the lane's slot, then pairs of a position and a slot. The body copies the
+    state at that position to that slot.
     """
 
     sparse: Checkpoints
@@ -246,7 +246,7 @@ class StateSlots(BlockTables):
         """Returns where to leave checkpoints while positions `start` to `end` are computed.
 
         Each entry is a place, in blocks from the root, and whether its checkpoint may evict any
-        other one. The most useful places come first.
+        other checkpoint. The most useful places come first.
         """
         size = self._size
         places = {int(self._branch[lane]) // size: True, (known - 1) // size: True}
@@ -271,7 +271,7 @@ class StateSlots(BlockTables):
         self._new = []
 
     def _enter(self, lane: int, last: Node) -> None:
-        """Enters a lane's new checkpoints, as far as the tree knows their tokens."""
+        """Enters a lane's new checkpoints, as far as the tree contains their tokens."""
         rest: list[_NewCheckpoint] = []
         for saved in self._saved.pop(lane, []):
             node, known = last, last.end
@@ -286,7 +286,8 @@ class StateSlots(BlockTables):
             self._saved[lane] = rest
 
     def _put(self, last: Node, place: int, slot: int) -> None:
-        """Gives a slot to the tree, at a place on the path to `last`, unless that place has one."""
+        """Gives a slot to the tree, at a place on the path to `last`, unless the place already has
+        a slot."""
         owner = last.upto(place + 1)
         slots = owner.blocks[self.index]
         if slots[place - owner.start] == NO_BLOCK:
@@ -300,7 +301,7 @@ class StateSlots(BlockTables):
     def entries(self, lane: int, first: int, last: int) -> Int32:
         return np.full(last - first, NO_BLOCK, dtype=np.int32)
 
-    def entry_each(self, lanes: Int32, places: Int32) -> Int32:
+    def entries_at(self, lanes: Int32, places: Int32) -> Int32:
         return np.full(len(lanes), NO_BLOCK, dtype=np.int32)
 
     def evictable(self, idle: int) -> int:

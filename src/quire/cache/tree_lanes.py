@@ -42,7 +42,7 @@ class TreeLanes:
         return bool(self.inserted[lane] == _DIVERGED)
 
     def enter(self, lane: int, namespace: Namespace, node: Node, whole: int) -> None:
-        """Sets an empty lane's place to the end of `whole` blocks, which is in `node`."""
+        """Places an empty lane after its first `whole` blocks, the last of which `node` holds."""
         self._last[lane] = self._tree.enter(namespace, node, whole)
         self.inserted[lane] = whole * self._size
 
@@ -67,13 +67,13 @@ class TreeLanes:
                 self._insert(lane, tokens[lane], length // self._size, ahead)
 
     def _insert_one_each(self, lanes: Int32, tokens: Int32, ahead: bool) -> None:
-        """Inserts one block of each lane, all at once. Nearly every step of a full batch fills
-        blocks of some lanes."""
+        """Inserts one block of each lane, all at once, because nearly every step of a full batch
+        fills blocks of some lanes."""
         tree, size = self._tree, self._size
         starts = self.inserted[lanes]
         places = starts // size
         data = tokens[lanes[:, None], starts[:, None] + np.arange(size)].tobytes()
-        fresh = [group.entry_each(lanes, places) for group in self._groups]
+        fresh = [group.entries_at(lanes, places) for group in self._groups]
         packed = [ids.tobytes() for ids in fresh]
         diverged: list[int] = []
         for i, lane in enumerate(lanes.tolist()):
@@ -90,7 +90,8 @@ class TreeLanes:
         self.adjust(fresh)
 
     def _insert(self, lane: int, tokens: Int32, whole: int, ahead: bool) -> None:
-        """Extends a lane's place to `whole` blocks, unless the tree has an equal prefix."""
+        """Extends a lane's path in the tree to `whole` blocks, unless another lane's blocks are
+        there already."""
         last, size = self.last(lane), self._size
         data = pack(tokens[last.end * size : whole * size])
         if bytes(data[: 4 * size]) in last.children:

@@ -18,9 +18,9 @@ from quire.plan import KVGroup
 class WindowBlocks:
     """One group's blocks that only the prefix tree holds, in the order of their release.
 
-    Any of them can be taken from its node, which keeps the blocks of the other groups. A block is
-    stored with the node that owned it and its place, in blocks from the root. If that node was
-    split, the owner is an ancestor.
+    A node can lose any of them, and keeps the blocks of the other groups. A block is stored with
+    its place, in blocks from the root, and with the node that owned it when it was added. If that
+    node was split, the owner is an ancestor.
     """
 
     exact = False
@@ -66,7 +66,7 @@ class WindowBlocks:
         """See `SparseBlocks`: all blocks of the last window must be there."""
         lost = blocks == NO_BLOCK
         count = len(blocks)
-        # The token at which the unbroken run of blocks before each place begins.
+        # For each place, the first token of the unbroken run of blocks that ends there.
         begins = np.maximum.accumulate(np.where(lost, np.arange(1, count + 1), 0))
         begins = np.concatenate([[0], begins]) * self._size
         good: np.ndarray[Any, np.dtype[np.bool_]] = begins == 0
@@ -111,7 +111,7 @@ class WindowTables(BlockTables):
         entries[places < self.start[lane]] = -1
         return entries
 
-    def entry_each(self, lanes: Int32, places: Int32) -> Int32:
+    def entries_at(self, lanes: Int32, places: Int32) -> Int32:
         entries = self.table[lanes, places]
         entries[places < self.start[lanes]] = -1
         return entries

@@ -9,8 +9,8 @@ stream, the main stream computes the same part of the other half:
 The first half holds the first tokens of the step. Its KV is stored before the second half's
 attention reads it, so the cut may go through a request.
 
-In `engine/ranks/async_tp.py` a list says for which models this is allowed, and the group is made.
-With "auto" the group measures at the start from how many tokens on halves are faster.
+`engine/ranks/async_tp.py` lists the models that allow this, and makes the group. With "auto" the
+group measures at the start how many tokens a step needs for halves to be faster.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class _SideWork:
 class HalvesGroup(TorchGroup):
     """A group whose all-reduces overlap the other half's work within `halves`.
 
-    Only all-reduces with a residual overlap. Their result is ready when their half has its next
-    turn. `inner` does all other collectives.
+    Only all-reduces with a residual overlap. Their result is ready at the next turn of their half.
+    `inner` does all other collectives.
 
     Attributes:
         inner: the group of the same ranks that does the collectives.
         halves_from: steps of at least this many tokens are computed as two halves.
         exchange: all-reduces by copies between GPUs, which occupy no multiprocessor. Without it,
-            or for a tensor that it refuses, `inner` runs on the side stream. Its kernels then share
-            the multiprocessors with the other half's.
+            or for a tensor that it refuses, `inner` runs on the side stream. The kernels of `inner`
+            then share the multiprocessors with the kernels of the other half.
         measured: whether the runner has to call `choose`.
     """
 
@@ -98,9 +98,9 @@ class HalvesGroup(TorchGroup):
         self._counts = [0, 0]
 
     def choose(self, seconds: Callable[[int], float], most: int) -> None:
-        """Sets `halves_from` to the fewest tokens from which on steps are faster as halves.
+        """Sets `halves_from` to the smallest step that is faster in halves.
 
-        Tries `most` tokens, then half of them, and so on, while halves are faster.
+        Tries `most` tokens, then half as many, and so on, while halves are faster.
 
         Args:
             seconds: runs a step of this many tokens, in halves or whole by `halves_from`, and
@@ -185,8 +185,8 @@ class HalvesGroup(TorchGroup):
         all ranks must take the same turns.
 
         Raises:
-            QuireError: a half had an odd number of all-reduces. The first one of the next step
-                would then reuse the exchange's slot of the last one too early.
+            QuireError: a half had an odd number of all-reduces. Then the first all-reduce of the
+                next step would reuse the last one's slot of the exchange too early.
         """
         self._counts = [0, 0]
         try:

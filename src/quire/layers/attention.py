@@ -136,12 +136,12 @@ class Attention(nn.Module):
         super().__init__()
         if spec.heads % build.group.world:
             raise ConfigError(
-                f"{spec.heads} attention heads cannot be shared out over {build.group.world} ranks",
+                f"{spec.heads} attention heads cannot be split over {build.group.world} ranks",
                 "tensor_parallel_size",
             )
         self.spec = spec
         dim = spec.head_dim
-        # A list hides the shared table from the module tree: every layer holds the same one.
+        # A list hides the table from the module tree, because all layers share one table.
         self._rotary = [rotary]
         outputs = self.outputs(spec)
         self.qkv = Linear(hidden, outputs, build.within("qkv"), bias=spec.qkv_bias, split="outputs")

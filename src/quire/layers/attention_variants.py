@@ -41,7 +41,7 @@ class GatedAttentionSpec(AttentionSpec):
 
 
 class GatedAttention(Attention):
-    """out(heads * sigmoid(gate)): the gate has one number for each number of the heads."""
+    """out(heads * sigmoid(gate)): the gate is as wide as the output of all heads."""
 
     def outputs(self, spec: AttentionSpec) -> list[Output]:
         size = spec.heads * spec.head_dim
@@ -88,7 +88,7 @@ class ProjectionNorm(RMSNorm):
 
 
 class ProjectionNormAttention(Attention):
-    """Attention by a `ProjectionNormSpec`. Ranks add up their mean squares, because the norm spans
+    """Attention of a `ProjectionNormSpec`. Ranks add up their mean squares, because the norm spans
     the heads of all ranks."""
 
     def __init__(
@@ -136,8 +136,8 @@ class ProjectionNormAttention(Attention):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueryScaleSpec(AttentionSpec):
-    """Attention whose queries grow with their position, which keeps scores sharp over long contexts
-    (Llama 4).
+    """Attention whose queries grow with their position (Llama 4). This keeps scores sharp over long
+    contexts.
 
     Attributes:
         beta: the query at position p is multiplied by 1 + beta * log(1 + floor(p / step)).
@@ -153,7 +153,7 @@ class QueryScaleSpec(AttentionSpec):
 
 
 class QueryScaleAttention(Attention):
-    """Attention by a `QueryScaleSpec`. Queries are scaled before their rotation, which gives the
+    """Attention of a `QueryScaleSpec`. Queries are scaled before their rotation, which gives the
     same result because a rotation is linear."""
 
     def __init__(
@@ -189,7 +189,7 @@ class ValueNormSpec(AttentionSpec):
 
 
 class ValueNormAttention(Attention):
-    """Attention by a `ValueNormSpec`."""
+    """Attention of a `ValueNormSpec`."""
 
     ones: Tensor
 
@@ -216,6 +216,6 @@ class ValueNormAttention(Attention):
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
-        # The values before and after the norm, and the concatenation of q, k and v. The latter is
-        # larger than the projection if keys serve as values.
+        # The values before and after the norm, and the concatenation of q, k and v. The
+        # concatenation is larger than the projection if keys serve as values.
         return super().workspace_bytes(tokens) + 4 * self.qkv.workspace_bytes(tokens)

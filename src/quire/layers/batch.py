@@ -1,4 +1,4 @@
-"""The inputs of one forward pass. A model sees requests and the KV cache only through them."""
+"""The inputs of one forward pass. A model knows requests and the KV cache only by these inputs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class GroupBatch:
     """The slots and blocks of one KV group in a step.
 
     Attributes:
-        slots: int64 or int32 [T], the slot of each token's KV, block * block_size + offset. The KV
-            is not stored where it is -1. In a state group: int32 [R], the lane of each row, -1 for
+        slots: int64 or int32 [T], the slot of each token's KV, block * block_size + offset. With
+            slot -1 the KV is not stored. In a state group: int32 [R], the lane of each row, -1 for
             padding.
         block_table: int32 [R, max_blocks], each row's blocks in order of position. Entries past a
             row's length, or before its window, may hold anything. In a state group: the table of
@@ -30,7 +30,7 @@ class GroupBatch:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """T tokens of R rows. Rows follow each other; tokens after the last row are padding.
+    """T tokens of R rows. Rows lie one after the other; tokens after the last row are padding.
 
     Attributes:
         input_ids: int32 [T].

@@ -12,7 +12,7 @@ from quire.quantization import Quantization
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Device, dtype, ranks and quantization of a module that is to be built.
+    """Device, dtype, ranks and quantization of a module to build.
 
     Attributes:
         group: the ranks that share the layers.
@@ -21,8 +21,8 @@ class Build:
         dtype: dtype of activations, and of parameters that have no weight format.
         name: dotted name of the module, such as `layers.0.mlp`.
         expert_parallel: each rank holds whole experts instead of a part of every expert.
-        drafts: most draft tokens of a row in a step. Recurrent layers must be able to go back to
-            the state after any of them, because drafts may be rejected.
+        drafts: most draft tokens of a row in a step. Drafts may be rejected, so recurrent layers
+            must be able to return to the state after any of them.
     """
 
     group: ProcessGroup

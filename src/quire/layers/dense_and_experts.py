@@ -29,7 +29,8 @@ class DenseAndExpertsSpec:
     Attributes:
         dense: the dense part.
         experts: the experts and their router.
-        norm: the norm of both parts' outputs, the experts' input and the router's input.
+        norm: settings of the norms on both parts' outputs, the experts' input and the router's
+            input.
     """
 
     dense: MlpSpec

@@ -52,8 +52,8 @@ class ExpertShard:
 
 
 _SCHEMES: WeakKeyDictionary[Quantization, dict[tuple[object, ...], Scheme]] = WeakKeyDictionary()
-"""Results of `experts_scheme`. They are cached because a model may have 45,000 projections, and the
-search for a number of ranks needs them for every number that it considers."""
+"""Cached results of `experts_scheme`. A model may have 45,000 projections, and the search for a
+number of ranks calls `experts_scheme` for every number that it tries."""
 
 
 def experts_scheme(names: Sequence[str], layout: Layout, build: Build, count: int) -> Scheme:
@@ -109,7 +109,7 @@ def _difference(one: Scheme, other: Scheme) -> str:
 
 
 class ExpertLinear(nn.Module):
-    """The weights of a projection, or of gates and ups together, of this rank's experts.
+    """The weights of one projection, or of gate and up together, for this rank's experts.
 
     Args:
         names: projections that share the weight, ("",) for a single one.
@@ -180,7 +180,7 @@ class ExpertLinear(nn.Module):
                 new.copy_(tensor)
 
     def tensors(self, expert: int) -> list[Tensor]:
-        """Returns views of all tensors of one expert, counted from this rank's first."""
+        """Returns views of all tensors of one expert. `expert` counts from this rank's first."""
         each = len(self.names)
         weight = self.weight.rows(expert * each * self.size, (expert + 1) * each * self.size)
         found = [weight.values, weight.scales, weight.zeros]
@@ -192,8 +192,8 @@ class ExpertLinear(nn.Module):
         """Returns the weights in the form that the experts' op takes."""
         bias = self.bias if self.own_bias else None
         first, end = self.shard.experts
-        # The total with copies is estimated from this rank: shares differ by one expert at most,
-        # and every rank has equally many copies.
+        # The total with copies is estimated from this rank. Shares differ by at most one expert,
+        # and all ranks have equally many copies.
         return ExpertWeights(
             self.weight, self.count, bias, round(self.count * self.shard.count / (end - first))
         )
@@ -218,7 +218,8 @@ class ExpertLinear(nn.Module):
                 yield self._interleaved_bias_slice(self.bias.data)
 
     def _rows(self, expert: int, place: int) -> ops.Weight:
-        """Returns the weight of projection `place` of one of this rank's experts, from 0."""
+        """Returns the weight of projection `place` of expert `expert`, which counts from this
+        rank's first."""
         index = expert * len(self.names) + place
         return self.weight.rows(index * self.size, (index + 1) * self.size, index)
 

@@ -35,9 +35,9 @@ _add_gated = ops.op(twins.add_gated)
 
 _ROUTER_PARTS = 8
 """Most partial logits per expert that the router's kernel adds up, for the workspace."""
-_BESIDE_TOKENS = 256
-"""Up to this many tokens the shared expert runs on a second stream. More tokens fill a GPU without
-it."""
+_SIDE_STREAM_TOKENS = 256
+"""Up to this many tokens, the shared expert runs on a second stream. With more tokens the other
+experts fill a GPU by themselves."""
 _UNIT = 16
 """Ranks split an expert's hidden units in multiples of this, unless a rank would get no units."""
 
@@ -81,7 +81,7 @@ class Router(nn.Module):
 
     Attributes:
         local: [first, end) of the experts on this rank.
-        copies: the places of all experts if ranks hold copies of some, else None.
+        copies: the places of all experts if ranks hold copies of some experts, else None.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Router(nn.Module):
         Args:
             x: [T, hidden].
             norm: the norm before the layer, or None.
-            live: int32 [1], number of tokens. The tokens after them are padding and get no experts.
+            live: int32 [1], number of real tokens. The other tokens are padding and get no experts.
         """
         scale = None if norm is None else norm.scale
         if norm is not None and scale is None:
@@ -153,7 +153,7 @@ class Experts(nn.Module):
         if local[0] == local[1] or width[0] == width[1]:
             raise ConfigError(
                 f"{build.name}: {spec.experts} experts of {spec.width} hidden units cannot be "
-                f"shared out over {world} ranks",
+                f"split over {world} ranks",
                 "tensor_parallel_size",
             )
         self.router = Router(spec, hidden, local, build.within("router"))
@@ -185,7 +185,7 @@ class Experts(nn.Module):
         routed: Routed = self.router(inputs, norm, batch.query_start[-1:])
         up, down, act = self.up.weights, self.down.weights, self.spec.act
         alone, fixed = self.group.world == 1, ops.current_policy().deterministic
-        if self.shared is not None and alone and not fixed and len(stream) <= _BESIDE_TOKENS:
+        if self.shared is not None and alone and not fixed and len(stream) <= _SIDE_STREAM_TOKENS:
             sum_of_shared = start_branch(self.shared, routed.x, onto)
             return Residual(_experts_mlp(*routed, up, down, act, sum_of_shared))
         if self.shared is not None:

@@ -1,12 +1,13 @@
 """Row-parallel sums with the same bits for any number of ranks (`--deterministic`).
 
-A layer's inputs are cut into `SEGMENTS` segments. Each segment is summed alone. Then neighbours are
-added in pairs, in float32, as in a binary tree, and the total is rounded once:
+A layer's inputs are cut into `SEGMENTS` segments. Each segment is summed alone. Then neighbouring
+sums are added in pairs, in float32, as in a binary tree. The total is rounded once:
 
     rank 0: segments 0 1 2 3 -> 0+1, 2+3 -> (0+1) + (2+3) --+
     rank 1: segments 4 5 6 7 -> 4+5, 6+7 -> (4+5) + (6+7) --+-- all-gather --> rank 0 + rank 1
 
-Every rank holds equally many whole segments. Its sum is a subtree, so the tree is always the same.
+All ranks hold equally many whole segments. A rank's sum is a subtree, so the tree is the same for
+any number of ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from quire.parallel import ProcessGroup
 SEGMENTS = 8
 """Segments of a layer's inputs. There can be no more ranks than segments."""
 _TOKENS = 512
-"""Tokens whose float32 sums are gathered at once. It bounds the memory for them."""
+"""Tokens whose float32 sums are gathered at once. This bounds the memory for the sums."""
 
 
 def segment_count(inputs: int, form: WeightFormat) -> int:

@@ -30,7 +30,7 @@ class GatedDeltaSpec:
         value_heads: heads of v, z, a and b.
         key_dim: numbers in a head's q and k.
         value_dim: numbers in a head's v and z.
-        taps: tokens that the short convolution before the net spans.
+        taps: width of the short convolution before the net, in tokens.
         norm_eps: epsilon of the gated RMSNorm on the output.
     """
 
@@ -57,7 +57,7 @@ class StateLayout:
         key_dim: rows of a head's matrix.
         value_dim: columns of a head's matrix.
         channels: channels of the convolution on this rank: q, k and v.
-        taps: tokens that the convolution spans.
+        taps: width of the convolution, in tokens.
         dtype: dtype of the convolution's inputs.
         drafts: most draft tokens in a row. The next step may continue after any of them
             (`ops/state.py`), so the state keeps what it needs to go back.
@@ -97,10 +97,9 @@ class StateLayout:
 
     @property
     def head_sections(self) -> list[tuple[int, tuple[int, ...]]]:
-        """Returns the dimension and the sections along which ranks split each of `parts`.
+        """Returns the split of each of `parts` over ranks: (dimension of heads, section sizes).
 
-        The number is the dimension of heads. The tuple has the sizes of the sections along it, and
-        ranks split each section by heads.
+        The sections are parts of that dimension. Ranks split each section by heads.
         """
         values = self.value_heads * self.value_dim
         keys = (self.channels - values) // 2
@@ -124,7 +123,7 @@ class GatedDelta(nn.Module):
         world = build.group.world
         if spec.key_heads % world:
             raise ConfigError(
-                f"{spec.key_heads} key heads of gated delta layers cannot be shared out over "
+                f"{spec.key_heads} key heads of gated delta layers cannot be split over "
                 f"{world} ranks",
                 "tensor_parallel_size",
             )

@@ -31,8 +31,8 @@ class LatentAttentionSpec:
     Attributes:
         heads: query heads of the whole model.
         rank: numbers in a latent.
-        query_rank: numbers in the low-rank vector that queries are projected from, or None if
-            queries are projected from hidden states.
+        query_rank: numbers in the low-rank vector from which queries are projected, or None if they
+            are projected from hidden states.
         key_dim: dimensions of a head's key that are not rotated. All heads share one rotated key of
             `rope.rotary_dim` dimensions.
         value_dim: dimensions of a head's value.
@@ -98,8 +98,8 @@ class LatentLayout:
     ) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Returns the shapes and dtypes of a block's tensors.
 
-        One tensor has latent and key side by side. In 8 bits latents and keys have one tensor each,
-        and latents one more for scales if the format has a scale per token.
+        One tensor holds latent and key side by side. In 8 bits, latents and keys have one tensor
+        each. If the format has a scale per token, the latents' scales are a third tensor.
         """
         if kv_format.scales == "none":
             return [((1, block_size, self.width), kv_format.dtype)]
@@ -109,7 +109,7 @@ class LatentLayout:
         return [latents, keys, *own]
 
     def layer(self, parts: Sequence[Tensor], head_scales: Tensor | None) -> ops.KVLayer:
-        """Returns one layer's latents as `ops.latent.store_latent` has them."""
+        """Returns one layer's latents in the form that `ops.latent.store_latent` takes."""
         if len(parts) == 1:
             return ops.KVLayer(parts[0], parts[0])
         scales = head_scales[0] if len(parts) == 2 and head_scales is not None else parts[-1]
@@ -142,11 +142,11 @@ class LatentAttention(nn.Module):
         world = build.group.world
         if spec.heads % world:
             raise ConfigError(
-                f"{spec.heads} attention heads cannot be shared out over {world} ranks",
+                f"{spec.heads} attention heads cannot be split over {world} ranks",
                 "tensor_parallel_size",
             )
         self.spec = spec
-        # A list hides the shared table from the module tree: every layer holds the same one.
+        # A list hides the table from the module tree, because all layers share one table.
         self._rotary = [rotary]
         queries = Output("q", spec.heads * spec.query_dim, spec.query_dim)
         # A unit as large as the output cannot be split, so every rank computes all latents.
@@ -200,7 +200,7 @@ class LatentAttention(nn.Module):
         )
         keys, values = torch.split(self.kv_b.weight, [spec.key_dim, spec.value_dim], dim=1)
         heads = q.view(len(q), -1, spec.query_dim)
-        means = latent_ops.latent_attention(
+        attended = latent_ops.latent_attention(
             latent_ops.latent_queries(heads, keys, **turns),
             kv,
             batch.query_start,
@@ -213,7 +213,7 @@ class LatentAttention(nn.Module):
             scale=spec.scale,
             scratch=group.scratch,
         )
-        return self.out.add(latent_ops.latent_values(means, values), x)
+        return self.out.add(latent_ops.latent_values(attended, values), x)
 
     def workspace_bytes(self, tokens: int) -> int:
         """Returns an upper bound of the memory that `forward` needs for intermediates."""
@@ -240,7 +240,7 @@ class LatentProjection(nn.Module):
         self.shape = spec.heads * each, spec.rank
         self.range = ShardSpec(0, each).bounds(self.shape[0], build.group.rank, build.group.world)
         self.weight = build.empty((self.range[1] - self.range[0]) // each, each, spec.rank)
-        # A list hides the layer from the module tree, because it is dropped after loading.
+        # A list hides the layer from the module tree. The layer is dropped after loading.
         self._stored: list[Linear] = []
         if build.quantization.scheme_for(build.name, build.dtype).format.scales is not None:
             output = Output("", self.shape[0], each)

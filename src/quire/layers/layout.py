@@ -18,7 +18,7 @@ Kind = Literal["full", "window", "state"]
 class MixerLayout(Protocol):
     """The tensors in which one layer keeps KV or state on this rank.
 
-    Layers with equal layouts form a KV group, see `KVGroup` for `kind` and `window`.
+    Layers with equal layouts form a KV group. For `kind` and `window` see `KVGroup`.
     """
 
     @property

@@ -1,6 +1,7 @@
 """The linear layer: stacked outputs, sharded over ranks, in any weight format.
 
-It takes the norm before it and the activation or residual after it, so that a kernel may fuse them.
+The layer takes the preceding norm and the following activation or residual, so that a kernel may
+fuse them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class Stack:
     """Neighbouring outputs of a layer that share a weight.
 
     Attributes:
-        first: index of the first of them.
-        end: index after the last of them.
+        first: index of the first output.
+        end: index after the last output.
         weight: this rank's part.
         scheme: the weight's format and checkpoint tensors, or None if another module owns it.
     """
@@ -74,7 +75,7 @@ class Linear(nn.Module):
         split: "outputs" gives each rank a share of every output (column-parallel). "inputs" gives
             each rank a share of the inputs, and an all-reduce adds the results (row-parallel).
         unit: inputs that stay on one rank in a row-parallel layer.
-        tied: another module's weight, which this layer uses as its own, or None.
+        tied: another module's weight, which this layer uses too, or None.
 
     Attributes:
         adapter: takes the arguments of `forward` in a step with LoRA adapters, and computes the
@@ -219,7 +220,7 @@ class Linear(nn.Module):
         weight = self.weight
         if weight.format.inputs == "group" and weight.inputs % weight.format.group:
             x, weight = round_split_groups(x, weight, self.group)
-        # Every rank holds the whole bias, and the sum over ranks may contain it only once.
+        # Every rank holds the whole bias, but the sum over ranks must contain it only once.
         return ops.linear(x, weight, self.bias if self.group.rank == 0 else None)
 
     def _each_stack(

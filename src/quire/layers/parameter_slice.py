@@ -20,8 +20,8 @@ class ParameterSlice:
         name: below the module's name, such as `q.weight`.
         shape: shape of the whole tensor.
         ranges: [first, end) of this rank's part, for each dimension.
-        write: takes rows of this rank's part, on `device`, and the index of the first of them.
-            Several threads may call it, with rows in any order.
+        write: takes rows of this rank's part, on `device`, and the index of the first row. Several
+            threads may call it, with rows in any order.
         device: holds the parameter.
         dtypes: the checkpoint's tensor must have one of them.
         initial: content without a checkpoint (`--load-format dummy`).

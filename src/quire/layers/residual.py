@@ -63,14 +63,14 @@ class PartialSum:
 
 @dataclass(slots=True)
 class DeferredAllReduce(Residual):
-    """A stream to which a sum over ranks is still to be added.
+    """A stream to which a sum over ranks must still be added.
 
     All ranks must ask for `total` or `layer_input` at the same place in the model, because either
     one starts the collective.
 
     Attributes:
         hidden: [T, width], the stream without the pending sum.
-        pending: the sum, or None once it was added.
+        pending: the sum, or None once it has been added.
     """
 
     pending: PartialSum | None = None
@@ -84,7 +84,8 @@ class DeferredAllReduce(Residual):
         return self.hidden
 
     def layer_input(self, norm: RMSNorm | None) -> tuple[Tensor, RMSNorm | None]:
-        """Returns a layer's input, normed if the group does the all-reduce and the norm at once."""
+        """See `Residual.layer_input`. If the group fuses all-reduce and norm, the input is already
+        normed, and no norm is left to apply."""
         scale = None if norm is None else norm.scale
         if self.pending is not None and scale is not None:
             term = self.pending

@@ -43,7 +43,8 @@ class YarnScaling:
         original_max_positions: the context that the model was trained for.
         attention_factor: multiplies cosines and sines.
         beta_fast: dimensions with at least this many turns over that context stay as they are.
-        beta_slow: dimensions with at most this many turns are slow. A linear ramp joins both.
+        beta_slow: dimensions with at most this many turns are slow. A linear ramp lies between
+            fast and slow dimensions.
         truncate: both ends of the ramp are rounded to whole dimensions.
     """
 
@@ -123,7 +124,7 @@ def _yarn(periods: Tensor, spec: RopeSpec, scaling: YarnScaling) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.rotary_dim - 1)
     pairs = torch.arange(len(periods), dtype=torch.float32)
-    # If both ends of the ramp coincide, 0.001 avoids a division by zero and makes it a step.
+    # If both ends of the ramp coincide, 0.001 avoids a division by zero. The ramp is then a step.
     stretch = ((pairs - low) / ((high - low) or 0.001)).clamp(0.0, 1.0)
     return stretch / (scaling.factor * periods) + (1 - stretch) / periods
 

@@ -17,7 +17,7 @@ from quire.parallel import ProcessGroup
 
 
 def round_split_groups(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[Tensor, Weight]:
-    """Returns inputs rounded as one rank alone would round them, and a weight for rounded inputs.
+    """Returns inputs rounded as a single rank would round them, and a weight for rounded inputs.
 
     Args:
         x: [T, this rank's inputs].
@@ -28,7 +28,7 @@ def round_split_groups(x: Tensor, weight: Weight, group: ProcessGroup) -> tuple[
     behind = -(weight.first + share) % form.group
     parts = F.pad(x, (weight.first, behind)).view(len(x), -1, form.group)
     tops = parts.abs().amax(2)
-    # Other ranks may hold a part of this rank's first and last group only.
+    # Other ranks may hold parts of this rank's first group and last group, but of no others.
     ends = group.all_gather(torch.stack((tops[:, 0], tops[:, -1]), 1), 1)
     firsts = [rank * share // form.group for rank in range(group.world)]
     lasts = [(rank * share + share - 1) // form.group for rank in range(group.world)]

@@ -1,4 +1,4 @@
-"""Models: from a folder to a decoder that runs."""
+"""Models: everything from a folder to a running decoder."""
 
 from __future__ import annotations
 

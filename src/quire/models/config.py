@@ -46,8 +46,8 @@ def resolve_model_path(model: str | None, revision: str | None = None) -> Path:
     """Returns the folder of a model.
 
     Args:
-        model: a folder, a GGUF file, an id on the Hugging Face hub, which is downloaded, or None
-            for the model that is embedded in the package.
+        model: a folder, a GGUF file, or an id on the Hugging Face hub, whose files are downloaded.
+            None means the model that is embedded in the package.
         revision: revision of a model on the hub.
 
     Raises:
@@ -101,7 +101,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     if family is None:
         found = ", ".join(names) or config.get("model_type") or "none"
         raise ModelError(
-            f"unknown architecture: {found}. Known are: {', '.join(sorted(ARCHITECTURES))}"
+            f"unknown architecture: {found}; supported: {', '.join(sorted(ARCHITECTURES))}"
         )
     if "text_config" in config:
         config = text_config(config)

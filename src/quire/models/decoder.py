@@ -40,7 +40,7 @@ class Block(nn.Module):
         return self.mlp(x, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
+        """Returns an upper bound of the bytes of intermediates, for the larger of both parts."""
         mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(mixer, mlp)
@@ -50,8 +50,8 @@ class DecoderLayers(nn.Module):
     """The layers of a model, and the layout of their KV.
 
     Attributes:
-        own: indices of the layers that this process computes. Those are all layers, except in a
-            pipeline stage (`stages.py`).
+        own: indices of the layers that this process computes: all layers, except in a pipeline
+            stage (`stages.py`).
         gives_logits: whether this process has the head. Only the last stage of a pipeline has it.
     """
 
@@ -74,8 +74,8 @@ class DecoderLayers(nn.Module):
         ]
         self.layers = nn.ModuleList(blocks)
         self.own = range(len(blocks))
-        # The layers up to the first of each kind, and one more, because an all-reduce may be fused
-        # with the norm of the next layer.
+        # A shallow run ends one layer after every kind of layer has occurred, because an all-reduce
+        # may be fused with the norm of the next layer.
         self._shallow = 2 + max(map(spec.layers.index, set(spec.layers)))
         self._workspace: dict[Any, Any] = {}
         # Layers with equal layouts form a KV group.
@@ -174,7 +174,7 @@ class Decoder(DecoderLayers):
                 spec.learned_positions, spec.hidden_size, build.within("positions")
             )
         self.norm = spec.norm.layer(spec.hidden_size, build.within("norm"))
-        # The published code of models with a scale rounds it to the model's dtype.
+        # The published code of models with an embedding scale rounds it to the model's dtype.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=build.dtype).item()
         tied = self.embedding if spec.tied_head and not build.quantization.own_head else None
         self.head = LMHead(spec.hidden_size, spec.vocab_size, build.within("head"), tied)
@@ -185,8 +185,8 @@ class Decoder(DecoderLayers):
         Args:
             batch: the step.
             kv: each layer's part of the cache.
-            shallow: run only the first layers, up to one of each kind and one more. That compiles
-                the kernels of all layers.
+            shallow: whether to run only the first layers, until every kind has occurred, and one
+                more. That compiles the kernels of all layers.
 
         Returns:
             [T, hidden_size] in the model's dtype.

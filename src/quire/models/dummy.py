@@ -35,7 +35,7 @@ def fill_dummy(model: torch.nn.Module, seed: int) -> None:
     """
     for name, part in named_slices(model):
         if part.device.type == "meta":
-            continue  # another stage of a pipeline holds it
+            continue  # Another stage of the pipeline holds the parameter.
         if part.dtypes not in (FLOATS, FP8, _BYTES):
             raise ModelError(
                 f"dummy weights cannot be stored in the checkpoint's format ({name}); remove "

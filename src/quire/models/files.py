@@ -50,7 +50,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index.name} is not a valid index of a sharded checkpoint: {error!r}"
             ) from error
         if absent:
-            raise ModelError(f"{index.name} names files that are not there: {first_few(absent)}")
+            raise ModelError(f"{index.name} names files that do not exist: {first_few(absent)}")
         return [folder / name for name in names]
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
@@ -130,6 +130,6 @@ def _download(name: str, revision: str | None, wanted: list[str]) -> Path:
     except Exception as error:  # versions of huggingface_hub use different HTTP clients
         raise ModelError(
             f"{name} is not a local folder, and it could not be fetched from the hub "
-            f"({type(error).__name__}). Without a network, give a folder or download it before."
+            f"({type(error).__name__}). Without a network, give a folder, or download it first."
         ) from error
     return Path(folder)

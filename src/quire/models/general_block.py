@@ -82,7 +82,7 @@ class GeneralBlock(nn.Module):
         return part.add_(x)
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
+        """Returns an upper bound of the bytes of intermediates, for the larger of both parts."""
         mixer: int = self.attention.workspace_bytes(tokens)
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(mixer, mlp)

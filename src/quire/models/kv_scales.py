@@ -25,7 +25,7 @@ _STORED = re.compile(
 )
 """Names of scales from compressed-tensors, vLLM, AutoFP8 and ModelOpt."""
 _OTHER = re.compile(r"\.self_attn\.(attn\.)?(q|prob)_scale$")
-"""Scales of queries and softmax weights, which are not used because neither is stored in FP8."""
+"""Scales of queries and softmax weights. They are not used, because neither is stored in FP8."""
 
 
 def is_scale(name: str) -> bool:
@@ -54,7 +54,7 @@ def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
     counts = {mixer.kv_heads for mixer in model.spec.attention} or {1}
     kinds = 2 if model.spec.attention else 1
     if len(counts) > 1:
-        raise ModelError(f"fp8 KV needs equally many KV heads in all layers, got {sorted(counts)}")
+        raise ModelError(f"fp8 KV needs the same KV heads in all layers, got {sorted(counts)}")
     heads = counts.pop()
     scales = torch.ones(layers, 2, heads)
     found = {} if load_format == "dummy" else _read(path, layers)
@@ -78,7 +78,7 @@ def head_scales(model: DecoderLayers, path: Path, load_format: str) -> Tensor:
 
 
 def all_head_scales(models: Sequence[DecoderLayers], path: Path, load_format: str) -> list[Tensor]:
-    """Returns the scales of all layers of several models, float32 [2, KV heads] per layer.
+    """Returns the scales of all layers of several models, float32 [2, KV heads] for each layer.
 
     The first model's scales come from its checkpoint in `path`. The other models are draft heads,
     and their scales are 1.

@@ -12,7 +12,7 @@ from quire.models.decoder import DecoderLayers
 from quire.ops.reference.prepacked import prepack
 
 _FEWEST = 1 << 17
-"""Fewest weights of a layer for which the faster product outweighs its longer call."""
+"""Fewest weights of a layer for which the gain in speed outweighs the longer call."""
 
 
 @torch.inference_mode()
@@ -29,7 +29,7 @@ def prepack_layer(layer: Linear) -> None:
 
 
 def _prepack_stack(layer: Linear, index: int) -> Stack:
-    """Returns stack `index` with reordered weights, and replaces the layer's parameter of it."""
+    """Returns stack `index` with reordered weights, and replaces the layer's parameter."""
     stack = layer.stacks[index]
     weight = stack.weight
     values = weight.values
@@ -42,8 +42,8 @@ def _prepack_stack(layer: Linear, index: int) -> Stack:
             layer.get_parameter(_values_name(index)).data = values = values.t().contiguous().t()
             weight = replace(weight, values=values)
     elif layer.tied or (isinstance(layer, LMHead) and weight.scales is None):
-        # The original order stays too: the embedding reads rows of a tied weight, and draft heads
-        # compare their own head with an unquantized one.
+        # The original order is kept too: the embedding reads rows of a tied weight, and draft heads
+        # compare an unquantized head with their own head.
         weight = replace(weight, prepacked=found)
     else:
         layer.register_parameter(_values_name(index), None)

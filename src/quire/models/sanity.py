@@ -18,7 +18,7 @@ from quire.ops import Weight
 from quire.ops.reference.quantized import dequantize
 
 _ROWS, _EXPERT_ROWS = 64, 8
-"""Number of outputs to sample from a projection, and from an expert's projection."""
+"""Number of outputs to sample from each projection, and from each projection of an expert."""
 _EXPERTS = 128
 """Number of experts' projections to check at once."""
 _LARGEST = 1e4

@@ -48,8 +48,8 @@ class LayerSpec:
         mixer: mixes tokens.
         ffn: computes each token by itself.
         norms: whether each part has a norm on its input (pre-norm), its output or both.
-        parallel: the ffn gets the same input as the mixer, and x gets both outputs at once.
-        multiplier: each part's output is multiplied by it before it is added to x.
+        parallel: whether the ffn gets the same input as the mixer. Both outputs are added to x.
+        multiplier: factor of each part's output before the addition to x.
     """
 
     mixer: MixerSpec
@@ -64,7 +64,7 @@ class ModelSpec:
     """A decoder-only transformer.
 
     Attributes:
-        family: the module of `quire.models.families` that knows its checkpoints.
+        family: the module of `quire.models.families` for its checkpoints.
         architecture: the class named in config.json.
         vocab_size: token ids.
         hidden_size: numbers in a hidden state.
@@ -104,7 +104,7 @@ class ModelSpec:
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     def mixer(self, layer: LayerSpec) -> MixerSpec:
-        """Returns a layer's mixer, with its window dropped if no sequence is longer than it."""
+        """Returns a layer's mixer, without its window if no sequence is longer than the window."""
         mixer = layer.mixer
         if not isinstance(mixer, AttentionSpec):
             return mixer
@@ -116,7 +116,7 @@ class ModelSpec:
         return tuple(dict.fromkeys(mixer.head_dim for mixer in self.attention))
 
     def window(self, mixer: AttentionSpec) -> int | None:
-        """Returns a mixer's window in tokens. A window at least as long as the longest sequence is
-        dropped: the result is None."""
+        """Returns a mixer's window in tokens. Returns None for a window that is at least as long as
+        the longest sequence."""
         window = mixer.window
         return None if window is None or window >= self.max_positions else window

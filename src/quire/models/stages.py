@@ -1,8 +1,8 @@
 """Pipeline stages: each holds a range of a model's layers on its own devices.
 
-A stage is a `Decoder` with the other stages' parameters on the meta device. They have names, shapes
-and layouts but no memory. So every stage checks the whole checkpoint, and all stages number KV
-groups alike.
+A stage is a `Decoder` with the other stages' parameters on the meta device. These parameters have
+names, shapes and layouts, but no memory. So every stage checks the whole checkpoint, and all stages
+number KV groups in the same way.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _LAYER_TIME = 1.5
 because they also read KV and launch more kernels. Measured with Qwen3-8B at 64 rows on an H200: 168
 µs for a layer's 386 MB, 350 µs for the head's 1,245 MB."""
 _MOST_BYTES = 1 + 1 / 16
-"""Upper limit for the bytes of the largest stage, relative to the most even split by bytes. Stages
-are balanced by time within this limit, because a larger stage leaves less memory for KV."""
+"""Upper limit for the bytes of the largest stage, relative to the most even split by bytes. Within
+this limit, stages are balanced by time. A larger stage would leave less memory for KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,13 @@ class StageDecoder(Decoder):
         self.gives_logits = stage.last
         self.own = stage.layers
         specs = [spec.layers[index] for index in stage.layers]
-        # The layers up to the first of each kind, and one more, because an all-reduce may be fused
-        # with the norm of the next layer.
+        # A shallow run ends one layer after every kind of layer has occurred, because an all-reduce
+        # may be fused with the norm of the next layer.
         self._shallow = 2 + max(map(specs.index, set(specs)))
         self._links = links
         # The residual streams of tapped layers travel with the hidden states. `_streams_in` has the
-        # numbers of the layers whose streams arrive, `_streams_out` of those whose streams leave.
-        # `_streams` has the streams by layer number.
+        # layer numbers of arriving streams, `_streams_out` those of departing streams. `_streams`
+        # has the streams by layer number.
         self._streams_in: tuple[int, ...] = ()
         self._streams_out: tuple[int, ...] = ()
         self._streams: dict[int, Tensor] = {}
@@ -145,13 +145,14 @@ class StageDecoder(Decoder):
     def leave(self, hidden: Tensor) -> Tensor:
         if self.stage.last:
             return super().leave(hidden)
-        # A shallow body skips some layers, and then the hidden states stand in for their streams.
+        # A shallow body skips some layers. The hidden states then replace the streams of these
+        # layers.
         streams = [self._streams.pop(layer, hidden) for layer in self._streams_out]
         self._links.send(torch.cat([hidden, *streams], dim=1) if streams else hidden)
         return hidden
 
     def tap(self, layers: Sequence[int], keep: KeepStream) -> None:
-        """Passes the residual streams after some layers on to the last stage.
+        """Sends the residual streams after the given layers to the last stage.
 
         All stages must call it with the same layers.
 
@@ -237,8 +238,8 @@ def stage_layers(
 ) -> list[range]:
     """Returns the layers of each of `count` stages.
 
-    The slowest stage takes the least possible time in a decode step. As a limit, no stage's weights
-    exceed `_MOST_BYTES` times the largest stage of the most even split by bytes.
+    The split minimizes the slowest stage's time in a decode step. No stage's weights may exceed
+    `_MOST_BYTES` times the largest stage of the most even split by bytes.
 
     Raises:
         ConfigError: there are more stages than layers.
@@ -255,7 +256,7 @@ def stage_layers(
 def layer_bytes(model: Decoder) -> list[int]:
     """Returns the bytes of each layer's weights.
 
-    The embeddings count for the first layer, the final norm and the head for the last one.
+    The embeddings count for the first layer. The final norm and the head count for the last layer.
     """
     sizes = [_bytes(layer) for layer in model.layers]
     sizes[0] += _bytes(model.embedding)

@@ -102,7 +102,7 @@ class _Entry:
     """A tensor of the checkpoint.
 
     Attributes:
-        file: open.
+        file: the open file with the tensor.
         name: name of the tensor in the file.
         nbytes: size of the whole tensor.
     """
@@ -165,7 +165,7 @@ def _check(
 
 
 def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
-    """Returns the shape that the checkpoint's tensor must have, as it holds all of `places`."""
+    """Returns the shape that the checkpoint's tensor must have to hold all of `places`."""
     shape = list(places[0].slice.shape)
     if places[0].source.span is not None:
         shape[0] = max(place.source.span[1] for place in places if place.source.span)
@@ -179,7 +179,7 @@ def _stored_shape(places: list[_Place]) -> tuple[int, ...]:
 def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
     for place in places:
         if place.slice.device.type == "meta":
-            continue  # another stage of a pipeline holds it
+            continue  # Another stage of the pipeline holds the parameter.
         try:
             _copy(_share(entry, place), place.slice)
         except ModelError as error:
@@ -189,8 +189,8 @@ def _fill(entry: _Entry, places: Sequence[_Place]) -> None:
 def _copy(part: Tensor, target: ParameterSlice) -> None:
     """Copies a part of a tensor to its parameter, `_CHUNK` bytes at a time.
 
-    Copies to a GPU go through pinned memory, and several threads together keep the link busy. The
-    driver would stage copies from the file's pages itself, one thread at a time.
+    Copies to a GPU go through pinned memory, so that several threads together keep the link busy.
+    Without it the driver would stage copies from the file's pages, one thread at a time.
     """
     part = part if part.ndim else part.unsqueeze(0)
     rows = max(1, _CHUNK // max(1, part[:1].nbytes))

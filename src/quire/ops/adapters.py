@@ -21,8 +21,8 @@ WORDS = 4
 class SlotWeights:
     """One linear layer's adapters in every slot.
 
-    A is [rows, inputs], the rows of all projections one after the other. B is [outputs, rank
-    rounded up to a multiple of 8], one for each projection.
+    A is [rows, inputs] and has the rows of all projections, one after the other. Each projection
+    has its own B, [outputs, rank rounded up to a multiple of 8].
 
     Attributes:
         memory: [slots, elements], A and B of all layers of a slot, in the model's dtype.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class PendingTensor:
-    """A tensor that a second stream computes. It may be read after `join_branch` only.
+    """A tensor that a second stream computes. It may be read only after `join_branch`.
 
     Args:
         result: the tensor.

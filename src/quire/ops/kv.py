@@ -28,8 +28,8 @@ class KVFormat:
     Attributes:
         dtype: dtype of the stored values. 8-bit values are multiplied by a scale when they are
             read. uint8 stands for integers from -127 to 127, stored plus 128.
-        scales: "none"; "head", one fixed scale per KV head; or "token", one per token and KV head,
-            which maps the largest value to the dtype's largest number.
+        scales: "none", "head" or "token". "head" is one fixed scale per KV head. "token" is one
+            scale per token and KV head, which maps the largest value to the dtype's largest number.
     """
 
     dtype: torch.dtype
@@ -88,8 +88,8 @@ class KVLayer:
     Attributes:
         k: [NB, Hkv, BS, D], a strided view; each head's BS * D values are contiguous.
         v: like `k`.
-        k_scale: float32 factors of stored keys: [Hkv] for fixed scales of heads, a view
-            [NB, Hkv, BS] for scales of tokens, or None.
+        k_scale: float32 factors of stored keys, or None. Fixed scales of heads are [Hkv]. Scales of
+            tokens are a view [NB, Hkv, BS].
         v_scale: like `k_scale`, for stored values.
     """
 

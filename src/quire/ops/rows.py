@@ -18,7 +18,7 @@ class StepRows(NamedTuple):
     """A step's R rows, int32 on the device.
 
     Attributes:
-        lanes: [R], the row's lane; -1 for rows of padding, which come last.
+        lanes: [R], the row's lane. Padding rows have lane -1 and come last.
         query_start: [R + 1], the first token of each row.
         logit_start: [R + 1], the first logit row of each row.
         flags: [R], a sum of bits. PROMPT: the host knows the row's tokens. GATED: the head needs

@@ -11,9 +11,9 @@ from torch import Tensor
 class StateLayer(NamedTuple):
     """One layer's recurrent states by slot, as views of the cache.
 
-    `mixed`, `gates` and `base` are None if rows have no drafts. With up to D drafts per row, the
-    stored state is that after the row's last token that was not a draft. These tensors hold the
-    inputs that are needed to continue after any draft of the last step.
+    With up to D drafts per row, the stored state is the state before the row's drafts. `mixed`,
+    `gates` and `base` hold the inputs that are needed to continue after any draft of the last step.
+    They are None if rows have no drafts.
 
     Attributes:
         recurrent: float32 [slots, Hv, Dk, Dv], a matrix per value head.

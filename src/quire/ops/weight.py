@@ -20,8 +20,8 @@ class WeightFormat:
         values: dtype of the stored values. With 4 `bits`, a uint8 holds two unsigned values. The
             value of the even input is in the low bits.
         bits: bits of one value; 0 stands for all bits of its dtype.
-        code: meaning of 4 bits: an integer, or a float with one sign bit, two exponent bits and one
-            mantissa bit, 0 to 6 in magnitude (OCP Microscaling formats, "MXFP4").
+        code: meaning of 4 bits. They are an integer or a float with one sign bit, two exponent bits
+            and one mantissa bit (OCP Microscaling formats, "MXFP4"). Magnitudes are 0 to 6.
         scales: dtype of the scales, one per output and group of inputs. None means no scales, and
             the model computes in the dtype `values`. If a checkpoint shares scales among outputs,
             loading repeats them.
@@ -30,8 +30,8 @@ class WeightFormat:
         zeros: whether each scale has an int8 zero. Otherwise the zero of unsigned 4-bit integers is
             8, and the zero of other values is 0.
         ordered: whether each input has its own group index, in any order ("act order").
-        inputs: how the layer's inputs are rounded to the dtype `values`: not at all, with a scale
-            per token, with one fixed scale, or with a scale per token and group.
+        inputs: how the layer's inputs are rounded to the dtype `values`. They are not rounded, or
+            have a scale per token, one fixed scale, or a scale per token and group.
     """
 
     values: torch.dtype
@@ -81,8 +81,8 @@ class Weight:
     Attributes:
         format: the storage format.
         values: [outputs, inputs / format.packed].
-        scales: [outputs, groups], or None. The groups are those of this weight's inputs. If the
-            format is `ordered`, they are all groups of the layer.
+        scales: [outputs, groups], or None. These are the groups of this weight's inputs. With an
+            `ordered` format they are all groups of the layer.
         zeros: int8 [outputs, groups], or None.
         groups: int32 [inputs], the group of each input if the format is `ordered`, else None.
         input_scale: fp32 [stacked projections], the fixed scale of inputs, or None. All entries are
@@ -150,7 +150,7 @@ class Weight:
         """Sets every weight to 0."""
         for tensor in (self.values, self.scales, self.zeros):
             if tensor is not None:
-                # Scales that are bare exponents cannot be zero, but values can.
+                # Scales that are stored as exponents cannot be zero, but values can.
                 tensor.view(torch.uint8).zero_()
 
     @property

@@ -2,7 +2,7 @@
 
 `send` runs on a side stream. It copies the rank's tensor to every peer, which occupies no
 multiprocessor, and then sets a flag. `collect` runs on the stream that needs the sum. Its kernel
-waits for the peers' flags and adds up (`ops/triton/collectives/all_reduce.py`).
+waits for the peers' flags and adds the terms (`ops/triton/collectives/all_reduce.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.parallel.symmetric_memory import (
 from quire.parallel.torch_group import TorchGroup
 
 SLOTS = 4
-"""Receive buffers for each peer: two for each of the two halves of a step, used in turns.
+"""Receive buffers for each peer: two for each half of a step, used in turn.
 
-Two are enough. A rank sends sum n of a half after it collected sum n - 1. For that it needed its
-peers' parts of n - 1, and they sent these after they had collected sum n - 2. So all ranks have
-collected sum n - 2, and its buffer is free."""
+Two are enough. A rank sends sum n of a half after it has collected sum n - 1. That sum needed the
+peers' parts, which they sent after they had collected sum n - 2. So all ranks have collected sum
+n - 2, and its buffer is free."""
 
 _ALIGNED = 4
 """Alignment in words of 4 bytes, because kernels are compiled for addresses aligned to 16 bytes."""
@@ -116,7 +116,7 @@ class Exchange:
 
 
 def exchange_bytes(most: int, world: int) -> int:
-    """Returns the bytes of each rank's buffers and flags, for sums of up to `most` words."""
+    """Returns the bytes of each rank's buffers and flags, for sums of up to `most` words each."""
     return _starts(most, world)[-1]
 
 

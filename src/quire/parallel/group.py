@@ -36,8 +36,8 @@ class ProcessGroup(Protocol):
 
     @property
     def all_reduce_norm(self) -> AllReduceNorm | None:
-        """Returns a function that fuses `all_reduce` with the RMSNorm after it. None if the group
-        or the current policy does not fuse."""
+        """Function that fuses `all_reduce` with the RMSNorm after it, or None if the group or the
+        current policy does not fuse them."""
         ...
 
     def all_reduce(self, x: Tensor, residual: Tensor | None = None, name: str = "") -> Tensor:

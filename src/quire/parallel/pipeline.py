@@ -35,7 +35,7 @@ class Channel:
     def send(self, x: Tensor) -> None:
         """Starts to send a tensor, which must not change afterwards.
 
-        It does not wait until the tensor is received. Only a graph capture waits, because a graph
+        The call does not wait until the tensor is received, except during a graph capture. A graph
         must contain the end of all work that it starts.
         """
         raw = _raw(x.contiguous())
@@ -50,7 +50,7 @@ class Channel:
     def receive(self, x: Tensor) -> None:
         """Fills `x`, a contiguous tensor of the sent shape and dtype.
 
-        On a GPU the current stream waits for the data, on a CPU the caller does.
+        On a GPU the current stream waits for the data. On a CPU the caller waits.
         """
         dist.broadcast(_raw(x), self._sender, group=self._handle)
 
@@ -87,8 +87,8 @@ class Pipeline:
             for stage in range(stages)
         ]
         self.group = TorchGroup(groups[self.stage])
-        self._before: Channel | None = None
-        self._behind: Channel | None = None
+        self._previous: Channel | None = None
+        self._next: Channel | None = None
         self._results: list[Channel] = []
         for stage in range(stages - 1):
             for number in range(each):
@@ -98,9 +98,9 @@ class Pipeline:
                 if number != own:
                     continue
                 if stage == self.stage:
-                    self._behind = Channel(link, sender)
+                    self._next = Channel(link, sender)
                 if stage + 1 == self.stage:
-                    self._before = Channel(link, sender)
+                    self._previous = Channel(link, sender)
                 if self.stage in (stage, stages - 1):
                     self._results.append(Channel(results, last))
 
@@ -115,13 +115,13 @@ class Pipeline:
 
     def receive(self, hidden: Tensor) -> None:
         """Fills `hidden` with the tensor that the previous stage has sent."""
-        if self._before is not None:
-            self._before.receive(hidden)
+        if self._previous is not None:
+            self._previous.receive(hidden)
 
     def send(self, hidden: Tensor) -> None:
         """Sends `hidden` to the next stage."""
-        if self._behind is not None:
-            self._behind.send(hidden)
+        if self._next is not None:
+            self._next.send(hidden)
 
     def send_results(self, results: Tensor) -> None:
         """Sends a step's results, int32 [rows, width], from the last stage to all others."""

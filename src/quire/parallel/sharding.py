@@ -47,7 +47,7 @@ class ShardSpec:
             cut = f" units of {self.unit}" if self.unit > 1 else ""
             fitting = ", ".join(str(count) for count in range(1, 65) if units % count == 0)
             raise ConfigError(
-                f"{name}: {units}{cut} cannot be shared out evenly over {world} ranks; "
+                f"{name}: {units}{cut} cannot be split evenly over {world} ranks; "
                 f"tensor_parallel_size may be {fitting}",
                 param="tensor_parallel_size",
             )

@@ -36,9 +36,9 @@ _MOST_ROWS = 8192
 _ALIGNMENT = 1 << 10
 _START_TRIES = 100_000_000
 _TRIES = 2_000_000
-"""Polls before a wait gives up: minutes while ranks start, about three seconds afterwards."""
+"""Polls before a wait gives up. `_START_TRIES` take minutes, `_TRIES` about three seconds."""
 _CALLS, _REPLAYS = 10, 3
-"""Sums in a graph, and its replays, to time one method."""
+"""To time one method, a graph of `_CALLS` sums is replayed `_REPLAYS` times."""
 
 Sum = Callable[[Tensor, Tensor | None, int], Tensor]
 
@@ -75,8 +75,8 @@ class SymmetricGroup(TorchGroup):
         # Rows must be aligned to 16 bytes; otherwise sums and norms are not fused.
         words = width * dtype.itemsize // 16 * 4
         rows = _NORMED_ROWS // world if words * 4 == width * dtype.itemsize else 0
-        # Bytes of a rank's part of a row of logits. NCCL gathers it unless it is aligned to 16
-        # bytes.
+        # Bytes of one rank's part of a row of logits. If it is not aligned to 16 bytes, NCCL
+        # gathers the logits.
         part = -(-vocab // world) * dtype.itemsize
         part = 0 if part % 16 else part
         tiles = gather_kernels.tiles_of(_GATHERED_ROWS, part)
@@ -128,15 +128,15 @@ class SymmetricGroup(TorchGroup):
         dist.barrier(handle)
 
     def share(self, own: torch.UntypedStorage) -> list[torch.UntypedStorage]:
-        """Returns the memory of all ranks, mapped for this rank's device.
+        """Returns the memory of all ranks, mapped to this rank's device.
 
         Uses CUDA IPC handles instead of `torch.distributed._symmetric_memory`, which keeps groups
-        by name for the life of a process. The ranks of a second engine could not join there.
+        by name for the life of a process. So the ranks of a second engine could not join a group.
         """
         handles: list[Any] = [None] * self.world
         dist.all_gather_object(handles, own._share_cuda_(), group=self.handle)  # type: ignore[no-untyped-call]
         device = torch.cuda.current_device()
-        # A handle begins with its own device, which is replaced by this rank's.
+        # The first entry of a handle is the device, which is replaced by this rank's.
         return [
             own if rank == self.rank else torch.UntypedStorage._new_shared_cuda(device, *rest)
             for rank, (_, *rest) in enumerate(handles)
@@ -196,7 +196,7 @@ class SymmetricGroup(TorchGroup):
     def choose(self, dtype: torch.dtype) -> None:
         """Measures the sizes up to which each method is fastest. All ranks get the same result."""
         one_most, two_most = self.limits
-        ways: list[tuple[Sum, int]] = [
+        methods: list[tuple[Sum, int]] = [
             (self.one_shot, one_most), (self.two_shot, two_most), (self.nccl_sum, two_most),
         ]  # fmt: skip
         best: dict[int, int] = {}
@@ -204,13 +204,13 @@ class SymmetricGroup(TorchGroup):
         while words <= two_most:
             best[words] = self._best(
                 [
-                    self.seconds(way, words, dtype) if words <= most else float("inf")
-                    for way, most in ways
+                    self.seconds(method, words, dtype) if words <= most else float("inf")
+                    for method, most in methods
                 ]
             )
             words *= 2
-        one = _largest_size(best, lambda way: way == 0)
-        self.limits = (one, max(one, _largest_size(best, lambda way: way < 2)))
+        one = _largest_size(best, lambda method: method == 0)
+        self.limits = (one, max(one, _largest_size(best, lambda method: method < 2)))
         logger.info("sums over ranks: one-shot up to %d words, two-shot up to %d", *self.limits)
         if self.normed_rows:
             self._choose_normed(dtype)
@@ -230,32 +230,32 @@ class SymmetricGroup(TorchGroup):
         best, rows = {}, 2 * _FUSED_ROWS
         while rows <= _MOST_ROWS:
             best[rows] = self._best(
-                [self.seconds(way, rows * words, dtype) for way in (fused, separate)]
+                [self.seconds(method, rows * words, dtype) for method in (fused, separate)]
             )
             rows *= 2
-        most = _largest_size(best, lambda way: way == 0)
+        most = _largest_size(best, lambda method: method == 0)
         # If fusing wins with the most rows measured, it is used for any number.
         self.normed_rows = sys.maxsize if most == _MOST_ROWS else most
         logger.info("sums over ranks: fused with the norm up to %d rows", most)
 
     def _best(self, times: list[float]) -> int:
         """Returns the index of the method with the least time, summed over all ranks."""
-        found = torch.tensor(times, device=self._memory.device)
-        dist.all_reduce(found, group=self.handle)
-        return int(found.argmin())
+        totals = torch.tensor(times, device=self._memory.device)
+        dist.all_reduce(totals, group=self.handle)
+        return int(totals.argmin())
 
-    def seconds(self, way: Sum, words: int, dtype: torch.dtype) -> float:
+    def seconds(self, method: Sum, words: int, dtype: torch.dtype) -> float:
         """Returns the time of one sum in a captured graph, in seconds. All ranks must call it with
         the same arguments."""
         device = self._memory.device
         x = torch.zeros(words * 4 // dtype.itemsize, dtype=dtype, device=device)
-        way(x, x, 0)
+        method(x, x, 0)
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
             graph.capture_begin(capture_error_mode="thread_local")
             for _ in range(_CALLS):
-                way(x, x, 0)
+                method(x, x, 0)
             graph.capture_end()
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -280,7 +280,7 @@ class SymmetricGroup(TorchGroup):
             where = next((name for name, at in self._sites.items() if at == site), "")
             raise EngineDeadError(
                 f"rank {self.rank} gave up waiting for rank {waited - 1} in {where or 'a sum'}, "
-                f"read with step {step_id} (sum {epoch} there)"
+                f"found when step {step_id} was read (sum number {epoch})"
             )
 
 
@@ -296,8 +296,8 @@ def rank_addresses(
     storages: Sequence[torch.UntypedStorage], start: int, device: torch.device
 ) -> Tensor:
     """Returns the address of byte `start` in each rank's memory, int64 [world]."""
-    found = [storage.data_ptr() + start for storage in storages]
-    return torch.tensor(found, dtype=torch.int64, device=device)
+    addresses = [storage.data_ptr() + start for storage in storages]
+    return torch.tensor(addresses, dtype=torch.int64, device=device)
 
 
 def residual_matches(x: Tensor, residual: Tensor | None) -> bool:
@@ -309,11 +309,11 @@ def residual_matches(x: Tensor, residual: Tensor | None) -> bool:
 
 
 def _largest_size(best: dict[int, int], wanted: Callable[[int], bool]) -> int:
-    """Returns the largest size whose best method is wanted, or 0.
+    """Returns the largest size whose best method fulfils `wanted`, or 0.
 
-    Smaller sizes favour that method even more, so single measurements against it are ignored.
+    For smaller sizes the method is better still, so single measurements against it are ignored.
     """
-    return max((words for words, way in best.items() if wanted(way)), default=0)
+    return max((words for words, method in best.items() if wanted(method)), default=0)
 
 
 def symmetric_group(
@@ -339,8 +339,8 @@ def symmetric_group(
     # Device numbers can be compared because ranks of one host see the same devices.
     all_devices = plain.all_gather(torch.tensor([own], device=device), dim=0).tolist()
     others = all_devices[: plain.rank] + all_devices[plain.rank + 1 :]
-    fine = all(torch.cuda.can_device_access_peer(own, other) for other in others)
-    if not _all_agree(fine, device, handle):
+    reachable = all(torch.cuda.can_device_access_peer(own, other) for other in others)
+    if not _all_agree(reachable, device, handle):
         logger.warning("GPUs have no access to each other's memory: NCCL does all sums")
         return plain
     group = None
@@ -355,7 +355,7 @@ def symmetric_group(
     return group
 
 
-def _all_agree(fine: bool, device: torch.device, handle: dist.ProcessGroup | None) -> bool:
-    count = torch.tensor(int(fine), device=device)
+def _all_agree(vote: bool, device: torch.device, handle: dist.ProcessGroup | None) -> bool:
+    count = torch.tensor(int(vote), device=device)
     dist.all_reduce(count, op=dist.ReduceOp.MIN, group=handle)
     return bool(count.item())

@@ -16,8 +16,8 @@ from quire.errors import ConfigError
 from quire.parallel.group import AllReduceNorm
 
 _SWITCHES = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Switches NVLink multicast off, because a process that dies while using it can break the host's
-GPUs."""
+"""Variables that switch NVLink multicast off. A process that dies while using multicast can break
+the host's GPUs."""
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """The function's name since torch 2.13, or its older name."""
 _aborting: list[threading.Thread] = []
@@ -50,7 +50,7 @@ class TorchGroup:
     def all_gather(self, x: Tensor, dim: int = -1) -> Tensor:
         parts = x.new_empty((self.world, *x.shape))
         _gather(parts.view(-1), x.reshape(-1), group=self.handle)
-        return parts.movedim(0, dim - 1 if dim < 0 else dim).flatten(*_pair(dim, x.dim()))
+        return parts.movedim(0, dim - 1 if dim < 0 else dim).flatten(*_merged_dims(dim, x.dim()))
 
     def started(self) -> None:
         """Notes that all ranks are ready. From now on waits for other ranks have a short limit."""
@@ -70,8 +70,8 @@ class TorchGroup:
         """
 
 
-def _pair(dim: int, dims: int) -> tuple[int, int]:
-    """Returns the dimensions of ranks and of `dim`, which are merged after a gather."""
+def _merged_dims(dim: int, dims: int) -> tuple[int, int]:
+    """Returns the two neighbouring dimensions that a gather merges: of ranks, and of `dim`."""
     first = dim % dims
     return first, first + 1
 
@@ -91,11 +91,11 @@ def check_no_group() -> None:
 def join_group(
     device: torch.device, rendezvous: str, rank: int, world: int, timeout: float
 ) -> TorchGroup:
-    """Joins the other ranks, and returns the group of all.
+    """Joins the other ranks, and returns the group of all ranks.
 
     Args:
         device: device of this rank. It becomes the process's current device.
-        rendezvous: URL of a file or of rank 0's port, where ranks find each other.
+        rendezvous: URL of a file, or of a port of rank 0, by which ranks find each other.
         rank: number of this rank, from 0.
         world: number of ranks.
         timeout: time limit of gloo's collectives, in seconds.
@@ -127,7 +127,7 @@ def abort_group() -> None:
 
     Any thread may call it, and it does not wait. Each communicator is aborted in its own thread,
     because an abort waits for other communicators, and for the end of graphs with its collectives.
-    Gloo's collectives are left to their time limit.
+    Gloo's collectives end at their time limit.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl":
         for group in list(dist.distributed_c10d._world.pg_map):
@@ -140,8 +140,8 @@ def leave_group(broken: bool = False) -> None:
     """Leaves the default group. All ranks must call it together, unless the group is broken.
 
     Args:
-        broken: some ranks are gone, so do not wait for them. The caller has called `abort_group`
-            and deleted the graphs with collectives.
+        broken: whether some ranks are gone, so that waiting for them would never end. The caller
+            has called `abort_group` and deleted the graphs with collectives.
     """
     if dist.is_initialized():
         if broken and dist.get_backend() == "nccl":

@@ -51,14 +51,14 @@ class Awq:
             group=self.group,
             zeros=True,
         )
-        per = self.group or None
+        inputs_per = self.group or None
         return Scheme(
             format,
             (
                 PackedValues(
                     "qweight", "values", INT32, axis="outputs", inputs_first=True, order=AWQ_ORDER
                 ),
-                GroupScales("scales", "scales", FLOATS, inputs_per=per),
-                PackedZeros("qzeros", "zeros", INT32, inputs_per=per, order=AWQ_ORDER),
+                GroupScales("scales", "scales", FLOATS, inputs_per=inputs_per),
+                PackedZeros("qzeros", "zeros", INT32, inputs_per=inputs_per, order=AWQ_ORDER),
             ),
         )

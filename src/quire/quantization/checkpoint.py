@@ -1,4 +1,4 @@
-"""Quantized checkpoints: the methods by which they may store weights."""
+"""Quantized checkpoints: the supported methods of storing weights."""
 
 from __future__ import annotations
 

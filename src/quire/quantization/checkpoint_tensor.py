@@ -68,7 +68,7 @@ class CheckpointTensor:
         return tuple((low // per, -(-high // per)) for (low, high), per in axes if per is not None)
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        """Stores rows of the tensor in a weight. An entry for several outputs is repeated for each.
+        """Stores rows of the tensor in a weight, and repeats entries that several outputs share.
 
         Args:
             weight: the rank's share of the projection.

@@ -36,9 +36,9 @@ class BlockType:
         weights: number of weights in a block.
         size: bytes of a block.
         format: the weight format into which blocks are converted. The conversion is exact for
-            formats without zeros. Types with a minimum per group are rounded to 8 bits, from the
-            group's smallest weight to its largest, because the minimum is not a multiple of the
-            step. Types without a format of their own become floats.
+            formats without zeros. Types with a minimum per group are rounded to 8 bits, because
+            the minimum is not a multiple of the step. The 8-bit levels reach from the group's
+            smallest weight to its largest. Types without a format of their own become floats.
     """
 
     weights: int
@@ -163,23 +163,26 @@ def _halves(part: Tensor) -> Tensor:
 
 
 def _q8_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 32: a block is a scale and 32 integers."""
+    """Returns int8 values, and a scale for every 32 values. A block is a scale and 32 integers."""
     blocks = rows.view(len(rows), -1, 34)
     values = blocks[:, :, 2:].contiguous().view(torch.int8)
     return values.flatten(1), _halves(blocks[:, :, :2])
 
 
 def _q4_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns unsigned 4-bit values, and a scale for every 32: a block is a scale and 16 bytes.
-    Their low halves are the first 16 integers, their high halves the others. Scales may be
-    negative."""
+    """Returns unsigned 4-bit values, and a scale for every 32 values.
+
+    A block is a scale and 16 bytes. The low halves of the bytes are the first 16 integers, the high
+    halves the others. Scales may be negative."""
     blocks = rows.view(len(rows), -1, 18)
     return _nibbles(blocks[:, :, 2:]).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 16: a block is the low 4 bits of 256 integers,
-    their high 2 bits, 16 scales of 8 bits, and a factor for all scales."""
+    """Returns int8 values, and a scale for every 16 values.
+
+    A block is the low 4 bits of 256 integers, their high 2 bits, 16 scales of 8 bits, and a factor
+    for all scales."""
     blocks = rows.view(len(rows), -1, 210)
     low = blocks[:, :, :128].reshape(len(rows), -1, 2, 2, 32)
     high = blocks[:, :, 128:192].reshape(len(rows), -1, 2, 32)
@@ -192,8 +195,9 @@ def _q6_k(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q5_0(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 32: a block is a scale, the fifth bits of 32
-    integers, and their low 4 bits as in Q4_0."""
+    """Returns int8 values, and a scale for every 32 values.
+
+    A block is a scale, the fifth bits of 32 integers, and their low 4 bits as in Q4_0."""
     blocks = rows.view(len(rows), -1, 22)
     places = torch.arange(8, dtype=torch.uint8, device=rows.device)
     high = (blocks[:, :, 2:6].unsqueeze(3) >> places & 1).flatten(2)
@@ -202,15 +206,18 @@ def _q5_0(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _iq4_nl(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 32: a block is as in Q4_0, and its integers are
-    indices into a table."""
+    """Returns int8 values, and a scale for every 32 values.
+
+    A block is like one of Q4_0, but its integers are indices into a table."""
     blocks = rows.view(len(rows), -1, 18)
     return _lookup(_nibbles(blocks[:, :, 2:])).flatten(1), _halves(blocks[:, :, :2])
 
 
 def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 32: a block is a factor for all scales, the high 2
-    and the low 4 bits of 8 scales, and 8 times 16 bytes as in IQ4_NL."""
+    """Returns int8 values, and a scale for every 32 values.
+
+    A block is a factor for all scales, the high 2 and the low 4 bits of 8 scales, and 8 times 16
+    bytes as in IQ4_NL."""
     blocks = rows.view(len(rows), -1, 136)
     above = blocks[:, :, 2:4].contiguous().view(torch.int16).int()
     high = above >> torch.arange(0, 16, 2, device=rows.device) & 3
@@ -221,8 +228,10 @@ def _iq4_xs(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int8 values, and a scale for every 16: a block is the third bits of 256 integers,
-    their low 2 bits, 16 scales of 6 bits, and a factor for all scales."""
+    """Returns int8 values, and a scale for every 16 values.
+
+    A block is the third bits of 256 integers, their low 2 bits, 16 scales of 6 bits, and a factor
+    for all scales."""
     blocks = rows.view(len(rows), -1, 110)
     eight = torch.arange(8, dtype=torch.uint8, device=rows.device).view(8, 1)
     high = blocks[:, :, None, :32] >> eight & 1
@@ -237,8 +246,9 @@ def _q3_k(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _mxfp4(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns codes of 4-bit floats, and a power of two as scale for every 32: a block is a scale
-    and 16 bytes as in Q4_0."""
+    """Returns codes of 4-bit floats, and a power of two as the scale of every 32 values.
+
+    A block is a scale and 16 bytes as in Q4_0."""
     blocks = rows.view(len(rows), -1, 17)
     scales = blocks[:, :, 0].contiguous().view(torch.float8_e8m0fnu)
     return _nibbles(blocks[:, :, 1:]).flatten(1), scales

@@ -76,7 +76,7 @@ class Gptq:
         bits = fields.one_of(settings, "bits", (4, 8))
         group = fields.group_size(settings)
         symmetric = fields.flag(settings, "sym", True)
-        per = group or None
+        inputs_per = group or None
         ordered = fields.flag(settings, "desc_act", False) and group > 0
         middle = 2 ** (bits - 1)
         format = WeightFormat(
@@ -89,12 +89,12 @@ class Gptq:
         )
         stored: list[CheckpointTensor] = [
             PackedValues("qweight", "values", INT32, bits=bits, inputs_first=True),
-            GroupScales("scales", "scales", FLOATS, inputs_per=per, every_group=ordered),
+            GroupScales("scales", "scales", FLOATS, inputs_per=inputs_per, every_group=ordered),
             PackedZeros(
                 "qzeros",
                 "zeros",
                 INT32,
-                inputs_per=per,
+                inputs_per=inputs_per,
                 every_group=ordered,
                 bits=bits,
                 expected=(middle - 1, middle) if symmetric else (),
@@ -102,7 +102,7 @@ class Gptq:
             ),
         ]
         if ordered or f"{module}.g_idx" in tensors:
-            stored.append(GroupIndex("g_idx", "groups", INT32, inputs_per=per))
+            stored.append(GroupIndex("g_idx", "groups", INT32, inputs_per=inputs_per))
         if f"{module}.bias" in tensors:
             stored.append(ZeroBias("bias", "values", FLOATS, inputs_per=None))
         return Scheme(format, tuple(stored))
@@ -136,7 +136,7 @@ def _zero_offset(settings: Settings) -> int:
         found = re.fullmatch(r"gptqmodel:(\d+)\b.*", str(writer))
         if found and int(found[1]) >= 5:
             raise unsupported(
-                f"sym is false and checkpoint_format is gptq, but {writer} may have stored zeros "
-                "as gptq_v2 does"
+                f"sym is false and checkpoint_format is gptq, but {writer} may have stored the "
+                "zeros of gptq_v2"
             )
     return 1

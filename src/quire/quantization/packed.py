@@ -54,8 +54,8 @@ def _clip(values: Tensor, first: int, size: int, dim: int) -> tuple[Tensor, int]
     """Clips values along `dim` to the places [0, size).
 
     Args:
-        values: their first entry has the place `first`, which may be negative.
-        first: see `values`.
+        values: the values to clip.
+        first: place of the first value, which may be negative.
         size: number of places.
         dim: the axis.
 
@@ -82,31 +82,34 @@ class PackedValues(CheckpointTensor):
     inputs_first: bool = False
     order: tuple[int, ...] = IN_ORDER
 
-    def _per(self) -> tuple[int, int]:
+    def _packing(self) -> tuple[int, int]:
         """Returns how many outputs and how many inputs an int32 holds."""
         each = 32 // self.bits
         return (1, each) if self.axis == "inputs" else (each, 1)
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, ...]:
-        a, b = self._per()
-        shape = -(-outputs // a), -(-inputs // b)
+        outputs_per, inputs_per = self._packing()
+        shape = -(-outputs // outputs_per), -(-inputs // inputs_per)
         return shape[::-1] if self.inputs_first else shape
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
-        a, b = self._per()
+        outputs_per, inputs_per = self._packing()
         ranges = (
-            (share.rows[0] // a, -(-share.rows[1] // a)),
-            (share.columns[0] // b, -(-share.columns[1] // b)),
+            (share.rows[0] // outputs_per, -(-share.rows[1] // outputs_per)),
+            (share.columns[0] // inputs_per, -(-share.columns[1] // inputs_per)),
         )
         return ranges[::-1] if self.inputs_first else ranges
 
     def write(self, weight: Weight, part: Tensor, start: int, share: ProjectionShare) -> None:
-        a, b = self._per()
+        outputs_per, inputs_per = self._packing()
         begin = [
-            (share.rows[0] // a) * a - share.rows[0],
-            (share.columns[0] // b) * b - share.columns[0],
+            (share.rows[0] // outputs_per) * outputs_per - share.rows[0],
+            (share.columns[0] // inputs_per) * inputs_per - share.columns[0],
         ]
-        begin[1 if self.inputs_first else 0] += start * (b if self.inputs_first else a)
+        if self.inputs_first:
+            begin[1] += start * inputs_per
+        else:
+            begin[0] += start * outputs_per
         words = part.t() if self.inputs_first else part
         if self.axis == "inputs":
             values = unpack(words, self.bits, self.order)

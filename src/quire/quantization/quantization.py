@@ -31,7 +31,7 @@ class Scheme:
 
 
 class Quantization(Protocol):
-    """Chooses the weight format of each projection. Linear layers are built and loaded from it.
+    """Chooses the weight format of each projection of a model.
 
     Attributes:
         own_head: whether the head has its own weights even if the model ties it to the embeddings.

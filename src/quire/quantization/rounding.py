@@ -36,16 +36,16 @@ FLOAT = "float"
 _SMALLEST = 2.0**-14
 """Smallest scale of 4-bit groups, because float16 loses precision below."""
 _AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 22}
-"""Number of weights that a thread rounds at once, by type of device. Rounding needs about 16 bytes
-of memory for each weight. On a GPU larger pieces need fewer launches."""
+"""Number of weights that a thread rounds at once, by type of device. Rounding takes about 16 bytes
+of memory per weight. On a GPU, larger pieces need fewer launches."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RoundedTensor(CheckpointTensor):
     """Floats that are rounded to the weight's format.
 
-    A rank reads all inputs of its outputs, even if it keeps a part of the inputs. So scales, and
-    rounded weights, do not depend on the number of ranks.
+    A rank reads all inputs of its outputs, even if it keeps only a part of them. So scales and
+    rounded weights do not depend on the number of ranks.
     """
 
     def ranges(self, share: ProjectionShare) -> tuple[Range, ...]:
@@ -109,8 +109,8 @@ def rounding_of(name: str) -> Quantization:
 
 
 def split_name(name: str) -> tuple[str | None, str | None]:
-    """Returns the names of the formats for layers and for the head. None stands for the
-    checkpoint's own.
+    """Returns the names of the formats for layers and for the head. None stands for the format in
+    the checkpoint.
 
     Raises:
         ConfigError: as in `rounding_of`.
@@ -155,8 +155,8 @@ class QuantizedHead:
 
 
 class Rounding(Unquantized):
-    """Stores the layers' weights in a format of 8 or 4 bits. The head stays in floats, and so do
-    projections from latents, because latent attention multiplies by them as floats."""
+    """Stores the layers' weights in a format of 8 or 4 bits. The head and the projections from
+    latents stay in floats; latent attention multiplies by these projections as floats."""
 
     def __init__(self, format: WeightFormat) -> None:
         self.format = format

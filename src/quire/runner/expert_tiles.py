@@ -17,8 +17,8 @@ from quire.parallel.torch_group import TorchGroup
 def choose_tiles(model: Decoder, most: int) -> None:
     """Chooses tiles for the model's experts in steps of up to `most` tokens.
 
-    Tiles that the cache directory does not have are measured, which takes seconds. The first rank
-    decides for all. Does nothing under a deterministic policy, whose tiles are fixed.
+    Tiles that are missing in the cache directory are measured, which takes seconds. The first rank
+    decides for all ranks. Does nothing under a deterministic policy, because its tiles are fixed.
     """
     layers = [tuned(module) for module in model.modules() if isinstance(module, Experts)]
     if not layers or ops.current_policy().deterministic:

@@ -26,10 +26,10 @@ from quire.runner.program import BodyShape, HeadShape, StepProgram
 from quire.runner.state import Limits
 
 Progress = Callable[[int, int], None]
-"""Called with the number of captured graphs, and of all graphs."""
+"""Called with the number of captured graphs, and the number of all graphs."""
 
 FEW_ROWS = 8
-"""Mixed steps of at most so many rows have graphs of their own, because padded rows cost time."""
+"""Mixed steps of at most this many rows have graphs of their own, because padded rows cost time."""
 SHORT_ROW = 8
 """Most tokens of a row that short-row kernels take: one, and drafts."""
 
@@ -50,11 +50,11 @@ def full_step(seconds: Callable[[int], float], most: int) -> int:
     """Returns the number of prompt tokens that fill a step.
 
     It is the first power of two (from `FULL_STEP` on) for which a step of twice as many tokens
-    takes more than 1.5 times as long. From there on, two prompts of that size get their first
-    tokens sooner, on average, in two steps than in one.
+    takes more than 1.5 times as long. From that size on, two prompts get their first tokens sooner,
+    on average, in two steps than in one.
 
     Args:
-        seconds: returns how long a step of so many tokens takes.
+        seconds: returns how long a step of the given number of tokens takes.
         most: most tokens of a step.
     """
     seconds = functools.cache(seconds)
@@ -188,8 +188,9 @@ class Graphs:
         return full_step(seconds, self._limits.tokens)
 
     def _tune(self, program: StepProgram) -> None:
-        """Measures and chooses the fastest tiles of experts, and from where on steps are halved."""
-        # A plugin point: this module imports Triton, and `graphs` is imported on a CPU, too.
+        """Measures and chooses the fastest tiles of experts, and the size from which on steps are
+        computed as halves."""
+        # Imported here because the module imports Triton, and `graphs` is imported on CPUs too.
         from quire.runner.expert_tiles import choose_tiles
 
         choose_tiles(program.model, self._limits.tokens)
@@ -202,7 +203,7 @@ class Graphs:
             torch.cuda.empty_cache()
 
     def body_seconds(self, program: StepProgram, tokens: int) -> float:
-        """Captures the body of a step of few rows, as it runs now, and times it.
+        """Captures the body of a step of few rows, with the present settings, and times it.
 
         Returns:
             the best of three replays, as the mean over all ranks, in seconds.
@@ -223,9 +224,9 @@ class Graphs:
 
         Args:
             works: functions that run a program. Their argument says whether one layer of each kind
-                is enough, because that compiles the kernels of all layers.
+                is enough: those layers compile the kernels of all layers.
         """
-        # The first run compiles kernels, on all cores, and the second one loads them. Neither may
+        # The first run compiles kernels, on all cores, and the second run loads them. Neither may
         # happen within a capture.
         with compiling(os.cpu_count() or 1):
             for work in works.values():

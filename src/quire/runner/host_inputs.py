@@ -15,10 +15,10 @@ from quire.ops.reference.mask import InputFlags
 
 
 class ClaimRing:
-    """A ring of host copies of the claims, each as the body of one step reads them.
+    """A ring of copies of the claims in host memory, one copy for each step.
 
-    The copy is queued after the step's drafts are made and before its body, so that the host makes
-    its inputs while the body runs. A step's place is free again when the step was collected, so the
+    A copy is queued after the step's drafts are made and before its body, so that the host makes
+    its inputs while the body runs. A step's place is free once the step has been collected, so the
     ring has more places than there are steps in flight.
 
     Args:
@@ -61,8 +61,8 @@ class ClaimRing:
     def get(self, step_id: int, *, wait: bool) -> tuple[Int32, Int32] | None:
         """Returns a step's claims, ids int32 [lanes, W] and start int32 [lanes].
 
-        They hold until the step is collected. Returns None if they have not come; with `wait`, only
-        if the ring was closed. From any thread, before or after `send`.
+        They stay valid until the step is collected. Returns None if they have not arrived; with
+        `wait`, only if the ring was closed. From any thread, before or after `send`.
         """
         place = step_id % len(self._steps)
         with self._sent:
@@ -81,18 +81,18 @@ class ClaimRing:
         return ids.numpy(), start.numpy()
 
     def close(self) -> None:
-        """Wakes every thread that waits, for good. Idempotent."""
+        """Wakes every waiting thread, and lets none wait any more. Idempotent."""
         with self._sent:
             self._closed = True
             self._sent.notify_all()
 
 
-# Inputs of rows whose steps have been launched already.
+# Inputs of rows whose steps have already been launched.
 
 _EVER = np.iinfo(np.int64).max
 _WORD = 0xFFFFFFFF
-_GLANCE = 2e-4
-"""Seconds between looks at a flag that another process sets."""
+_POLL_SECONDS = 2e-4
+"""Seconds between two reads of a flag that another process sets."""
 
 Memory = np.ndarray[tuple[int], np.dtype[np.int8]]
 
@@ -100,11 +100,11 @@ Memory = np.ndarray[tuple[int], np.dtype[np.int8]]
 class HostInputs:
     """Lines of words in host memory that the head of a step reads: a few for each lane.
 
-    A lane has a flag, which names the last step whose inputs are there. A GPU waits by itself: a
-    kernel of the step's head polls the flags of the step's rows, and later steps queue up. Inputs
-    of a lane's next row can be made only when the result of the last one is known. So each lane has
-    its lines once, and a row that was late finds its inputs there when it comes again. All ranks
-    use the same memory.
+    A lane has a flag, which names the last step whose inputs are in place. A GPU waits without the
+    host: a kernel of the step's head polls the flags of the step's rows, and later steps queue up.
+    The host can make the inputs of a lane's next row only once it knows the result of the last row.
+    So one set of lines per lane is enough, and a late row finds its inputs there when it is planned
+    again. All ranks use the same memory.
 
     Args:
         lanes: number of lanes.
@@ -116,7 +116,7 @@ class HostInputs:
     Attributes:
         lines: int32 [lanes * lines, words], pinned for a GPU.
         per_lane: lines of a lane.
-        flags: what a head's kernel reads, pinned for a GPU.
+        flags: the flags that a head's kernel polls, pinned for a GPU.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class HostInputs:
     def put(self, step_id: int, lanes: Int32) -> None:
         """Records that the inputs of these lanes' rows in a step are in their lines.
 
-        From any thread. A flag never goes back.
+        From any thread. A flag never decreases.
         """
         with self._arrived:
             self._host_flags[lanes] = np.maximum(self._host_flags[lanes], step_id + 1)
@@ -174,7 +174,7 @@ class HostInputs:
                 if there or not wait:
                     return there
                 # Another process sets a flag without notifying this one's threads.
-                self._arrived.wait(_GLANCE if self._shared else None)
+                self._arrived.wait(_POLL_SECONDS if self._shared else None)
 
     def gate(self, step_id: int) -> tuple[int, int]:
         """Returns the low and the high word of the value that the op `wait_for_inputs` awaits."""
@@ -182,7 +182,7 @@ class HostInputs:
         return low - (low >> 31 << 32), high
 
     def close(self) -> None:
-        """Sets all flags, for good, so that nothing waits any more. Idempotent."""
+        """Sets all flags to their largest value, so that nothing waits any more. Idempotent."""
         with self._arrived:
             self._host_flags[:] = _EVER
             # An even verdict: the row is not late.
@@ -205,6 +205,7 @@ def pin(memory: Memory) -> None:
 
 
 def unpin(memory: Memory) -> None:
-    """Undoes `pin`, before the memory is unmapped and its addresses are given to others."""
+    """Undoes `pin`. Must be called before the memory is unmapped, because its addresses may then be
+    reused."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     runtime.cudaHostUnregister(memory.ctypes.data)

@@ -24,12 +24,12 @@ class KVCache:
     """The tensors that hold the KV of all groups.
 
     A group has a tensor [blocks, layers, *shape] for each part of its layout. Keys and values of
-    attention are [blocks, layers, 2, kv_heads, block_size, head_dim]. Scales of tokens are the same
-    without the last dimension, float32.
+    attention are [blocks, layers, 2, kv_heads, block_size, head_dim]. Scales of tokens have the
+    same shape without the last dimension, in float32.
 
     A block is contiguous over its group's layers, so that one copy moves it. Heads come before
     tokens, so that one slice takes a range of heads. The tensors are zeros at first, because
-    attention may read places that nobody has written.
+    attention may read places that were never written.
 
     Args:
         layouts: the layout of each group.
@@ -69,10 +69,11 @@ class KVCache:
     def copy_blocks(self, group: int, src: Tensor, dst: Tensor) -> None:
         """Copies whole blocks `src[i]` to `dst[i]`, int64 [n]; see `BlockCopies`.
 
-        It copies a bounded number at a time, to bound the memory that this takes.
+        It copies a bounded number of blocks at a time, to bound the memory for the copies.
         """
         for tensor in self._tensors[group]:
-            # As integers, because not every dtype can be indexed. Wide ones are faster.
+            # Blocks are copied as integers, because not every dtype can be indexed. Wide integers
+            # are faster.
             raw = tensor.flatten(1).view(torch.uint8)
             if raw.shape[1] % 8 == 0:
                 raw = raw.view(torch.int64)

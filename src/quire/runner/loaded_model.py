@@ -1,4 +1,4 @@
-"""The first life of a worker: models with their weights, without memory for requests."""
+"""The first phase of a worker: models with their weights, without memory for requests."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from quire.runner.state import Limits
 logger = logging.getLogger("quire.engine")
 
 _CACHED_WEIGHTS = 1 << 24
-"""A CPU's caches may hold so many weights."""
+"""Number of weights that a CPU's caches may hold."""
 
 Build = Callable[..., models.Decoder]
-"""Makes a decoder of a spec, like `build_model`."""
+"""Makes a decoder from a spec, like `build_model`."""
 
 
 class LoadedModel:
-    """The model that gives the tokens, and further models of hooks.
+    """The target model, which gives the tokens, and further models of hooks.
 
     Attributes:
-        model: the model that gives the tokens.
+        model: the target model.
         models: all models, in the order of their KV groups.
         groups: the KV groups of all models.
         kv_format: how keys and values are stored.
@@ -92,10 +92,10 @@ class LoadedModel:
         return all_head_scales(self.models, path, load_format)
 
     def _log_missing_kernels(self) -> None:
-        """Says which kernels of this card the installed Triton does not run."""
+        """Logs a message if the installed Triton does not run the kernels for this card."""
         if self.device.type != "cuda" or self.group.rank != 0:
             return
-        # A CPU has no Triton.
+        # Imported here because a CPU has no Triton.
         from quire.ops.triton.launch import gluon_missing, traits
 
         missing = gluon_missing()

@@ -29,7 +29,7 @@ def activation_bytes(config: EngineConfig, model: Decoder) -> int:
 def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int:
     """Returns the bytes for the KV cache on a GPU.
 
-    They are the allowed share of the GPU's memory, less the memory in use by any process, less
+    This is the allowed share of the GPU's memory, less the memory in use by any process, less
     `reserve`, the bytes for activations.
     """
     if config.args.kv_cache_gb is not None:
@@ -46,8 +46,8 @@ def cuda_budget(config: EngineConfig, device: torch.device, reserve: int) -> int
 _MEAN_TOKENS = 4096
 """Assumed tokens of a mean request, prompt and answer."""
 _MEAN_STATES = 3
-"""Assumed states of a mean request: its own, and checkpoints near the ends of its prompt and of its
-turn."""
+"""Assumed states of a mean request: its own state, and checkpoints near the ends of its prompt and
+of its turn."""
 
 
 def split_with_states(
@@ -125,8 +125,8 @@ def blocks_per_group(
 ) -> tuple[int, ...]:
     """Returns the number of blocks of each group.
 
-    Every group gets the same number, because a token takes a place in each. On a CPU they are no
-    more than all lanes can use at full length.
+    Every group gets the same number, because a token takes a place in each. On a CPU the number is
+    at most what all lanes can use at full length.
 
     Args:
         budget: bytes of all blocks, or None for as many blocks as all lanes can use.
@@ -147,7 +147,7 @@ def blocks_per_group(
     each = sum(group.block_bytes for group in groups)
     count = min(useful, max(0, budget) // each)
     if config.device != "cpu":
-        # Blocks that running requests do not need keep prefixes.
+        # Blocks beyond the need of running requests keep cached prefixes.
         count = max(0, budget) // each
     if count < longest:
         raise ConfigError(

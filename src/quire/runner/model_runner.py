@@ -1,4 +1,4 @@
-"""One rank's worker, in three lives: loaded, sized, and running plans on one device."""
+"""One rank's worker. It has three phases: loaded, sized, and running plans on one device."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ have drafts, as many are for drafts alone."""
 class ModelRunner:
     """Holds a model, its KV cache and the batch state of one device.
 
-    `measure` begins the first life (`LoadedModel`), `allocate` the second (`SizedModel`), and
-    `capture` the third (`StepRunner`). It is a `Worker`, and by itself the `Executor` of an engine
-    with one rank.
+    `measure` begins the first phase (`LoadedModel`), `allocate` the second (`SizedModel`), and
+    `capture` the third (`StepRunner`). The class is a `Worker`. In an engine with one rank it is
+    also the `Executor`.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class ModelRunner:
     def _on_progress(self, part: str) -> Callable[[int, int], None] | None:
         return None if self._progress is None else functools.partial(self._progress, part)
 
-    # -- the lives, which a pipeline's stages make differently -----------------------------------
+    # -- the phases, which the stages of a pipeline override -------------------------------------
 
     def _build(self, spec: models.ModelSpec, **options: Any) -> models.Decoder:
         """Returns the model that this worker runs. options: see `build_model`."""
@@ -140,13 +140,13 @@ class ModelRunner:
     @property
     def loaded(self) -> LoadedModel:
         if self._loaded is None:
-            raise QuireError("the worker has no model: it is not loaded, or has ended")
+            raise QuireError("the worker has no model: it has not loaded one yet, or has ended")
         return self._loaded
 
     @property
     def sized(self) -> SizedModel:
         if self._sized is None:
-            raise QuireError("the worker has no KV cache: it is not sized, or has ended")
+            raise QuireError("the worker has no KV cache: none is allocated yet, or it has ended")
         return self._sized
 
     @property
@@ -213,7 +213,7 @@ class ModelRunner:
         self._features = ()
         self._loaded = self._sized = self._running = None
         if self.device.type == "cuda":
-            # Graphs and the objects that captured them refer to each other.
+            # Graphs and the objects that captured them form reference cycles.
             gc.collect()
             torch.cuda.empty_cache()
 

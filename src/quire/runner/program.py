@@ -1,9 +1,9 @@
 """The programs of a step on the device: the same on a CPU, op by op on a GPU, and in CUDA graphs.
 
 A body computes the step's tokens and stores their KV. A head turns the hidden states of the logit
-rows into tokens, and advances the lanes. Neither decides anything on the host: beyond their shape
-they read `BatchState` only. They write `BatchState` and the program's own buffers only, so that the
-graphs of both can share their memory.
+rows into tokens, and advances the lanes. Neither decides anything on the host. Both depend only on
+their shape and on `BatchState`. They write only `BatchState` and the program's own buffers, so that
+the graphs of both can share their memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BoundModel:
 
     Attributes:
         layers: the model's KV, by layer.
-        groups: which of the state's KV groups are the model's.
+        groups: indices of the model's KV groups among the state's groups.
         position: int32 [lanes], the next position that the model computes in each lane.
         ahead: offset of the input token relative to the position.
     """
@@ -165,7 +165,7 @@ class StepProgram:
         drafts = self._drafts if shape.longest > 1 else None
         if drafts is not None:
             ops.place_drafts(rows, position, state.tokens, drafts)
-        logit_rows = state.logit_rows  # All, because heads are padded further than bodies.
+        logit_rows = state.logit_rows  # All of them, because heads may be padded more than bodies.
         for hook in self.hooks:
             hook.body(rows, shape.tokens, shape.altered)
         hidden = self.bound.forward(rows, logit_rows, shape, drafts=drafts, shallow=shallow)

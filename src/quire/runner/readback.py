@@ -115,7 +115,7 @@ class PinnedRing:
         size = sum(len(part) for part in parts)
         i = self._next
         self._next = (i + 1) % len(self._buffers)
-        # It mostly has ended. `query` keeps the interpreter's lock, `synchronize` does not.
+        # The copy has usually ended. `query` keeps the interpreter's lock, `synchronize` does not.
         if self._read[i] is not None and not self._read[i].query():
             self._read[i].synchronize()
         buffer = self._buffers[i]
@@ -135,11 +135,11 @@ class PinnedRing:
 
 @dataclass(slots=True)
 class Step:
-    """A plan whose programs are launched, or will be next.
+    """A plan whose programs have been launched, or are launched next.
 
     Attributes:
         logit_start: int32 [R + 1], on the host: the first logit row of each row.
-        waits: whether the head is not launched, because its masks are missing.
+        waits: whether the head waits for missing host inputs, and is not launched yet.
         notes: values that hooks keep until they read the step's results.
         result: the step's result, which hooks add to; set by `wait`.
     """
@@ -188,7 +188,7 @@ class Step:
         lines = self.arrived("results")
         results = np.empty((0, 3), np.int32) if lines is None else lines.numpy()
         if len(results) < rows:
-            # No row has logits, so that none gives a token.
+            # No row has logits, so no row gives a token.
             results = np.full((rows, 3), -1, dtype=np.int32)
             results[:, :2] = 0
         if results.shape[1] > 3 and self.plan.q_len.max(initial=1) == 1:
@@ -215,7 +215,7 @@ def logit_starts(plan: StepPlan) -> Int32:
     """Returns the first logit row of each row in the head, int32 [R + 1].
 
     A generating row has one for each of its tokens, and a PROMPT row has one if it samples. Logits
-    for a prompt's log-probabilities are no part of the head.
+    for a prompt's log-probabilities are not part of the head.
     """
     prompt = (plan.flags & RowFlag.PROMPT) != 0
     samples = (plan.flags & RowFlag.SAMPLE) != 0

@@ -1,4 +1,4 @@
-"""The second life of a worker: a loaded model with its KV cache, batch state and program."""
+"""The second phase of a worker: a loaded model with its KV cache, batch state and program."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ class SizedModel:
         cache: the KV cache.
         state: the batch state, with per-lane columns and a step's inputs.
         features: the hooks of features, in order.
-        hooks: all hooks, in the order in which they take part.
-        host_hooks: those that act on the host.
-        program_hooks: those that have a part in the programs.
-        gate: the hook that makes heads wait for host inputs, or None.
-        program: the bodies and heads.
+        hooks: all hooks, in the order of their calls.
+        host_hooks: the hooks with a part on the host.
+        program_hooks: the hooks with a part in the programs.
+        gate: the `GateHook`, or None.
+        program: the bodies and heads. They call the program hooks.
         transfer: moves blocks to and from places outside the device, or None.
-        rare: parameters whose hooks do not take part yet.
+        rare: parameters whose hooks are not in use yet.
     """
 
     state: BatchState

@@ -1,9 +1,9 @@
 """Workers of a pipeline's stages.
 
-All stages get the same plans. The last one draws tokens, and sends each step's results to the
-others. They receive the results before the next step with a row of one of these lanes. That step
-comes as many steps later as there are stages, unless the engine has read the results already. So
-tokens go from step to step without the host, like on one device.
+All stages get the same plans. The last stage draws tokens, and sends each step's results to the
+other stages. They receive the results before the next step with a row of one of these lanes. That
+step comes as many steps later as there are stages, unless the engine has already read the results.
+So tokens pass from step to step without the host, as on one device.
 
 The last stage also sends the lanes' claims (see `StepPlan`), which it may draft after the step's
 head. So all stages verify the same drafts in the lanes' next rows.
@@ -174,7 +174,7 @@ class EarlierStageSteps(StepRunner):
         super().submit(msgspec.structs.replace(plan, copies=plan.copies[: self._groups]))
 
     def _check(self, plan: StepPlan) -> None:
-        """Accepts every plan, because the last stage checks them."""
+        """Accepts every plan, because the last stage checks plans."""
 
     def _launch_body(self, plan: StepPlan) -> Step:
         self._receive_results(plan)
@@ -193,7 +193,8 @@ class EarlierStageSteps(StepRunner):
     def _receive_results(self, plan: StepPlan) -> None:
         """Receives the results that the plan's rows need, and those of older steps.
 
-        Results that are `steps_in_flight` steps old have been sent, so they never make it wait.
+        Results that are `steps_in_flight` steps old have already been sent, so receiving them never
+        waits.
         """
         generating = (plan.flags & RowFlag.PROMPT) == 0
         needed = int(self._last_step[plan.lanes[generating]].max(initial=-1))
@@ -207,7 +208,7 @@ class EarlierStageSteps(StepRunner):
         shape = len(step.lanes), width + sum(each)
         received = torch.empty(shape, dtype=torch.int32, device=self.device)
         self._pipeline.receive_results(received)
-        # Lanes may have new requests by now.
+        # Lanes may have got new requests in the meantime.
         rows = np.flatnonzero(step.epochs == self._epochs[step.lanes])
         if not len(rows):
             return
@@ -230,7 +231,7 @@ def accept_results(
     Args:
         results: int32 [N, 2 + K], results of rows whose requests still have their lanes.
         lanes: int64 [N], distinct.
-        known: int64 [N], 1 for a row of a prompt; its lane's position is past the row already.
+        known: int64 [N], 1 for a row of a prompt, whose lane is already past the row.
         position: int32 [M].
         tokens: int32 [M, max_len].
     """
@@ -239,7 +240,7 @@ def accept_results(
     first = text_position(before) + 1 - known.int()
     number = torch.arange(drawn.shape[1], device=drawn.device)
     kept = number < count.unsqueeze(1)
-    # Columns that are not kept write the first token again, so that no place gets two values.
+    # For dropped columns the first token is written again, so that no place gets two values.
     at = torch.where(kept, first.unsqueeze(1) + number, first.unsqueeze(1))
     at = at.long().clamp(0, tokens.shape[1] - 1)
     owner = lanes.unsqueeze(1).expand_as(at)

@@ -63,20 +63,20 @@ class BatchState:
     """Named per-lane columns on the device, and the inputs of the current step.
 
     Attributes:
-        memory: int32 [words]. Every column, and the inputs, are views of it.
+        memory: int32 [words]. All columns and the inputs are views of it.
         columns: all columns, by name.
         tokens: int32 [lanes, length], all tokens of each lane's request.
         position: int32 [lanes], the next position that each lane computes. The host does not know
             it for generating lanes.
-        max_total: int32 [lanes], length at which a lane's request must end.
-        min_total: int32 [lanes], length before which it must not end.
+        max_total: int32 [lanes], greatest length of a lane's request.
+        min_total: int32 [lanes], least length at which a lane's request may end.
         tables: block tables of each KV group, int32 [lanes, blocks].
         inputs: int32, the part of the plan that programs read: `rows`, `lines` and `gate`.
         rows: the step's rows, views of `inputs`.
         lines: int32 [logit rows], the line of the host's inputs of each logit row, a view of
             `inputs`.
         gate: int32 [2], see `HostInputs.gate`, a view of `inputs`.
-        logit_rows: the step's logit rows, which its body fills in.
+        logit_rows: the step's logit rows. The body fills them in.
         results: int32 [lanes, 3 + drafts], by row of the step: number of new tokens, stop reason,
             and the tokens.
     """
@@ -106,7 +106,7 @@ class BatchState:
         if len(self.specs) != len(specs):
             names = [spec.name for spec in specs]
             twice = next(name for name in names if names.count(name) > 1)
-            raise ConfigError(f"two hooks keep a column {twice!r}")
+            raise ConfigError(f"two hooks keep a column named {twice!r}")
         shapes = [(limits.lanes, *spec.shape) for spec in specs]
         size = 4 * limits.lanes + 2 + limits.logit_rows + 2
         self.memory, views = _lay_out([*shapes, (size,)], device)

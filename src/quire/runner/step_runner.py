@@ -1,7 +1,7 @@
-"""The third life of a worker: it runs plans.
+"""The third phase of a worker: it runs plans.
 
-A step is one upload, the body, the head, and one read that comes later. Only `collect` waits for
-the device. On a CPU the same programs run as they are called.
+A step is one upload, the body, the head, and a later read of the results. Only `collect` waits for
+the device. On a CPU each program runs when it is called.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepRunner:
         self._advance()
 
     def _check(self, plan: StepPlan) -> None:
-        """Refuses a plan that this runner would get wrong."""
+        """Refuses a plan that this runner cannot run correctly."""
         drafted = (plan.flags & RowFlag.PROMPT) == 0
         most = int(plan.q_len[drafted].max(initial=1))
         if most > 1 + self.limits.drafts:
@@ -125,8 +125,8 @@ class StepRunner:
         inputs = self._packed(step)
         upload.put(self.state.inputs, [0], [len(inputs)], inputs)
         upload.send()
-        # Blocks that leave the device are read before any block is written. Blocks that come in
-        # are written last.
+        # Blocks that leave the device are read before any block is written. Blocks that arrive on
+        # the device are written last.
         if self._transfer is not None:
             self._transfer.start(plan.transfers, "out")
         elif plan.transfers:
@@ -193,8 +193,8 @@ class StepRunner:
             lane_level = Level(int(self._levels[plan.lanes].max()))
             level = max(lane_level, *(hook.level(plan) for hook in self.sized.host_hooks))
             captured = None if self.graphs is None else self.graphs.head(logit_rows, level)
-            # The device waits for inputs within a captured head. Op by op it cannot: the first
-            # launch of a kernel waits for the device.
+            # Within a captured head the device waits for inputs. Op by op it cannot wait, because
+            # the first launch of a kernel waits for the device.
             if captured is None and gate is not None:
                 step.waits = gate.inputs_missing(plan, wait=wait)
             else:

@@ -10,8 +10,8 @@ The engine's loop uses it like this::
     scheduler.wake(request_id)               # a feature became ready for a parked request
 
 `update` returns one `StepProgress` per step: arrays for all rows, and the indices of the requests
-that ended. So a steady step costs no Python work per request. Iterating it gives a
-`RequestProgress` per request, where that is more convenient. See `progress.py`.
+that ended. So a steady step costs no Python work per request. Where single requests are more
+convenient, iterate over it: each item is a `RequestProgress`. See `progress.py`.
 """
 
 from quire.scheduler.feature import Feature, PlanBuilder

@@ -23,8 +23,8 @@ class Admission:
     """Decides which requests may enter, and with which blocks.
 
     Args:
-        features: may bring blocks that a request can start from, and may limit how many cached
-            tokens it uses.
+        features: may bring blocks for a request to start from, and may limit how many cached tokens
+            it uses.
         full_step: see `Capacity`.
     """
 
@@ -47,7 +47,7 @@ class Admission:
         """Refuses a request that could not run at its longest length, `max_total`.
 
         Raises:
-            RequestError: the prompt is empty, or the request is longer than sequences may be.
+            RequestError: the prompt is empty, or the request exceeds the longest sequence.
             RefusedError: without chunked prefill, the prompt does not fit a step.
             RequestTooLargeError: the request could not run even alone.
         """
@@ -81,14 +81,14 @@ class Admission:
         self._blocks.check_fits(request.max_total - 1, chunk)
 
     def check_room(self, requests: int, tokens: int, part: QueuePart) -> None:
-        """Refuses a request if the queue is full and its tenant has its share of the queue.
+        """Refuses a request if the queue is full and its tenant already has its share of the queue.
 
         So a tenant that floods the queue does not keep others out.
 
         Args:
-            requests: number of waiting requests, without those that free lanes will take.
+            requests: number of waiting requests, less the number of free lanes.
             tokens: number of tokens of all waiting requests.
-            part: the tenant's part of both.
+            part: the tenant's part of the queue.
 
         Raises:
             OverloadedError: the queue is full.
@@ -109,8 +109,8 @@ class Admission:
     def enough(self, chunks: Sequence[PrefillChunk], requests: int) -> bool:
         """Whether a step has enough prompts.
 
-        If a few requests arrive together, a step that is full takes no more, so that the first
-        request does not wait for the last.
+        If there are few requests, a full step takes no further prompt, so that the first request
+        does not wait for the last.
 
         Args:
             chunks: the step's prompt rows.
@@ -147,7 +147,8 @@ class Admission:
             budget: most tokens of the row.
         """
         lane = self._running.lanes.next_free
-        # One spare block for each running request, so that the new one is not the next victim.
+        # Keep one spare block for each running request. Otherwise the new request could be
+        # preempted at once.
         spare = len(self._running)
         parent = self._forkable_leader(request, step_id)
         if parent is not None:
@@ -170,8 +171,8 @@ class Admission:
                 spare=spare,
             ):
                 return PrefillChunk(request, start, length)
-            # If no other request runs, a window group lacks room for so long a row. A shorter one
-            # fits.
+            # If no other request runs, a window group has too few blocks for such a long row. A
+            # shorter row fits.
             length = 0 if spare else length // 2
         return None
 

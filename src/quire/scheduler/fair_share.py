@@ -46,7 +46,7 @@ class Tenant:
         self.round = round
 
     def grant(self, round: int) -> None:
-        """Adds the credit of all rounds since the last grant, up to that of one round."""
+        """Adds the credit of all rounds since the last grant, at most the credit of one round."""
         if round > self.round:
             most = _GRANT * self.share
             self.credit = min(self.credit + (round - self.round) * most, most)
@@ -124,7 +124,7 @@ class InteractiveBurst:
         return None
 
     def skip(self) -> None:
-        """Records a step that no tenants compete for."""
+        """Records a step with requests of one tenant only."""
         self._last_exclusive = False
 
     def prompt_budget(self, exclusive: bool, step_id: int) -> int:
@@ -266,7 +266,7 @@ class FairShare(Order):
         only request is spared, so that every request can end.
         """
         if self.contested:
-            greediest = _latest_of_greediest(running, _known, 0.0)
+            greediest = _latest_of_greediest(running, _known_tokens, 0.0)
             if greediest is not None:
                 return greediest
         return super().victim(running)
@@ -276,15 +276,15 @@ class FairShare(Order):
     ) -> Request | None:
         """Returns a running request that must stop for the next waiting one, or None.
 
-        One must stop if the waiting request finds no free lane, or no blocks, and another tenant
-        holds more than twice as much for its share as the request's tenant would.
+        A request must stop if the waiting request finds no free lane or too few blocks, and another
+        tenant holds more than twice as much for its share as the request's tenant would.
         """
         if not self.contested:
             return None
         request = self._peek()
         if request is None or (has_free_lane and request is not blocked_head):
             return None
-        measure = _known if has_free_lane else _one
+        measure = _known_tokens if has_free_lane else _one_lane
         held = sum(measure(r) for _, _, r in running if r.tenant == request.tenant)
         least = 2.0 * (held + measure(request)) / request.share
         return _latest_of_greediest(running, measure, least)
@@ -351,7 +351,7 @@ def _latest_of_greediest(
     """Returns the last request of the tenant that holds the most, or None.
 
     Only tenants with several running requests count, and only if they hold at least `least`.
-    Requests that were preempted too often are passed over.
+    Requests that were preempted too often are skipped.
 
     Args:
         measure: returns how much a request holds; it is divided by the tenant's share.
@@ -370,9 +370,9 @@ def _latest_of_greediest(
     return latest[max(names, key=held.__getitem__)] if names else None
 
 
-def _one(request: Request) -> int:
+def _one_lane(request: Request) -> int:
     return 1
 
 
-def _known(request: Request) -> int:
+def _known_tokens(request: Request) -> int:
     return request.known

@@ -1,4 +1,4 @@
-"""The interface between the scheduler and features. The scheduler knows features by it only.
+"""The interface of features. The scheduler knows features only by this interface.
 
 A feature overrides the methods it needs. The scheduler never calls a method that is not overridden,
 so a feature costs nothing where it does nothing.
@@ -24,7 +24,7 @@ from quire.scheduler.step import StepInFlight
 class Feature:
     """The base of features, and the definition of their interface. Its methods do nothing.
 
-    They are in the order in which the scheduler calls them.
+    The methods are in the order in which the scheduler calls them.
     """
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
@@ -56,7 +56,7 @@ class Feature:
     def reusable(self, request: Request, n: int) -> int:
         """Returns how many of its first `n` tokens a request may take from the cache.
 
-        They are fewer if the feature needs hidden states of earlier positions.
+        The number is below `n` if the feature needs hidden states of earlier positions.
         """
         return n
 
@@ -86,7 +86,7 @@ class Feature:
     def certain(self) -> bool:
         """Whether all drafts of the feature are accepted.
 
-        Such features are asked first. A row has the drafts of one feature.
+        The scheduler asks such features first. All drafts of a row come from one feature.
         """
         return False
 
@@ -105,7 +105,8 @@ class Feature:
     def pending(self, idle: bool) -> bool:
         """Whether a step must be launched even without rows.
 
-        It must if there are transfers to send or, with no step in flight (`idle`), to wait for.
+        A step is needed if there are transfers to send. With no step in flight (`idle`), it is also
+        needed if there are transfers to wait for.
         """
         return False
 
@@ -128,13 +129,13 @@ class Feature:
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
         """Receives the lanes whose rows were late (`StopReason.LATE`), int32 [n] each.
 
-        The scheduler plans no row of such a lane until `inputs_ready`. It comes before `verified`,
-        which does not receive these rows.
+        The scheduler plans no row of such a lane until `inputs_ready`. It calls `late` before
+        `verified`, which does not receive these rows.
 
         Args:
-            rows: each lane's generating rows that give no token: the late one, unless it is a
-                prompt's, and those in flight after it.
-            tokens: the positions of these rows.
+            rows: number of each lane's generating rows that give no token: the late row, unless it
+                is a prompt's, and the rows in flight after it.
+            tokens: number of positions of these rows.
         """
 
     def inputs_ready(self, lanes: Int32) -> Flags:
@@ -144,7 +145,7 @@ class Feature:
     def result(self, request: Request, tokens: Int32) -> int:
         """Returns how many of a row's new tokens, int32 [n], to keep.
 
-        With fewer than `n` the request is preempted, and goes on from the tokens that it keeps.
+        If it keeps fewer than `n`, the request is preempted, and continues from the kept tokens.
         """
         return len(tokens)
 
@@ -163,14 +164,15 @@ class Feature:
         return False
 
     def finish(self, request: Request) -> None:
-        """Called when a request has ended, or any feature refused it. The last call about it."""
+        """Called when a request has ended, or when any feature has refused it. No call about the
+        request follows."""
 
     # -- prefixes that leave the cache ---------------------------------------------------------
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
         """Receives blocks that leave the prefix tree.
 
-        The next step may overwrite them. Its plan is the last one that may move them out.
+        The next step may overwrite them. That step's plan is the last that may move them out.
         """
 
     def forget(self) -> None:
@@ -376,7 +378,7 @@ class FeatureSet:
 
         Args:
             tokens: int32 [R, W].
-            n: int32 [R], number of each row's tokens, which it lowers.
+            n: int32 [R], number of each row's tokens. The call lowers the entries.
         """
         results = self._calls["result"]
         if not results:

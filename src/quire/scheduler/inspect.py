@@ -82,7 +82,7 @@ def _step(step: StepInFlight | None, rows: int) -> StepSummary | None:
     if step is None:
         return None
     split, count = step.num_generating, len(step.requests)
-    # The prompts' rows are the last, and matter most: too many generating rows are left out.
+    # Prompt rows come last and matter most, so surplus generating rows are left out.
     first = max(0, count - rows)
     return StepSummary(
         step.step_id,

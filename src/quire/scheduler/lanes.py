@@ -81,7 +81,7 @@ class LaneTable:
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
         """Resets lanes to their late rows. The rows' last positions count as not computed.
 
-        Rows in flight become stale. The next row is a HELD one.
+        Rows in flight become stale. The next row of such a lane is a HELD row.
         """
         lanes = int32([request.lane for request in requests])
         known = self.known[lanes]

@@ -33,10 +33,11 @@ class QueuePart(NamedTuple):
 
 
 class Order:
-    """Decides which waiting request is next, which running one gives way, and who is in a step.
+    """Decides which waiting request is next, which running request is preempted, and which requests
+    may be in a step.
 
     Without tenants a step is open to all requests, first come, first served. `FairShare` reserves
-    some steps for one tenant, and splits the token budget of the others between tenants.
+    some steps for one tenant, and splits the token budget of the other steps between tenants.
 
     Attributes:
         key: returns a request's sort key; the smallest runs first.
@@ -58,7 +59,7 @@ class Order:
         return self._queue.tokens
 
     def queue_part(self, request: Request) -> QueuePart:
-        """Returns the part of the queue that the tenant of an arriving request has."""
+        """Returns the part of the queue that belongs to the tenant of an arriving request."""
         return QueuePart(0, 0, 0.0)
 
     def check(self, request: Request) -> None:
@@ -68,7 +69,7 @@ class Order:
             RequestError: the request names a tenant.
         """
         if request.tenant:
-            raise RequestError("this engine knows no tenants", param="tenant")
+            raise RequestError("this engine has no tenants", param="tenant")
 
     def arrive(self, request: Request) -> None:
         """Records a new request, before it is pushed."""
@@ -102,7 +103,8 @@ class Order:
     def victim(self, running: Sequence[Entry]) -> Request:
         """Returns the request to preempt when blocks run out.
 
-        It is the last in order that was not preempted too often, or else the last of all.
+        It is the last in order, except requests that were preempted too often. If all were, it is
+        the last of all.
 
         Args:
             running: running requests, in policy order.

@@ -36,7 +36,7 @@ class RequestProgress:
 
 @dataclass(slots=True)
 class StepProgress:
-    """The results of one step, for the M requests that were still running when they came.
+    """The results of one step, for the M requests that still ran when the results came.
 
     Iterating gives a `RequestProgress` for each request.
 
@@ -48,7 +48,7 @@ class StepProgress:
         tokens: int32 [M, W]. A request's new tokens come first in its line.
         n_tokens: int32 [M], number of new tokens (0 in mid-prompt).
         stop_reason: int32 [M], a `StopReason` each.
-        finished: indices of the requests that ended in this step, ascending.
+        finished: ascending indices of the requests that ended in this step.
         logprobs: the device's log-probabilities of the plan's rows.
         prompt_logprobs: the device's log-probabilities of prompt tokens, for the plan's rows.
         pooled: the device's vectors of the plan's rows.
@@ -109,7 +109,7 @@ def _vector(pooled: Pooled, row: int) -> Float32 | None:
 
 
 def _spans(logprobs: Logprobs | None, rows: Int32) -> list[Span]:
-    """Returns where each row's entries are; they come in row order."""
+    """Returns the range of each row's entries. Entries are in row order."""
     if logprobs is None:
         return [(0, 0)] * len(rows)
     starts = np.searchsorted(logprobs.rows, rows).tolist()
@@ -140,7 +140,7 @@ class SchedulerStats:
         waiting: Number of queued and parked requests.
         blocks_total: Number of blocks of each KV group.
         blocks_used: Number of each KV group's blocks in use by requests.
-        blocks_cached: Number of each KV group's blocks kept for reuse; any request may take one.
+        blocks_cached: Number of each KV group's blocks kept for reuse; requests may evict them.
         blocks_free: Number of each KV group's empty blocks.
         prefix_query_tokens: Tokens looked up in the prefix tree.
         prefix_hit_tokens: Tokens found in the prefix tree.

@@ -68,7 +68,7 @@ class RunningSet:
     # -- membership ----------------------------------------------------------------------------
 
     def add(self, request: Request, computed: int) -> None:
-        """Gives the request the lane `lanes.next_free`, on which its blocks are booked already."""
+        """Gives the request the lane `lanes.next_free`, for which its blocks are already booked."""
         self.lanes.assign(request)
         request.status = RequestStatus.RUNNING
         request.planned = request.computed = computed
@@ -92,7 +92,7 @@ class RunningSet:
     def begin(self, chunk: PrefillChunk, step_id: int) -> None:
         """Records a prompt's row that the next step will compute.
 
-        Other requests can share its whole blocks from here on.
+        From then on, other requests can share its whole blocks.
         """
         request, lane = chunk.request, chunk.request.lane
         request.planned = chunk.start + chunk.length
@@ -119,8 +119,8 @@ class RunningSet:
     def rows(self, step_id: int, idle: bool, with_drafts: bool) -> DecodeRows:
         """Returns the rows of generating requests that the step computes.
 
-        If the token budget is smaller than all rows, the first in policy order are returned. With a
-        `pipeline_depth` above 1 each step takes its share of them, longest waiting first.
+        If not all rows fit the token budget, the first in policy order are returned. With a
+        `pipeline_depth` above 1 each step takes its share of the rows, longest waiting first.
 
         Args:
             idle: whether no step is in flight.
@@ -132,7 +132,7 @@ class RunningSet:
         room = lanes.last[rows.lanes] - lanes.planned[rows.lanes]
         eligible = room > 0
         if lanes.num_held:
-            eligible &= self._may_go_on(rows.lanes)
+            eligible &= self._may_continue(rows.lanes)
         if self._config.pipeline_depth > 1 and not idle:
             eligible &= lanes.ready_step[rows.lanes] <= step_id
         allowed = self._order.allowed_rows(rows.requests)
@@ -214,7 +214,7 @@ class RunningSet:
         """Returns how many of a prompt's `remaining` tokens to compute in a step.
 
         Without chunked prefill a prompt is computed whole. After a preemption it may be split,
-        because with its output it may have outgrown any step.
+        because the prompt and the output together may exceed a step.
         """
         if remaining <= budget:
             return remaining
@@ -291,7 +291,7 @@ def cut_evenly(counts: Int32, total: int) -> Int32:
     while level > 0 and np.minimum(counts, level).sum() > total:
         level -= 1
     cut = np.minimum(counts, level)
-    # The rest of the total is less than one for each row that was cut.
+    # What remains of the total is less than one per row that was cut.
     more = np.flatnonzero(counts > cut)[: max(total - int(cut.sum()), 0)]
     cut[more] += 1
     return int32(cut)

@@ -1,4 +1,4 @@
-"""One budget loop: each step computes some of the tokens that requests still lack.
+"""One budget loop: each step computes some of the tokens that requests still need.
 
 **States** (`RequestStatus`) and who moves a request between them:
 
@@ -18,8 +18,8 @@ any         FINISHED    `abort`
 ==========  ==========  ==========================================================================
 
 While RUNNING, a request is in its prompt or generating. In its prompt, the host knows the tokens to
-compute, and a step takes as many as the budget allows. Generating, the device knows its position,
-and a step takes one position and the drafts.
+compute, and a step takes as many as the budget allows. While a request generates, only the device
+knows its position, and a step takes one position and the drafts.
 
 A request always gives up its lane in the same way (`_release`). Its blocks and its lane are free at
 once, because the device runs steps in order. Rows of the request that are still in flight have an
@@ -118,7 +118,7 @@ class Scheduler:
         """Adds a feature to a scheduler that runs, from the next request on.
 
         Raises:
-            ConfigError: the feature proposes drafts, and none has from the start.
+            ConfigError: the feature proposes drafts, but no feature did at the start.
         """
         if feature.proposes_drafts and not self._features.looks_ahead:
             raise ConfigError(
@@ -131,13 +131,13 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Takes a new request in. Siblings (n > 1) follow the one they name as `leader`.
+        """Accepts a new request. Siblings (n > 1) come after the request that is their `leader`.
 
         Raises:
             RequestTooLargeError: the request could not run even alone.
-            RefusedError: it does not fit a step, or a feature refuses it.
-            RequestError: it is malformed.
-            OverloadedError: too many requests are waiting. Siblings are not refused for that.
+            RefusedError: the request does not fit a step, or a feature refuses it.
+            RequestError: the request is malformed.
+            OverloadedError: too many requests are waiting. Siblings are accepted nevertheless.
         """
         if request.request_id in self._requests:
             raise RequestError(
@@ -159,13 +159,13 @@ class Scheduler:
         self._waiting.place(request)
 
     def wake(self, request_id: str) -> None:
-        """Asks the features again about a parked request. Ignored if it is not parked."""
+        """Asks the features again about a parked request. Does nothing if it is not parked."""
         request = self._requests.get(request_id)
         if request is not None:
             self._waiting.wake(request)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> Request | None:
-        """Ends a request wherever it stands. Returns it, or None if it is unknown or has ended."""
+        """Ends a request in any state. Returns it, or None if it is unknown or has ended."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -203,7 +203,7 @@ class Scheduler:
         """Frees lanes and blocks."""
         for request in requests:
             valid = request.computed if request.generating else request.planned
-            # The state of a held lane is one position further.
+            # The recurrent state of a held lane is one position further.
             exact = valid == request.planned and not self._lanes.held[request.lane]
             detached = self.blocks.detach(request.lane, request.tokens.view(), valid, exact=exact)
             if self._features.release(request) and ended:
@@ -236,7 +236,7 @@ class Scheduler:
         victim = self._order.victim_for(
             self._running.entries, self._lanes.has_free, self._blocked_head
         )
-        if victim is not None:  # One a step, so that a burst is let in step by step.
+        if victim is not None:  # One per step, so that a burst is admitted step by step.
             self._preempt(victim)
         plan = None
         if self._order.reserve_step(self._next_prompts(), self._step_id):
@@ -274,7 +274,7 @@ class Scheduler:
     def _running_rows(self, most: int) -> tuple[DecodeRows, list[PrefillChunk]]:
         """Chooses the rows of running requests and books their blocks.
 
-        When blocks run out, drafts are given up first, then requests (`Order.victim`).
+        When blocks run out, drafts are dropped first. Then requests are preempted (`Order.victim`).
 
         Args:
             most: most prompt tokens.
@@ -304,8 +304,8 @@ class Scheduler:
 
         Args:
             budget: most prompt tokens.
-            chunks: the step's prompt rows, which it adds to.
-            admits: the step's admissions, which it adds to.
+            chunks: the step's prompt rows. New rows are appended.
+            admits: the step's admissions. New admissions are appended.
         """
         self._blocked_head = None
         while budget > 0 and self._lanes.has_free:
@@ -428,20 +428,20 @@ class Scheduler:
         return lanes, rows, tokens
 
     def _end(self, step: StepInFlight, stop: Int32, cut: list[int]) -> list[int]:
-        """Ends requests that the device saw end, or that have reached their longest length.
+        """Ends requests that ended on the device or have reached their longest length.
 
         Returns their rows.
 
         Args:
             stop: int32 [R], a `StopReason` each.
-            cut: rows that a feature cut short; their requests go on.
+            cut: rows of which a feature removed tokens; their requests continue.
         """
         full = self._lanes.known[step.lanes] > self._lanes.last[step.lanes]
         ended = full | (stop != StopReason.NONE)
         ended[cut] = False
         finished: list[int] = np.nonzero(ended)[0].tolist()
         if finished:
-            # The device computes nothing further for a lane that it has seen end.
+            # After a stop token the device computes no more rows of the lane.
             stopped = step.lanes[ended & (stop == StopReason.STOP_TOKEN)]
             self._lanes.planned[stopped] = self._lanes.computed[stopped]
             self._release([step.requests[i] for i in finished], ended=True)

@@ -28,7 +28,7 @@ class DecodeRows:
     Attributes:
         requests: R requests.
         lanes: int32 [R].
-        q_len: int32 [R], one token each, and the draft tokens that the row verifies.
+        q_len: int32 [R], one token for each row, plus the draft tokens that the row verifies.
         flags: int32 [R], a `RowFlag` each.
         lane_epoch: int32 [R].
         drafts: whether any row verifies draft tokens.
@@ -105,7 +105,8 @@ class PrefillChunk:
         """Number of logit rows.
 
         The end of a prompt has one, to sample from. With prompt logprobs there is one for each
-        position whose logprobs were not delivered yet. Of siblings, only the first delivers them.
+        position whose logprobs were not delivered yet. Only the first of several siblings delivers
+        them.
         """
         end, request = self.start + self.length, self.request
         if wants_prompt_logprobs(request):
@@ -174,7 +175,7 @@ class StepInFlight:
         return step
 
     def select(self, rows: Index) -> StepInFlight:
-        """Returns the step with these rows only, which are given in ascending order."""
+        """Returns the step with only these rows, given in ascending order."""
         generating = int(np.searchsorted(rows, self.num_generating))
         return StepInFlight(
             self.step_id,

@@ -20,8 +20,8 @@ MOST_PREEMPTIONS = 4
 def preemption_exhausted(request: Request) -> bool:
     """Whether the request was preempted as often as it may be.
 
-    Such a request starts again once all blocks that it can ever need are available, books them, and
-    runs to its end. So preemptions, and tokens computed twice, are bounded.
+    Such a request waits until all blocks for its longest length are available, books them, and runs
+    to its end. This bounds the number of preemptions and of tokens computed twice.
     """
     return request.num_preemptions >= MOST_PREEMPTIONS
 
@@ -103,8 +103,8 @@ class Queue(Protocol):
 class WaitingSet:
     """Places requests in the queue, or parks them while they cannot run.
 
-    A request cannot run while a feature is not ready for it, or while the prompt that it will share
-    with its leader (n > 1) is not planned.
+    A request cannot run while a feature is not ready for it. A sibling (n > 1) cannot run until its
+    leader's prompt, which both share, is planned.
     """
 
     def __init__(self, queue: Queue, ready: Sequence[Callable[[Request], bool]]) -> None:
@@ -117,7 +117,7 @@ class WaitingSet:
         return len(self.queue) + self._num_parked
 
     def place(self, request: Request) -> None:
-        """Queues or parks a request that is in neither place."""
+        """Queues or parks a request that is neither queued nor parked."""
         leader = _awaited_leader(request)
         if leader is not None:
             self._siblings.setdefault(leader.request_id, []).append(request)
@@ -128,7 +128,7 @@ class WaitingSet:
         self._num_parked += 1
 
     def park(self, request: Request) -> None:
-        """Takes the queue's next request out until it is woken."""
+        """Removes the next request from the queue, and parks it until it is woken."""
         self.queue.pop(request)
         request.status = RequestStatus.PARKED
         self._num_parked += 1
@@ -140,7 +140,8 @@ class WaitingSet:
             self.place(request)
 
     def wake_siblings(self, leader: Request) -> None:
-        """Wakes siblings, because the leader's prompt is planned, or will not be for now."""
+        """Wakes the leader's siblings. Called when its prompt is planned, or when it has ended or
+        was preempted."""
         for sibling in self._siblings.pop(leader.request_id, ()):
             self.wake(sibling)
 

@@ -1,7 +1,7 @@
 """Draft heads: layers that draft tokens from another model's hidden states.
 
 `mtp.py` has the layer that some models contain to predict one more token. `eagle3.py` has heads
-that others train for a finished model. Both are a `DraftHead`.
+that are trained for a finished model. Both are `DraftHead`s.
 """
 
 from quire.models.draft_heads.draft_head import DraftHead

@@ -20,8 +20,8 @@ from quire.parallel import SingleGroup
 class DraftHead(DecoderLayers):
     """One layer that drafts tokens for a target model.
 
-    Its input at position p is a pair: the target's hidden state at p, and the embedding of the
-    token at p + 1. From its output come the logits of the token at p + 2. When it drafts further,
+    The head's input at position p is a pair: the target's hidden state at p, and the embedding of
+    the token at p + 1. Its output gives the logits of the token at p + 2. When it drafts further,
     its own output replaces the target's hidden state in the next pair:
 
         target's hidden state at p ------+
@@ -52,7 +52,7 @@ class DraftHead(DecoderLayers):
 
     @property
     def tapped(self) -> int:
-        """Numbers that are read from the target for each token."""
+        """Width of the hidden states that are read from the target for each token."""
         return self.target.spec.hidden_size * max(1, len(self.taps))
 
     def own_embedding(self, build: Build) -> None:

@@ -6,8 +6,8 @@ first hidden state is computed from the target's residual streams after three la
 middle and a high one. Later it is the head's own output. The head's vocabulary may be a part of the
 target's.
 
-Heads are saved by the authors' code (`midlayer.*`) and by the speculators library (`layers.0.*`,
-settings of the layer in `transformer_layer_config`).
+Two programs save heads: the authors' code (`midlayer.*`) and the speculators library (`layers.0.*`,
+with the layer's settings in `transformer_layer_config`).
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _PairBlock(nn.Module):
         return self.mlp(added, self.mlp_norm, batch)  # type: ignore[no-any-return]
 
     def workspace_bytes(self, tokens: int) -> int:
-        """Returns an upper bound of the bytes of intermediates, for the part that needs more."""
+        """Returns an upper bound of the bytes of intermediates, for the larger of both parts."""
         mlp: int = self.mlp.workspace_bytes(tokens)
         return max(self.attention.workspace_bytes(tokens), mlp)
 
@@ -225,8 +225,8 @@ class Eagle3Head(DraftHead):
         super().__init__(spec.model, target, build)
         # Replaces the plain layer. The layout of KV stays the same.
         rotary = self.rotary[0] if len(self.rotary) else None
-        where = build.within("layers.0")
-        block = _PairBlock(spec, rotary, where, self.embed)  # type: ignore[arg-type]
+        build_layer = build.within("layers.0")
+        block = _PairBlock(spec, rotary, build_layer, self.embed)  # type: ignore[arg-type]
         self.layers = nn.ModuleList([block])
         self.taps = spec.taps
         self._norm_output = spec.norm_output
@@ -333,7 +333,7 @@ def _ids(folder: Path, spec: Eagle3Spec, has_d2t: bool, target: Decoder) -> Tens
     if not has_d2t:
         if spec.vocab < target.spec.vocab_size:
             raise ModelError(
-                f"missing tensor d2t: the head knows {spec.vocab} of the model's "
+                f"missing tensor d2t: the head has {spec.vocab} of the model's "
                 f"{target.spec.vocab_size} tokens"
             )
         return None

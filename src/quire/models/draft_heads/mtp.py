@@ -86,7 +86,7 @@ _SHARED = "embedding", "head"
 
 
 class MtpHead(DraftHead):
-    """The layer, the norms of both parts of a pair, and the projection `fc` that joins them."""
+    """The layer, a norm for each part of a pair, and the projection `fc` that joins the parts."""
 
     def __init__(self, spec: ModelSpec, target: Decoder, build: Build) -> None:
         super().__init__(spec, target, build)
@@ -194,8 +194,8 @@ def load_mtp(
 def _source(
     target: ModelSpec, layout: MtpLayout, family: Family
 ) -> Callable[[ModelSpec, str], Source]:
-    """Returns the `Family.source` of the layer. Its block has the names of a layer of the model,
-    with another prefix."""
+    """Returns the `Family.source` of the layer. The tensors of its block are named like those of
+    the model's layers, with another prefix."""
     count = len(target.layers)
     more = replace(target, layers=(*target.layers, _last_attention_layer(target)))
 

@@ -23,8 +23,8 @@ _OWN = re.compile(r"layers\.(\d+)\.(?:mlp\.(router\.\w+)|attention\.(sinks)\.wei
 def _source(spec: ModelSpec, name: str) -> Source:
     if found := _EXPERTS.fullmatch(name):
         index, part, tensor = found.groups()
-        behind = "" if tensor == "weight" else f"_{tensor}"
-        return Source(f"model.layers.{index}.mlp.experts.{_STEMS[part]}{behind}")
+        suffix = "" if tensor == "weight" else f"_{tensor}"
+        return Source(f"model.layers.{index}.mlp.experts.{_STEMS[part]}{suffix}")
     if found := _OWN.fullmatch(name):
         index, router, sinks = found.groups()
         own = f"mlp.{router}" if router else f"self_attn.{sinks}"

@@ -41,8 +41,9 @@ def rope_settings(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the rope settings of layers without a window, and of layers with one.
 
-    transformers 5 stores both in `rope_parameters`. In older configs layers with a window have no
-    scaling. Their base is under the key `local_theta`. Without it they use the same base.
+    transformers 5 stores both in `rope_parameters`. In older configs, layers with a window have no
+    scaling, and their base is under the key `local_theta`. Without that key, all layers use the
+    same base.
     """
     given = config.get("rope_parameters")
     if isinstance(given, Mapping) and "full_attention" in given:

@@ -36,7 +36,7 @@ def integer(
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"config.json lacks {name!r}")
+        raise ModelError(f"config.json has no {name!r}")
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ModelError(f"config.json: {name} must be an integer >= {low}, got {value!r}")
     if value > high:
@@ -49,7 +49,7 @@ def number(config: Config, name: str, default: float | None = None) -> float:
     value = config.get(name)
     value = default if value is None else value
     if value is None:
-        raise ModelError(f"config.json lacks {name!r}")
+        raise ModelError(f"config.json has no {name!r}")
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e308:
         raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)

@@ -8,10 +8,10 @@ from typing import Any
 
 from quire.errors import ModelError
 
-_WHOLE = ("architectures", "tie_word_embeddings")
+_OUTER = ("architectures", "tie_word_embeddings")
 """Keys whose value in the outer config takes precedence, as in `transformers`."""
-_EITHER = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype")
-"""Keys that are read from the outer config if the text config lacks them."""
+_INHERITED = ("bos_token_id", "dtype", "eos_token_id", "torch_dtype")
+"""Keys that are read from the outer config if the text config does not have them."""
 
 PREFIXES = {
     "language_model.model.": "model.",
@@ -33,7 +33,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(text, Mapping):
         raise ModelError("config.json: text_config must be an object")
     found = dict(text)
-    for key in _WHOLE + _EITHER:
-        if config.get(key) is not None and (key in _WHOLE or text.get(key) is None):
+    for key in _OUTER + _INHERITED:
+        if config.get(key) is not None and (key in _OUTER or text.get(key) is None):
             found[key] = config[key]
     return found

@@ -1,7 +1,7 @@
 """Fast reading of arrays in a GGUF header.
 
-A vocabulary has hundreds of thousands of entries. The `gguf` library reads them one by one; here a
-whole array is read at once.
+A vocabulary has hundreds of thousands of entries. The `gguf` library reads them one by one. This
+module reads a whole array at once.
 """
 
 from __future__ import annotations
@@ -57,13 +57,17 @@ class QuickArrays:
                 (size,) = struct.unpack_from("<Q", buffer, start)
                 end = start + 8 + size
                 if end > len(buffer):
-                    raise ValueError("it ends in the middle of a field")
+                    raise ValueError("the file ends in the middle of a field")
                 texts.append(buffer[start + 8 : end])
                 start = end
         except struct.error as error:
-            raise ValueError("it ends in the middle of a field") from error
+            raise ValueError("the file ends in the middle of a field") from error
         return texts, start
 
     def count(self, values: int) -> None:
-        """Adds an array's values to `reads`. Raises ValueError beyond the limit for a header."""
+        """Adds the number of values of an array to `reads`.
+
+        Raises:
+            ValueError: the header has more values than the limit.
+        """
         raise NotImplementedError

@@ -41,14 +41,14 @@ _MOST_READS = 3 << 20
 
 
 class GgufFile:
-    """A model's GGUF file. If the model is split into several files, opening one opens all.
+    """A model's GGUF file. If the model is split into several files, opening one opens all of them.
 
     After `lay_out` it has the interface of a safetensors file: `keys`, `get_slice`, `get_tensor`.
-    Tensors are read on demand. Quantized weights of linear layers are given as bytes; other
+    Tensors are read on demand. Quantized weights of linear layers are returned as bytes. Other
     quantized tensors are dequantized.
 
     Attributes:
-        fields: the settings, from the first of several files.
+        fields: the settings. If there are several files, the first has them.
         tensors: the tensors of all files, by the files' names.
 
     Raises:
@@ -88,7 +88,7 @@ class GgufFile:
         return stored_family(family)
 
     def floats(self, name: str) -> list[float]:
-        """Returns a small tensor by the file's name. Raises ModelError unless it is F32."""
+        """Returns a small tensor, by its name in the file. Raises ModelError unless it is F32."""
         tensor = self.tensors[name]
         if tensor.tensor_type.name != "F32":
             raise ModelError(f"{name} has the type {tensor.tensor_type.name}, expected F32")
@@ -130,7 +130,7 @@ class GgufFile:
         self, name: str, tensor: Any, order: Rows | None, expert: int | None, layout: Layout
     ) -> None:
         if name in self._views:
-            raise ModelError(f"{tensor.name} is there twice")
+            raise ModelError(f"the tensor {tensor.name} occurs twice")
         module, _, kind = name.rpartition(".")
         own = name.split(".", 2)[2] if name.startswith("layers.") else name
         offset = 0.0
@@ -196,8 +196,8 @@ def _places(
 ) -> Iterator[tuple[str, Rows | None, int | None]]:
     """Yields the parameters that a tensor holds: name, rows, and the expert's index.
 
-    Rows or expert are None if the parameter is not a part of the tensor. An unknown tensor keeps
-    its name.
+    Rows are None if the parameter is the whole tensor, the expert is None if the tensor belongs to
+    no single expert. An unknown tensor keeps its name.
     """
     found = _BLOCK.fullmatch(stored)
     if found is None:
@@ -233,7 +233,7 @@ def _places(
 def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
     """Returns the library's reader of a file, with checks.
 
-    The library trusts every count in a file. This reader raises ValueError for a field beyond the
+    The library trusts every count in a file. This reader raises ValueError for a field after the
     end of the file, and for a header with too many values.
     """
 
@@ -249,7 +249,7 @@ def _bounded_reader(gguf: Any, file: BinaryIO) -> Any:
             self.count(1)
             found = super()._get(offset, dtype, count, *rest, **more)
             if len(found) < count:
-                raise ValueError("it ends in the middle of a field")
+                raise ValueError("the file ends in the middle of a field")
             return found
 
     # Mode "c" maps the file copy-on-write, because PyTorch requires writable memory.
@@ -262,8 +262,8 @@ class GgufTensor:
     Args:
         name: the parameter's name, for errors.
         tensor: a tensor of the file.
-        order: the parameter's rows of the tensor, or None for all.
-        expert: index along the first axis of a tensor for all experts, or None.
+        order: indices of the tensor's rows that form the parameter, or None for all rows.
+        expert: the expert's index along the first axis of a tensor with all experts, or None.
         offset: added to the stored values.
         shape: sizes that replace the first axis, or None.
         blocks: whether quantized blocks are read as bytes instead of floats.

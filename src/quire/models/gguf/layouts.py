@@ -32,7 +32,7 @@ class RowPart:
 
     Attributes:
         name: the parameter's name in its layer; {} stands for the expert.
-        order: returns its rows.
+        order: returns the indices of its rows in the tensor.
     """
 
     name: str
@@ -59,15 +59,15 @@ class Layout:
     Attributes:
         kind: the architecture's name in files.
         architecture: the class in config.json whose family builds the model.
-        config: keys of config.json that not all architectures have.
-        names: parameters by the tensors that hold them, where they differ from `NAMES`.
-        computed: parameters that are computed, by name.
-        shapes: first axes of parameters that files store without axes of length 1.
+        config: keys of config.json for this architecture, in addition to the common ones.
+        names: parameters by the names of their tensors, where they differ from `NAMES`.
+        computed: computed parameters, by name.
+        shapes: first axes of parameters, because files leave out axes of length 1.
         norm_offset: added to the weights of norms.
         raw_norms: norms to which `norm_offset` is not added.
-        partial: whether a part of each head may be rotated.
-        model_type: the key of config.json, or None to leave it out.
-        when: whether this layout fits a file, if the architecture has several.
+        partial: whether only a part of each head may be rotated.
+        model_type: value of `model_type` in config.json, or None to leave it out.
+        when: returns whether this layout fits a file. Used if an architecture has several layouts.
     """
 
     kind: str
@@ -126,7 +126,7 @@ def _number(name: str, default: float | None = None) -> Setting:
 
 
 def _optional(name: str) -> Setting:
-    """Returns a setting that is None if the file does not have the number."""
+    """Returns a number's `Setting`, which gives None if the file does not have the number."""
     return lambda settings: None if settings.get(name) is None else settings.number(name)
 
 
@@ -143,7 +143,7 @@ def _always(value: Any) -> Setting:
 
 
 def _window(settings: Settings) -> int | None:
-    """Returns the window of layers with one, or None. In files 0 stands for no window."""
+    """Returns the window of the layers with a window, or None. In files 0 means no window."""
     name = "attention.sliding_window"
     return None if not settings.get(name) else settings.integer(name)
 
@@ -243,14 +243,14 @@ _BEHIND: dict[str, str | tuple[RowPart, ...]] = {
 }
 """Norms on the outputs of a layer's parts."""
 _BETWEEN: dict[str, str | tuple[RowPart, ...]] = {"post_attention_norm": "mlp_norm"}
-"""The norm before the feed-forward part, in files that name it after the attention before it."""
+"""The norm before the feed-forward part. Some files name it after the preceding attention."""
 
 
 def _gemma_scale(largest: int) -> Setting:
     """Returns the setting of `query_pre_attn_scalar`, which files do not have.
 
-    It is the head size, except in the largest model. Like llama.cpp, this recognizes that model by
-    its number of layers, `largest`.
+    The value is the head size, except in the largest model. Like llama.cpp, this function
+    recognizes that model by its number of layers, `largest`.
     """
 
     def scale(settings: Settings) -> int:
@@ -266,7 +266,7 @@ def _gemma_scale(largest: int) -> Setting:
 def _latent(name: str) -> Callable[[Settings], int]:
     """Returns a function for the size of a head's keys or values.
 
-    Files that llama.cpp wrote after it began to support latents use a name with `_mla`.
+    In newer files of llama.cpp, which support latents, the name ends with `_mla`.
     """
     return lambda settings: settings.integer(
         f"attention.{name}_mla" if settings.get(f"attention.{name}_mla") else f"attention.{name}"
@@ -397,7 +397,7 @@ class _DeltaOrder:
                 RowPart(f"attention.inputs.{name}", _pair(i)) for i, name in enumerate("ba")
             ),
             "ssm_in": tuple(
-                RowPart(f"attention.inputs.{name}", _in_heads(i)) for i, name in enumerate("qkvz")
+                RowPart(f"attention.inputs.{name}", _head_part(i)) for i, name in enumerate("qkvz")
             ),
         }
 
@@ -437,16 +437,16 @@ def _pair(which: int) -> Order:
     return order
 
 
-def _in_heads(which: int) -> Order:
+def _head_part(which: int) -> Order:
     """Returns the order of q, k, v or z (0 to 3) in a tensor with each key head's four parts."""
 
     def order(config: Config, rows: int) -> Rows:
-        count, key = config["linear_num_key_heads"], config["linear_key_head_dim"]
-        serves = config["linear_num_value_heads"] // count
-        value = serves * config["linear_value_head_dim"]
-        each = _checked(rows, count).reshape(count, -1)
-        parts = _split(each.shape[1], (key, key, value, value))
-        return each[:, parts[which]].reshape(-1)
+        key_heads, key_dim = config["linear_num_key_heads"], config["linear_key_head_dim"]
+        values_per_key = config["linear_num_value_heads"] // key_heads
+        value_dim = values_per_key * config["linear_value_head_dim"]
+        by_head = _checked(rows, key_heads).reshape(key_heads, -1)
+        parts = _split(by_head.shape[1], (key_dim, key_dim, value_dim, value_dim))
+        return by_head[:, parts[which]].reshape(-1)
 
     return order
 

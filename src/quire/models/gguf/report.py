@@ -13,7 +13,8 @@ from quire.ops import Weight
 
 
 def describe(types: Iterable[str], model: nn.Module) -> str:
-    """Returns a sentence with the types in the file and the bytes on the device by format."""
+    """Returns a sentence that lists the types in the file, and the bytes of each weight format on
+    the device."""
     stored = ", ".join(f"{count} {name}" for name, count in Counter(types).most_common())
     sizes: Counter[str] = Counter()
     for weight in _weights(model):

@@ -31,7 +31,8 @@ class Settings:
         return self.fields.get(f"{self.kind}.{name}")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Returns an integer above 0. A list with a value for each layer must hold equal values.
+        """Returns an integer above 0. If the file has a list with a value for each layer, all its
+        values must be equal.
 
         Raises:
             ModelError: the value is invalid, or missing without a default.

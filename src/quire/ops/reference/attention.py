@@ -52,7 +52,7 @@ class _Piece:
     Attributes:
         start: the first token's index in the batch.
         queries: number of tokens.
-        behind: number of the row's tokens after the run.
+        behind: number of the row's later tokens, after the run.
         blocks: upper bound of the number of cache blocks that the run sees.
     """
 

@@ -1,7 +1,7 @@
 """The work between the passes of a draft model.
 
-M is the number of lanes, R of rows. The draft model's position in a lane is the first token that it
-has not computed. The tokens that it samples past the known text are drafts."""
+M is the number of lanes, R the number of rows. The draft model's position in a lane is the first
+token that it has not computed. The tokens that it samples after the known text are drafts."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def begin_drafts(
         rows, counts, query_start: see `DraftRows`.
         position: int32 [M], the position of the text's last known token, also of held lanes.
         own: int32 [M], the model's position, set back to the confirmed text.
-        used: int32 [M]; gets the number of tokens after the first that a row's pass computes. They
-            end at the last known token, or at the row's last place.
-        claims: drafts; the rows that ask for drafts are emptied.
+        used: int32 [M]; gets the number of tokens that a row's pass computes after its first token.
+            They end at the last known token, or at the row's last place.
+        claims: the drafts. The claims of rows that ask for drafts are emptied.
         passes: gets the first pass.
     """
     passes.depth.fill_(1)

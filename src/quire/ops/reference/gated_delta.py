@@ -35,7 +35,7 @@ class _Span:
         start: position of the first token. At position 0 the state begins as zeros.
         slot: slot of the row's state.
         saves: slots that get a copy of the state after the last token.
-        drafts: number of drafts at the end.
+        drafts: number of drafts at the end of the span.
     """
 
     first: int

@@ -87,7 +87,7 @@ def wait_for_inputs(
     verdicts = inputs.verdicts[value & 1]
     if inputs.rank:
         while bool((verdicts[lanes] < 2 * value).any()):
-            time.sleep(_GLANCE)
+            time.sleep(_POLL_SECONDS)
         late = (verdicts[lanes] & 1) != 0
     else:
         late = inputs.flags[lanes] < value
@@ -107,7 +107,7 @@ def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
     return some & (logit_rows.lanes[places] >= 0)
 
 
-# -- a count in host memory of the layers that have finished -----------------------------------
+# -- a count of finished layers, in host memory ------------------------------------------------
 
 
 def set_clock(before: Tensor, layers: int, clock: Tensor) -> None:

@@ -14,11 +14,11 @@ def pool_rows(
 
     Args:
         hidden: [T, width].
-        shares: int32 [R], bits of each row: 1 adds the row's states to the sum, 2 clears the sum
-            first, 4 writes the vector, because it is complete. 0 skips the row.
+        shares: int32 [R], bits of each row. Bit 1 adds the row's states to the sum, bit 2 clears
+            the sum first, and bit 4 writes the complete vector. A row with 0 is skipped.
         sums: float32 [M, width].
         lengths: int32 [R], number of tokens by which the sum is divided.
-        out: float32 [R, width], output: the mean if states are added up, else the last state.
+        out: float32 [R, width], output. It is the mean if states are added up, else the last state.
     """
     starts = rows.query_start.tolist()
     for row, (lane, share) in enumerate(zip(rows.lanes.tolist(), shares.tolist(), strict=True)):

@@ -1,7 +1,7 @@
 """Weights in the memory orders that PyTorch's CPU kernels multiply fastest.
 
-Reading the weights takes most of the time for one row. For a few rows the instructions do, and
-products in these orders need fewer."""
+For one row, reading the weights takes most of the time. For a few rows, executing instructions
+does, and products in these orders need fewer instructions."""
 
 from __future__ import annotations
 

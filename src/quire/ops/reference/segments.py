@@ -20,8 +20,8 @@ def add_pairs(
 ) -> Tensor:
     """Returns the sum of parts [P, T, N], + bias [N] + residual [T, N], rounded once to `dtype`.
 
-    P is a power of two. Neighbours are added first, then neighbouring sums, and so on. So a rank
-    that has one half of the parts gets the same sum for that half."""
+    P is a power of two. Neighbouring parts are added first, then neighbouring sums, and so on. So
+    a rank with only half of the parts gets the same sum for that half."""
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
     total = parts[0]

@@ -68,8 +68,8 @@ def copy_blocks(memory: Tensor, src: Tensor, dst: Tensor, most: int) -> None:
 def place_drafts(rows: StepRows, position: Tensor, tokens: Tensor, drafts: Drafts) -> None:
     """Writes the drafts that each generating row computes to `tokens`, after the row's last token.
 
-    A row of `q_len` tokens takes up to q_len - 1 drafts. They are the guesses past the row's first
-    position. The row takes none if an earlier guess differs from the text. `drafts.used` gets the
+    A row of `q_len` tokens takes up to q_len - 1 drafts: the guesses after the row's first
+    position. It takes no drafts if an earlier guess differs from the text. `drafts.used` gets the
     number of drafts.
 
     Args:
@@ -526,8 +526,9 @@ def token_logprobs(
 
     Args:
         logits: [L, vocab], before penalties and masks.
-        wanted: int32 [M], number of alternatives that a lane asks for, -1 for no log-probabilities.
-        out: int32 [at least L, 2 + 2 (1 + W)], output. Only lines of rows that ask are written.
+        wanted: int32 [M], number of alternatives for a lane, -1 for no log-probabilities.
+        out: int32 [at least L, 2 + 2 (1 + W)], output. Lines of rows without log-probabilities are
+            not written.
             A line has the token's position, its rank (1 is the likeliest), 1 + W ids and the
             float32 bits of their log-probabilities. The first id is the token's. The alternatives
             follow, the likeliest first, ties by id. Entries past the wanted number are undefined.

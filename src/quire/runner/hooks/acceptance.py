@@ -27,8 +27,8 @@ class Acceptance(ProgramHook, HostHook):
     Columns:
         num_stops: int32 [lanes], number of stop tokens.
         stops: int32 [lanes, S], the stop tokens.
-        draft_ids: int32 [lanes, W], a claim (see `StepPlan`) of a plan or of the device. This and
-            the next two exist only if rows may have drafts.
+        draft_ids: int32 [lanes, W], a claim (see `StepPlan`), from a plan or from the device. This
+            column and the next two exist only if rows may have drafts.
         draft_start: int32 [lanes], the claim's first position.
         drafts_used: int32 [lanes], number of drafts that the lane's row verifies.
 
@@ -70,11 +70,11 @@ class Acceptance(ProgramHook, HostHook):
         upload.put_lines(self._num_stops, lanes, counts)
         if counts.any():
             starts = ragged(lanes, np.zeros_like(lanes), self._stops.shape[1])
-            some = counts > 0
+            nonempty = counts > 0
             values = int32([token for ids in ends for token in ids])
-            upload.put(self._stops, starts[some], counts[some], values)
+            upload.put(self._stops, starts[nonempty], counts[nonempty], values)
         if self.claims is not None:
-            # A claim for the lane's last request must not count for this one.
+            # A claim for the lane's previous request must not count for this request.
             claimed = plan.writes.get("draft_start", (lanes[:0], lanes[:0]))[0]
             stale = lanes[~np.isin(lanes, claimed)]
             upload.put_lines(self.claims.start, stale, np.full_like(stale, NO_CLAIM))

@@ -54,17 +54,17 @@ class Level(enum.IntEnum):
 
 @dataclass(slots=True)
 class HeadContext:
-    """A head on its way through the hooks.
+    """The values of a head, which each hook in turn reads and changes.
 
     Attributes:
         level: the abilities of the head.
         rows: the step's rows.
         logit_rows: the L logit rows.
         last: [L, width], the logit rows' hidden states.
-        held: [lanes, width], the hidden states of lanes that are held.
-        raw: [L, vocab], logits as the model gave them.
-        logits: [L, vocab], logits that hooks change before tokens are drawn.
-        tokens: int32 [L] once they are drawn; -1 where a logit was not a number.
+        held: [lanes, width], the hidden states of held lanes.
+        raw: [L, vocab], the model's unchanged logits.
+        logits: [L, vocab], the logits. Hooks change them before tokens are drawn.
+        tokens: int32 [L], the drawn tokens. The token is -1 where a logit was not a number.
     """
 
     level: Level
@@ -93,8 +93,8 @@ class Hook:
             them.
         entries: names in `StepPlan.writes` that the hook reads from the plan; no columns.
         embeds: whether the hook needs the model's embeddings on the stage with the head.
-        draws: whether the hook leaves one possible token in the logits. It then runs after the
-            hooks of other features.
+        draws: whether the hook leaves only one possible token in the logits. It then runs after
+            the hooks of other features.
     """
 
     drafts: int = 0
@@ -139,9 +139,9 @@ class Hook:
     def places(
         self, cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup
     ) -> Mapping[str, Place]:
-        """Opens places outside the device, by name, to and from which plans move blocks.
+        """Opens places outside the device, by name. Plans move blocks to and from them.
 
-        All ranks call it at once.
+        All ranks call it at the same time.
 
         Args:
             models: the target model, then those of hooks, in the order of their KV groups.
@@ -152,7 +152,7 @@ class Hook:
         return {}
 
     def seconds(self, program: Any, graphs: Any) -> StepSeconds:
-        """Measures steps, for the scheduler to plan by. Called after all programs are captured.
+        """Measures steps, for the scheduler's planning. Called after all programs are captured.
 
         Args:
             program: the `StepProgram`.
@@ -196,7 +196,7 @@ class ProgramHook(Hook):
         return False
 
     def body(self, rows: StepRows, tokens: int, altered: bool) -> None:
-        """Prepares the model for a body over so many tokens."""
+        """Prepares the model for a body over `tokens` tokens."""
 
     def logits(self, ctx: HeadContext) -> None:
         """Changes `ctx.logits`; the sampler's own hook draws `ctx.tokens`."""
@@ -223,7 +223,7 @@ class HostHook(Hook):
     # -- the body ------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Launches work before the step's body. The plan is applied by then."""
+        """Launches work before the step's body, after the plan was applied."""
 
     def hidden(self, step: Step, hidden: Tensor) -> None:
         """Launches work on the step's hidden states [T, width], between body and head.
@@ -234,7 +234,7 @@ class HostHook(Hook):
     # -- the head ------------------------------------------------------------------------------
 
     def level(self, plan: StepPlan) -> Level:
-        """Returns the level that the plan's head needs, whatever its lanes ask for."""
+        """Returns the least level of the plan's head. Its lanes may need a higher one."""
         return Level.PLAIN
 
     def launched(self, step: Step) -> None:

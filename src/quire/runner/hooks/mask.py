@@ -37,8 +37,8 @@ _wait_for_inputs = op(twins.wait_for_inputs)
 class Mask(ProgramHook, HostHook, GateHook):
     """Bars the tokens that a row's mask does not allow.
 
-    The head waits for masks only after the model's logits, which need none. Rows whose masks are
-    late then leave the step (`wait_for_inputs`).
+    The head computes the model's logits first, because they need no mask, and then waits for masks.
+    Rows with late masks leave the step (`wait_for_inputs`).
 
     A row has a mask after each of its drafts, which the device may have made. So the host receives
     the claims of a step whose GATED rows verify drafts.

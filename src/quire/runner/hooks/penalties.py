@@ -69,7 +69,7 @@ class Penalties(ProgramHook, HostHook):
                 upload.put(self._bias_ids, start, count, int32(list(p.logit_bias)))
                 upload.put(self._bias_values, start, count, values)
             if p.penalizes:
-                # On the same stream, so it comes before the upload's writes.
+                # This runs on the same stream, and therefore before the upload's writes.
                 self.counts[admit.lane].zero_()
                 ids, counts = _counted(admit)
                 starts = admit.lane * self._vocab_size + ids

@@ -73,7 +73,7 @@ class PromptLogprobs(ProgramHook, HostHook):
         state = self._state
         own = lanes.clamp(min=0).long()
         # The body has advanced the lane past all tokens of the row. So a token's position is the
-        # lane's, less the tokens that follow it.
+        # lane's position less the number of tokens that follow.
         lengths = state.position[own] - following
         targets = state.tokens[own, lengths.clamp(min=0).long()]
         logits = self._model.logits(self._states[:count])
@@ -113,8 +113,8 @@ class PromptLogprobs(ProgramHook, HostHook):
 def _chosen(plan: StepPlan, alternatives: Int32) -> tuple[Int32, Int32, Int32]:
     """Returns the tokens whose successors in the prompt need log-probabilities.
 
-    Returns their rows, their places in the step, and how many tokens of the row follow each, int32
-    [n] each.
+    Returns three arrays, int32 [n]: their rows, their places in the step, and the number of tokens
+    that follow each in its row.
 
     Args:
         alternatives: number of alternatives by lane, or -1.
@@ -135,6 +135,6 @@ def _rows(plan: StepPlan, alternatives: Int32) -> Int32:
     """
     prompt = (plan.flags & RowFlag.PROMPT) != 0
     samples = (plan.flags & RowFlag.SAMPLE) != 0
-    # The successor of a prompt's last token is sampled, so it is no part of the prompt.
+    # The successor of a prompt's last token is sampled, so it is not part of the prompt.
     counts = np.where(prompt & (alternatives >= 0), plan.n_logits - samples, 0)
     return int32(np.repeat(np.arange(plan.num_rows), counts))

@@ -48,7 +48,8 @@ class Slots(Protocol):
 class Copier(Protocol):
     """Copies blocks between device and host.
 
-    Both calls return at once. Their result is a function that returns whether the copy is done.
+    `out` copies from the device to the host, and `into` to the device. Both return at once, with a
+    function that returns whether the copy is done.
     """
 
     def out(self, group: int, blocks: Int32, slots: Int32) -> Callable[[], bool]: ...
@@ -98,7 +99,7 @@ class CudaCopier:
     ) -> None:
         if not all(layout.aligned for layout in layouts):
             raise ConfigError(
-                "KV blocks whose parts are no multiples of 16 bytes cannot be kept on the host",
+                "KV blocks whose parts are not multiples of 16 bytes cannot be kept on the host",
                 "host_cache_gb",
             )
         self._layouts = layouts
@@ -160,13 +161,13 @@ class CudaCopier:
 class PinnedCopier:
     """Copies the heads of one rank to and from slots of all heads.
 
-    It has no staging buffer, so a block must stay as it is until its copy out is done.
+    It has no staging buffer, so a block must not change until its copy out is done.
     """
 
     def __init__(self, layouts: Sequence[BlockLayout], pool: Slots, device: torch.device) -> None:
         if not all(layout.aligned for layout in layouts):
             raise ConfigError(
-                "KV blocks whose parts are no multiples of 16 bytes cannot go to peers", "role"
+                "KV blocks whose parts are not multiples of 16 bytes cannot go to peers", "role"
             )
         self._layouts = layouts
         self._pool = pool
@@ -203,9 +204,9 @@ def copy_between(
     Args:
         sources: addresses, int64 [n].
         targets: addresses, int64 [n].
-        wide: use the whole device; good for copies that stay on it.
+        wide: whether to use the whole device, which suits copies within it.
     """
-    # Imports Triton, which a CPU need not have.
+    # Imported here because it imports Triton, which a CPU need not have.
     from quire.ops.triton.step.blocks import copy_pieces
 
     pair = torch.from_numpy(np.stack([sources, targets]))
@@ -244,7 +245,7 @@ class Staging:
         return places
 
     def lend(self, places: list[int], until: Any) -> None:
-        """Takes places back. Copies read them until the event `until`."""
+        """Lends places to copies, which read them until the event `until`."""
         self._lent.append((places, until))
 
     def addresses(self, places: list[int]) -> Any:

@@ -1,4 +1,4 @@
-"""The place `peer` where engines read each other's KV cache.
+"""The place `peer`, if engines read each other's KV cache directly.
 
 There is no copy in between: each rank reads its heads of a peer's blocks, from the ranks that hold
 them, into its own blocks. A move "out" moves nothing. It ends when the peer may read the blocks.
@@ -63,9 +63,9 @@ class DirectPlace:
 
     Args:
         groups: KV groups of the cache.
-        num_layers: layers of the model; a peer has as many.
-        fence: marks the end of all launched work, and returns a function that returns whether the
-            device has reached it.
+        num_layers: layers of the model; a peer has the same number.
+        fence: marks the end of all launched work. It returns a function, which returns whether the
+            device has reached the mark.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class DirectPlace:
 
 
 OpenAgent = Callable[[Sequence[Tensor], torch.device], RemoteReads]
-"""Returns the agent of a rank: peers read these tensors, and it reads theirs."""
+"""Returns the agent of a rank: peers read these tensors, and the agent reads the peers' tensors."""
 
 
 def open_direct_place(
@@ -141,7 +141,7 @@ def open_direct_place(
     device: torch.device,
     open_agent: OpenAgent,
 ) -> DirectPlace:
-    """Lets peers read a rank's KV cache. All ranks call it at once.
+    """Lets peers read a rank's KV cache. All ranks call it at the same time.
 
     Args:
         models: see `rank_heads`.

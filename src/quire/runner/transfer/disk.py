@@ -49,7 +49,7 @@ _HARMLESS = frozenset({"lost+found"})
 _THREADS = 8
 _OPEN_SECONDS = 60.0
 STUCK_SECONDS = 10.0
-"""If one block takes longer, the file system is taken for dead."""
+"""If reading or writing one block takes longer, the file system counts as dead."""
 
 
 class DiskStore:
@@ -148,7 +148,7 @@ class DiskStore:
         return np.frombuffer(bytes.fromhex(names), dtype=np.int32).reshape(-1, 4)
 
     def write(self, key: bytes, group: int, data: memoryview) -> Future[bool]:
-        """Writes a block. The future's result is whether the file is there.
+        """Writes a block. The future's result is whether the file exists afterwards.
 
         Args:
             data: the block's bytes, which must not change until the future is done.
@@ -156,10 +156,10 @@ class DiskStore:
         return self._threads.submit(self._guarded, self._write, key, group, data)
 
     def read(self, key: bytes, group: int, into: memoryview) -> Future[bool]:
-        """Reads a block. The future's result is whether the file was there, and whole.
+        """Reads a block. The future's result is whether the file existed and was undamaged.
 
         Args:
-            into: receives the block's bytes; undefined if the result is false.
+            into: receives the block's bytes; its content is undefined if the result is False.
         """
         return self._threads.submit(self._guarded, self._read, key, group, into)
 
@@ -174,7 +174,7 @@ class DiskStore:
         try:
             return job(path, key, data)
         except FileNotFoundError:
-            self._forget(path)  # Somebody has deleted it, which is fine.
+            self._forget(path)  # Another process may delete files.
             return False
         except OSError as error:  # The file still counts if it is there.
             self._tell_once(error.strerror or type(error).__name__)
@@ -200,7 +200,8 @@ class DiskStore:
             return path in self._sizes
 
     def _read(self, path: Path, key: bytes, into: memoryview) -> bool:
-        # Not into the block's own memory, which may have a new owner when a stuck read goes on.
+        # The read does not go into the block's own memory, because that memory may have a new owner
+        # when a stuck read continues.
         header, data = bytearray(_HEADER.size), bytearray(len(into))
         with _open_file(path) as file:
             count = os.readv(file.fileno(), [header, data])
@@ -223,7 +224,7 @@ class DiskStore:
         return True
 
     def _shrink(self) -> None:
-        """Deletes files above the limit. The caller holds the lock."""
+        """Deletes the oldest files until the limit is kept. The caller holds the lock."""
         while self._total > self._limit and self._sizes:
             path, size = self._sizes.popitem(last=False)
             self._total -= size
@@ -271,9 +272,9 @@ def _folders(path: str | Path) -> list[os.DirEntry[str]]:
 
 
 def identity(model: Path, *facts: object) -> str:
-    """Returns a folder's name that stands for a model's files and for `facts`.
+    """Returns a folder name that identifies a model's files and `facts`.
 
-    Files of weights count by name, size and modification time, so that they need not be read.
+    Weight files count by name, size and modification time, so that they need not be read.
     """
     digest = hashlib.blake2b(digest_size=16)
     for fact in facts:

@@ -1,4 +1,4 @@
-"""Descriptions of the memory of another engine's KV blocks, and the pieces to read of it."""
+"""Descriptions of the memory of another engine's KV blocks, and the pieces of it to read."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def find_pieces(
     blocks: Int32,
     layers: range | None = None,
 ) -> MemoryPieces | None:
-    """Returns the pieces of a remote rank's blocks that a rank reads, or None for no piece.
+    """Returns the pieces of a remote rank's blocks that this rank reads, or None if there are none.
 
     A rank reads the heads that both ranks hold, and each head only from its owner.
 
@@ -146,7 +146,7 @@ def find_pieces(
             span, range(part.layers) if layers is None else layers,
         )
         for part in layout.parts
-        if not (span.whole and part.begin)  # The first section stands for all.
+        if not (span.whole and part.begin)  # The first section stands for all sections.
     ]  # fmt: skip
     return MemoryPieces(*(np.concatenate(arrays) for arrays in zip(*each_part, strict=True)))
 

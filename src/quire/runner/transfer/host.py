@@ -18,8 +18,8 @@ from quire.runner.transfer.layout import BlockLayout
 from quire.runner.transfer.rank_moves import INTO, OUT, Moves
 
 _CHUNK_BYTES = 1 << 30
-"""Pinned memory is allocated in pieces of this size, because PyTorch rounds a piece up to a power
-of two: a large one could take twice the bytes."""
+"""Pinned memory is allocated in pieces of this size. PyTorch rounds a piece up to a power of two,
+so a large piece could take twice the bytes."""
 
 
 class HostPool:

@@ -1,7 +1,7 @@
 """Reads of GPU memory between processes of one host, by CUDA's interprocess handles.
 
-An allocation is shared as a whole. A process that opens one keeps it allocated, even when the owner
-has ended.
+An allocation is shared as a whole. A process that opens an allocation keeps it alive, even after
+the owner has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from quire.errors import ConfigError, QuireError
 from quire.runner.transfer.copier import copy_between
 from quire.runner.transfer.engine_memory import MemoryPieces
-from quire.runner.transfer.process_memory import Allocation, ProcessMemory, lives, start_time
+from quire.runner.transfer.process_memory import Allocation, ProcessMemory, is_alive, start_time
 from quire.runner.transfer.remote_reads import ReadPart, RemoteReads
 
 HANDLE_BYTES = 64
@@ -75,7 +75,7 @@ class CudaIpc:
         """Maps another process's allocation. Returns its base address in this process.
 
         This process's GPU must be able to reach the allocation's GPU. `CUDA_VISIBLE_DEVICES` need
-        not name it. `size` is ignored: the handle knows it.
+        not name that GPU. `size` is ignored, because the handle contains it.
         """
         self._enter()
         address = ctypes.c_uint64()
@@ -115,10 +115,11 @@ class CudaIpc:
 # The agent. On a CPU, memory is shared as files in memory (`shared_pages.py`).
 
 _LARGE = 1 << 18
-"""Pieces of at least so many bytes are copied by a call each, smaller ones by a kernel together."""
+"""Pieces of at least this many bytes are copied by one call each. One kernel copies all smaller
+pieces."""
 _ALIGN = 16
 _CHECK_SECONDS = 0.5
-"""Seconds between two checks whether peers live."""
+"""Seconds between two checks whether peers are alive."""
 
 
 class Opener(Protocol):
@@ -136,8 +137,8 @@ class Opener(Protocol):
 
 
 Copies = Callable[[MemoryPieces], Callable[[], bool]]
-"""Begins to copy pieces, whose addresses are all of this process. Returns a function that returns
-whether the copy is done."""
+"""Begins to copy pieces, all at addresses of this process. Returns a function that returns whether
+the copy is done."""
 
 _decoder = msgspec.msgpack.Decoder(ProcessMemory)
 
@@ -180,7 +181,7 @@ class OpenedMemory:
 
 
 class IpcAgent(RemoteReads):
-    """Lets processes of this host open some tensors, and reads theirs.
+    """Lets other processes of this host open some tensors, and reads those processes' tensors.
 
     Raises:
         ConfigError: other processes cannot open the memory.
@@ -208,10 +209,10 @@ class IpcAgent(RemoteReads):
 
     def _connect(self, metadata: bytes) -> OpenedMemory:
         memory = _decoder.decode(metadata)
-        if not lives(memory):
+        if not is_alive(memory):
             raise QuireError(
-                f"the peer's process {memory.pid} is not seen here; transport=ipc needs one host "
-                "and, with containers, common namespaces of processes and IPC"
+                f"the peer's process {memory.pid} is not visible here; transport=ipc needs one "
+                "host and, with containers, shared PID and IPC namespaces"
             )
         return OpenedMemory(memory, self._opener)
 
@@ -237,7 +238,7 @@ class IpcAgent(RemoteReads):
         if now - self._looked > _CHECK_SECONDS:
             self._looked = now
             peers = self._peers.items()
-            self._broken |= {name for name, peer in peers if not lives(peer.memory)}
+            self._broken |= {name for name, peer in peers if not is_alive(peer.memory)}
 
     def _shut(self) -> None:
         for peer in self._peers.values():
@@ -253,7 +254,7 @@ def open_ipc_agent(tensors: Sequence[Tensor], device: torch.device) -> RemoteRea
         ConfigError: other processes cannot open its memory.
     """
     if device.type != "cuda":
-        # Linux has calls that others lack.
+        # Imported here because it needs system calls that only Linux has.
         from quire.runner.transfer.shared_pages import SharedPages, copy_now
 
         try:

@@ -16,21 +16,21 @@ from quire.runner.transfer.engine_memory import MemoryPieces, decode_memory
 from quire.runner.transfer.shared_memory import CLOCK_BEGIN, SharedMemory, read_shared
 
 _STILL_SECONDS = 60.0
-"""Seconds that a clock may stand still while a read waits for it."""
-_LOOK_SECONDS = 0.5
-"""Seconds between two checks whether the peer lives."""
+"""Seconds without progress of the clock after which a waiting read fails."""
+_CHECK_SECONDS = 0.5
+"""Seconds between two checks whether the peer is alive."""
 
 
 class PieceSource(Protocol):
-    """Gives out pieces of one rank's memory when they may be read."""
+    """Returns pieces of one rank's memory as soon as they may be read."""
 
     @property
     def left(self) -> bool:
-        """Whether any piece has not been given out."""
+        """Whether any piece has not been returned by `take` yet."""
         ...
 
     def take(self) -> MemoryPieces | None:
-        """Returns the pieces that may be read since the last call, or None.
+        """Returns the pieces that have become readable since the last call, or None.
 
         Raises:
             QuireError: the peer will write no more pieces.
@@ -39,7 +39,7 @@ class PieceSource(Protocol):
 
 
 class WrittenPieces:
-    """Pieces that are complete, so that all may be read at once."""
+    """Pieces that are already complete, so that all may be read at once."""
 
     def __init__(self, pieces: MemoryPieces) -> None:
         self._pieces: MemoryPieces | None = pieces
@@ -63,7 +63,7 @@ class PeerClock:
     def __init__(self, memory: SharedMemory, rank: int) -> None:
         mapped = read_shared(memory.pid, memory.descriptor, memory.size, memory.token)
         if mapped is None:
-            raise ValueError("a peer's clock is not to be read here")
+            raise ValueError("this process cannot read the peer's layer clock")
         self._clocks = np.frombuffer(mapped, np.int64, rank + 1, CLOCK_BEGIN)
         self._path = memory.path
 
@@ -72,8 +72,8 @@ class PeerClock:
         return int(self._clocks[-1])
 
     @property
-    def lives(self) -> bool:
-        """Whether the peer's process lives."""
+    def alive(self) -> bool:
+        """Whether the peer's process is alive."""
         return os.path.exists(self._path)
 
 
@@ -112,9 +112,9 @@ class LayerPieces:
             return self._pieces(layers)
         if now - self._moved > _STILL_SECONDS:
             raise QuireError(f"the peer has computed nothing for {_STILL_SECONDS:g} s")
-        if now - self._looked > _LOOK_SECONDS:
+        if now - self._looked > _CHECK_SECONDS:
             self._looked = now
-            if not self._clock.lives:
+            if not self._clock.alive:
                 raise QuireError("the peer's process has ended")
         return None
 

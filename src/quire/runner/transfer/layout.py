@@ -17,8 +17,8 @@ class HeadCut:
     """The split of a tensor of a layer's block among ranks.
 
     Attributes:
-        axis: the dimension of heads. From there on, the tensor is one or more sections, one after
-            the other, and each rank has its heads' part of every section.
+        axis: the dimension of heads. It consists of one or more sections, and each rank has its
+            heads' part of every section.
         sections: sizes of the sections, in any unit.
     """
 
@@ -47,7 +47,8 @@ class HeadRange:
 def head_range(heads: int, rank: int, world: int, cuts: tuple[HeadCut, ...] = ()) -> HeadRange:
     """Returns the KV heads of one rank. With fewer heads than ranks, neighbours hold copies.
 
-    The split is that of the weights (`ShardSpec`), so `heads` divides `world` or the reverse.
+    The split is that of the weights (`ShardSpec`), so `heads` divides `world`, or `world` divides
+    `heads`.
     """
     if heads >= world:
         each = heads // world
@@ -64,11 +65,11 @@ class Part:
         data: uint8 [blocks, runs * run], a block's bytes on this rank.
         runs: number of runs of a block.
         run: bytes of a run on this rank.
-        begin: where the part begins in a run, in bytes.
+        begin: offset of the part in a run on this rank, in bytes.
         size: bytes of the part in a run.
-        offset: where the tensor begins in a slot, in bytes.
-        whole: bytes of a run in a slot, with the heads of all ranks.
-        first: where the part begins in such a run, in bytes.
+        offset: offset of the tensor in a slot, in bytes.
+        whole: bytes of a run in a slot. It has the heads of all ranks.
+        first: offset of the part in a run of a slot, in bytes.
         layers: number of layers, one after the other.
     """
 
@@ -127,8 +128,8 @@ class BlockLayout:
             run, begin = data.shape[1] // runs, 0
             for section in cut.sections:
                 size = run * section // sum(cut.sections)
-                # In a slot, the earlier sections of all ranks come first, then the heads of earlier
-                # ranks.
+                # In a slot, the earlier sections of all ranks come first. Within a section, the
+                # heads of earlier ranks come first.
                 place = (begin * all_heads + size * first) // share
                 whole = run // share * all_heads
                 self.parts.append(
@@ -142,7 +143,7 @@ class BlockLayout:
 
     @property
     def aligned(self) -> bool:
-        """Whether each piece of each block begins and ends at a multiple of 16 bytes."""
+        """Whether all pieces of all blocks begin and end at multiples of 16 bytes."""
         return not any(
             number % _ALIGN
             for part in self.parts

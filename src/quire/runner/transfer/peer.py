@@ -1,7 +1,8 @@
-"""The place `peer`: host memory through which KV blocks go to other engines and come from them.
+"""The place `peer` in host memory, through which KV blocks are sent to and received from engines.
 
-Slots hold the heads of all ranks, and all ranks map the memory. Each copies its own heads, so the
-contents do not depend on the number of ranks. The first rank sends and receives over the network.
+Slots hold the heads of all ranks, and all ranks map the memory. Each rank copies its own heads, so
+the contents do not depend on the number of ranks. The first rank sends and receives over the
+network.
 """
 
 from __future__ import annotations
@@ -92,8 +93,8 @@ class PeerPlace(PoolPlace[StagingPool]):
     """Moves blocks to and from a staging pool, which all ranks share.
 
     Args:
-        owns: by group, whether this rank writes its heads to the pool. One of the ranks with copies
-            of the same heads does.
+        owns: by group, whether this rank writes its heads to the pool. Of the ranks with copies of
+            the same heads, only one writes them.
     """
 
     def __init__(self, pool: StagingPool, copier: Copier, owns: Sequence[bool]) -> None:
@@ -114,7 +115,7 @@ class PeerPlace(PoolPlace[StagingPool]):
 def open_peer_place(
     cache: KVCache, models: Sequence[DecoderLayers], group: ProcessGroup, device: torch.device
 ) -> PeerPlace:
-    """Makes the memory. All ranks call it at once.
+    """Makes the memory. All ranks call it at the same time.
 
     Args:
         models: see `rank_heads`.
@@ -140,7 +141,7 @@ def open_peer_place(
 def rank_heads(models: Sequence[DecoderLayers], group: ProcessGroup) -> list[HeadRange | None]:
     """Returns the heads of each KV group that this rank holds.
 
-    None stands for all heads: every rank has those of latent attention and of a draft model.
+    None stands for all heads. Every rank has all heads of latent attention and of draft models.
 
     Args:
         models: the model, then draft models, in the order of their KV groups.

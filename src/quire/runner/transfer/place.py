@@ -22,7 +22,7 @@ class Place(Protocol):
     slots: tuple[int, ...]
 
     def out(self, transfer: Transfer) -> None:
-        """Begins to move blocks to this place, as earlier steps have left them."""
+        """Begins to move blocks to this place, with the contents that earlier steps have left."""
         ...
 
     def into(self, transfer: Transfer) -> None:
@@ -44,7 +44,7 @@ class Place(Protocol):
 
 
 _PATIENCE = 2e-3
-"""Seconds that a step without rows waits for a transfer to end."""
+"""Most seconds that a step without rows waits for a transfer to end."""
 _NAP = 5e-5
 
 
@@ -60,7 +60,7 @@ class KVTransfer:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Number of slots of each group in the place that has them; () without such a place."""
+        """Number of slots of each group in the place with slots; () without such a place."""
         return next((place.slots for place in self._places.values() if place.slots), ())
 
     def start(self, transfers: Sequence[Transfer], direction: str) -> None:
@@ -80,7 +80,7 @@ class KVTransfer:
         """Returns the ids of transfers that finished, and failed, since the last call.
 
         Args:
-            patient: wait a moment if there are none.
+            patient: whether to wait a moment if none has ended.
         """
         finished, failed = self._ended()
         deadline = time.monotonic() + _PATIENCE

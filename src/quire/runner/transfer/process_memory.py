@@ -1,4 +1,4 @@
-"""Descriptions of a process's memory, for other processes of the host that read it."""
+"""Descriptions of a process's memory, by which other processes of the host can read it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ProcessMemory(msgspec.Struct, frozen=True):
 
     Attributes:
         pid: the process's id.
-        started: when it began (`start_time`). With `pid`, it identifies the process.
+        started: the process's `start_time`. Together with `pid` it identifies the process.
     """
 
     pid: int
@@ -37,6 +37,6 @@ def start_time(pid: int) -> str:
     return "" if state in "ZX" else rest[18]
 
 
-def lives(memory: ProcessMemory) -> bool:
-    """Whether a process lives, and this process can see it."""
+def is_alive(memory: ProcessMemory) -> bool:
+    """Whether a process is alive and visible to this process."""
     return bool(memory.started) and start_time(memory.pid) == memory.started

@@ -26,8 +26,8 @@ class Moves:
     when it has ended on all ranks.
 
     Args:
-        board: int64 [ranks, 2], in memory that all ranks map: how many moves out, and in, each rank
-            has ended.
+        board: int64 [ranks, 2], in memory that all ranks map: the numbers of moves out and of moves
+            in that each rank has ended.
     """
 
     def __init__(self, board: Any, rank: int) -> None:
@@ -82,7 +82,7 @@ def view_board(memory: Any, world: int) -> Any:
 
 
 def shared_moves(group: ProcessGroup, device: str) -> Moves:
-    """Returns the moves of this rank. The ranks of the group call it at once.
+    """Returns the moves of this rank. All ranks of the group call it at the same time.
 
     Args:
         device: device of the tensors that the group gathers.
@@ -99,10 +99,10 @@ def shared_moves(group: ProcessGroup, device: str) -> Moves:
 # Moves of blocks by several ranks that end in any order, and may fail.
 
 _CELLS = 4096
-"""Number of ends of moves that a rank can report before the first rank reads them."""
+"""Most ended moves that a rank can report before the first rank reads the reports."""
 
 MoveOutcome = Callable[[], bool | None]
-"""Returns whether a move was good, or None while it is under way."""
+"""Returns whether a move succeeded, or None while it is under way."""
 
 
 def cells_bytes(world: int) -> int:
@@ -116,7 +116,7 @@ class PendingMove:
 
     Attributes:
         missing: number of ranks that have not reported its end.
-        good: whether it was good on the ranks that have.
+        good: whether the move succeeded on all ranks that have reported its end.
     """
 
     missing: int
@@ -126,13 +126,13 @@ class PendingMove:
 class RankMoves:
     """The moves of one rank.
 
-    A move has ended once it has ended on all ranks, and failed if it has failed on any. Only the
-    first rank knows: the others report their ends to it.
+    A move has ended once it has ended on all ranks, and failed if it has failed on any rank. Only
+    the first rank knows this, because the other ranks report to it.
 
     Args:
         cells: int64 [ranks, cells], zeros at first, in memory that all ranks map. A rank writes the
-            ends of its moves into its row, one after the other. The first rank reads each and sets
-            it to zero again.
+            ends of its moves into its row, one after the other. The first rank reads each cell and
+            sets it to zero again.
     """
 
     def __init__(self, cells: Any, rank: int) -> None:
@@ -172,7 +172,7 @@ class RankMoves:
         return finished, failed
 
     def _report(self, end: int) -> bool:
-        """Reports an end to the first rank. Returns False if there is no room yet."""
+        """Reports an end to the first rank. Returns False if no cell is free yet."""
         cells, at = self._cells[self._rank], self._at[self._rank]
         if cells[at]:
             return False
@@ -190,7 +190,7 @@ class RankMoves:
         return end
 
     def _count(self, id: int, good: bool, finished: list[int], failed: list[int]) -> None:
-        """Counts a rank's end of a move. The last one adds the move to one of the lists."""
+        """Counts a rank that has ended a move. The last rank adds the move to one of the lists."""
         move = self._move(id)
         move.missing -= 1
         move.good &= good

@@ -1,8 +1,8 @@
 """Reads of other engines' memory, on a thread that makes all calls of the transport's library.
 
-A thread of the library would poll without a pause, and take a whole core. This one polls often
-while reads are under way, on either side, and seldom otherwise. It may also block: to connect to a
-peer, or in a library whose reads are done when the call returns.
+A thread of the library would poll without a pause, and take a whole core. This thread polls often
+while reads are under way, on either side, and seldom otherwise. It may also block: while it
+connects to a peer, or in a library with synchronous reads.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Read:
 
     Attributes:
         ready: returns whether the read may begin.
-        good: how the read ended, or None while any part is under way.
-        failed: whether a part has failed, so that no further part begins.
+        good: whether the read succeeded, or None while any part is under way.
+        failed: whether a part has failed. Then no further part begins.
     """
 
     parts: Sequence[ReadPart]
@@ -69,9 +69,10 @@ class Read:
 
 
 class RemoteReads(ABC):
-    """Lets peers read some tensors of this rank, and reads theirs.
+    """Lets peers read some tensors of this rank, and reads the peers' tensors.
 
-    A read cannot be cancelled. Until it ends, it may write its blocks, even if the peer has failed.
+    A read cannot be cancelled. Until a read ends, it may write its blocks, even if the peer has
+    failed.
 
     Attributes:
         metadata: the library's description of this rank, by which peers connect to it.
@@ -96,7 +97,7 @@ class RemoteReads(ABC):
 
     def _start_thread(self) -> None:
         self._thread.start()
-        # Otherwise the interpreter could end while the thread is in a call of the library.
+        # Without this the interpreter could end while the thread is in a call of the library.
         atexit.register(self._leave)
 
     def _leave(self) -> None:
@@ -133,7 +134,7 @@ class RemoteReads(ABC):
 
     @abstractmethod
     def _disconnect(self, peer: Any) -> None:
-        """Disconnects from a peer. No read from it is under way."""
+        """Disconnects from a peer, from which no read is under way."""
 
     @abstractmethod
     def _begin(self, peer: Any, part: ReadPart, pieces: MemoryPieces) -> Any:
@@ -235,8 +236,8 @@ class RemoteReads(ABC):
     def _forget_peers(self) -> None:
         """Disconnects from peers that failed, and from those above `_MOST_PEERS`.
 
-        Peers with a read under way stay connected, because otherwise the read's end would look like
-        a good one.
+        Peers with a read under way stay connected, because otherwise the read would look
+        successful.
         """
         used = {part.rank.agent for read in self._reads for part in read.parts}
         idle = [metadata for metadata in self._peers if metadata not in used]

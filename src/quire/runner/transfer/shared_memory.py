@@ -23,8 +23,8 @@ class SharedMemory:
     Attributes:
         pid: the process's id.
         descriptor: the memory's file descriptor in that process.
-        token: the first bytes of the memory. They identify it, because in another container the
-            same id may name another process.
+        token: the first bytes of the memory. They identify it, because the same process id may
+            belong to another process in another container.
     """
 
     pid: int
@@ -62,10 +62,10 @@ def read_shared(pid: int, descriptor: int, size: int, token: bytes) -> mmap.mmap
 def map_shared(
     size: int, group: ProcessGroup, device: str
 ) -> tuple[mmap.mmap, SharedMemory | None]:
-    """Maps memory that the first rank of a group makes. All ranks, on one host, call it at once.
+    """Maps memory that the first rank of a group makes. All ranks, on one host, call it together.
 
-    Returns the memory, which holds the token and zeros, and on the first rank its handle, whose
-    descriptor the caller closes.
+    Returns the memory, which holds the token and zeros. On the first rank it also returns the
+    memory's handle, and the caller must close the handle's descriptor.
 
     Args:
         size: bytes.

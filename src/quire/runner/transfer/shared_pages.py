@@ -1,8 +1,8 @@
-"""Caches in memory that processes of one host map: a CPU's counterpart of `ipc_agent.py`.
+"""KV caches that other processes of the host can map: the counterpart of CUDA's handles on a CPU.
 
-Each tensor's pages become those of a file in memory, at the addresses that they have. A peer opens
-the file by the descriptor of the process that made it, as the kernel allows processes of the same
-user to. Nothing else of the process can be read that way.
+The pages of each tensor are replaced by the pages of a file in memory, at the same addresses. A
+peer opens the file through the descriptor in the owner's process, which the kernel allows to
+processes of the same user. Peers can read nothing else of the process in this way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _NAME = "quire-cache-"
 
 
 class SharedFile(msgspec.Struct, frozen=True):
-    """A file in memory: a descriptor of process `pid`. name: part of it cannot be guessed, so that
-    the file is known to be the one that was meant."""
+    """A file in memory, by a descriptor of process `pid`.
+
+    A part of `name` cannot be guessed. So a peer can check that it has opened the right file."""
 
     pid: int
     descriptor: int
@@ -36,13 +37,13 @@ class SharedFile(msgspec.Struct, frozen=True):
 
 
 class SharedPages:
-    """Shares the pages of tensors with other processes, and maps theirs. From any thread.
+    """Shares the pages of tensors with other processes, and maps their pages. From any thread.
 
     Args:
-        tensors: zeros that nobody has written, each in pages of its own.
+        tensors: zeros that were never written, each in pages of its own.
 
     Raises:
-        QuireError: the system has no such files, or a tensor's pages hold other things as well.
+        QuireError: the system has no such files, or a tensor's pages also hold other data.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -64,7 +65,7 @@ class SharedPages:
         try:
             descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(descriptor, size)
-            # A reader of a file that shrinks would be ended by the kernel.
+            # The kernel would end a process that reads a file after it has shrunk.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except (AttributeError, OSError) as error:
             raise QuireError(f"no file in memory ({error})") from None
@@ -89,8 +90,8 @@ class SharedPages:
         """Maps another process's pages to be read; returns where they begin.
 
         Raises:
-            QuireError: they are not there, or are not what was meant: process ids of containers may
-                name others.
+            QuireError: the pages do not exist, or belong to another file. A process id may stand
+                for another process in another container.
         """
         file = msgspec.msgpack.decode(handle, type=SharedFile)
         try:
@@ -102,11 +103,11 @@ class SharedPages:
             raise QuireError(f"process {file.pid}: {error.strerror}") from None
         try:
             if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{file.name} (deleted)":
-                raise QuireError(f"process {file.pid}: its file is another one")
+                raise QuireError(f"process {file.pid}: the descriptor belongs to another file")
             if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise QuireError(f"process {file.pid}: its file may shrink")
-            if size <= 0:  # which stands for the whole file
-                raise QuireError(f"process {file.pid}: its file is said to have {size} bytes")
+            if size <= 0:  # mmap would map the whole file
+                raise QuireError(f"process {file.pid}: the file's size is given as {size} bytes")
             memory = mmap.mmap(descriptor, size, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
             raise QuireError(f"process {file.pid}: {error}") from None
@@ -121,7 +122,7 @@ class SharedPages:
         self._opened.pop(address).close()
 
     def stop(self) -> None:
-        """Lets others open nothing more. Idempotent."""
+        """Lets other processes open no more files. Idempotent."""
         while self._files:
             os.close(self._files.popitem()[1].descriptor)
 
@@ -134,7 +135,7 @@ def copy_now(pieces: MemoryPieces) -> Callable[[], bool]:
 
 
 def _memmove() -> Any:
-    """Returns C's function, which gives the interpreter's lock up; that of `ctypes` does not."""
+    """Returns C's memmove. A call releases the interpreter's lock; `ctypes.memmove` does not."""
     found = ctypes.CDLL(None).memmove
     found.argtypes = ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t
     found.restype = ctypes.c_void_p

@@ -1,4 +1,4 @@
-"""Threads that may hang in a system call for good."""
+"""Threads that may hang forever in a system call."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class DaemonThreads:
         return time.monotonic() - min(began) if began else 0.0
 
     def abandon(self) -> None:
-        """Starts no more jobs, and cancels those that wait. Idempotent."""
+        """Starts no more jobs, and cancels waiting jobs. Idempotent."""
         with self._lock:
             self.abandoned = True
         while True:

@@ -109,8 +109,8 @@ def decode_tiles(
     if d_pad > _WIDE:
         return Tiles(m, 32, 4 if m == 16 else 8, 2)
     if kv_format.scales != "none":
-        # 8-bit KV has half the bytes but needs as many instructions. So it matters most to have few
-        # instructions per byte and many programs at once.
+        # 8-bit KV has half the bytes but needs as many instructions. So few instructions per byte
+        # and many programs at once matter most.
         if kv_format.scales == "token" and d_pad <= 128 and m <= 32:
             # Integers gain more from registers, unless there are programs for several waves.
             three = not kv_format.offset or rows * kv_heads > _ONE_WAVE * card.num_sms
@@ -359,7 +359,7 @@ def paged_attention(
 
 @functools.cache
 def _hopper(card: DeviceTraits) -> ModuleType | None:
-    """Returns the module that launches the kernel for Hopper cards, or None on other cards."""
+    """Returns the module that launches the kernel for Hopper cards. Returns None on other cards."""
     return importlib.import_module("quire.ops.triton.attention.hopper") if card.gluon else None
 
 

@@ -150,7 +150,7 @@ def _ring_barriers(STAGES: gl.constexpr, READERS: gl.constexpr):
 
 
 RING_BYTES = gl.constexpr(128 * 128)
-"""Number of tiles in a ring of 8-bit tiles."""
+"""Bytes of a ring of 8-bit tiles."""
 SIZES = ["num_rows", "kv_heads", "most", "rounds", "shortest", "window", "table_stride"]
 """Arguments whose values do not cause further compilations."""
 

@@ -163,7 +163,7 @@ def qk_norm_rope_store(
         qkv: [T, heads + 2 * kv_heads, D], the fused projection, read in place.
         kv: any block, head and token stride.
         positions: int [T].
-        slots: int [T]. -1 is padding: its k and v are not stored and its q is undefined.
+        slots: int [T]. Slot -1 is padding. Its k and v are not stored, and its q is undefined.
         cos_sin: [positions, rotary], cosines, then sines, of pairs (i, i + rotary / 2). None means
             no rotation.
         q_weight: [D], weights of an RMSNorm over a head of q, or None.

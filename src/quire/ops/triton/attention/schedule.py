@@ -1,10 +1,10 @@
 """A device-side schedule: which program of attention reads each part of each row's KV.
 
-Short rows' KV is cut into parts of about equal length, enough to fill the card a few times. So no
-multiprocessors are idle if there are few rows with much KV, or one long row among many others. In
-steps of few tokens the KV of long rows' tiles is cut too, into parts that all run at once. Longer
-parts start first, so that all programs end at about the same time. A step makes its schedule once,
-for all layers."""
+The KV of short rows is cut into parts of about equal length. There are enough parts to fill the
+card a few times. So no multiprocessors are idle if there are few rows with much KV, or one long row
+among many others. In steps of few tokens, the KV of long rows' tiles is cut too, into parts that
+all run at once. Longer parts start first, so that all programs end at about the same time. A step
+makes its schedule once, for all layers."""
 
 from __future__ import annotations
 

@@ -4,10 +4,10 @@ Tensors are viewed as words of 32 bits: one float32, or two neighbouring element
 is a fixed run of words. It has its own place in every rank's buffer, and its own epoch, which
 counts the sums of this tile. All ranks compute the same sums in the same order, so their epochs
 agree. Each place has two buffers, used in turn. A rank sends the words of epoch e + 2 after it has
-received the words of e + 1, and its peers send those after they have read the words of e.
+received its peers' words of e + 1, which they send after they have read the words of e.
 
-The ranks' terms are added in the order of ranks, in fp32, then the residual. The sum is rounded
-once. So every rank has the same bits.
+The ranks' terms are added in the order of ranks, in fp32. The residual is added last, and the sum
+is rounded once. So every rank has the same bits.
 
 - `one_shot` is for few rows. A rank sends each word to every peer together with the epoch, as one
   store of 64 bits (the LL protocol of NCCL). It needs no fence and no flag.
@@ -63,9 +63,9 @@ class Peers:
         two_shot: int64 [world] on the device, the address of each rank's buffer of `two_shot`.
         flags: int64 [world] on the device, the address of each rank's flags.
         epochs: int32 [tiles], the epochs of the tiles of `one_shot`, then of `two_shot`.
-        control: int32 [2] on the device, whether a wait has failed, and the limit of polls.
-        report: int32 [3] in pinned host memory. After a failed wait it has 1 + the rank that did
-            not answer, the site of the sum, and the epoch. Before that it is zero.
+        control: int32 [2] on the device: whether a wait has failed, and the limit of polls.
+        report: int32 [3] in pinned host memory, zero until a wait fails. Then it has 1 + the rank
+            that did not answer, the site of the sum, and the epoch.
     """
 
     rank: int
@@ -94,9 +94,9 @@ def flag_words(tiles: int, world: int) -> int:
 
 
 @triton.jit
-def give_up(control_ptr, report_ptr, peer, site, epoch, looks):
+def give_up(control_ptr, report_ptr, peer, site, epoch, polls):
     """Returns 1 if a wait must end without success."""
-    over = (looks >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
+    over = (polls >= tl.load(control_ptr + 1, volatile=True)).to(tl.int32)
     # One atomic read, because the value may change and all threads must see the same value.
     failed = tl.atomic_add(control_ptr, 0, sem="relaxed")
     if (over > 0) & (failed == 0):
@@ -112,13 +112,13 @@ def _receive(ptr, epoch, inside, control_ptr, report_ptr, peer, site):
     """Returns the words at `ptr` [TILE] that a peer sent with the epoch."""
     got = tl.load(ptr, mask=inside, other=0, volatile=True)
     missing = tl.sum((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0)
-    looks = 0
+    polls = 0
     while missing > 0:
         got = tl.load(ptr, mask=inside, other=0, volatile=True)
         missing = tl.sum((((got >> 32).to(tl.int32) != epoch) & inside).to(tl.int32), 0)
-        looks += 1
+        polls += 1
         if missing > 0:
-            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, polls)
     return (got & 0xFFFFFFFF).to(tl.int32)
 
 
@@ -126,12 +126,12 @@ def _receive(ptr, epoch, inside, control_ptr, report_ptr, peer, site):
 def await_flag(ptr, epoch, control_ptr, report_ptr, peer, site):
     """Waits until a peer has set a flag to the epoch, and acquires the peer's writes before it."""
     missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
-    looks = 0
+    polls = 0
     while missing > 0:
         missing = (tl.atomic_add(ptr, 0, sem="acquire", scope="sys") != epoch).to(tl.int32)
-        looks += 1
+        polls += 1
         if missing > 0:
-            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, polls)
 
 
 @triton.jit
@@ -357,7 +357,7 @@ def two_shot(
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The buffers for peers' terms of a series of sums. A sum begins after the one before was
+    """The buffers for peers' terms of a series of sums. A sum begins after the previous sum was
     collected.
 
     Attributes:
@@ -375,7 +375,7 @@ class Parts:
 
 
 def signal(peers: Peers, parts: Parts) -> None:
-    """Tells all peers that they have this rank's term of the next sum.
+    """Signals to all peers that this rank's term of the next sum is in their memory.
 
     It runs without programmatic dependent launch, because the copies before it on the stream must
     have ended."""

@@ -1,8 +1,9 @@
 """All-gather of a matrix's columns, side by side in the memory of every rank.
 
 A rank stores its columns at their place in its peers' matrices and in its own. Each rank has one
-matrix, which the next gather overwrites. So a rank waits twice: first for the flag by which a peer
-says that its readers of the last matrix have finished, then for the peer's columns."""
+matrix, which the next gather overwrites. So a rank waits twice for each peer. The first flag says
+that the peer's readers of the last matrix have finished, the second that its columns have
+arrived."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"

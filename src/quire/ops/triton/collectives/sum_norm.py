@@ -9,8 +9,8 @@ after it was read. Senders replace -0.0 by +0, so they never send `EMPTY`. So ra
 many bytes as with `one_shot`, and in one phase instead of the two of `two_shot`.
 
 Each row has two sets of places, which are used in turn. A row's epoch counts its sums. A rank sends
-the words of epoch e + 2 after it has received the words of e + 1. Its peers send those after the
-kernel that has read and emptied the places of e."""
+the words of epoch e + 2 after it has received its peers' words of e + 1. The peers send these after
+the kernel that has read and emptied the places of e."""
 
 # Tuples that grow in a loop unrolled at compile time have no single type.
 # mypy: disable-error-code="assignment"
@@ -71,13 +71,13 @@ def _take(ptr, inside, control_ptr, report_ptr, peer, site, epoch):
     places."""
     got = tl.load(ptr, mask=inside, other=0, volatile=True)
     missing = tl.sum((got == _EMPTY).to(tl.int32), 0)
-    looks = 0
+    polls = 0
     while missing > 0:
         got = tl.load(ptr, mask=inside, other=0, volatile=True)
         missing = tl.sum((got == _EMPTY).to(tl.int32), 0)
-        looks += 1
+        polls += 1
         if missing > 0:
-            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, looks)
+            missing *= 1 - give_up(control_ptr, report_ptr, peer, site, epoch, polls)
     tl.store(ptr, tl.full(got.shape, _EMPTY, tl.int32), mask=inside)
     return got
 

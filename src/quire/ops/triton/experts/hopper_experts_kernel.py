@@ -26,7 +26,7 @@ from quire.ops.triton.hopper_common import (
 ROWS = gl.constexpr(64)
 """Tokens of a warpgroup."""
 WARPGROUPS = gl.constexpr(2)
-"""That multiply."""
+"""Number of warpgroups that multiply."""
 GROUP = gl.constexpr(16)
 """Number of blocks whose tiles are computed one after the other, because they share weights."""
 HALF = gl.constexpr(128)

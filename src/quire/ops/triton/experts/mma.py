@@ -19,7 +19,7 @@ from quire.ops.triton.products.thread_words import PRODUCT, TYPES, UNPACK
 from quire.ops.weight import Weight
 
 _WORDS = 4
-"""Words that a thread loads at once. Rows must be multiples of it."""
+"""Words that a thread loads at once. The words of a row must be a multiple of it."""
 _WHOLE_ROW = 1 << 28
 """Words of a group if a whole row shares a scale: more words than any row has."""
 
@@ -49,7 +49,7 @@ def aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0 and x.stride(1) == 1
 
 
-def _known(own: Operands, weight: Weight, x: Tensor) -> dict[str, Any]:
+def _constants(own: Operands, weight: Weight, x: Tensor) -> dict[str, Any]:
     """Returns the compile-time constants of a weight."""
     format = weight.format
     bits = own.bits or 8
@@ -82,7 +82,7 @@ def mma_rows(
         COUNT=tile.chunks, R=tile.rows, NT=1 if order is None else tile.columns,
         SINGLE=count <= step, EVEN=count % step == 0, HAS_SCALES=own.has_scales,
         HAS_BIAS=linear.bias is not None, ALPHA=given.alpha, LIMIT=given.limit, SHIFT=given.shift,
-        CUBIC=given.cubic, EARLY=tile.early, PDL=pdl, **_known(own, linear.weight, x),
+        CUBIC=given.cubic, EARLY=tile.early, PDL=pdl, **_constants(own, linear.weight, x),
         **options(pdl, num_warps=tile.warps, num_stages=1),
     )  # fmt: skip
 
@@ -96,7 +96,7 @@ def mma_sum(
     pdl = traits(inner.device).pdl
     words, pairs = own.values.view(torch.int32), inner.view(torch.int32)
     chunks = triton.cdiv(words.shape[1], CHUNK_WORDS)
-    known = _known(own, down.weight, inner)
+    known = _constants(own, down.weight, inner)
     if own.has_scales:
         known["GROUP"] = _WHOLE_ROW
     launch(mma_sum_kernel, (triton.cdiv(n, 16 * tile.rows), tokens))(

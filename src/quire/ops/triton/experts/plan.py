@@ -226,7 +226,8 @@ def plan_for(shape: ExpertsShape) -> ExpertsPlan:
 
 
 def _integer_tiles(shape: ExpertsShape) -> tuple[IntegerTile, IntegerTile]:
-    """Returns the tiles of both products. A warp has all pieces in flight if registers suffice."""
+    """Returns the tiles of both products. All pieces of a warp are in flight if registers
+    suffice."""
     up = -(-shape.hidden // PIECE)
     most = 3 if shape.bits < 8 else 2
     warps = min(16, 1 << ((up - 1) // most).bit_length())

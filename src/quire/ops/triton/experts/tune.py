@@ -50,7 +50,7 @@ count."""
 _LAYERS = 8
 """Number of layers in a timed graph."""
 _FEW = 8
-"""Up to this many tokens a layer takes about 10 µs, with more about 100 µs."""
+"""Up to this many tokens, a layer takes about 10 µs. With more tokens it takes about 100 µs."""
 
 _SORTED = (
     MmaTile(2, 1, 1, 1, early=True),
@@ -101,8 +101,8 @@ class TunedLayer(NamedTuple):
 
 
 def whole_plans(shape: ExpertsShape) -> list[ExpertsPlan]:
-    """Returns plans by rules: first the plan for the shape's range, then those for two ranges on
-    either side, then the one without `integer`."""
+    """Returns plans by rules: first the plan for the shape's range, then the plans for two ranges
+    on either side, then the plan without `integer`."""
     at = RANGES.index(shape.tokens)
     beside = [shape.tokens, *RANGES[max(0, at - 2) : at + 3]]
     plans = [plan_for(shape._replace(tokens=tokens)) for tokens in beside]

@@ -5,8 +5,8 @@ slot's A. It cuts the inputs into enough parts to keep its programs busy, and th
 arrive adds a tile's parts. `expand` multiplies the result by the rows of B for a tile of a layer's
 outputs (Sheng et al. 2023, "S-LoRA"; Chen et al. 2023, "Punica").
 
-Programs of a kernel may wait for programs with lower numbers. Programs start in order, so those
-that others wait for are already running."""
+Programs of a kernel may wait for programs with lower numbers. Programs start in order, so the
+awaited programs are already running."""
 
 from __future__ import annotations
 
@@ -335,7 +335,7 @@ def expand(
     the slots of the third step. So no load waits for an address that was loaded just before.
 
     Args:
-        rows: [ROWS]. Rows past the layer's last repeat it.
+        rows: [ROWS]. Rows past the layer's last row repeat that row.
         place: see `projections_of`.
         last: see `projections_of`.
         start: see `projections_of`.

@@ -6,7 +6,7 @@
 | rows | weight | card | kernel |
 | --- | --- | --- | --- |
 | any, `--deterministic` | any | any | `skinny`, by a plan with one order of sums |
-| 1 | 8-bit floats, scales per 128 inputs, x rounded alike | sm_89+ | `block_gemv` |
+| 1 | 8-bit floats, scales per 128 inputs, for x too | sm_89+ | `block_gemv` |
 | any | the same | Hopper | `hopper_blocks` |
 | > 32 | 8 bits, x rounded to 8 bits | any | `eight_bit`; cuBLAS for many rows |
 | 9 to 512 | 4 or 8 bits with scales | Hopper | `hopper_gemm` |

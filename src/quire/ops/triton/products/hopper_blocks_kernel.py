@@ -93,10 +93,10 @@ def _run(chunks, total, SHARED: gl.constexpr):
 
 @gluon.jit
 def _span(position, end, chunks, m_tiles, n_tiles, SHARED: gl.constexpr):
-    """Returns the tile of a position, as indices along outputs and rows of x, and its chunks.
+    """Returns four values for the tile at a position: its index along the outputs, its index along
+    the rows of x, its first chunk, and the end of its chunks, at most `end`.
 
-    The chunks are a first one and an end, which is at most `end`. It is called once per tile,
-    because its divisions take as long as a chunk's products."""
+    Called once per tile, because the divisions take as long as a chunk's products."""
     place = position // chunks
     nt, mt = _where(_tile(place, SHARED), m_tiles, n_tiles)
     start = place * chunks
@@ -167,8 +167,8 @@ def _produce(
 
 @gluon.jit
 def _store(y, col, N, mt, M, y_ptr, stride_ym, res_ptr, stride_rm, RES: gl.constexpr):
-    """Stores y [outputs, rows of x] at outputs from `col` on. It goes through shared memory, after
-    which a thread has neighbouring outputs of a row."""
+    """Stores y [outputs, rows of x] at outputs from `col` on. y goes through shared memory, so that
+    a thread then has neighbouring outputs of a row."""
     OUTPUTS: gl.constexpr = y.shape[0]
     BN: gl.constexpr = y.shape[1]
     layout: gl.constexpr = _lines(OUTPUTS)

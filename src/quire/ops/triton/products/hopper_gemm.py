@@ -62,11 +62,11 @@ class HopperTile(NamedTuple):
 def _four_bits(dtype: torch.dtype) -> str:
     """Returns instructions that unpack words $8 and $9 of a row to pairs of values 4 places apart.
 
-    Interpreted as a subnormal bf16 or one of the lowest exponent, 4 bits are an integer times
-    2^-133. Subtracting the zero is exact, and multiplying by the scale rounds once. $10 is the
-    factor for values in the lowest bits, and $11 for values 4 bits higher. $12 and $13 are the
-    zeros. fp16 cannot hold such factors, so its instructions put the bits into the mantissa of
-    1024, which the zeros include."""
+    4 bits are read as the low bits of a bf16, which is subnormal or has the lowest exponent. Its
+    value is the integer times 2^-133. Subtracting the zero is exact, and multiplying by the scale
+    rounds once. $10 is the factor for values in the lowest bits, and $11 for values 4 bits higher.
+    $12 and $13 are the zeros. fp16 cannot hold such factors, so its instructions put the bits into
+    the mantissa of 1024, which the zeros include."""
     lines = ["{", ".reg .b32 t;"]
     for word in range(2):
         for place in range(4):

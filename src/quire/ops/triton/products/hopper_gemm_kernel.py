@@ -55,13 +55,13 @@ def _lot_layout() -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def step_inputs(bits: int) -> int:
-    """Returns the inputs of a step."""
+    """Returns the number of inputs of a step."""
     return 32 * 32 // bits
 
 
 @gluon.constexpr_function
 def parts_of(bits: int) -> int:
-    """Returns the parts of a step."""
+    """Returns the number of parts of a step."""
     return 32 * 32 // bits // 64
 
 
@@ -110,9 +110,8 @@ def _parts(tiles, tile, BITS: gl.constexpr):
 
 @gluon.jit
 def _keep_order():
-    """Keeps arithmetic before or after this point, because the assembler moves none across loops.
-
-    The loop runs once and has no effect."""
+    """Keeps arithmetic on its side of this point, by a loop that runs once and has no effect. The
+    assembler does not move arithmetic across loops."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred again;
@@ -237,9 +236,9 @@ def _ask_inputs(desc, bar, tiles, stage, mt, step, BN: gl.constexpr, BITS: gl.co
 
 @gluon.jit
 def _next(nt, mt, step, m_tiles, steps):
-    """Returns the next step, which is the next tile's first one if a tile ends.
+    """Returns the next step. At the end of a tile this is the next tile's first step.
 
-    It counts, because divisions would take as long as a step's copies."""
+    It counts up, because divisions would take as long as a step's copies."""
     step += 1
     ended = step == steps
     step = gl.where(ended, 0, step)
@@ -301,7 +300,7 @@ def _slot(program, behind, CONSUMERS: gl.constexpr, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _at(ptr, slot, BN: gl.constexpr):
+def _sum_pointers(ptr, slot, BN: gl.constexpr):
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(BN)))
     cols = gl.arange(0, BN, layout=gl.SliceLayout(0, sums_layout(BN)))
     return ptr + slot.to(gl.int64) * (ROWS * BN) + (rows[:, None] * BN + cols[None, :])
@@ -312,7 +311,7 @@ def _load_sums(ptr, slot, wanted, BN: gl.constexpr):
     """Returns a warpgroup's sums if `wanted`, else zeros.
 
     The load bypasses L1, which does not see other programs' writes."""
-    return gl.load(_at(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
+    return gl.load(_sum_pointers(ptr, slot, BN), mask=wanted, other=0.0, cache_modifier=".cg")
 
 
 @gluon.jit
@@ -330,7 +329,7 @@ def reduce_split_k(
     whole = count == 1
     if count > 1:
         behind = begin_of(program, total, programs) // chunks != tile
-        gl.store(_at(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
+        gl.store(_sum_pointers(parts_ptr, _slot(program, behind, CONSUMERS, WHICH), BN), sums)
         barrier()  # All parts are written before the one atomic that signals them.
         counter_ptr = counters_ptr + first * CONSUMERS + WHICH
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
@@ -441,14 +440,14 @@ def _finish_together(
     SCALED: gl.constexpr, GLU: gl.constexpr, ACT: gl.constexpr, BIAS: gl.constexpr,
     RES: gl.constexpr, APART: gl.constexpr, TOGETHER: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Computes the epilogue of a tile that TOGETHER programs share. They all run at once, because
-    there are at most as many programs as multiprocessors."""
+    """Computes the epilogue of a tile that TOGETHER programs share. The programs all run at once,
+    because there are at most as many of them as multiprocessors."""
     SLICES: gl.constexpr = min(1 << (TOGETHER.bit_length() - 1), BN // 8)
     COLUMNS: gl.constexpr = BN // SLICES
     _, _, _, _, _, parts_ptr, counters_ptr = pointers
     program = gl.program_id(0)
     own = program % TOGETHER
-    gl.store(_at(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
+    gl.store(_sum_pointers(parts_ptr, program * CONSUMERS + WHICH, BN), sums)
     barrier()  # All parts are written before the one atomic that signals them.
     counter_ptr = counters_ptr + tile * CONSUMERS + WHICH
     there = gl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
@@ -542,8 +541,8 @@ def _consume(
         a = _unpack(parts[0], constants, ASM, BN, BITS)
         for i in range(position, until):
             next_stage, next_phase = _turn(stage, phase, STAGES)
-            # No product is in flight between rounds, because then the assembler would wait
-            # for each single one.
+            # No product is in flight between rounds. Otherwise the assembler would wait for each
+            # single product.
             for part in gl.static_range(PARTS):
                 x = x_tiles.index(stage * PARTS + part).permute((1, 0))
                 acc = warpgroup_mma(a, x, acc, is_async=True)

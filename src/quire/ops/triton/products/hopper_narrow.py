@@ -119,7 +119,7 @@ def _square(flat, BN: gl.constexpr):
 
 
 @gluon.jit
-def _at(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
+def _sum_pointers(ptr, program, behind, layout: gl.constexpr, SIZE: gl.constexpr):
     """Returns the address for a program's sums of a tile. A program has one for its first tile, and
     one for its last tile (`behind`)."""
     slot = 2 * program + behind
@@ -145,7 +145,7 @@ def _reduce_split_k(
         flat = _flat(sums, BN)
         layout: gl.constexpr = flat.type.layout
         behind = (_begin(program, total, programs) // chunks != tile).to(gl.int32)
-        gl.store(_at(parts_ptr, program, behind, layout, SIZE), flat)
+        gl.store(_sum_pointers(parts_ptr, program, behind, layout, SIZE), flat)
         barrier()  # All parts are written before the one atomic that signals them.
         counter_ptr = counters_ptr + first
         whole = gl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
@@ -154,11 +154,13 @@ def _reduce_split_k(
             # These loads bypass L1, which does not see other programs' writes. As many
             # loads are in flight as registers hold, because a load takes longer than the
             # additions.
-            flat = gl.load(_at(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg")
+            flat = gl.load(
+                _sum_pointers(parts_ptr, first, behind, layout, SIZE), cache_modifier=".cg"
+            )
             STEP: gl.constexpr = 2 * SIZE
             last = first + count
             for other in range(first + 1, last, 4):
-                at = _at(parts_ptr, other, 0, layout, SIZE)
+                at = _sum_pointers(parts_ptr, other, 0, layout, SIZE)
                 a = gl.load(at, cache_modifier=".cg")
                 b = gl.load(at + STEP, mask=other + 1 < last, other=0.0, cache_modifier=".cg")
                 c = gl.load(at + 2 * STEP, mask=other + 2 < last, other=0.0, cache_modifier=".cg")
@@ -287,7 +289,7 @@ _REGISTERS = 128
 _MOST_PARTS = 5
 """The most programs that share a tile. One of them has to add the sums of all."""
 FEWEST, MOST = 17, 32
-"""Numbers of rows for which this kernel was the fastest. With others, other kernels are as fast."""
+"""Range of rows for which this kernel was the fastest. Outside of it, other kernels are as fast."""
 
 
 def takes(args: LinearArgs) -> bool:

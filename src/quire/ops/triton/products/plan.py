@@ -51,7 +51,7 @@ class LinearArgs:
         norm: RMSNorm that is applied to x, or None.
         residual: [M, N], in x's dtype, or None.
         act: activation of the product, or None.
-        apart: the activation of a gated layer is left out, and y is gate and up, [M, 2 N].
+        apart: whether the activation of a gated layer is left out. Then y is gate and up, [M, 2 N].
     """
 
     x: Tensor
@@ -85,11 +85,11 @@ class GemmPlan:
     """One way to run a linear layer.
 
     Attributes:
-        kernel: "gemv", "mma" (GEMV on tensor cores, for few bits or rows), "integer" (GEMV in
-            integers, for 4 or 8 bits), "skinny", or "torch" (cuBLAS, with the other steps as
-            separate kernels).
-        bm: rows of x in a tile; for a GEMV, the padded number of rows. Unused by "mma" and
-            "integer", which have fixed tiles, as are bn and bk.
+        kernel: "gemv", "mma", "integer", "skinny" or "torch". "mma" is a GEMV on tensor cores, for
+            few bits or rows. "integer" is a GEMV in integers, for 4 or 8 bits. "torch" is cuBLAS
+            with the other steps as separate kernels.
+        bm: rows of x in a tile. For a GEMV it is the padded number of rows. "mma" and "integer"
+            have fixed tiles, and use neither bm nor bn nor bk.
         bn: outputs of a tile. A gated tile reads 2 bn weight rows.
         bk: inputs of a tile.
         warps: warps of a program.
@@ -101,9 +101,10 @@ class GemmPlan:
             afterwards, with one pass over x and one rounding less. "separate" runs the norm as its
             own kernel.
         prefetch: bytes of each weight row to prefetch into L2 before waiting for the predecessor.
-        eager: the successor may start before that wait instead of after it, so that it prefetches
-            earlier.
-        masked: rows past a tile's last are masked, instead of reading the last row again.
+        eager: whether the successor may start before the wait for the predecessor. It then
+            prefetches earlier.
+        masked: whether rows past a tile's last row are masked, instead of reading the last row
+            again.
         programs: for "integer", number of programs that share the tiles; 0 is one program per tile.
     """
 

@@ -51,8 +51,8 @@ logger = logging.getLogger("quire.tables")
 T = TypeVar("T")
 
 COLD_BYTES = 256 << 20
-"""Bytes of weights in a timed graph before the first one comes again. The L2 of an H200 has 60 MB.
-"""
+"""Bytes of weights that a timed graph reads before it reads a weight again. The L2 of an H200 has
+60 MB."""
 TOLERANCE = 2e-2
 """Limit for the relative error of a bf16 result against float64."""
 GAIN = 0.98
@@ -214,7 +214,7 @@ def refinements(plan: GemmPlan, shape: Shape, *, norms: bool) -> list[GemmPlan]:
         if not shape.norm:
             return []
         modes: list[NormMode] = [] if plan.split_k > 1 else ["late"]
-        if plan.bm <= 16:  # With more rows it takes too long that each program reads x twice.
+        if plan.bm <= 16:  # With more rows, reading x twice in each program takes too long.
             modes.append("exact")
         if plan.kernel == "skinny":
             modes.append("separate")

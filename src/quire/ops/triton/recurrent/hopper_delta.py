@@ -73,8 +73,8 @@ def _copy_chunks(
     queries, values, inverses, withins, vectors, length, heads, key_step, mixed_stride, rings,
     ready, empty, COUNT: gl.constexpr, DK: gl.constexpr,
 ):  # fmt: skip
-    """Copies chunks into the rings. Each copy waits until the third chunk before it has been used,
-    and signals that the chunk before it has arrived."""
+    """Copies chunks into the rings. Each copy waits until the third last chunk has been used, and
+    signals that the previous chunk has arrived."""
     stage = 0
     last = 0
     turn = 1

@@ -34,7 +34,8 @@ def _wait_for_inputs(
     last_stride, held_stride, patience, tries, ROLE: tl.constexpr, CLOCK: tl.constexpr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid (1,). Loads of flags are volatile, as the host writes while this runs."""
+    """Waits for the inputs. Grid: (1,). Loads of flags are volatile, because the host writes flags
+    while the kernel runs."""
     at = tl.arange(0, BLOCK)
     inside = at < num_rows
     lane = tl.load(lanes_ptr + at, mask=inside, other=-1).to(tl.int64)
