@@ -167,7 +167,7 @@ def test_settings_of_machines(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1"),
     ):
         LLM(device="cpu", **settings_of(taken.getsockname()[1]))
-    with pytest.raises(ConfigError, match="is no machine"):
+    with pytest.raises(ConfigError, match="is invalid"):
         run_node(EngineArgs(nnodes=2, node_rank=2))
-    with pytest.raises(ConfigError, match="1 stages is no machine"):
+    with pytest.raises(ConfigError, match="1 stages is invalid"):
         run_node(EngineArgs(nnodes=2, node_rank=1, tensor_parallel_size=2))

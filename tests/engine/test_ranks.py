@@ -106,10 +106,10 @@ def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert "4 attention heads cannot be shared out over 8 ranks" in refusal(
         folder, tensor_parallel_size=8
     )
-    assert refusal(folder, tensor_parallel_size=3).endswith("it can be shared out over 2, 4")
+    assert refusal(folder, tensor_parallel_size=3).endswith("the model allows 2, 4")
     single = {**TINY, "num_attention_heads": 1, "num_key_value_heads": 1}
     lone = model_folder(tmp_path / "lone", single)
-    assert refusal(lone, tensor_parallel_size=2).endswith("it takes one")
+    assert refusal(lone, tensor_parallel_size=2).endswith("the model allows only 1")
 
 
 @pytest.mark.parametrize(
