@@ -175,7 +175,7 @@ def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> Non
             TINY, {"quantization": "int4"},
             r"attention.out: ranks .* parts of its 64 inputs, in whole groups of 128$",
         ),
-        (TINY_EXPERTS, {"quantization": "w8a8"}, "mlp: ranks round their hidden units by scales"),
+        (TINY_EXPERTS, {"quantization": "w8a8"}, "mlp: each rank rounds its hidden units"),
     ],
     ids=["lora", "experts", "width", "groups", "scales"],
 )  # fmt: skip

@@ -221,7 +221,8 @@ class SettingsCommand(TyperCommand):
             raise ConfigError(f"{variable_of(option)}: {error}", error.param) from None
 
     def _kinds(self) -> dict[Any, tuple[Any, Any]]:
-        """Returns by name the type of each parameter's values, and what is declared of it."""
+        """Returns the type of each parameter's values and its declaration, by the parameter's
+        name."""
         if self.callback is None:
             return {}
         found: dict[Any, tuple[Any, Any]] = {}

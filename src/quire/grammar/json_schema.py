@@ -236,7 +236,7 @@ class _Reader:
     def typed(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         types = value if isinstance(value, list) else [value]
         if not types or any(not isinstance(t, str) or t not in _TYPES for t in types):
-            raise refuse(_within(at, name), f"known are {', '.join(_TYPES)}", "invalid_schema")
+            raise refuse(_within(at, name), f"types are {', '.join(_TYPES)}", "invalid_schema")
         out[name] = value
 
     def subschema(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -368,7 +368,7 @@ class _Reader:
         elif not isinstance(value, str) or value.lower() not in ("binary", "8bit", "identity"):
             raise refuse(
                 _within(at, name),
-                "known are base64, base64url, 8bit and binary; others cannot be enforced",
+                "only base64, base64url, 8bit and binary can be enforced",
             )
 
     def media_type(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -465,14 +465,14 @@ class _Reader:
             words.keys() == {"required", "type"} and words["type"] == "object"
         ):
             self.names({}, "required", words["required"], here, depth)
-            self._lacks_one(out, words, here)
+            self._exclude_required(out, words, here)
         elif words.keys() == {"anyOf"} and isinstance(words["anyOf"], list) and words["anyOf"]:
             for i, option in enumerate(words["anyOf"]):
                 self.negation(out, str(i), option, f"{here}/anyOf", depth + 1)
         else:
             raise refuse(here, "only {}, 'type', 'required' and 'anyOf' of them can be excluded")
 
-    def _lacks_one(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
+    def _exclude_required(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
         """Rewrites "not (required names)": one of the names must be absent.
 
         If only objects are excluded, all other values are allowed too.
