@@ -37,7 +37,7 @@ def test_settings_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Ray is not installed; install the extra 'ray'" in refusal(tensor_parallel_size=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert "there is one rank" in refusal()
-    assert "not device=cuda:1" in refusal(tensor_parallel_size=2, device="cuda:1")
+    assert "device=cuda:1 must be left out" in refusal(tensor_parallel_size=2, device="cuda:1")
     assert "master_addr=10.0.0.1" in refusal(tensor_parallel_size=2, master_addr="10.0.0.1")
     with pytest.raises(ConfigError, match="one engine, not data_parallel_size=2"):
         environments(EngineArgs(distributed_executor="ray"), 2)

@@ -419,7 +419,8 @@ def _names(option: Any, kind: Any) -> str:
 
 
 def _help(option: Any) -> str:
-    """Returns the text; a setting's already ends in its default."""
+    """Returns an option's help text with its default. A setting's text ends in the default
+    already."""
     text = str(option.help or "")
     if option.param_type_name == "argument" or option.is_flag:
         return text

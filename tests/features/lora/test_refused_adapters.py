@@ -104,7 +104,7 @@ def added(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         (without(f"{FIRST}.lora_A.weight"), r"layers.0.self_attn.q_proj.lora_A.weight is missing"),
         (without(f"{FIRST}.lora_B.weight"), r"layers.0.self_attn.q_proj.lora_B.weight is missing"),
         (added(f"{FIRST}.lora_B.weight", torch.zeros(47, 4)), r"has shape \(47, 4\), expected"),
-        (added(f"{FIRST}.lora_A.weight", torch.full((4, 48), torch.nan)), "no numbers"),
+        (added(f"{FIRST}.lora_A.weight", torch.full((4, 48), torch.nan)), "infinite values or NaN"),
         (added(f"{FIRST}.lora_A.weight", torch.zeros(4, 48).int()), "has dtype int32"),
         (added(f"{FIRST}.lora_magnitude_vector", torch.zeros(48)), "DoRA is not supported"),
         (added(f"{FIRST}.lora_A.bias", torch.zeros(48)), "not a part of a plain LoRA adapter"),

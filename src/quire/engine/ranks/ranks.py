@@ -164,8 +164,7 @@ def _check_nodes(args: EngineArgs) -> None:
         )
     if args.node_rank:
         raise ConfigError(
-            f"node_rank={args.node_rank}: only machine 0 runs an engine; on the others run the "
-            "workers with quire serve",
+            f"node_rank={args.node_rank}: machine 0 runs the engine; the others run quire serve",
             "node_rank",
         )
     if not 1 <= args.master_port < 65535:
