@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from quire import LLM, SamplingParams
+from quire.features.structured_output.stats import GrammarStats
 from quire.outputs import RequestOutput
 from quire.sampling_params import StructuredOutputsParams
 from quire.tools.bench.record import BenchRecord, append_jsonl, card_name, make_record
@@ -86,11 +87,13 @@ class Bench:
         masked = sum(asked is not None for asked in self.asked) * length
         if masked:
             late = after.late_rows - before.late_rows
-            compiling = after.compile_late_rows - before.compile_late_rows
+            now, then = after.grammars, before.grammars or GrammarStats()
+            compiling = now.compile_late_rows - then.compile_late_rows
             metrics["late_percent"] = 100 * (late - compiling) / (masked + late)
             metrics["compile_late_percent"] = 100 * compiling / (masked + late)
-            spent = after.grammar_compile_seconds - before.grammar_compile_seconds
-            metrics["compile_ms"] = 1e3 * spent
+            metrics["compile_ms"] = 1e3 * (now.compile_seconds - then.compile_seconds)
+            if lookups := now.mask_lookups - then.mask_lookups:
+                metrics["mask_hit_percent"] = 100 * (now.mask_hits - then.mask_hits) / lookups
         return metrics
 
     def _wanted(self, case: str, stream: int) -> StructuredOutputsParams | None:

@@ -32,7 +32,7 @@ from quire.sampling_params import StructuredOutputsParams
 _COLD_US = 30.0
 """A mask is cold if it took this much longer, and twice as long, as at its second visit."""
 _WAIT_KERNELS = ("_wait",)
-"""How the names of kernels begin that wait for masks."""
+"""Beginnings of the names of kernels that wait for masks."""
 _masks: Any = building
 _CALLS = ("fill_next_token_bitmask_par", "fill_next_token_bitmask_par_with_draft_tokens")
 
@@ -41,7 +41,7 @@ now = time.perf_counter
 
 @dataclass(slots=True)
 class StepTrace:
-    """What the host did for the masks of one step. All times in seconds.
+    """The host's work for the masks of one step. All times in seconds.
 
     Attributes:
         rows: rows that needed masks.
@@ -67,7 +67,7 @@ class StepTrace:
 
 @dataclass(slots=True)
 class RunTrace:
-    """What one run did on the host.
+    """The host's work of one run.
 
     Attributes:
         steps: those that needed masks.

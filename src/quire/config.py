@@ -320,7 +320,7 @@ else:
 
     def _engine_args() -> type[CoreArgs]:
         # A plugin point: every feature may add settings.
-        from quire.features.registry import feature_args, refused_features
+        from quire.features.registry import feature_args, feature_errors
 
         parts = feature_args(CoreArgs)
         fields = [
@@ -341,7 +341,7 @@ else:
                 "__doc__": _ENGINE_ARGS,
                 "__module__": __name__,
                 "feature_args": tuple(parts),
-                "feature_errors": refused_features(),
+                "feature_errors": feature_errors(),
             },
             frozen=True,
             kw_only=True,
@@ -381,7 +381,7 @@ class EngineConfig:
         matryoshka: sizes that embeddings may be shortened to; () for any, None for no other size.
     """
 
-    args: EngineArgs
+    args: EngineArgs  # a module that makes a type of this one imports `EngineArgs` as well
     model_path: str
     tokenizer_path: str | None
     model_name: str

@@ -37,7 +37,7 @@ OTHER_PROGRAMS = {
     "unzip": "takes a model out of a package of the index; tests/real does so",
     "python3": "makes the environment that everything here runs in",
     **dict.fromkeys(
-        ("codex", "claude", "opencode", "qwen", "aider", "cline", "cn", "llm"),
+        ("codex", "claude", "opencode", "qwen", "aider", "cline", "cn", "llm", "open-webui"),
         "a client; tests/server/test_agents.py replays its requests",
     ),
 }

@@ -11,6 +11,7 @@ import torch
 
 from quire import LLM
 from quire.features.structured_output.masks import MaskBuilder
+from quire.runner.hooks.mask import Mask
 from tests.gpu.test_grammars import params
 
 FOREVER = {"structured_outputs_wait_us": 1e6}
@@ -89,3 +90,14 @@ def test_plain_rows_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where a row waits for the other row's masks, both share nearly every step.
     longer = max(len(output.outputs[0].token_ids) for output in outputs)
     assert after.steps - before.steps > longer + 20
+
+
+@pytest.mark.parametrize("settings", [{}, {"steps_in_flight": 3}, {"num_kv_blocks": 80}], ids=str)
+def test_forced_text_changes_no_bits(settings: dict[str, Any]) -> None:
+    expected, _ = run(**settings)
+    settings = {**settings, "structured_outputs_drafts": 7}
+    assert run(**settings)[0] == expected
+    # Nothing measured: forced text is drafted whenever there is some.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mask, "seconds", lambda hook, program, graphs: {})
+        assert run(**settings)[0] == expected

@@ -6,9 +6,9 @@ compiler.
     python -m tests.ops.compile_kernels --gluon --machine-code   # Hopper's kernels, down to ptxas
 
 Each launch of those tests goes through the front end of Triton's compiler, by default for a Hopper
-card, and runs nothing; no GPU is needed. What the tests find is not looked at. Prints every launch
-that does not compile, and fails if there is one. On cards before sm_89 those over 8-bit floats do
-not, and layers launch none of them. `PYTHONPATH` chooses another Triton than the installed one.
+card, and runs nothing; no GPU is needed. Results of the tests are ignored. Prints every launch that
+does not compile, and fails if there is one. On cards before sm_89, kernels with 8-bit floats do not
+compile, and layers do not launch them. `PYTHONPATH` chooses another Triton than the installed one.
 """
 
 from __future__ import annotations

@@ -100,11 +100,7 @@ def test_closing_lets_those_through_who_wait() -> None:
 def packed(plan: StepPlan, drafts: int) -> tuple[list[int], list[int]]:
     """Returns the lines of the plan's logit rows, and its gate."""
     limits = Limits(lanes=6, tokens=32, logit_rows=16, length=8, drafts=drafts)
-    config: Any = SimpleNamespace(
-        scheduler=SimpleNamespace(steps_in_flight=1),
-        vocab_size=32,
-        args=SimpleNamespace(structured_outputs_wait_us=30.0),
-    )
+    config: Any = SimpleNamespace(scheduler=SimpleNamespace(steps_in_flight=1), vocab_size=32)
     hook = Mask(config)
     state = BatchState(limits, [], CPU, [])
     state.columns["draft_ids"] = state.columns["draft_start"] = torch.zeros(6, dtype=torch.int32)

@@ -31,7 +31,8 @@ def limits(draw: st.DrawFn) -> Limits:
     drafts = draw(st.sampled_from([0, 0, 1, 3, 7]))
     tokens = draw(st.integers(2, 600) | st.integers(max(2, lanes), 9000))
     logit_rows = draw(st.integers(lanes, lanes * (1 + drafts)))
-    return Limits(lanes=lanes, tokens=tokens, logit_rows=logit_rows, length=9000, drafts=drafts)
+    rare = draw(st.booleans())
+    return Limits(lanes, tokens, logit_rows, length=9000, drafts=drafts, rare=rare)
 
 
 @given(st.data())

@@ -73,6 +73,8 @@ def scripted_engine(*words: str, **options: Any) -> FakeClient:
         dtype="float32",
         kv_cache_dtype="float32",
         hidden_size=64,
+        matryoshka=(),
+        pooling="last",
         scheduler=SimpleNamespace(max_model_len=2048),
         args=SimpleNamespace(lora_dir=None),
     )

@@ -290,6 +290,31 @@ def test_reasoning_survives_stateless_turns(thinking: Scripted) -> None:
         assert respond(other, input=[user, bare, message, user]).status_code == 200
 
 
+def test_omitted_thinking_is_in_the_signature(thinking: Scripted) -> None:
+    def ask(messages: list[Any], say: str) -> httpx.Response:
+        speaker(thinking).texts[:] = [say]
+        body = {
+            "model": MODEL,
+            "max_tokens": 100,
+            "messages": messages,
+            "thinking": {"type": "adaptive", "display": "omitted"},
+        }
+        return httpx.post(f"{thinking.url}/v1/messages", json=body, timeout=30)
+
+    user = {"role": "user", "content": "Hello."}
+    content = ask([user], "<think>\nHm.\n</think>\n\nYes.").json()["content"]
+    assert content[0]["thinking"] == ""
+    assert ask([user, {"role": "assistant", "content": content}, user], "a").status_code == 200
+    assert "<think>\nHm.\n</think>" in speaker(thinking).heard[-1]
+    sealed = content[0]["signature"]
+    content[0]["signature"] = f"{sealed[:12]}{'AB'[sealed[12] == 'A']}{sealed[13:]}"
+    refused = ask([user, {"role": "assistant", "content": content}, user], "a")
+    assert refused.status_code == 400
+    assert "signature" in refused.json()["error"]["message"]
+    content[0]["signature"] = "another server's"
+    assert ask([user, {"role": "assistant", "content": content}, user], "a").status_code == 200
+
+
 def test_compaction(scripted: Scripted) -> None:
     first = respond(scripted, SAY % "edit", tools=[EDIT]).json()
     (call,) = first["output"]

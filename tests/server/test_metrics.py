@@ -21,6 +21,7 @@ from quire.features.disaggregation.stats import DisaggStats
 from quire.features.expert_balance.stats import ExpertStats
 from quire.features.kv_offload.stats import TierStats
 from quire.features.speculation.stats import SourceStats, SpeculationStats
+from quire.features.structured_output.stats import GrammarStats
 from quire.server.errors import ApiError
 from quire.server.telemetry.engine_metrics import EngineMetrics
 from quire.server.telemetry.gpu_metrics import GpuMetrics
@@ -77,6 +78,7 @@ def everything(monkeypatch: pytest.MonkeyPatch) -> ServerMetrics:
         tiers=TierStats(),
         disagg=DisaggStats(),
         adapters=dict.fromkeys(ADAPTERS, 0.0),
+        grammars=GrammarStats(),
         speculation=SpeculationStats(sources={"suffix": SourceStats(3, 6, 4, [3, 1])}),
         ranks=[RankStats(1, 0.5, 2, 3)],
         experts=ExpertStats(5.0, 4.0, 1),

@@ -14,7 +14,6 @@ import pytest
 
 from quire.engine.loop.embedding import Embedding
 from quire.errors import ConfigError
-from quire.pooling_params import PoolingParams
 from quire.server.apis.ollama.convert import messages_of
 from quire.server.apis.ollama.protocol import OllamaMessage
 from quire.server.args import ServerArgs
@@ -43,10 +42,12 @@ PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "Hello."}
 ARGS = ServerArgs(generation_config="none", ollama_api=0)
 
 
+VECTOR = np.arange(64, dtype=np.float32)
+
+
 class EmbeddingSpeaker(Speaker):
-    async def embed(self, prompt: Any, params: PoolingParams, **_: Any) -> Embedding:
-        values = np.arange(params.dimensions or 4, dtype=np.float32)
-        return Embedding(values=values, prompt_token_ids=[1, 2, 3])
+    async def vector(self, prompt: Any, **_: Any) -> Embedding:
+        return Embedding(values=VECTOR, prompt_token_ids=[1, 2, 3])
 
 
 @pytest.fixture(scope="module")
@@ -209,14 +210,14 @@ def test_an_empty_request_loads_the_model(running: Scripted, path: str, body: An
 def test_embeddings(running: Scripted) -> None:
     body = {"model": f"{MODEL}:latest", "input": ["a", "b"], "dimensions": 3}
     answer = post(running, "/api/embed", body).json()
-    assert answer["embeddings"] == [[0.0, 1.0, 2.0]] * 2
+    assert answer["embeddings"] == [pytest.approx([0.0, 5**-0.5, 2 * 5**-0.5])] * 2
     assert (answer["model"], answer["prompt_eval_count"]) == (body["model"], 6)
     assert (
         len(post(running, "/api/embed", {"model": MODEL, "input": "a"}).json()["embeddings"]) == 1
     )
     assert post(running, "/api/embed", {"model": MODEL, "input": []}).json()["embeddings"] == []
     old = post(running, "/api/embeddings", {"model": MODEL, "prompt": "a"}).json()
-    assert old == {"embedding": [0.0, 1.0, 2.0, 3.0]}
+    assert old == {"embedding": pytest.approx((VECTOR / np.linalg.norm(VECTOR)).tolist())}
 
 
 def test_models(running: Scripted) -> None:

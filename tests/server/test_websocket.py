@@ -11,6 +11,7 @@ import httpx
 import pytest
 from openai.types.responses import ResponseStreamEvent
 
+from quire.server.apis.responses import socket
 from quire.server.args import ServerArgs
 from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.process.uvicorn_server import BoundedHttpProtocol
@@ -170,6 +171,21 @@ def test_many_streams(server: Scripted, client: SocketClient) -> None:
     while len([e for e in events if e["type"] in ("error", "response.completed")]) < 17:
         events.append(client.event())
     assert [e["error"]["param"] for e in events if e["type"] == "error"] == ["stream_id"]
+
+
+def test_many_waiting_turns(
+    server: Scripted, client: SocketClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "MAX_WAITING_BYTES", 3000)
+    speaker(server).texts += ["a b c d."] * 8
+    for _ in range(8):
+        client.send(model=MODEL, input="a" * 1000)
+    events = []
+    while len([e for e in events if e["type"] in ("error", "response.completed")]) < 8:
+        events.append(client.event())
+    errors = [event["error"]["code"] for event in events if event["type"] == "error"]
+    assert set(errors) == {"rate_limit_exceeded"}
+    assert len(errors) < 8
 
 
 def test_text_that_is_not_json(client: SocketClient) -> None:

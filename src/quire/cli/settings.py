@@ -24,7 +24,7 @@ from quire.cli.help import set_parameters, show_all, type_name
 from quire.cli.mistakes import not_one_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError
-from quire.features.registry import clash, origin_of_setting
+from quire.features.registry import clash_error, origin_of_setting
 from quire.sampling_params import PARAMETERS, DeclaredParameter
 from quire.server.args import ServerArgs
 from quire.system import read_bounded
@@ -363,7 +363,7 @@ def check_names(engine: type[EngineArgs]) -> None:
     others = {each.name for schema in (ServerArgs, SamplingArgs) for each in settings_of(schema)}
     for field in dataclasses.fields(engine):
         if field.name in others:
-            raise clash("setting", field.name, "the server", origin_of_setting(field.name))
+            raise clash_error("setting", field.name, "the server", origin_of_setting(field.name))
 
 
 check_names(EngineArgs)

@@ -2,7 +2,7 @@
 
 A package adds a feature by an entry point of the group `quire.features`, which names its
 `FeatureSpec`. A feature that cannot be loaded, or repeats a name, is left out. An engine then
-refuses to start, with an error that names the feature (`refused_features`).
+refuses to start, with an error that names the feature (`feature_errors`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Installed:
         for kind, name in names:
             owner = self._owners.get((kind, name))
             if owner is not None:
-                self.errors.append(clash(kind, name, owner, origin))
+                self.errors.append(clash_error(kind, name, owner, origin))
                 return
         self._owners |= dict.fromkeys(names, origin)
         self.specs.append(spec)
@@ -72,7 +72,7 @@ def _declared_names(spec: FeatureSpec) -> Iterator[tuple[str, str]]:
             yield "setting", each.name
 
 
-def clash(kind: str, name: str, first: str, second: str) -> ConfigError:
+def clash_error(kind: str, name: str, first: str, second: str) -> ConfigError:
     """Returns the error for a name that is declared twice.
 
     Args:
@@ -101,7 +101,7 @@ def installed_features() -> tuple[FeatureSpec, ...]:
     return tuple(_installed().specs)
 
 
-def refused_features() -> list[ConfigError]:
+def feature_errors() -> list[ConfigError]:
     """Returns the errors of features that could not be loaded or that repeat a name."""
     return _installed().errors
 
@@ -118,7 +118,7 @@ def feature_args(core: type[Any]) -> list[type[Any]]:
         args = resolve(spec.args)
         repeated = taken.intersection(each.name for each in dataclasses.fields(args))
         if repeated:
-            _installed().errors.append(clash("setting", min(repeated), _ENGINE, spec.origin))
+            _installed().errors.append(clash_error("setting", min(repeated), _ENGINE, spec.origin))
         else:
             found.append(args)
     return found
@@ -134,7 +134,7 @@ def origin_of_setting(name: str) -> str:
     )
 
 
-def declared(
+def collect_declarations(
     features: Iterable[FeatureSpec], kind: str, place: Callable[[FeatureSpec], str]
 ) -> dict[str, Any]:
     """Returns the calls, or the request fields, that features declare, by name.
@@ -151,7 +151,7 @@ def declared(
     for spec in features:
         for each in resolve(place(spec)) if place(spec) else ():
             if each.name in found:
-                raise clash(kind, each.name, owners[each.name], spec.origin)
+                raise clash_error(kind, each.name, owners[each.name], spec.origin)
             found[each.name], owners[each.name] = each, spec.origin
     return found
 
@@ -159,13 +159,13 @@ def declared(
 @functools.cache
 def declared_calls() -> dict[str, Any]:
     """Returns every `CallType` that a feature declares, whether the feature runs or not."""
-    return declared(installed_features(), "call", lambda spec: spec.calls)
+    return collect_declarations(installed_features(), "call", lambda spec: spec.calls)
 
 
 @functools.cache
 def declared_fields() -> dict[str, Any]:
     """Returns every `RequestField` that a feature declares."""
-    return declared(installed_features(), "request field", lambda spec: spec.fields)
+    return collect_declarations(installed_features(), "request field", lambda spec: spec.fields)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ def body_fields() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for each in declared_fields().values():
         if each.key in found:
-            raise clash(
+            raise clash_error(
                 "request field", each.key, origin_of_field(found[each.key]), origin_of_field(each)
             )
         if each.key:

@@ -103,8 +103,8 @@ class HalvesGroup(TorchGroup):
         Tries `most` tokens, then half of them, and so on, while halves are faster.
 
         Args:
-            seconds: runs a step of so many tokens, as `halves_from` says, and returns its time. All
-                ranks must get the same number, so that they choose alike.
+            seconds: runs a step of this many tokens, in halves or whole by `halves_from`, and
+                returns its time. All ranks must get the same time, so that they choose alike.
             most: most tokens of a step.
         """
 
@@ -123,7 +123,7 @@ class HalvesGroup(TorchGroup):
 
     @property
     def described(self) -> str:
-        """A sentence that tells people which steps are computed as halves."""
+        """A description, for logs, of the steps that run as halves."""
         least = self.halves_from
         return "off" if least == sys.maxsize else f"steps of at least {least} tokens are two halves"
 

@@ -21,8 +21,8 @@ class StepRows(NamedTuple):
         lanes: [R], the row's lane; -1 for rows of padding, which come last.
         query_start: [R + 1], the first token of each row.
         logit_start: [R + 1], the first logit row of each row.
-        flags: [R], PROMPT where the host knows the row's tokens, GATED where the head needs inputs
-            of the host, HELD where the head goes on from the hidden state that the lane keeps.
+        flags: [R], a sum of bits. PROMPT: the host knows the row's tokens. GATED: the head needs
+            inputs from the host. HELD: the head continues from the lane's stored hidden state.
     """
 
     lanes: Tensor
@@ -47,9 +47,8 @@ class LogitRows(NamedTuple):
 
     Attributes:
         lanes: the lane; -1 for an unused place.
-        tokens: index of the hidden state among the step's tokens; -1 for the one that the lane
-            keeps.
-        lengths: position of the token that the logits give.
+        tokens: index of the hidden state among the step's tokens; -1 for the lane's stored one.
+        lengths: position of the token that the logits predict.
         ahead: number of the row's drafts before this place.
     """
 

@@ -84,7 +84,9 @@ class Buckets:
             limits.logit_rows, [*self._rows, *range(limits.lanes, limits.logit_rows, 64)]
         )
         # Rows with a few drafts have a logit row for each token.
-        short = _up_to(min(limits.tokens, limits.logit_rows), self._logit_rows)
+        most = min(limits.tokens, limits.logit_rows)
+        sizes = [8, 16, 32, 64, *range(128, most, 64)] if limits.rare else self._logit_rows
+        short = _up_to(most, sizes)
         self._short = [size for size in short if size > 1] if limits.drafts else []
 
     def bodies(self) -> list[BodyShape]:

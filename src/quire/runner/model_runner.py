@@ -35,7 +35,8 @@ from quire.runner.state import BatchState, Limits
 from quire.runner.step_runner import StepRunner
 
 _LOGIT_ROWS = 64
-"""Least `Limits.logit_rows` if rows have drafts, unless all lanes' drafts need fewer."""
+"""Least `Limits.logit_rows` if rows have drafts, unless all lanes' drafts need fewer. If few steps
+have drafts, as many are for drafts alone."""
 
 
 class ModelRunner:
@@ -221,11 +222,14 @@ def step_limits(config: EngineConfig, hooks: Sequence[Hook]) -> Limits:
     """Returns the limits of an engine with these hooks."""
     scheduler = config.scheduler
     lanes, drafts = scheduler.max_num_seqs, max((hook.drafts for hook in hooks), default=0)
+    rare = all(hook.rare for hook in hooks if hook.drafts)
+    # With many lanes, each gets few drafts, so that heads stay small.
+    most = lanes + _LOGIT_ROWS if rare else max(2 * lanes, _LOGIT_ROWS)
     return Limits(
         lanes=lanes,
         tokens=scheduler.max_num_batched_tokens,
-        # With many lanes, each gets few drafts, so that heads stay small.
-        logit_rows=min(lanes * (1 + drafts), max(2 * lanes, _LOGIT_ROWS)) if drafts else lanes,
+        logit_rows=min(lanes * (1 + drafts), most) if drafts else lanes,
         length=scheduler.max_model_len,
         drafts=drafts,
+        rare=bool(drafts) and rare,
     )

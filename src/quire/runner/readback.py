@@ -191,6 +191,9 @@ class Step:
             # No row has logits, so that none gives a token.
             results = np.full((rows, 3), -1, dtype=np.int32)
             results[:, :2] = 0
+        if results.shape[1] > 3 and self.plan.q_len.max(initial=1) == 1:
+            # No row has drafts, so that none gives a second token.
+            results = results[:, :3]
         self.result = StepResult(
             step_id=self.plan.step_id,
             tokens=results[:rows, 2:],

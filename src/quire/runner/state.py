@@ -48,6 +48,7 @@ class Limits:
         logit_rows: most logit rows of a step.
         length: most tokens of a lane's request.
         drafts: most draft tokens of a row.
+        rare: whether few steps have drafts.
     """
 
     lanes: int
@@ -55,6 +56,7 @@ class Limits:
     logit_rows: int
     length: int
     drafts: int = 0
+    rare: bool = False
 
 
 class BatchState:

@@ -42,10 +42,10 @@ class Feature:
         return True
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
-        """Returns whether the feature brings blocks for a request that is about to start.
+        """Returns whether the feature loads blocks for a request that is about to start.
 
-        True parks the request until `Scheduler.wake`. The feature brings blocks that the device
-        does not hold.
+        True parks the request until `Scheduler.wake`. The feature loads blocks that the device does
+        not have.
 
         Args:
             tokens: int32 [known].
@@ -76,6 +76,11 @@ class Feature:
     def proposes_drafts(self) -> bool:
         """Whether `lookahead` may ask for drafts."""
         return type(self).lookahead is not Feature.lookahead
+
+    @property
+    def drafting(self) -> bool:
+        """Whether `lookahead` may ask for drafts in the next step."""
+        return True
 
     @property
     def certain(self) -> bool:
@@ -133,7 +138,7 @@ class Feature:
         """
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes, int32 [n], the host has the inputs that came late, bool [n]."""
+        """Returns whether the host now has the late inputs of each lane, int32 [n]: bool [n]."""
         return np.ones(len(lanes), dtype=bool)
 
     def result(self, request: Request, tokens: Int32) -> int:
@@ -292,7 +297,7 @@ class FeatureSet:
 
     @property
     def fetches(self) -> bool:
-        """Whether any feature brings blocks."""
+        """Whether any feature loads blocks."""
         return bool(self._calls["fetch"])
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
@@ -309,10 +314,15 @@ class FeatureSet:
             params = device_params(request, params)
         return params
 
+    @property
+    def drafting(self) -> bool:
+        """Whether any feature may ask for drafts in the next step."""
+        return any(feature.drafting for feature in self.looks_ahead)
+
     def lookahead(self, lanes: Int32, room: Int32) -> Int32:
         """Returns the most drafts that any feature proposes for each row, at most `room`."""
         counts = np.zeros_like(lanes)
-        for feature in self.looks_ahead:
+        for feature in [each for each in self.looks_ahead if each.drafting]:
             own = np.minimum(feature.lookahead(lanes, room), room)
             counts = np.maximum(counts, own)
             if feature.certain and own.any():
@@ -344,7 +354,7 @@ class FeatureSet:
             late(lanes, rows, tokens)
 
     def inputs_ready(self, lanes: Int32) -> Flags:
-        """Returns for which lanes all features have the inputs that came late."""
+        """Returns whether all features have the late inputs of each lane by now."""
         ready: Flags = np.ones(len(lanes), dtype=bool)
         for inputs_ready in self._calls["inputs_ready"]:
             ready &= inputs_ready(lanes)

@@ -21,17 +21,17 @@ class LaneTable:
         planned: int32 [lanes].
         computed: int32 [lanes].
         tokens: int32 [lanes, longest sequence]. The system gives it pages as they are written.
-        last: int32 [lanes], positions that the request computes at most: `max_total - 1`, because
-            its last token is never fed.
-        lane_epoch: int32 [lanes], number of requests that have left the lane, and of rows in it
-            that were late. A row with a lower one is stale.
+        last: int32 [lanes], most positions that the request computes. This is `max_total - 1`,
+            because its last token is never fed.
+        lane_epoch: int32 [lanes], number of requests that have left the lane plus its late rows.
+            Rows with a lower epoch are stale.
         drafted: int32 [lanes], draft tokens in flight. The position is at least
             `planned - drafted`.
         prompt_step: int32 [lanes], the step that computes the last known token of the prompt.
         ready_step: int32 [lanes], the first step that may plan the lane's next generated token.
-        held: bool [lanes], whether the lane's last row was late, and no HELD row has gone on yet.
-        resumed: bool [lanes], whether such a row is in flight.
-        num_held: number of lanes that are held.
+        held: bool [lanes], whether the last row was late and no HELD row has continued it yet.
+        resumed: bool [lanes], whether a HELD row is in flight.
+        num_held: number of held lanes.
     """
 
     def __init__(self, num_lanes: int, max_len: int) -> None:
@@ -79,7 +79,7 @@ class LaneTable:
         request.lane = -1
 
     def hold(self, requests: Sequence[Request], step_id: int) -> None:
-        """Takes lanes back to the rows that were late, whose last position counts as uncomputed.
+        """Resets lanes to their late rows. The rows' last positions count as not computed.
 
         Rows in flight become stale. The next row is a HELD one.
         """
@@ -95,7 +95,7 @@ class LaneTable:
         self.num_held = int(self.held.sum())
 
     def let_go(self, lanes: Int32) -> None:
-        """Ends the hold of lanes that have gone on, or are free."""
+        """Ends the hold of lanes that have continued or are free."""
         if self.num_held:
             self.held[lanes] = self.resumed[lanes] = False
             self.num_held = int(self.held.sum())

@@ -17,8 +17,8 @@ class RequestProgress:
     """One request's part of a `StepProgress`.
 
     Attributes:
-        new_tokens: int32 [n], empty in mid-prompt.
-        finished: whether the request ended; `request.finish_reason` says why.
+        new_tokens: int32 [n] (empty in mid-prompt).
+        finished: whether the request ended (`request.finish_reason` says why).
         logprobs: this row's entries, or None.
         prompt_logprobs: this row's entries, or None.
         pooled: float32 [width], the prompt as a vector, or None.
@@ -45,8 +45,8 @@ class StepProgress:
         rows: int32 [M], each request's row in the plan.
         lanes: int32 [M], each request's lane in the plan.
         num_generating: number of generating requests. The other requests follow them.
-        tokens: int32 [M, W]; a request's new tokens come first in its line.
-        n_tokens: int32 [M], number of new tokens; 0 in mid-prompt.
+        tokens: int32 [M, W]. A request's new tokens come first in its line.
+        n_tokens: int32 [M], number of new tokens (0 in mid-prompt).
         stop_reason: int32 [M], a `StopReason` each.
         finished: indices of the requests that ended in this step, ascending.
         logprobs: the device's log-probabilities of the plan's rows.
@@ -148,7 +148,7 @@ class SchedulerStats:
         copied_blocks: Blocks of all groups copied because requests share them only in part.
         preemptions: Number of times a running request was put back into the queue.
         swapped: Number of preemptions after which a feature restores the blocks.
-        late_rows: Number of rows that sat a step out because their host inputs came late.
+        late_rows: Number of rows that gave no token because their host inputs were late.
     """
 
     running: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +13,7 @@ from quire.cache import BlockManager
 from quire.config import SchedulerConfig
 from quire.plan import RowFlag
 from quire.request import Request, RequestStatus
+from quire.scheduler.feature import FeatureSet
 from quire.scheduler.lanes import Flags, LaneTable
 from quire.scheduler.order import Order
 from quire.scheduler.step import (
@@ -29,8 +30,8 @@ class RunningSet:
     """Running requests, in policy order, and their lanes.
 
     Args:
-        lookahead: `FeatureSet.lookahead`, or None if no feature proposes drafts.
-        inputs_ready: `FeatureSet.inputs_ready`.
+        features: says how many drafts rows verify, and which lanes have what their late rows
+            lacked.
         logit_rows: most logit rows of a step.
         drafts: most draft tokens of a row.
 
@@ -44,16 +45,15 @@ class RunningSet:
         config: SchedulerConfig,
         blocks: BlockManager,
         order: Order,
-        lookahead: Callable[[Int32, Int32], Int32] | None,
-        inputs_ready: Callable[[Int32], Flags],
+        features: FeatureSet,
         logit_rows: int,
         drafts: int,
     ) -> None:
         self._config = config
         self._blocks = blocks
         self._order = order
-        self._lookahead = lookahead
-        self._inputs_ready = inputs_ready
+        self._features = features
+        self._drafts_possible = bool(features.looks_ahead)
         self._logit_rows = logit_rows
         self._drafts = drafts
         self.lanes = LaneTable(config.max_num_seqs, config.max_model_len)
@@ -150,17 +150,17 @@ class RunningSet:
             rows, room = rows.select(first), room[first]
         if lanes.num_held and rows.requests:
             rows, room = self._with_held(rows, room)
-        if self._lookahead is not None and with_drafts and rows.requests:
+        if self._drafts_possible and with_drafts and rows.requests and self._features.drafting:
             rows = self._with_drafts(rows, room)
         return rows
 
     def _may_go_on(self, lanes: Int32) -> Flags:
-        """Returns which lanes are not held, or have what their late rows lacked, bool [n]."""
+        """Returns whether each lane is not held or has its late row's inputs by now, bool [n]."""
         table = self.lanes
         free: Flags = ~table.held[lanes] | table.resumed[lanes]
         held = lanes[~free]
         if len(held):
-            free[~free] = self._inputs_ready(held)
+            free[~free] = self._features.inputs_ready(held)
         return free
 
     def _with_held(self, rows: DecodeRows, room: Int32) -> tuple[DecodeRows, Int32]:
@@ -176,15 +176,13 @@ class RunningSet:
 
         A logit row stays free for each prompt that may end in the step.
         """
-        if self._lookahead is None:
-            return rows
         count, lanes = len(rows.requests), self.lanes
         ends = len(self._prompts) + min(lanes.num_free, len(self._order))
         most = min(self._config.max_num_batched_tokens, self._logit_rows - ends) - count
         room = np.minimum(room - 1, min(max(most, 0), self._drafts))
         if not room.any():
             return rows
-        counts = cut_evenly(np.minimum(self._lookahead(rows.lanes, room), room), most)
+        counts = cut_evenly(np.minimum(self._features.lookahead(rows.lanes, room), room), most)
         return rows.with_drafts(counts) if counts.any() else rows
 
     def chunks(self, budget: int, can_start: bool) -> list[PrefillChunk]:

@@ -8,7 +8,7 @@ from        to          when
 (new)       WAITING     `add`
 (new)       PARKED      `add`: a feature is not ready for it, or its leader's prompt is not planned
 PARKED      WAITING     `wake`; the leader's prompt is planned; the leader ended or was preempted
-WAITING     PARKED      `plan`: a feature brings blocks that the request can start from
+WAITING     PARKED      `plan`: a feature loads blocks that the request can start from
 WAITING     RUNNING     `plan`: budget, a lane and blocks suffice; in the queue's order (`order.py`)
 RUNNING     WAITING     `plan`: preempted, if blocks run out or another tenant is due the lane
                         (`Order.victim`, `victim_for`); `update`: a feature kept fewer tokens than
@@ -90,15 +90,8 @@ class Scheduler:
         self._order = Order(config) if order is None else order
         self._waiting = WaitingSet(self._order, self._features.ready)
         self._prompts_planned: list[Request] = []
-        lookahead = self._features.lookahead if self._features.looks_ahead else None
         self._running = RunningSet(
-            config,
-            self.blocks,
-            self._order,
-            lookahead,
-            self._features.inputs_ready,
-            logit_rows,
-            capacity.drafts,
+            config, self.blocks, self._order, self._features, logit_rows, capacity.drafts
         )
         self._lanes = self._running.lanes
         self._admission = Admission(

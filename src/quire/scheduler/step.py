@@ -126,9 +126,9 @@ class StepInFlight:
     It is made when the step is planned, and kept until its results come.
 
     Attributes:
-        requests: R requests, in row order.
+        requests: R requests in row order.
         lanes: int32 [R].
-        lane_epoch: int32 [R]; a row is stale once its lane has a higher one.
+        lane_epoch: int32 [R]. A row is stale once its lane has a higher epoch.
         q_len: int32 [R], number of computed positions.
         n_logits: int32 [R], number of positions with logits.
         flags: int32 [R], a `RowFlag` each.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from quire.features.registry import clash, installed_features
+from quire.features.registry import clash_error, installed_features
 from quire.features.spec import FeatureSpec, resolve
 from quire.server import playground
 from quire.server.apis import models
@@ -42,7 +42,7 @@ def with_features(own: tuple[Route, ...], features: Iterable[FeatureSpec]) -> It
         for route in resolve(spec.routes) if spec.routes else ():
             key = route.method, route.described_path
             if key in owners:
-                raise clash("route", " ".join(key), owners[key], spec.origin)
+                raise clash_error("route", " ".join(key), owners[key], spec.origin)
             owners[key] = spec.origin
             yield route
 

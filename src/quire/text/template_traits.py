@@ -114,9 +114,9 @@ def _behind(before: str, text: str, other: str) -> str:
     """Returns the part of `text` that shows the call.
 
     Args:
-        before: the prompt. The beginning that both share is cut off, up to a mark.
-        other: the text without the call. The end that both share is cut off from a mark on, because
-            some templates close every conversation with instructions.
+        before: the prompt. The common beginning of both is removed, up to a mark.
+        other: the text without the call. The common end of both is removed, starting at a mark,
+            because some templates close every conversation with instructions.
     """
     pairs = enumerate(zip(reversed(text), reversed(other), strict=False))
     shared = next((i for i, (a, b) in pairs if a != b), min(len(text), len(other)))

@@ -1,4 +1,4 @@
-"""Text that a grammar forces is drafted: the same texts in fewer steps, and the same distribution."""
+"""Text that a grammar forces is drafted: the same texts and distribution, in fewer steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from quire import LLM, SamplingParams
+from quire.errors import ConfigError
 from quire.features.speculation.verifier import Verifier
 from quire.features.structured_output.compiler import Compiler
 from quire.features.structured_output.forced_text import (
@@ -23,6 +24,7 @@ from quire.features.structured_output.masks import GrammarState, MaskBuilder, Ma
 from quire.sampling_params import StructuredOutputsParams
 from tests.features.structured_output.conftest import of_schema
 from tests.features.structured_output.test_engine import DATES, PERSON
+from tests.slow import slow
 
 ADDRESS = {
     "type": "object",
@@ -56,22 +58,37 @@ PARAMS = [
     asks(ADDRESS, seed=6, max_tokens=17),
     asks(ADDRESS, seed=7, min_tokens=40),
     SamplingParams(temperature=0.9, seed=8, max_tokens=30, ignore_eos=True),
-    SamplingParams(structured_outputs={"regex": "abcdefghijkl[xy]mnopq"}, max_tokens=40, seed=9),  # type: ignore[arg-type]
+    SamplingParams(
+        structured_outputs=StructuredOutputsParams(regex="abcdefghijkl[xy]mnopq"), seed=9
+    ),
 ]
 PROMPTS = [f"Record {i}:" for i in range(len(PARAMS))]
+
+
+class Engines(dict[str, LLM]):
+    """Engines by name, which begin when they are asked for."""
+
+    def __init__(self, **settings: dict[str, Any]) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def __missing__(self, name: str) -> LLM:
+        sizes: dict[str, Any] = {"num_kv_blocks": 300, "max_model_len": 256, "max_num_seqs": 16}
+        self[name] = LLM(**sizes, **self._settings[name])
+        return self[name]
 
 
 @pytest.fixture(scope="module")
 def llms() -> Iterator[dict[str, LLM]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
-        sizes: dict[str, Any] = {"num_kv_blocks": 300, "max_model_len": 256, "max_num_seqs": 16}
-        made = {
-            "plain": LLM(**sizes),
-            "one": LLM(**sizes, **SUFFIX),
-            "two": LLM(**sizes, **SUFFIX, steps_in_flight=2),
-            "draft": LLM(**sizes, speculative={"method": "draft"}, steps_in_flight=2),
-        }
+        made = Engines(
+            plain={},
+            one=SUFFIX,
+            two={**SUFFIX, "steps_in_flight": 2},
+            alone={"structured_outputs_drafts": 5, "steps_in_flight": 2},
+            draft={"speculative": {"method": "draft"}, "steps_in_flight": 2},
+        )
         yield made
         for llm in made.values():
             llm.shutdown()
@@ -94,7 +111,7 @@ def answers(llm: LLM, params: list[SamplingParams] = PARAMS) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("name", ["one", "two", "draft"])
+@pytest.mark.parametrize("name", ["one", "alone", slow("two"), slow("draft")])
 def test_the_same_texts_in_fewer_steps(llms: dict[str, LLM], name: str) -> None:
     expected = answers(llms["plain"])
     llm = llms[name]
@@ -120,7 +137,7 @@ def test_the_distribution_is_that_without_drafts(llms: dict[str, LLM]) -> None:
     """Chi-square of what is chosen between forced texts."""
     wanted = StructuredOutputsParams(regex="[ab] is followed by [cde]")
     counts = []
-    for name, seed in (("plain", 1), ("one", 2)):
+    for name, seed in (("plain", 1), ("alone", 2)):
         params = SamplingParams(
             structured_outputs=wanted, temperature=1.5, seed=seed, n=128, max_tokens=20
         )
@@ -205,3 +222,10 @@ def test_drafts_that_do_not_pay() -> None:
     assert not costs.pays(8, 6)
     assert costs.pays(8, 80)
     assert DraftCosts({}).pays(8, 1)
+
+
+def test_stages_refuse_the_setting() -> None:
+    """Earlier stages know only of other drafts."""
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2") as caught:
+        LLM(structured_outputs_drafts=3, pipeline_parallel_size=2)
+    assert caught.value.param == "structured_outputs_drafts"

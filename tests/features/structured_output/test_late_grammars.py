@@ -73,7 +73,7 @@ def test_a_prompt_runs_while_its_grammar_is_compiled(
     alone = [llm.generate(p, each, use_tqdm=False)[0].outputs[0].token_ids for p, each in jobs]
     schema["title"] = "compiled late once more"
     jobs[0] = PROMPTS[0], asks(schema, seed=3, max_tokens=30)
-    gate, before = slow_compiler(late, monkeypatch), llm.stats()
+    gate, before = slow_compiler(late, monkeypatch), llm.stats().grammars
 
     def open_gate(requests: list[Any]) -> None:
         if requests[1].finished and not gate.is_set():
@@ -82,10 +82,10 @@ def test_a_prompt_runs_while_its_grammar_is_compiled(
             gate.set()
 
     assert run(llm, jobs, open_gate) == alone
-    stats = llm.stats()
+    stats = llm.stats().grammars
     assert stats.compile_late_rows == before.compile_late_rows + 1
-    assert stats.grammar_compiles == before.grammar_compiles + 1
-    assert stats.grammar_compile_seconds > before.grammar_compile_seconds
+    assert stats.compiles == before.compiles + 1
+    assert stats.compile_seconds > before.compile_seconds
     assert not late._unbuilt
     assert not late._copies
 

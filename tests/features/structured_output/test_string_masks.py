@@ -16,7 +16,7 @@ from llguidance.numpy import fill_next_token_bitmask
 from quire.arrays import Int32
 from quire.features.structured_output.compiler import Compiler, CompilerConfig
 from quire.features.structured_output.masks import GrammarState, MaskBuilder, MaskRow
-from quire.features.structured_output.string_walk import StringWalk, string_places
+from quire.features.structured_output.string_walk import UNBOUNDED, StringWalk, string_places
 from quire.sampling_params import StructuredOutputsParams
 from quire.text.tokenizer import Tokenizer
 from tests.features.structured_output.conftest import EOS
@@ -42,7 +42,7 @@ class Walk:
         self._compiler = compiler
         self._random = random.Random(seed)
         asked = StructuredOutputsParams(json=json.dumps(schema))
-        grammar = compiler.compile(asked).result()
+        grammar = compiler.acquire(asked)[0].result()
         self.state = GrammarState(position=0)
         self.state.begin(grammar, compiler.walk(asked))
         self.copy = grammar.deep_copy()
@@ -64,13 +64,20 @@ class Walk:
             self.copy.consume_token(token)
         return self.put_together
 
-    def _mask(self) -> Int32:
+    def write(self, tokenizer: Tokenizer, text: str) -> None:
+        """Writes a text in its canonical tokens."""
+        for token in tokenizer.encode(text, add_special_tokens=False).tolist():
+            assert token in _tokens_of(self._mask(may_draft=False))
+            self.state.advance([token])
+            self.copy.consume_token(token)
+
+    def _mask(self, may_draft: bool = True) -> Int32:
         strings = self.state.strings
         wanted = np.zeros((1, self._words), dtype=np.int32)
         fill_next_token_bitmask(self.copy, wanted)
         lines = 1
         drafts: list[int] = []
-        if self._random.random() < 0.1:  # a row that verifies a draft
+        if may_draft and self._random.random() < 0.1:  # a row that verifies a draft
             lines, drafts = 2, [self._random.choice(_tokens_of(wanted[0]))]
         row = MaskRow(self.state, lines, drafts)
         masks = np.full((lines, self._words), 7, dtype=np.int32)
@@ -157,6 +164,64 @@ def test_masks_at_every_position_equal_llguidances(
     Walk(walking, schema, seed).run(60)
 
 
+@pytest.fixture(scope="module")
+def remembering(tokenizer: Tokenizer) -> Iterator[Compiler]:
+    config = CompilerConfig(threads=1, walks=True, memory_bytes=10_000_000)
+    made = Compiler(tokenizer.hub.to_str, tokenizer.vocab_size, EOS, config)
+    made.warm_up()
+    assert made._tables is not None
+    made._tables.result()
+    yield made
+    made.shutdown()
+
+
+@settings(max_examples=15)
+@given(schema=schemas, seed=st.integers(0, 2**20))
+def test_remembered_masks_are_those_of_llguidance(
+    remembering: Compiler, schema: Any, seed: int
+) -> None:
+    for i in range(5):
+        Walk(remembering, schema, seed + i // 2).run(40)
+
+
+@pytest.mark.slow
+@settings(max_examples=150)
+@given(schema=schemas, seed=st.integers(0, 2**20))
+def test_many_remembered_masks_are_those_of_llguidance(
+    remembering: Compiler, schema: Any, seed: int
+) -> None:
+    for i in range(8):
+        Walk(remembering, schema, seed + i // 2).run(100)
+
+
+def test_masks_are_remembered_whatever_free_strings_say(
+    remembering: Compiler, tokenizer: Tokenizer
+) -> None:
+    """From a grammar's second request on, and not behind what decides something."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "path": {"type": "string"},
+            "kind": {"enum": ["file", "folder"]},
+            "line": {"type": "integer"},
+        },
+        "required": ["path", "kind", "line"],
+        "additionalProperties": False,
+    }
+    memory = remembering.memory
+    assert memory is not None
+    found = []
+    for path, kind in [("a/b.py", "file"), ("c d", "file"), ("e", "file"), ("a/b.py", "folder")]:
+        walk = Walk(remembering, schema, seed=0)
+        before = memory.lookups, memory.hits
+        walk.write(tokenizer, json.dumps({"path": path, "kind": kind, "line": 12}))
+        found.append((memory.lookups - before[0], memory.hits - before[1]))
+    assert found[0] == (0, 0)
+    assert found[1][1] == 0
+    assert found[2][0] == found[2][1] > 10
+    assert 0 < found[3][1] < found[3][0]
+
+
 @pytest.mark.slow
 @settings(max_examples=150)
 @given(schema=schemas, seed=st.integers(0, 2**20))
@@ -171,6 +236,8 @@ def test_masks_of_many_documents_equal_llguidances(
     [
         {"type": "string", "maxLength": 12},
         {"type": "string", "maxLength": 300},
+        {"type": "string"},
+        {},
         {"type": "string", "minLength": 3, "maxLength": 12},
         {"type": ["null", "string"], "maxLength": 12},
         {"anyOf": [{"type": "integer"}, {"$ref": "#/$defs/text"}]},
@@ -189,8 +256,9 @@ def test_strings_bounded_by_length_are_put_together(walking: Compiler, item: Any
 @pytest.mark.parametrize(
     "item",
     [
-        {"type": "string"},
         {"type": "string", "maxLength": 12, "pattern": "^[a-z]*$"},
+        {"type": "string", "pattern": "^[a-z]*$"},
+        {"type": "string", "format": "date"},
         {"anyOf": [{"type": "string", "maxLength": 12}, {"type": "string", "maxLength": 13}]},
         {"anyOf": [{"type": "string", "maxLength": 12}, {"enum": ["abc"]}]},
     ],
@@ -199,7 +267,6 @@ def test_other_strings_are_left_to_llguidance(walking: Compiler, item: Any) -> N
     other = {"type": "string", "maxLength": 5}
     schema = {"type": "array", "items": item, "minItems": 50, "prefixItems": [other]}
     places = string_places(schema)
-    assert places is not None
     assert places.length(places.item(places.root, 0)) == (0, 5)
     assert places.length(places.item(places.root, 1)) is None
     Walk(walking, schema, seed=1).run(100)
@@ -233,7 +300,10 @@ def test_names_may_be_written_with_escapes(walking: Compiler, tokenizer: Tokeniz
         walking,
         {
             "type": "object",
-            "properties": {'a"{': {"type": "string", "maxLength": 7}, "b": {"type": "string"}},
+            "properties": {
+                'a"{': {"type": "string", "maxLength": 7},
+                "b": {"type": "string", "maxLength": 9},
+            },
         },
     )
     ids = tokenizer.encode('{"a\\"{": "x', add_special_tokens=False).tolist()
@@ -242,12 +312,11 @@ def test_names_may_be_written_with_escapes(walking: Compiler, tokenizer: Tokeniz
     assert walk.left == 6
     walk.take(tokenizer.encode('", "b": "x', add_special_tokens=False).tolist())
     walk.settle()
-    assert walk.left == -1
+    assert walk.left == 8
 
 
-def test_schemas_without_bounded_strings_are_not_followed(walking: Compiler) -> None:
+def test_what_has_no_schema_is_not_followed(walking: Compiler) -> None:
     for asked in (
-        StructuredOutputsParams(json='{"type": "array", "items": {"type": "integer"}}'),
         StructuredOutputsParams(json_object=True),
         StructuredOutputsParams(regex="[a-z]{3}"),
     ):
@@ -270,11 +339,11 @@ def test_unusual_schemas_are_followed_or_left_out() -> None:
         },
     }
     places = string_places(schema)
-    assert places is not None
     found = {
         name: places.length(places.value(places.root, name))
         for name in (*schema["properties"], "unknown")  # type: ignore[misc]
     }
     assert found.pop("prefixItems") == (0, 3)
     assert found.pop("one") == (0, 3)
+    assert found.pop("properties") == found.pop("unknown") == (0, UNBOUNDED)
     assert set(found.values()) == {None}

@@ -54,6 +54,9 @@ def written(parser: str, text: str) -> str:
         call = BARE[parser].replace("=f>", "=edit>").replace("=n>", "=input>")
         call = call.replace('"f"', '"edit"').replace('"n"', '"input"')
         call = call.replace("call>f\n", "call>edit\n").replace("key>n<", "key>input<")
+        call = call.replace("opensource>f<", "opensource>edit<")
+        call = call.replace("key:opensource>n<", "key:opensource>input<")
+        call = call.replace("<n>", "<input>").replace("</n>", "</input>")
         return call.replace("call:f{n:", "call:edit{input:") % text
     if parser == "pythonic":
         return f"[edit(input={json.dumps(text)})]"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 import msgspec
 
 from quire.engine.loop.telemetry import Histogram
-from quire.features.registry import clash, installed_features
+from quire.features.registry import clash_error, installed_features
 from quire.features.spec import resolve
 
 
@@ -37,9 +37,6 @@ class CoreStats(msgspec.Struct):
         copied_blocks: Blocks copied because they are shared only in part.
         swapped: Preemptions after which a feature restores the blocks.
         late_rows: Rows that missed a step because their masks came late.
-        compile_late_rows: Late rows whose grammars were still being compiled.
-        grammar_compiles: Grammars compiled, copies included.
-        grammar_compile_seconds: Seconds that threads spent on compiling them.
         prompt_tokens: Prompt tokens of accepted requests.
         generation_tokens: Generated tokens read from the device.
         broken_logits: Completions that ended because their logits were not numbers.
@@ -61,9 +58,6 @@ class CoreStats(msgspec.Struct):
     preemptions: int = 0
     swapped: int = 0
     late_rows: int = 0
-    compile_late_rows: int = 0
-    grammar_compiles: int = 0
-    grammar_compile_seconds: float = 0.0
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -88,7 +82,7 @@ else:
         found = []
         for spec in installed_features():
             if spec.stats_name in CoreStats.__struct_fields__:
-                raise clash("statistics", spec.stats_name, "the engine", spec.origin)
+                raise clash_error("statistics", spec.stats_name, "the engine", spec.origin)
             if spec.stats:
                 kind = resolve(spec.stats)
                 table = get_origin(kind) is dict

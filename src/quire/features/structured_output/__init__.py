@@ -13,7 +13,12 @@ FEATURE = FeatureSpec(
     order=80,  # behind drafts: masks of their positions need what others have written
     args="quire.features.structured_output.args:StructuredOutputArgs",
     loop="quire.features.structured_output.feature:open_grammars",
-    hook="quire.runner.hooks.mask:Mask",
+    hook="quire.features.structured_output.hook:open_mask",
+    stats="quire.features.structured_output.stats:GrammarStats",
+    stats_name="grammars",
+    live_rows="quire.features.structured_output.stats:LIVE_ROWS",
+    metrics="quire.features.structured_output.metrics:collect",
     request_check="quire.features.structured_output.grammar_check:GrammarCheck",
+    enabled=lambda args: bool(args.structured_outputs_drafts),
     requested=lambda params, options: params.masked,
 )

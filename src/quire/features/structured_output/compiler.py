@@ -21,6 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from quire.config import EngineConfig
 from quire.errors import CompilerBusyError, ConfigError, GrammarError
+from quire.features.structured_output.mask_memory import MaskMemory
 from quire.features.structured_output.string_tables import StringTables
 from quire.features.structured_output.string_walk import StringPlaces, StringWalk, string_places
 from quire.grammar.grammar import compilable
@@ -44,7 +45,7 @@ _KEPT_VERDICTS = 1024
 _ROWS_A_COPY = 4
 """Requests that share a compiled copy of a grammar before there is another one."""
 _CHEAP = 0.05
-"""Seconds. A grammar that took longer is not compiled again."""
+"""Seconds of CPU. A grammar that took longer is not compiled again."""
 _MOST_GIVEN_UP = 8
 """Grammars that took too long and still run, from which on no more threads are added."""
 
@@ -70,6 +71,7 @@ class CompilerConfig:
         threads: Number of grammars that are compiled at once.
         copies: Most copies of one grammar.
         walks: Whether `walk` is called.
+        memory_bytes: Bytes of masks to keep for grammars that come again.
     """
 
     timeout: float = 5.0
@@ -77,6 +79,7 @@ class CompilerConfig:
     threads: int = max(2, min(8, (os.cpu_count() or 2) // 2))
     copies: int = 1
     walks: bool = False
+    memory_bytes: int = 0
 
 
 _Key = tuple[bytes, int]
@@ -134,7 +137,7 @@ class Compiler:
 
     Attributes:
         compiles: Number of grammars compiled, copies included.
-        compile_seconds: Seconds that threads spent on them.
+        compile_seconds: Seconds of CPU that threads spent on them.
     """
 
     def __init__(
@@ -163,6 +166,9 @@ class Compiler:
         self._tables: Future[StringTables] | None = None
         self._jobs: dict[bytes, _Compilation] = {}
         self._verdicts: Cache[bytes, tuple[GrammarError | None]] = Cache(_KEPT_VERDICTS)
+        self.memory = MaskMemory(self.config.memory_bytes) if self.config.memory_bytes else None
+        self._seen: Cache[bytes, int] = Cache(_KEPT_VERDICTS)
+        """Number of requests by grammar."""
         self.compiles = 0
         self.compile_seconds = 0.0
 
@@ -307,6 +313,7 @@ class Compiler:
         key = _key(params)
         first = self.compile(params)
         with self._lock:
+            self._seen.put(key, (self._seen.get(key) or 0) + 1)
             users = self._users.setdefault(key, [0])
             copy = min(range(len(users)), key=users.__getitem__)
             if users[copy] >= _ROWS_A_COPY and len(users) < self.config.copies:
@@ -362,11 +369,11 @@ class Compiler:
         self._alive[key] = compiled
 
     def _compile_copy(self, params: StructuredOutputsParams) -> LLMatcher:
-        began = time.monotonic()
+        began = time.thread_time()
         try:
             return self._compiled_now(_key(params), params)
         finally:
-            self._count(time.monotonic() - began)
+            self._count(time.thread_time() - began)
 
     def _count(self, seconds: float) -> None:
         with self._lock:
@@ -391,8 +398,8 @@ class Compiler:
             job = self._jobs.get(key)
             if job is None:  # forgotten at this very moment
                 raise GrammarError("Nobody waits for the grammar.")
-            began = job.began = time.monotonic()
-        kept = False
+            job.began = time.monotonic()
+        kept, began = False, time.thread_time()
         try:
             matcher = self._compiled_now(key, params)
             kept = True
@@ -402,7 +409,7 @@ class Compiler:
         except Exception as error:
             raise GrammarError(f"It cannot be compiled ({type(error).__name__}).") from error
         finally:
-            seconds = time.monotonic() - began
+            seconds = time.thread_time() - began
             self._count(seconds)
             with self._lock:
                 del self._jobs[key]
@@ -424,20 +431,28 @@ class Compiler:
             raise GrammarError(f"The grammar cannot be enforced: {reason[:500]}")
         if self.config.walks and params.json is not None:
             places = string_places(json.loads(grammar)["grammars"][0]["json_schema"])
-            if places is not None:
-                with self._lock:
-                    self._places.put(key, places)
+            with self._lock:
+                self._places.put(key, places)
         return matcher
 
     def walk(self, params: StructuredOutputsParams) -> StringWalk | None:
         """Returns what follows the strings of a document of a compiled grammar, from its start;
-        None where no string is bounded by its length alone, and while tables are being made."""
+        None while tables are being made.
+
+        Masks are remembered from a grammar's second request on: most grammars come once.
+        """
+        key = _key(params)
         with self._lock:
-            places, made = self._places.get(_key(params)), self._tables
+            places, made = self._places.get(key), self._tables
+            again = (self._seen.get(key) or 0) > 1
         if places is None or made is None or not made.done() or made.exception() is not None:
             return None
         tables = made.result()
-        return StringWalk(places, tables) if tables.usable else None
+        if not tables.usable:
+            return None
+        if self.memory is None or not again:
+            return StringWalk(places, tables)
+        return StringWalk(places, tables, self.memory, self.memory.root(key))
 
     def shutdown(self) -> None:
         """Does not wait for what is being compiled. Idempotent."""
@@ -470,6 +485,7 @@ def build_compiler(
         cached=cached or config.args.structured_outputs_cache,
         copies=copies,
         walks=walks,
+        memory_bytes=int(1e6 * config.args.structured_outputs_memory_mb) if walks else 0,
     )
     compiler = Compiler(
         lambda: tokenizer_files(folder)[0], config.vocab_size, config.eos_token_ids, limits

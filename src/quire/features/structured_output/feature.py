@@ -34,6 +34,7 @@ from quire.features.structured_output.masks import (
     MaskRow,
     mask_threads,
 )
+from quire.features.structured_output.stats import GrammarStats
 from quire.plan import DRAFT_IDS, DRAFT_START, RowFlag, claim_width
 from quire.request import Request
 from quire.sampling_params import SamplingParams, StructuredOutputsParams, TokenRules
@@ -265,6 +266,10 @@ class GrammarFeature(Feature, LoopFeature):
     @property
     def proposes_drafts(self) -> bool:
         return bool(self._drafts)
+
+    @property
+    def drafting(self) -> bool:
+        return bool(self._states)
 
     @property
     def certain(self) -> bool:
@@ -520,11 +525,15 @@ class GrammarFeature(Feature, LoopFeature):
                 row.masks = masks._replace(drafts=drafts.tolist())
 
     def stats(self) -> dict[str, Any]:
-        return {
-            "grammar_compiles": self._compiler.compiles,
-            "grammar_compile_seconds": self._compiler.compile_seconds,
-            "compile_late_rows": self._compile_late_rows,
-        }
+        memory = self._compiler.memory
+        stats = GrammarStats(
+            compiles=self._compiler.compiles,
+            compile_seconds=self._compiler.compile_seconds,
+            compile_late_rows=self._compile_late_rows,
+        )
+        if memory is not None:
+            stats.mask_lookups, stats.mask_hits = memory.lookups, memory.hits
+        return {"grammars": stats}
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True

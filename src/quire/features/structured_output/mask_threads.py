@@ -14,7 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from quire.features.structured_output.masks import GrammarState, MaskRow
 
-_HELPERS = 2
+_HELPERS = 0
 """Threads besides the first one, at most."""
 _FEW = 6
 """Rows that make no more than two batches."""

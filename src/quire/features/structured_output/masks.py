@@ -121,6 +121,10 @@ def mask_threads() -> int:
     return max(1, min(_MOST_THREADS, (cores or 2) - 1))
 
 
+_Unknown = tuple[GrammarState, int]
+"""A row whose mask may be worth remembering, and its line."""
+
+
 class MaskBuilder:
     """Builds masks on threads of llguidance's own, without the interpreter's lock."""
 
@@ -154,24 +158,44 @@ class MaskBuilder:
         if wide > self._words:
             own = _first_lines([row._replace(line=-1) for row in rows])
             room = np.empty((sum(row.lines for row in rows), wide), dtype=np.int32)
+        known = self._fill(rows, own, room, tokenizer_vocab, entered)
+        self._look_through(known, room, tokenizer_vocab)
+        for row, state, line in known:
+            if state.error is not None:
+                room[line : line + row.lines] = -1
+        if room is not masks:
+            for row, line, place in zip(rows, own, places, strict=True):
+                masks[place : place + row.lines] = room[line : line + row.lines, : self._words]
+
+    def _fill(
+        self,
+        rows: Sequence[MaskRow],
+        first_lines: Sequence[int],
+        room: Int32,
+        tokenizer_vocab: int,
+        entered: Callable[[], None],
+    ) -> list[_Known]:
+        """Fills the rows' lines from tables, with forced tokens, and by llguidance.
+
+        Returns the rows whose states are fine.
+        """
         known, plain, drafted = list[_Known](), list[_Plain](), list[_Drafted]()
-        opened = list[_Opened]()
-        for row, line in zip(rows, own, strict=True):
+        opened, unknown = list[_Opened](), list[_Unknown]()
+        for row, line in zip(rows, first_lines, strict=True):
             state, lines = row.state, row.lines
+            matcher = None
             if state is not None and state.error is None:
                 known.append((row, state, line))
-                if (matcher := state.matcher) is not None:
-                    drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else None
-                    if _forced(state, matcher, drafts or (), room[line : line + lines]):
-                        continue
-                    if drafts:
-                        drafted.append((matcher, line, drafts))
-                    elif state.strings is not None and state.strings.short:
-                        self._in_string(matcher, state.strings, line, room, opened)
-                    else:
-                        plain.append((matcher, line))
-            else:
-                matcher = None
+                matcher = state.matcher
+            if state is not None and matcher is not None:
+                drafts = _tokens(row.drafts, tokenizer_vocab) if row.drafts else []
+                if _forced(state, matcher, drafts, room[line : line + lines]):
+                    continue
+                if drafts:
+                    drafted.append((matcher, line, drafts))
+                elif not self._without_matcher(matcher, state, line, room, opened):
+                    plain.append((matcher, line))
+                    unknown.append((state, line))
             if matcher is None or lines > 1:
                 # One call writes one mask: the others of a row, and those of no grammar, allow all.
                 room[line + (matcher is not None) : line + lines] = -1
@@ -185,14 +209,36 @@ class MaskBuilder:
             fill_next_token_bitmask_par(self._executor, plain, room)
         if drafted:
             fill_next_token_bitmask_par_with_draft_tokens(self._executor, drafted, room)
+        self._remember(unknown, room)
         self._open(opened, room)
-        self._look_through(known, room, tokenizer_vocab)
-        for row, state, line in known:
-            if state.error is not None:
-                room[line : line + row.lines] = -1
-        if room is not masks:
-            for row, line, place in zip(rows, own, places, strict=True):
-                masks[place : place + row.lines] = room[line : line + row.lines, : self._words]
+        return known
+
+    def _without_matcher(
+        self,
+        matcher: LLMatcher,
+        state: GrammarState,
+        line: int,
+        room: Int32,
+        opened: list[_Opened],
+    ) -> bool:
+        """Writes a mask that is remembered or put together from tables. Returns whether it has."""
+        strings = state.strings
+        if strings is None:
+            return False
+        if strings.short:
+            self._in_string(matcher, strings, line, room, opened)
+            return True
+        if (mask := strings.remembered()) is not None:
+            room[line] = mask
+            return True
+        return False
+
+    @staticmethod
+    def _remember(unknown: list[_Unknown], room: Int32) -> None:
+        for state, line in unknown:
+            strings, matcher = state.strings, state.matcher
+            if strings is not None and strings.remembers and matcher and not matcher.is_error():
+                strings.remember(room[line])
 
     @staticmethod
     def _in_string(

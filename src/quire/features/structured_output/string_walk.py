@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 from quire.arrays import Int32
+from quire.features.structured_output.mask_memory import MaskMemory
 from quire.features.structured_output.string_tables import StringTables, whole_characters
 from quire.grammar.bounded import resolve, types_of
 
@@ -33,6 +34,10 @@ _MOST_KEPT = 4096
 """Places whose schemas are kept."""
 _OPEN: dict[str, Json] = {}
 UNKNOWN: Nodes = (_ANY,)
+
+
+UNBOUNDED = 2**62
+"""The most characters of a string without a limit."""
 
 
 class Length(NamedTuple):
@@ -86,8 +91,8 @@ class StringPlaces:
                 if any(isinstance(value, str) for value in values):
                     return None
                 continue
-            most = schema.get("maxLength")
-            found.add(None if most is None else Length(schema.get("minLength", 0), most))
+            most = schema.get("maxLength", UNBOUNDED)
+            found.add(Length(schema.get("minLength", 0), most))
         return found.pop() if len(found) == 1 else None
 
     def _child(self, parents: Nodes, slot: str | int | None) -> Nodes:
@@ -154,16 +159,15 @@ class StringPlaces:
         return number
 
 
-def string_places(schema: dict[str, Json]) -> StringPlaces | None:
-    """Returns the places of a schema, or None where no string may be bounded by length."""
-    bounded, names, prefix = False, set[str](), 0
+def string_places(schema: dict[str, Json]) -> StringPlaces:
+    """Returns the places of a schema."""
+    names, prefix = set[str](), 0
     for each in _within(schema):
-        bounded = bounded or ("maxLength" in each and "pattern" not in each)
         if isinstance(listed := each.get("properties"), dict):
             names.update(listed)
         if isinstance(items := each.get("prefixItems"), list):
             prefix = max(prefix, len(items))
-    return StringPlaces(schema, frozenset(names), prefix) if bounded else None
+    return StringPlaces(schema, frozenset(names), prefix)
 
 
 def _within(value: Json) -> Iterator[dict[str, Json]]:
@@ -212,8 +216,13 @@ class StringWalk:
     """Follows a document that its grammar allows, token by token.
 
     It is up to date where that matters: in a string that is bounded by its length alone, and where
-    one may come next. Elsewhere it reads tokens when there is time (`settle`). Where a token leads
-    into such a string from elsewhere, that is seen a token late. Belongs to one thread.
+    one may come next. Elsewhere it reads tokens when there is time (`settle`), unless masks are
+    remembered. Where a token leads into such a string from elsewhere, that is seen a token late.
+    Belongs to one thread.
+
+    Args:
+        memory: Masks of documents of the same grammar; None: none are remembered.
+        root: The memory's state of an empty document.
 
     Attributes:
         left: Characters left in the string at the text's end, if only its length bounds it.
@@ -221,7 +230,15 @@ class StringWalk:
         base: Tokens allowed in that string (`StringTables.base`), once known.
     """
 
-    def __init__(self, places: StringPlaces, tables: StringTables) -> None:
+    def __init__(
+        self,
+        places: StringPlaces,
+        tables: StringTables,
+        memory: MaskMemory | None = None,
+        root: int = 0,
+    ) -> None:
+        self._memory = memory
+        self._state, self._last = root, -1
         self.left = -1
         self.base: Int32 | None = None
         self.tables = tables
@@ -241,10 +258,26 @@ class StringWalk:
 
     def take(self, tokens: Sequence[int]) -> None:
         """Takes tokens that have come."""
-        if self._near:
+        if self._near or self._memory is not None:
             self._advance(tokens)
         else:
             self._unread.extend(tokens)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether the mask of the text's end may be remembered."""
+        return self._memory is not None and self._length is None
+
+    def remembered(self) -> Int32 | None:
+        """Returns the mask of the text's end, int32 [words], if it is known; else None."""
+        if self._memory is None or self._length is not None:
+            return None
+        return self._memory.get(self._state, self._last)
+
+    def remember(self, mask: Int32) -> None:
+        """Keeps the mask of the text's end, int32 [words]."""
+        if self._memory is not None:
+            self._memory.put(self._state, self._last, mask)
 
     def settle(self) -> None:
         """Reads all tokens that were taken, which costs some microseconds."""
@@ -253,8 +286,9 @@ class StringWalk:
             self._unread.clear()
 
     def _advance(self, tokens: Sequence[int]) -> None:
-        characters, quiet = self.tables.characters, self.tables.quiet
+        characters, quiet, memory = self.tables.characters, self.tables.quiet, self._memory
         for token in tokens:
+            self._last = token
             if token >= len(quiet):
                 continue
             if self.left >= 0:
@@ -263,15 +297,26 @@ class StringWalk:
                     self._count += count
                     continue
             elif quiet[token] and self._length is None and not self._in_name and not self._tail:
+                if memory is not None:
+                    self._state = memory.step(self._state, token)
                 continue
-            self._read(self.tables.text(token))
+            piece = self._read(self.tables.text(token))
+            if memory is not None:
+                self._state = memory.step(self._state, token if piece is None else piece)
 
-    def _read(self, text: bytes) -> None:
+    def _read(self, text: bytes) -> bytes | None:
+        """Reads a token. Returns what is not text of strings with a `Length`; None: all of it."""
         text, self._tail = self._tail + text, b""
-        at = 0
+        at, kept, begun = 0, list[bytes](), 0
+        free = self._length is not None
         while at < len(text):
             if self._in_string:
+                start, within = at, self._length is not None
                 at = self._read_string(text, at)
+                if within:
+                    kept.append(text[begun:start])
+                    begun = at if self._in_string else at - 1
+                    free = True
                 continue
             found = _NEXT.search(text, at)
             if found is None:
@@ -279,6 +324,7 @@ class StringWalk:
             at = found.end()
             self._structure(text[at - 1])
         self._near = self._length is not None or self._before_length()
+        return b"".join([*kept, text[begun:]]) if free or self._length is not None else None
 
     def _before_length(self) -> bool:
         """Tells whether a string that is bounded by its length alone may come next."""

@@ -12,17 +12,17 @@ from quire.ops.reference.step import held_position
 from quire.ops.rows import GATED, LogitRows, StepRows
 
 _GLANCE = 5e-5
-"""Seconds between looks at what another process writes."""
+"""Seconds between checks of flags that another process writes."""
 
 
 class InputFlags(NamedTuple):
     """Flags of the host's inputs, in memory that all ranks map.
 
     Attributes:
-        flags: int64 [M], by lane: 1 + the last step whose inputs are there.
-        verdicts: int64 [2, M], by parity of that number and by lane: twice the number, and one more
-            if the row is late. The first rank writes them, and the others do as they say.
-        rank: this rank.
+        flags: int64 [M], one per lane: 1 + the last step with complete inputs.
+        verdicts: int64 [2, M], one per parity of the flag and lane: twice the flag, plus 1 if the
+            row is late. The first rank writes the verdicts, and the others follow them.
+        rank: number of this rank.
         world: number of ranks.
     """
 
@@ -59,23 +59,23 @@ def wait_for_inputs(
     held: Tensor,
     patience_us: float,
 ) -> None:
-    """Holds the stream until the host's inputs of GATED rows are there, but not for long.
+    """Makes the stream wait for the host's inputs of GATED rows, for a limited time.
 
-    After `patience_us` it goes on without those that are missing, as soon as one row has all that
-    it needs. The rows that are late give no token in this step: their logit rows become unused, the
-    hidden state of their first logit row goes to `held`, and their lanes' positions become held
-    ones (`reference.step.held_position`).
+    After `patience_us` the stream continues without the missing inputs, as soon as one row is
+    ready. Late rows give no token in this step. Their logit rows become unused, the hidden state of
+    their first logit row is copied to `held`, and their lanes' positions become held ones
+    (`reference.step.held_position`).
 
-    A CPU runs heads when the inputs are there, so the twin does not wait. It takes the flags as
-    they are.
+    On a CPU, heads run only after their inputs are complete, so the twin does not wait. It uses the
+    current flags.
 
     Args:
-        gate: int32 [2] on the device, the low and the high word of the value that a lane's flag
-            reaches when its inputs are there.
-        inputs: the flags, in memory of the host that the device can read.
+        gate: int32 [2] on the device, the low and the high word of the value that a ready lane's
+            flag has.
+        inputs: the flags, in host memory that the device can read.
         position: int32 [M].
         last: [at least L, width], hidden states of the logit rows.
-        held: [M, width]; gets those of rows that are late.
+        held: [M, width]; receives the hidden states of late rows.
         patience_us: microseconds to wait for the last row.
     """
     gated = torch.nonzero(_gated(rows, logit_rows)).flatten()
@@ -100,7 +100,7 @@ def wait_for_inputs(
 
 
 def _gated(rows: StepRows, logit_rows: LogitRows) -> Tensor:
-    """Returns which rows need inputs of the host for a logit row that they have, bool [R]."""
+    """Returns whether each row has a logit row that needs inputs from the host, bool [R]."""
     start, end = rows.logit_start[:-1].long(), rows.logit_start[1:]
     some = (rows.lanes >= 0) & (end > start) & ((rows.flags & GATED) != 0)
     places = start.clamp(max=len(logit_rows.lanes) - 1)

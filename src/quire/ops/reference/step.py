@@ -21,20 +21,20 @@ ENDED = -1
 """The position of a lane whose request has ended. Its later rows compute nothing."""
 
 _FIRST_HELD = -2
-"""The position of a lane that is held at position 0; others follow downwards."""
+"""The held position of a lane at position 0. Position p becomes this minus p."""
 
 
 def held_position(position: Tensor) -> Tensor:
-    """Returns the positions of lanes whose row at `position` was late, and the reverse.
+    """Converts positions to held positions, for lanes whose row was late, and back.
 
-    A held position is below `ENDED`, so that rows of the lane compute nothing. A HELD row goes on
+    A held position is below `ENDED`, so that rows of the lane compute nothing. A HELD row continues
     from it.
     """
     return _FIRST_HELD - position
 
 
 def text_position(position: Tensor) -> Tensor:
-    """Returns positions, int32 [n], with those of held lanes as they were before."""
+    """Returns positions, int32 [n], with held positions converted back."""
     return torch.where(position <= _FIRST_HELD, held_position(position), position)
 
 

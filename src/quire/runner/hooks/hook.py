@@ -89,6 +89,8 @@ class Hook:
 
     Attributes:
         drafts: most draft tokens of a row that steps must verify for the hook.
+        rare: whether few steps have such drafts, so that programs of few sizes are captured for
+            them.
         entries: names in `StepPlan.writes` that the hook reads from the plan; no columns.
         embeds: whether the hook needs the model's embeddings on the stage with the head.
         draws: whether the hook leaves one possible token in the logits. It then runs after the
@@ -96,6 +98,7 @@ class Hook:
     """
 
     drafts: int = 0
+    rare: bool = False
     entries: frozenset[str] = frozenset()
     embeds: bool = False
     draws: bool = False

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from quire.arrays import Int32
 from quire.config import EngineConfig
+from quire.executor import StepSeconds
 from quire.models import Decoder
 from quire.ops import op
 from quire.ops.reference import mask as twins
@@ -19,8 +23,12 @@ from quire.runner.hooks.hook import (
     SharedMemory,
 )
 from quire.runner.host_inputs import ClaimRing, HostInputs
+from quire.runner.program import BodyShape, StepProgram
 from quire.runner.readback import Step, logit_starts
 from quire.runner.state import BatchState, Limits
+
+if TYPE_CHECKING:
+    from quire.runner.graphs import Graphs
 
 _mask_logits = op(twins.mask_logits)
 _wait_for_inputs = op(twins.wait_for_inputs)
@@ -35,14 +43,21 @@ class Mask(ProgramHook, HostHook, GateHook):
     A row has a mask after each of its drafts, which the device may have made. So the host receives
     the claims of a step whose GATED rows verify drafts.
 
+    Args:
+        drafts: most draft tokens of a row that the host knows for certain.
+        patience_us: microseconds that a head waits for masks.
+
     Attributes:
         inputs: holds the masks; made by `bind`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    rare = True
+
+    def __init__(self, config: EngineConfig, *, drafts: int = 0, patience_us: float = 0.0) -> None:
+        self.drafts = drafts
         self._depth = config.scheduler.steps_in_flight + 1
         self._words = -(-config.vocab_size // 32)
-        self._patience = config.args.structured_outputs_wait_us
+        self._patience = patience_us
         self._memory: SharedMemory | None = None
         self._rank, self._world = 0, 1
         self.inputs: HostInputs | None = None
@@ -56,6 +71,18 @@ class Mask(ProgramHook, HostHook, GateHook):
 
     def attach(self, model: Decoder) -> None:
         self._rank, self._world = model.group.rank, model.group.world
+
+    def seconds(self, program: StepProgram, graphs: Graphs | None) -> StepSeconds:
+        """Measures steps with and without drafts, if no other hook brings drafts."""
+        limits = self._state.limits
+        if graphs is None or not limits.rare:
+            return {}
+        decode = [min(rows, limits.lanes) for rows in (1, 4, 16, 32, 64, 128, 256)]
+        verify = [min(tokens, limits.logit_rows) for tokens in (8, 16, 32, 64, 128, 192, 256, 512)]
+        return {
+            "decode": _measure(graphs, {n: BodyShape(n, n, 1) for n in decode}),
+            "verify": _measure(graphs, {n: BodyShape(n, 1, 2) for n in verify if n > 1}),
+        }
 
     def bind(self, state: BatchState) -> None:
         self._state = state
@@ -122,6 +149,16 @@ class Mask(ProgramHook, HostHook, GateHook):
         for each in (self.inputs, self._claims):
             if each is not None:
                 each.close()
+
+
+def _measure(graphs: Graphs, shapes: Mapping[int, BodyShape]) -> dict[int, float]:
+    """Returns the seconds of bodies with their heads, by size."""
+    found: dict[int, float] = {}
+    for size, wanted in shapes.items():
+        body, head = graphs.body(wanted), graphs.head(size, Level.MASKED)
+        if body is not None and head is not None:
+            found[size] = graphs.seconds(body) + graphs.seconds(head)
+    return found
 
 
 def _gated(plan: StepPlan) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

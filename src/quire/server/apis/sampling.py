@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, create_model
 
-from quire.features.registry import body_fields, clash, origin_of_field
+from quire.features.registry import body_fields, clash_error, origin_of_field
 from quire.sampling_params import PARAMETERS, DeclaredParameter
 from quire.server.http.strict_model import StrictModel
 
@@ -28,7 +28,7 @@ def sampling_model(api: str) -> Any:
     features = {key: each for key, each in body_fields().items() if api in each.apis}
     for key, each in features.items():
         if key in fields:
-            raise clash("request field", key, "the server", origin_of_field(each))
+            raise clash_error("request field", key, "the server", origin_of_field(each))
         fields[key] = ((each.value if each.body is None else each.body) | None, None)
     model = create_model(f"{api.capitalize()}Sampling", __base__=StrictModel, **fields)
     model.feature_fields = features

@@ -20,7 +20,7 @@ from pydantic import (
 
 from quire.errors import MAX_BIAS_ENTRIES, RequestError
 from quire.features.call import RequestField
-from quire.features.registry import clash, origin_of_field
+from quire.features.registry import clash_error, origin_of_field
 from quire.server.context.hints import decline, refuses_hints
 
 INT32_MAX = 2**31 - 1
@@ -182,7 +182,7 @@ class StrictModel(BaseModel):
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         for key in cls.feature_fields.keys() & vars(cls).get("__annotations__", {}).keys():
             origin = origin_of_field(cls.feature_fields[key])
-            raise clash("request field", key, "the server", origin)
+            raise clash_error("request field", key, "the server", origin)
 
     @model_validator(mode="before")
     @classmethod

@@ -23,8 +23,10 @@ _GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 _CONTINUATION, _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0, 1, 2, 8, 9, 10
 _MOST_CONTROL = 125
 """Most bytes of a control frame."""
-_MOST_FRAMES = 1024
-"""Most messages that wait for the application. Then reading pauses."""
+_MOST_WAITING = 1024 * 1024
+"""Bytes of messages that wait for the application, above which reading pauses."""
+_MESSAGE_BYTES = 1024
+"""Bytes that a waiting message counts for besides its text."""
 PING_SECONDS = 30.0
 """Seconds between pings. A peer that answers none of two is gone."""
 _CLOSE_SECONDS = 5.0
@@ -133,6 +135,10 @@ def _unmasked(payload: bytes, mask: bytes) -> bytes:
     return number.to_bytes(size, "little")
 
 
+def _size(message: Message) -> int:
+    return _MESSAGE_BYTES + len(message.get("text") or message.get("bytes") or "")
+
+
 def frame(opcode: int, payload: bytes) -> bytes:
     """Returns an unmasked frame, as servers send them."""
     size = len(payload)
@@ -171,6 +177,7 @@ class WebSocketProtocol(asyncio.Protocol):
         self._reader = FrameReader(most)
         self._loop = asyncio.get_running_loop()
         self._messages: deque[Message] = deque([{"type": "websocket.connect"}])
+        self._waiting = _size(self._messages[0])
         self._arrived = asyncio.Event()
         self._arrived.set()
         self._writable = asyncio.Event()
@@ -196,7 +203,7 @@ class WebSocketProtocol(asyncio.Protocol):
             self._close(error.code, str(error))
         except UnicodeDecodeError:
             self._close(BAD_TEXT, "a text is not UTF-8")
-        if len(self._messages) > _MOST_FRAMES and not self._transport.is_closing():
+        if self._waiting > _MOST_WAITING and not self._transport.is_closing():
             self._transport.pause_reading()
 
     def _read(self, opcode: int, payload: bytes) -> None:
@@ -217,6 +224,7 @@ class WebSocketProtocol(asyncio.Protocol):
 
     def _add(self, message: Message) -> None:
         self._messages.append(message)
+        self._waiting += _size(message)
         self._arrived.set()
 
     def _disconnect(self, code: int) -> None:
@@ -276,7 +284,9 @@ class WebSocketProtocol(asyncio.Protocol):
             self._arrived.clear()
             await self._arrived.wait()
         message = self._messages.popleft()
-        if len(self._messages) == _MOST_FRAMES // 2 and not self._transport.is_closing():
+        before, self._waiting = self._waiting, self._waiting - _size(message)
+        paused = before > _MOST_WAITING >= self._waiting
+        if paused and not self._transport.is_closing():
             self._transport.resume_reading()
         return message
 

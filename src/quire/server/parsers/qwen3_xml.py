@@ -156,17 +156,18 @@ class Qwen3XmlParser(ToolParser):
         """Reads a value and its end mark. Only the value's text counts as consumed."""
         waiting, opening, end = "", self.wrap[0], self.value_end
         marks = (f"{self.value_break}{end}", end, *filter(None, [opening]))
+        firsts = {mark[0] for mark in marks}
         while True:
             if self.char == "":
                 raise NotACallError
             waiting += self.char
             if opening and waiting == opening:
                 waiting, opening, end = "", "", f"{self.wrap[1]}{end}"
-                marks = (end,)
+                marks, firsts = (end,), {end[0]}
             ended = waiting.endswith(end)
             if ended:
                 out = waiting[: -len(end)].removesuffix(self.value_break)
-            elif waiting and waiting[0] in {mark[0] for mark in marks}:
+            elif waiting and waiting[0] in firsts:
                 out = waiting[: len(waiting) - overlap(waiting, marks)]
                 waiting = waiting[len(out) :]
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import ssl
@@ -24,6 +25,8 @@ from quire.server.process.listen import (
 )
 from quire.server.process.supervisor import Supervisor
 from quire.server.process.uvicorn_server import serve
+
+logger = logging.getLogger("quire.server")
 
 OnReady = Callable[[str, str], None]
 """Called with the server's URL and the model's name once requests are answered."""
@@ -104,6 +107,8 @@ async def _serve(
         warn_if_open(server_args)
 
         def ready() -> None:
+            for sock in sockets[1:]:
+                logger.info("Ollama's API is at %s too", url_of(sock, server_args))
             if on_ready is not None:
                 on_ready(url_of(sockets[0], server_args), app.state.server.model_name)
 

@@ -36,15 +36,6 @@ _COUNTERS = {
     "preemptions": ("preemptions", "Preemptions of requests to make room for others."),
     "swapped": ("swapped", "Preemptions whose KV was kept, so that it is not computed again."),
     "late_rows": ("late_rows", "Rows that sat a step out because their masks came late."),
-    "compile_late_rows": (
-        "compile_late_rows",
-        "Rows that sat a step out because their grammars were being compiled.",
-    ),
-    "grammar_compiles": ("grammar_compiles", "Grammars compiled, copies included."),
-    "grammar_compile_seconds": (
-        "grammar_compile_seconds",
-        "Seconds that threads spent on compiling grammars.",
-    ),
     "steps": ("engine_steps", "Steps launched."),
     "prompt_tokens": ("engine_prompt_tokens", "Prompt tokens of all requests taken."),
     "generation_tokens": (

@@ -166,10 +166,10 @@ def round_block(
 def _rounded(
     weight: Tensor, statistics: InputStatistics, recipe: Recipe, dtype: torch.dtype
 ) -> Rounded:
-    """Rounds weights [N, K]: to the nearest with `rtn` and `int8`, else as GPTQ does.
+    """Rounds weights [N, K]: to the nearest with `rtn` and `int8`, otherwise as in GPTQ.
 
-    What AWQ and SmoothQuant move between weights and inputs does not replace GPTQ's rounding: on
-    top of theirs it brings AWQ's 4 bits from +21 to +15 % of SmolLM2's perplexity.
+    GPTQ's rounding also helps after the scaling of AWQ and SmoothQuant. With AWQ in 4 bits, the
+    perplexity of SmolLM2 rises by 15 % instead of 21 %.
     """
     searched = recipe.method in ("gptq", "awq", "fp8")
     products = statistics.products

@@ -12,9 +12,9 @@ from quire.ops.rows import LogitRows, StepRows
 from quire.ops.triton.launch import launch, options, traits
 
 _TRIES = 20_000_000
-"""Looks at the flags, of about a microsecond each over PCIe."""
+"""Most checks of the flags. Over PCIe each takes about a microsecond."""
 _ALONE, _FIRST, _OTHER = 0, 1, 2
-"""The only rank, the first of several, and the others."""
+"""Roles of a rank: the only one, the first of several, and one of the others."""
 
 
 @triton.jit
@@ -60,9 +60,12 @@ def _wait_for_inputs(
         begun = globaltimer()
     tried = 0
     waited = tl.cast(0, tl.int64)
-    # The first row that is ready ends a wait that is over; the others are late.
+    # A row that sits out loses two steps or three, and a wait costs all rows. So the deadline is
+    # later the more rows are missing. After it, the wait ends as soon as one row is ready.
     while (
-        (missing > 0) & (tried < tries) & ((waited <= patience) | (missing == rows) | (ROLE == 2))
+        (missing > 0)
+        & (tried < tries)
+        & ((waited <= patience * missing) | (missing == rows) | (ROLE == 2))
     ):
         seen = tl.load(watched, mask=gated, other=0, volatile=True)
         late = _late_rows(seen, value, gated, ROLE)
@@ -107,9 +110,9 @@ def wait_for_inputs(
 ) -> None:
     """See `reference.mask`.
 
-    It gives up after about twenty seconds, so that a failed host does not leave the device busy for
-    ever. Copies and kernels queued after it see the host's writes before the flags that it saw. The
-    interpreter has no clock: a look counts as a microsecond.
+    The kernel gives up after about twenty seconds, so that a failed host does not leave the device
+    busy for ever. Later copies and kernels see the host's writes that came before the flags. The
+    interpreter has no clock, so each check of the flags counts as a microsecond.
     """
     role = _ALONE if inputs.world == 1 else _OTHER if inputs.rank else _FIRST
     count, width = len(rows.lanes), last.shape[1]

@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.config import EngineConfig
+from quire.config import EngineArgs, EngineConfig
 from quire.features.disaggregation.facts import checkpoint_digest
 from quire.server.errors import ApiError, stuck_error
 from quire.server.http.query import Query
@@ -90,7 +90,7 @@ async def load(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     state = state_of(request)
     config = state.client.config
-    secrets = {f.name: f.default for f in fields(config.args) if f.metadata.get("secret")}
+    secrets = {f.name: f.default for f in fields(EngineArgs) if f.metadata.get("secret")}
     config = replace(config, args=config.args.replace(**secrets))
     return json_response(ServerInfo(__version__, state.model_name, config))
 

@@ -149,7 +149,7 @@ def _names(request: Request, state: ServerState) -> list[str]:
     names = [name for name in state.model_names if "*" not in name]
     return [
         name
-        for name in [*names, *state.adapters]
+        for name in [*names, *state.further_models]
         if key.may_use(state.model_name if state.is_served(name) else name)
     ]
 

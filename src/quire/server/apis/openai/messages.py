@@ -78,13 +78,13 @@ def _check_type(data: Any, what: str) -> None:
         )
     if data.get(kind) is None:
         raise RequestError(
-            f"Missing required parameter: '{kind}'.", kind, code="missing_required_parameter"
+            f"{what} of type {kind!r} need '{kind}'.", kind, code="missing_required_parameter"
         )
     other = next(
         (name for name in _TOOL_TYPES if name != kind and data.get(name) is not None), None
     )
     if other is not None:
-        raise RequestError(f"one of type {kind!r} has no '{other}'.", other)
+        raise RequestError(f"{what} of type {kind!r} have no '{other}'.", other)
 
 
 class CalledCustomTool(StrictModel):

@@ -16,7 +16,7 @@ from quire.server.apis.responses.items import (
     OutputTopLogprob,
     ResponseUsage,
 )
-from quire.server.apis.responses.socket import Conversation
+from quire.server.apis.responses.socket import SocketConversation
 from quire.server.apis.responses.store import ResponseStore, StoredResponse
 from quire.server.chat.dialogue import (
     ChatEvent,
@@ -53,7 +53,7 @@ class ResponseAnswer:
         *,
         tokenizer: Tokenizer,
         top_logprobs: int | None,
-        conversation: Conversation | None = None,
+        conversation: SocketConversation | None = None,
     ) -> None:
         self.reply = reply
         self.stored = stored

@@ -119,7 +119,7 @@ class ResponseWriter:
         self._texts.append(text)
         self._in_part("response.reasoning_text.delta", delta=text)
 
-    def call(self, call_id: str, name: str, *, custom: bool) -> None:
+    def call(self, call_id: str, name: str, *, custom: bool = False) -> None:
         namespace, own = self._namespaced.get(name, (UNSET, name))
         call: OutputCall
         if custom:

@@ -39,7 +39,7 @@ from quire.server.apis.responses.protocol import (
     CreateRequest,
     PromptFields,
 )
-from quire.server.apis.responses.socket import CONVERSATION_KEY, Conversation, SocketStore
+from quire.server.apis.responses.socket import CONVERSATION_KEY, SocketConversation, SocketStore
 from quire.server.apis.responses.store import ResponseSource, ResponseStore, StoredResponse
 from quire.server.apis.responses.tools import ToolSearch, flat_name
 from quire.server.apis.route import EVENTS, FLAG, PAGE_QUERY, Route
@@ -71,7 +71,7 @@ async def create_response(request: Request) -> Response:
             "(--response-store-size is 0).",
             param="background",
         )
-    conversation: Conversation | None = request.scope.get(CONVERSATION_KEY)
+    conversation: SocketConversation | None = request.scope.get(CONVERSATION_KEY)
     source: ResponseSource = store_of(request)
     if conversation is not None:
         source = SocketStore(conversation, store_of(request))
@@ -84,7 +84,7 @@ async def _answer(
     request: Request,
     body: CreateRequest,
     items: tuple[Item, ...],
-    conversation: Conversation | None,
+    conversation: SocketConversation | None,
 ) -> Response:
     state = state_of(request)
     dialogue = await _fitted(state, body, items)

@@ -21,21 +21,25 @@ from quire.server.chat.prompt_memo import PromptMemo
 from quire.server.errors import ApiError, ErrorInfo
 
 CONVERSATION_KEY = "quire.conversation"
-"""Scope entry with the `Conversation` of a turn."""
+"""Scope entry with the `SocketConversation` of a turn."""
 MAX_STREAMS = 16
 """Most conversations of one connection at once."""
 MAX_RESPONSES = 64
 """Most responses that a connection keeps."""
 MAX_WAITING = 64
-"""Most turns that wait for the one before them."""
+"""Most turns of a stream that wait for the one before them."""
+MAX_WAITING_BYTES = 32 * 1024 * 1024
+"""Most characters of all turns of a connection that wait."""
 SECONDS = 3600.0
 """Seconds for which a connection takes new turns, as at OpenAI."""
+_Turns = asyncio.Queue[tuple[dict[str, Any], int] | None]
+"""Events that wait, each with its number of characters. None ends the stream."""
 _NOT_SENT = ("stream", "background")
 """Fields of requests that only HTTP has."""
 
 
-class Conversation:
-    """What a connection keeps for the turns of one stream.
+class SocketConversation:
+    """The state that a connection keeps for the turns of one stream.
 
     Attributes:
         responses: the connection's responses, which all its streams share.
@@ -57,7 +61,7 @@ class Conversation:
 class SocketStore:
     """Finds responses and items of a connection, then those of the server's store."""
 
-    def __init__(self, conversation: Conversation, store: ResponseStore) -> None:
+    def __init__(self, conversation: SocketConversation, store: ResponseStore) -> None:
         self._own = conversation.responses
         self._store = store
 
@@ -83,8 +87,9 @@ class ResponsesSocket:
     def __init__(self, websocket: WebSocket) -> None:
         self._websocket = websocket
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._streams: dict[str | None, asyncio.Queue[dict[str, Any] | None]] = {}
+        self._streams: dict[str | None, _Turns] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._waiting = 0
         self._gone = asyncio.Event()
         self._ends = asyncio.get_running_loop().time() + SECONDS
 
@@ -122,17 +127,20 @@ class ResponsesSocket:
                     code="websocket_connection_limit_reached",
                 )
             queue = self._queue(stream)
-            if queue.qsize() >= MAX_WAITING:
+            full = self._waiting + len(text) > MAX_WAITING_BYTES and self._waiting > 0
+            if full or queue.qsize() >= MAX_WAITING:
                 raise ApiError(
                     429,
-                    f"{MAX_WAITING} turns wait for the one before them.",
+                    f"Too many turns wait for the one before them: at most {MAX_WAITING} of a "
+                    f"stream, and {MAX_WAITING_BYTES} characters of a connection, may.",
                     code="rate_limit_exceeded",
                 )
-            queue.put_nowait(event)
+            self._waiting += len(text)
+            queue.put_nowait((event, len(text)))
         except ApiError as error:
             await self._fail(error.status, error.body.error, stream)
 
-    def _queue(self, stream: str | None) -> asyncio.Queue[dict[str, Any] | None]:
+    def _queue(self, stream: str | None) -> _Turns:
         queue = self._streams.get(stream)
         if queue is None:
             if len(self._streams) >= MAX_STREAMS:
@@ -145,15 +153,15 @@ class ResponsesSocket:
             self._tasks.append(asyncio.create_task(self._run_stream(stream, queue)))
         return queue
 
-    async def _run_stream(
-        self, stream: str | None, queue: asyncio.Queue[dict[str, Any] | None]
-    ) -> None:
-        conversation = Conversation(self._responses)
-        while (event := await queue.get()) is not None and not self._gone.is_set():
+    async def _run_stream(self, stream: str | None, queue: _Turns) -> None:
+        conversation = SocketConversation(self._responses)
+        while (turn := await queue.get()) is not None and not self._gone.is_set():
+            event, size = turn
+            self._waiting -= size
             await self._turn(event, stream, conversation)
 
     async def _turn(
-        self, event: dict[str, Any], stream: str | None, conversation: Conversation
+        self, event: dict[str, Any], stream: str | None, conversation: SocketConversation
     ) -> None:
         """Runs one turn through the application."""
         fields = {name: value for name, value in event.items() if name not in _NOT_SENT}
