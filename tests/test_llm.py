@@ -240,7 +240,7 @@ def test_times_and_counts(llm: LLM) -> None:
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="known are"):
         LLM(max_seqs=3)
-    with pytest.raises(ConfigError, match="over 16 ranks; it can be shared out over 2, 4, 8"):
+    with pytest.raises(ConfigError, match="over 16 ranks; the model allows 2, 4, 8"):
         LLM(device="cpu", tensor_parallel_size=16)
     for device in ("tpu", "cpu:7", "meta"):
         with pytest.raises(ConfigError, match="device"):

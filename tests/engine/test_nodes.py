@@ -154,7 +154,7 @@ def test_workers_of_a_machine_end_together(monkeypatch: pytest.MonkeyPatch) -> N
 def test_settings_of_machines(tmp_path: Path) -> None:
     folder = str(model_folder(tmp_path, TINY))
     for settings, reason in (
-        ({"nnodes": 2}, "nnodes=2: machines hold whole stages"),
+        ({"nnodes": 2}, "nnodes=2: machines hold equal numbers of whole stages"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "node_rank": 1}, "others run quire serve"),
         ({"node_rank": 1}, r"node_rank=1 must be in \[0, 1\)"),
         ({"nnodes": 2, "pipeline_parallel_size": 2, "master_port": 70000}, "master_port=70000"),
@@ -167,7 +167,7 @@ def test_settings_of_machines(tmp_path: Path) -> None:
         pytest.raises(ConfigError, match=r"cannot listen at 127\.0\.0\.1"),
     ):
         LLM(device="cpu", **settings_of(taken.getsockname()[1]))
-    with pytest.raises(ConfigError, match="is no machine"):
+    with pytest.raises(ConfigError, match="is invalid"):
         run_node(EngineArgs(nnodes=2, node_rank=2))
-    with pytest.raises(ConfigError, match="1 stages is no machine"):
+    with pytest.raises(ConfigError, match="1 stages is invalid"):
         run_node(EngineArgs(nnodes=2, node_rank=1, tensor_parallel_size=2))

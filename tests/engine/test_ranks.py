@@ -106,10 +106,10 @@ def test_heads_that_ranks_cannot_share(tmp_path: Path) -> None:
     assert "4 attention heads cannot be split over 8 ranks" in refusal(
         folder, tensor_parallel_size=8
     )
-    assert refusal(folder, tensor_parallel_size=3).endswith("it can be shared out over 2, 4")
+    assert refusal(folder, tensor_parallel_size=3).endswith("the model allows 2, 4")
     single = {**TINY, "num_attention_heads": 1, "num_key_value_heads": 1}
     lone = model_folder(tmp_path / "lone", single)
-    assert refusal(lone, tensor_parallel_size=2).endswith("it takes one")
+    assert refusal(lone, tensor_parallel_size=2).endswith("the model allows only 1")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_ranks_have_the_bits_of_one(ranks: int, settings: dict[str, Any]) -> Non
             TINY, {"quantization": "int4"},
             r"attention.out: ranks .* parts of its 64 inputs, in whole groups of 128$",
         ),
-        (TINY_EXPERTS, {"quantization": "w8a8"}, "mlp: ranks round their hidden units by scales"),
+        (TINY_EXPERTS, {"quantization": "w8a8"}, "mlp: each rank rounds its hidden units"),
     ],
     ids=["lora", "experts", "width", "groups", "scales"],
 )  # fmt: skip

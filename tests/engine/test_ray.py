@@ -36,8 +36,8 @@ def test_settings_with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "Ray is not installed; install the extra 'ray'" in refusal(tensor_parallel_size=2)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert "one rank is this process" in refusal()
-    assert "not device=cuda:1" in refusal(tensor_parallel_size=2, device="cuda:1")
+    assert "there is one rank" in refusal()
+    assert "device=cuda:1 must be left out" in refusal(tensor_parallel_size=2, device="cuda:1")
     assert "master_addr=10.0.0.1" in refusal(tensor_parallel_size=2, master_addr="10.0.0.1")
     with pytest.raises(ConfigError, match="one engine, not data_parallel_size=2"):
         environments(EngineArgs(distributed_executor="ray"), 2)
@@ -52,7 +52,7 @@ def test_a_cluster_that_is_too_small() -> None:
     machines = [Machine("a", "10.0.0.1", 8), Machine("b", "10.0.0.2", 4)]
     assert missing_resources(machines, "a", "GPU", 4, 2) is None
     assert missing_resources(machines, "a", "GPU", 8, 2) == (
-        "2 machines with 8 GPUs each are asked for, and this must be one of them; Ray's cluster "
+        "the engine needs 2 machines with 8 GPUs each, including this one; Ray's cluster "
         "has 10.0.0.1 (this one) with 8, 10.0.0.2 with 4"
     )
     assert missing_resources(machines, "b", "GPU", 8, 1) is not None

@@ -101,7 +101,7 @@ _RECURRENT = {
     ("config", "reason"),
     [
         (_SHARED, "Glm4MoeForCausalLM: layer 1 has a shared expert"),
-        (_NORMED, "Olmo2ForCausalLM: layer 0 is no plain layer"),
+        (_NORMED, "Olmo2ForCausalLM: layer 0 is not a plain layer"),
         (_RECURRENT, "Qwen3_5ForCausalLM: layer 0 is recurrent"),
     ],
     ids=["shared", "norms", "recurrent"],

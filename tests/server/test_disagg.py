@@ -227,7 +227,7 @@ def test_a_router_has_prompts_computed_where_that_costs_least(
     asyncio.run(main())
     # An unknown peer's name is refused, even by a server without peers.
     for server, key in ((reader, "none"), (writer, KEY)):
-        with pytest.raises(openai.BadRequestError, match=r"no peer|asks no others"):
+        with pytest.raises(openai.BadRequestError, match=r"no peer|asks no other server"):
             ask(server, STORY, key, extra_headers={"x-quire-prefill": "http://127.0.0.1:1"})
     assert post(writer, "/kv/peers", {"peers": []}, method="PUT")[0] == 400
     assert post(reader, "/kv/peers", {"peers": ["ftp://x"]}, method="PUT")[0] == 400

@@ -43,7 +43,9 @@ def serve(
         ),
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="Sent as a bearer key.")] = None,
-    model: Annotated[str | None, typer.Option(help="Default: the first one it names.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Default: the first one that the server lists.")
+    ] = None,
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
     dataset: Annotated[
         Path | None,
@@ -64,7 +66,7 @@ def serve(
         float, typer.Option(help="Draw lengths up to this share longer or shorter.")
     ] = 0.0,
     prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens that all random prompts begin with, in addition.")
+        int, typer.Option(min=0, help="Length of a common prefix, added to all random prompts.")
     ] = 0,
     num_prompts: Annotated[
         int | None, typer.Option(min=1, help="Requests. Default: four times the concurrency.")

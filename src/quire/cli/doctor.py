@@ -126,7 +126,7 @@ def gpus() -> Iterator[Finding]:
         yield Finding(
             "GPU",
             "problem",
-            "there is one, and PyTorch is the build for CPUs",
+            "the machine has a GPU, but this PyTorch is built for CPUs only",
             "install PyTorch with CUDA: pip install --force-reinstall torch",
         )
     else:
@@ -210,7 +210,7 @@ def available_memory() -> int | None:
 
 
 def folders() -> Iterator[tuple[str, Path]]:
-    """Returns the folders that are written to: what for, and where."""
+    """Yields the folders that Quire writes to, each with its purpose."""
     home = Path.home()
     hub = os.environ.get("HF_HOME") or home / ".cache" / "huggingface"
     yield "models from the hub", Path(hub)

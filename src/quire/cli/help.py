@@ -221,7 +221,8 @@ class SettingsCommand(TyperCommand):
             raise ConfigError(f"{variable_of(option)}: {error}", error.param) from None
 
     def _kinds(self) -> dict[Any, tuple[Any, Any]]:
-        """Returns by name the type of each parameter's values, and what is declared of it."""
+        """Returns the type of each parameter's values and its declaration, by the parameter's
+        name."""
         if self.callback is None:
             return {}
         found: dict[Any, tuple[Any, Any]] = {}
@@ -418,7 +419,8 @@ def _names(option: Any, kind: Any) -> str:
 
 
 def _help(option: Any) -> str:
-    """Returns the text; a setting's already ends in its default."""
+    """Returns an option's help text with its default. A setting's text ends in the default
+    already."""
     text = str(option.help or "")
     if option.param_type_name == "argument" or option.is_flag:
         return text

@@ -44,14 +44,14 @@ def value_error(
     error: Any,
     kinds: Mapping[str, tuple[Any, Any]],
 ) -> ConfigError | None:
-    """Returns the error for a value that is not of its type; None: the library's says enough.
+    """Returns the error for a value of a wrong type; None: the library's own message suffices.
 
     Args:
         command: the command that was given.
         ctx: its context, which knows the source of each value.
         args: the command line.
         error: the library's `BadParameter`.
-        kinds: by name of a parameter, the type of its values and what is declared of it.
+        kinds: by name of a parameter, the type of its values and its declaration.
     """
     option = error.param
     kind, info = kinds.get(getattr(option, "name", ""), (None, None))

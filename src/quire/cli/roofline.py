@@ -65,8 +65,8 @@ def roofline(
         bool | None,
         typer.Option(
             "--run/--no-run",
-            help="Then run the cases here, with random weights where there is no checkpoint, and "
-            "show by how much the prediction is off. Default: where the GPU is the card.",
+            help="Also run the cases on this machine, with random weights if there is no "
+            "checkpoint, and show the error of the prediction. Default: on if the GPU is the card.",
             show_default=False,
         ),
     ] = None,

@@ -292,7 +292,7 @@ def read_file(path: Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not text"
         raise ConfigError(f"cannot read {path}: {reason}", "config") from None
-    # Values that look like dates may be none.
+    # A value that looks like a date may be an invalid date, which raises ValueError.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f", line {line + 1}"

@@ -41,7 +41,7 @@ _CPU_DEFAULTS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "steps_in_f
 
 
 def resolve(args: EngineArgs) -> EngineConfig:
-    """Settles every setting; reads the model's configuration files, but no weights.
+    """Resolves every setting. Reads the model's configuration files, but no weights.
 
     Raises:
         ModelError: there is no such model, or its architecture is unknown.
@@ -77,7 +77,8 @@ def resolve(args: EngineArgs) -> EngineConfig:
 def _check_uncommon(
     args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization
 ) -> None:
-    """Refuses settings of few engines that the model or the machine cannot have."""
+    """Checks settings that few engines use. Raises ConfigError if the model or the machine does
+    not support one."""
     for feature in enabled_features(args):
         if feature.check:
             part(feature.check)(args, spec, device)
@@ -128,8 +129,8 @@ def build_core(
     Args:
         complete: Whether all optional features are ready from the start. Otherwise the first
             request for a feature turns it on, if the device allows that.
-        server: Whether clients share the engine. Then requests may name tenants, which share it
-            fairly, and routers ask for its load.
+        server: Whether the engine serves clients. If so, requests may name tenants, which share
+            the engine fairly, and routers may ask for its load.
     """
     features = features_at_start(config, complete=complete, server=server)
     hooks, ranks = hooks_of(features, config), config.args.ranks
@@ -226,8 +227,8 @@ def _max_model_len(wanted: int | None, limit: int) -> int:
 def _eos_ids(
     path: Path, hf_config: dict[str, Any], tokenizer_path: str | None, vocab_size: int
 ) -> tuple[int, ...]:
-    """The end-of-sequence ids of generation_config.json, else config.json; the tokenizer's too, as
-    chat models end their turns with it."""
+    """Returns the end-of-sequence ids of generation_config.json, or else of config.json. The
+    tokenizer's id is added because chat models end their turns with it."""
     file = "generation_config.json"
     generation = load_config(path, file) if (path / file).exists() else {}
     ids = several(generation if "eos_token_id" in generation else hf_config, "eos_token_id")

@@ -1,4 +1,4 @@
-"""The folder, the threads and the patience that each process of an engine has."""
+"""Settings of an engine's processes: private folders, threads, and time limits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from quire.system import open_regular
 PREFIX = "quire-"
 """Beginning of the folders' names."""
 MEMORY = "/dev/shm"
-"""A folder whose files are memory, which a GPU can be given to read."""
+"""A folder whose files are memory. A GPU can map them."""
 _LOCK = "lock"
 
 
 def take_ownership(folder: Path) -> BufferedReader | None:
-    """Makes this process the owner of a folder, until the returned file is closed. None: the folder
-    takes no locks, and so nobody removes it."""
+    """Makes this process the owner of a folder until the returned file is closed. Returns None if
+    the folder's file system has no locks. Such a folder never counts as stale."""
     new = folder / f"{_LOCK}.new"
     new.touch(mode=0o600)
     lock = open_regular(new)
@@ -31,7 +31,7 @@ def take_ownership(folder: Path) -> BufferedReader | None:
     except OSError:
         lock.close()
         return None
-    # Others see the file only once it is locked.
+    # The file gets its name only after it is locked, so no process finds it unlocked.
     new.rename(folder / _LOCK)
     return lock
 
@@ -43,7 +43,7 @@ def remove_stale() -> None:
             if folder.stat().st_uid != os.getuid():
                 continue
             with open_regular(folder / _LOCK) as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its owner lives
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # Fails while the owner lives.
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -58,12 +58,11 @@ def _candidates() -> Iterator[Path]:
 def thread_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment variables to start the engine's process with.
 
-    Between two parallel regions OpenMP's threads spin by default. Where other processes share the
-    cores, the API process among them, spinning threads take the time that those need to go on.
-    Passive threads sleep instead.
+    By default OpenMP's threads spin between two parallel regions. Spinning threads take time from
+    other processes on the same cores, such as the API process. Passive threads sleep instead.
 
     Args:
-        environment: of the parent; what it sets of OpenMP stays.
+        environment: the parent's environment. Its own settings of OpenMP take precedence.
     """
     if any(name in environment for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         return {}
@@ -81,8 +80,8 @@ def stuck_limit(given: float | None, device: str) -> float:
     """Returns the seconds of silence after which an engine counts as stuck.
 
     Args:
-        given: `stuck_timeout` of the settings.
-        device: of the engine.
+        given: the setting `stuck_timeout`; None: the device's default.
+        device: the engine's device.
     """
     if given is not None:
         return given

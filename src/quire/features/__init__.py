@@ -1,1 +1,1 @@
-"""Features: each is a folder, and nothing outside names it."""
+"""Features. Each is a folder, and no code outside of this folder names it."""

@@ -32,8 +32,8 @@ class CallType(Generic[Asked, Answered]):
         request: the request's type.
         answer: the answer's type.
         end: the second answer's type, if a call starts work that ends later (`Begun`).
-        refusal: makes the error of an engine without a feature that takes the call. None: the
-            error names the call.
+        refusal: makes the error that the engine raises if none of its features takes the call.
+            None: the error names the call.
     """
 
     name: str
@@ -43,7 +43,7 @@ class CallType(Generic[Asked, Answered]):
     refusal: Callable[[], RequestError] | None = None
 
     def refuse(self) -> RequestError:
-        """Returns the error of an engine without a feature that takes the call."""
+        """Returns the error that the engine raises if none of its features takes the call."""
         if self.refusal is not None:
             return self.refusal()
         return RequestError(f"this engine does not take the call {self.name!r}")
@@ -58,8 +58,9 @@ class RequestField(Generic[Value]):
         value: the value's type.
         option: the keyword of `Request` for the value. None: `LoopFeature.fields` takes it.
         separates: whether requests with different values share no KV.
-        refusal: makes the error of an engine without a feature that takes the value, or returns
-            None to ignore the value. None: a field with a key is an error, and others are ignored.
+        refusal: makes the error that the engine raises if none of its features takes the value,
+            or returns None to ignore the value. Without it, a value is an error if the field has a
+            key, and is ignored otherwise.
         key: the field's name in bodies of HTTP requests. Empty: no body has the field.
         apis: the APIs with the field: `OPENAI`, `RESPONSES`, `ANTHROPIC`.
         body: the field's type in a body, for pydantic. None: `value`.
@@ -75,7 +76,7 @@ class RequestField(Generic[Value]):
     body: Any = field(default=None, compare=False)
 
     def refuse(self, value: Value) -> RequestError | None:
-        """Returns the error of an engine without a feature that takes the value; None: no error."""
+        """Returns the error if none of the engine's features takes the value; None: no error."""
         if self.refusal is not None:
             return self.refusal(value)
         if not self.key:
@@ -87,7 +88,7 @@ class RequestField(Generic[Value]):
 
 @dataclass(frozen=True, slots=True)
 class NewsType(Generic[Value]):
-    """Declares news: a value that a feature sends to each client at its connection and at a change.
+    """Declares news: a value that a feature sends to each client at once and after every change.
 
     Attributes:
         name: unique, "feature.noun".
@@ -122,14 +123,14 @@ class RequestCheck(Protocol):
 
 
 class NamedModels(Protocol):
-    """The models that a feature serves beside the engine's own, each by its name in the API."""
+    """The models that a feature serves in addition to the engine's own, by name in the API."""
 
     def names(self) -> Collection[str]:
-        """Returns the names, as far as they are known."""
+        """Returns the known names."""
         ...
 
     def fields(self, name: str) -> Mapping[RequestField[Any], Any] | None:
-        """Returns what a request for a model carries; None: no model has the name."""
+        """Returns the fields of a request for a model; None: no model has the name."""
         ...
 
 
@@ -175,7 +176,8 @@ def decode_body(body: msgspec.Raw, kind: type[Value] | None) -> Value:
 
 
 def shown_text(error: BaseException) -> str:
-    """Returns an error's text for clients: other errors may name paths or addresses."""
+    """Returns an error's text for clients. The texts of errors other than `QuireError` are left out
+    because they may contain paths or addresses."""
     if isinstance(error, QuireError):
         return str(error)
     return f"internal error ({type(error).__name__})"

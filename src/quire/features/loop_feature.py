@@ -1,4 +1,4 @@
-"""The interface between the engine's loop and features. The loop knows features by it only."""
+"""The interface between the engine's loop and features. The loop uses nothing else of a feature."""
 
 from __future__ import annotations
 
@@ -37,25 +37,28 @@ class EngineInterface(Protocol):
 
 
 class LoopFeature:
-    """Does nothing: the base of features that take part in the engine's loop."""
+    """Base of the features that take part in the engine's loop. Its methods do nothing."""
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature | None:
-        """Begins, once, with an executor that has started and run nothing yet. Returns the
-        scheduler's part of the feature; None turns the feature off."""
+        """Starts the feature. It is called once, before the executor runs its first step.
+
+        Returns:
+            The scheduler's part of the feature; None turns the feature off.
+        """
         return None
 
     def check(self, params: Sequence[SamplingParams]) -> None:
-        """Raises RequestError if a request may not have one of these. It may wait for long, so the
-        loop does not call it."""
+        """Raises RequestError if the feature refuses one of the parameters. It may take long, so
+        the loop does not call it."""
 
     @property
     def waits(self) -> bool:
-        """Whether requests are parked until `poll` brings news: a step may bring nothing."""
+        """Whether requests are parked until `poll` returns news. Then a step may do nothing."""
         return False
 
     def poll(self, patience: float) -> tuple[Sequence[str], Sequence[Failure]]:
-        """Returns the ids of requests to wake and requests that must end by an error of their own,
-        each once. Waits for news up to `patience` seconds if any is expected."""
+        """Returns the ids of requests to wake, and failed requests with their errors. Each is
+        returned once. If news is expected, it waits for up to `patience` seconds."""
         return (), ()
 
     def may_launch(self) -> bool:
@@ -89,8 +92,8 @@ class LoopFeature:
         return {}
 
     def news(self) -> Mapping[NewsType[Any], Any]:
-        """Returns what all clients are told, when they connect and when it has changed after a
-        call."""
+        """Returns the news for all clients. They get it when they connect, and when a call has
+        changed it."""
         return {}
 
     def load(self) -> Mapping[str, float]:
@@ -102,9 +105,11 @@ class LoopFeature:
         return {}
 
     def close(self, drain: Callable[[], None] | None) -> None:
-        """Ends, before the executor does. Idempotent.
+        """Ends the feature, before the executor ends. Idempotent.
 
-        drain: runs the engine until it has no work or its time is up; None after a failed step.
+        Args:
+            drain: runs the engine until it has no work or its time is up; None after a failed
+                step.
         """
 
 

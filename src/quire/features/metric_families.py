@@ -1,4 +1,4 @@
-"""Families of Prometheus from a feature's statistics."""
+"""Makes Prometheus metric families from a feature's statistics."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def counters(stats: object, names: dict[str, tuple[str, str]]) -> Iterator[Metri
 def gauge(
     name: str, help: str, value: float | None = None, labels: tuple[str, ...] = ()
 ) -> GaugeMetricFamily:
-    """Returns a gauge, or one with labels that awaits its values."""
+    """Returns a gauge. If it has labels, the caller adds its values."""
     return GaugeMetricFamily(f"quire_{name}", help, value, None if value is not None else labels)

@@ -1,8 +1,8 @@
-"""The features that are installed: those of `quire.features`, and those that packages add.
+"""The installed features: those of `quire.features`, and those of other packages.
 
 A package adds a feature by an entry point of the group `quire.features`, which names its
-`FeatureSpec`. Nobody may take a name twice, so a feature that cannot be loaded or repeats a name is
-left out, and an engine refuses to start with an error that names it (`feature_errors`).
+`FeatureSpec`. A feature that cannot be loaded, or repeats a name, is left out. An engine then
+refuses to start, with an error that names the feature (`feature_errors`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENGINE = "the engine"
 
 
 class _Installed:
-    """The features that could be loaded, the errors of the others, and who declares which name."""
+    """The loaded features, the errors of the others, and the declarer of each name."""
 
     def __init__(self) -> None:
         self.specs: list[FeatureSpec] = []
@@ -62,7 +62,8 @@ class _Installed:
 
 
 def _declared_names(spec: FeatureSpec) -> Iterator[tuple[str, str]]:
-    """Yields the names that a feature declares without its calls and routes, each with its kind."""
+    """Yields the names that a feature declares, each with its kind. The names of calls and routes
+    are left out."""
     yield "name", spec.name
     if spec.stats:
         yield "statistics", spec.stats_name
@@ -72,12 +73,12 @@ def _declared_names(spec: FeatureSpec) -> Iterator[tuple[str, str]]:
 
 
 def clash_error(kind: str, name: str, first: str, second: str) -> ConfigError:
-    """Returns the error for a name that two declare.
+    """Returns the error for a name that is declared twice.
 
     Args:
-        kind: what the name is of.
-        first: who has declared it.
-        second: who declares it too.
+        kind: the kind of thing that has the name.
+        first: origin of the first declaration.
+        second: origin of the second declaration.
     """
     return ConfigError(f"the {kind} {name!r} of the feature {second} is taken by {first}")
 
@@ -139,7 +140,7 @@ def collect_declarations(
     """Returns the calls, or the request fields, that features declare, by name.
 
     Args:
-        kind: what they are, for errors.
+        kind: the kind of the declared things, for errors.
         place: returns the "module:name" of a feature's tuple of them.
 
     Raises:

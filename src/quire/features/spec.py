@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quire.sampling_params import SamplingParams
 
 ANYWHERE = 65
-"""The place of a feature that depends on no other: before those that decide on tokens."""
+"""The order of a feature that depends on no other. It comes before those that decide on tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +40,13 @@ class FeatureSpec:
         config: returns fields of `EngineConfig`. Arguments: `EngineArgs`, the model's folder, its
             config.json.
         serving: changes the `EngineConfig` of an engine that serves clients.
-        serves: gives the feature to every engine that serves clients. It must have no hook,
-            because other ranks do not know whether their engine serves.
+        serves: whether every engine that serves clients has the feature. The feature must have no
+            hook, because other ranks do not know whether their engine serves.
 
-        loop: makes the part of the loop and of the scheduler from an `EngineConfig`.
-        hook: makes the part of every rank's worker from an `EngineConfig`.
-        earlier_hook: makes the part of workers in a pipeline's stages before the last.
-        own_logits: tells that models of the hook compute logits on all ranks.
+        loop: makes the feature's `LoopFeature` from an `EngineConfig`.
+        hook: makes the hook of every rank's worker from an `EngineConfig`.
+        earlier_hook: makes the hook of workers in pipeline stages before the last.
+        own_logits: whether models of the hook compute logits on all ranks.
 
         requested: returns whether a request asks for the feature. None: no request can.
         request_check: makes a `RequestCheck` from an `EngineConfig`, in each API process.

@@ -116,9 +116,9 @@ def _choice(choices: tuple[str, ...]) -> str:
         )
     if any(not isinstance(choice, str) for choice in choices):
         raise GrammarError("The choices must be strings.")
-    # All choices form one terminal, which becomes an automaton. As a rule, each alternative would
-    # take an item of the parser's row, which is limited to 2000. A terminal cannot match an empty
-    # text, so that choice is separate.
+    # All choices form one terminal, which becomes an automaton. In a grammar rule each alternative
+    # would take an item of the parser's row, which is limited to 2000. A terminal cannot match an
+    # empty text, so an empty choice is added separately.
     texts = [json.dumps(choice, ensure_ascii=False) for choice in choices if choice]
     start = "start: " + ("CHOICE" if texts else '""') + ("?" if texts and "" in choices else "")
     lark = start + ("\nCHOICE: " + " | ".join(texts) if texts else "")

@@ -99,7 +99,7 @@ class _Reader:
 
     Attributes:
         places: all schemas seen, rewritten, by their pointers in the original.
-        beside: the original schema whose keywords are being read.
+        current: the original schema whose keywords are being read.
         anchors: pointers of schemas with an anchor, by name.
         resources: number of enclosing schemas with their own identifier.
         identifier: of the root, without a fragment.
@@ -115,7 +115,7 @@ class _Reader:
         identifier = root.get("$id", root.get("id")) if isinstance(root, dict) else None
         self.identifier = identifier.split("#")[0] if isinstance(identifier, str) else ""
         self.properties = self.values = 0
-        self.beside: dict[str, Json] = {}
+        self.current: dict[str, Json] = {}
 
     def option_of(self, name: str) -> bool:
         """Returns whether an option of the root is on."""
@@ -152,7 +152,7 @@ class _Reader:
                 continue
             try:
                 read = _KEYWORDS.get(name, _Reader.unknown)
-                self.beside = schema
+                self.current = schema
                 read(self, out, name, value, at, depth)
             except GrammarError as error:
                 if not self.lenient or error.code != _UNSUPPORTED:
@@ -188,7 +188,7 @@ class _Reader:
         if not isinstance(value, str) or not _DIALECT.fullmatch(value):
             raise refuse(here, "it must be draft 4, 6, 7, 2019-09 or 2020-12")
         if at != "#" and bool(_LATEST.search(value)) != self._latest():
-            raise refuse(here, "it must be of the draft that the root has")
+            raise refuse(here, "it must name the same draft as the root")
 
     def _latest(self) -> bool:
         """Returns whether the schema is of draft 2020-12."""
@@ -236,7 +236,7 @@ class _Reader:
     def typed(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         types = value if isinstance(value, list) else [value]
         if not types or any(not isinstance(t, str) or t not in _TYPES for t in types):
-            raise refuse(_within(at, name), f"known are {', '.join(_TYPES)}", "invalid_schema")
+            raise refuse(_within(at, name), f"types are {', '.join(_TYPES)}", "invalid_schema")
         out[name] = value
 
     def subschema(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -258,7 +258,7 @@ class _Reader:
 
     def one_of(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         """Reads `oneOf` as `anyOf`, if no document can match two of the options."""
-        alone = not self.beside.keys() & (_OF_OBJECTS - {"oneOf"})
+        alone = not self.current.keys() & (_OF_OBJECTS - {"oneOf"})
         options = self._list(name, value, at, depth)
         if self.lenient or disjoint(value, self.root):
             self.also(out, {"anyOf": options})
@@ -336,7 +336,7 @@ class _Reader:
             raise refuse(at, f"the pattern {pattern[:100]!r} cannot be enforced: {error}") from None
 
     def pattern(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
-        rules = self._patterns(value, self.beside.get("format"), _within(at, name))
+        rules = self._patterns(value, self.current.get("format"), _within(at, name))
         if rules:
             out[name] = rules[0]
         for rule in rules[1:]:
@@ -368,7 +368,7 @@ class _Reader:
         elif not isinstance(value, str) or value.lower() not in ("binary", "8bit", "identity"):
             raise refuse(
                 _within(at, name),
-                "known are base64, base64url, 8bit and binary; others cannot be enforced",
+                "only base64, base64url, 8bit and binary can be enforced",
             )
 
     def media_type(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -421,18 +421,18 @@ class _Reader:
     def _any_value(self, at: str) -> Json:
         """Returns a schema that accepts any value. `bounded.py` may limit it."""
         schema: dict[str, Json] = {}
-        if not self.beside.keys() & {"properties", "patternProperties", "additionalProperties"}:
+        if not self.current.keys() & {"properties", "patternProperties", "additionalProperties"}:
             self.places[f"{at} {len(self.places)}"] = schema
         return schema
 
     def _name_pattern(self, rule: dict[str, Json], at: str) -> str | None:
         """Returns the expression for names, or None if every name is allowed."""
         read: dict[str, Json] = {}
-        before, self.beside = self.beside, rule
+        before, self.current = self.current, rule
         for name in ("pattern", "format", "minLength", "maxLength"):
             if name in rule:
                 _KEYWORDS[name](self, read, name, rule[name], at, 0)
-        self.beside = before
+        self.current = before
         parts = (read, *read.pop("allOf", ()))
         found = [part["pattern"] for part in parts if "pattern" in part]
         lengths = [part for part in parts if part.keys() & {"minLength", "maxLength"}]
@@ -465,14 +465,14 @@ class _Reader:
             words.keys() == {"required", "type"} and words["type"] == "object"
         ):
             self.names({}, "required", words["required"], here, depth)
-            self._lacks_one(out, words, here)
+            self._exclude_required(out, words, here)
         elif words.keys() == {"anyOf"} and isinstance(words["anyOf"], list) and words["anyOf"]:
             for i, option in enumerate(words["anyOf"]):
                 self.negation(out, str(i), option, f"{here}/anyOf", depth + 1)
         else:
             raise refuse(here, "only {}, 'type', 'required' and 'anyOf' of them can be excluded")
 
-    def _lacks_one(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
+    def _exclude_required(self, out: dict[str, Json], excluded: dict[str, Json], at: str) -> None:
         """Rewrites "not (required names)": one of the names must be absent.
 
         If only objects are excluded, all other values are allowed too.
@@ -552,9 +552,9 @@ class _Reader:
     def bound(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
         here = _within(at, name)
         inclusive = _INCLUSIVE.get(name, "")
-        if isinstance(value, bool) and inclusive in self.beside:  # the form of draft 4
+        if isinstance(value, bool) and inclusive in self.current:  # the form of draft 4
             if value:
-                self.bound(out, name, self.beside[inclusive], at, depth)
+                self.bound(out, name, self.current[inclusive], at, depth)
             return
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise refuse(here, "it must be a number", "invalid_schema")
@@ -588,7 +588,7 @@ class _Reader:
         here = _within(at, name)
         if not isinstance(value, bool):
             raise refuse(here, "it must be true or false", "invalid_schema")
-        if value and "type" not in self.beside:
+        if value and "type" not in self.current:
             raise refuse(here, "it needs a 'type' beside it. Use 'anyOf' with {\"type\": \"null\"}")
 
     def unique(self, out: dict[str, Json], name: str, value: Json, at: str, depth: int) -> None:
@@ -596,7 +596,7 @@ class _Reader:
         here = _within(at, name)
         if not isinstance(value, bool):
             raise refuse(here, "it must be true or false", "invalid_schema")
-        schema = self.beside
+        schema = self.current
         most = schema.get("maxItems")
         if not value or (isinstance(most, int) and most <= 1):
             return

@@ -50,7 +50,7 @@ class ReplicaEntry(msgspec.Struct):
     Attributes:
         name: the replica's address without the scheme.
         url: the replica's address.
-        role: what the replica does for the fleet, see `Role`.
+        role: the replica's task in the fleet, see `Role`.
         ready: whether the last health check passed.
         leaving: whether the replica gets no further requests.
         running: number of requests in flight from this router.

@@ -170,10 +170,10 @@ class RoutedReplica:
         state: the replica's cached blocks and load.
         model: the models that the replica serves; None until they are known.
         answers: number of the replica's answers by HTTP status.
-        failures: number of times that the replica was lost.
+        failures: how often the replica was lost.
         trusted: whether the router's settings name the address. The replica may then get the key.
-        proven: whether the replica has proved that it knows the key, and was not lost since.
-        announced_peers: the addresses of prefill replicas that were last sent to the replica.
+        proven: whether the replica has proved to know the key, and was not lost since.
+        announced_peers: addresses of prefill replicas in the last announcement to the replica.
         since: time (`time.time`) at which the replica last became ready or began to leave.
         tasks: the tasks that check the replica's health and read its events.
     """

@@ -89,7 +89,7 @@ def test_readers_are_accepted_again_once_threads_can_start(
         with connect(listener) as refused:
             assert refused.recv(1) == b""
         assert_answered(listener, news)
-    assert "could not be taken in: can't start new thread" in caplog.text
+    assert "connection failed: can't start new thread" in caplog.text
 
 
 def test_a_connection_without_a_grant_is_closed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

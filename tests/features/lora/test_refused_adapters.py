@@ -104,10 +104,10 @@ def added(name: str, tensor: torch.Tensor) -> Callable[[Tensors], Tensors]:
         (without(f"{FIRST}.lora_A.weight"), r"layers.0.self_attn.q_proj.lora_A.weight is missing"),
         (without(f"{FIRST}.lora_B.weight"), r"layers.0.self_attn.q_proj.lora_B.weight is missing"),
         (added(f"{FIRST}.lora_B.weight", torch.zeros(47, 4)), r"has shape \(47, 4\), expected"),
-        (added(f"{FIRST}.lora_A.weight", torch.full((4, 48), torch.nan)), "no numbers"),
+        (added(f"{FIRST}.lora_A.weight", torch.full((4, 48), torch.nan)), "infinite values or NaN"),
         (added(f"{FIRST}.lora_A.weight", torch.zeros(4, 48).int()), "has dtype int32"),
         (added(f"{FIRST}.lora_magnitude_vector", torch.zeros(48)), "DoRA is not supported"),
-        (added(f"{FIRST}.lora_A.bias", torch.zeros(48)), "no part of a plain LoRA adapter"),
+        (added(f"{FIRST}.lora_A.bias", torch.zeros(48)), "not a part of a plain LoRA adapter"),
         (
             added("base_model.model.model.embed_tokens.lora_embedding_A", torch.zeros(4, 211)),
             "adapters of embeddings and of the head",
@@ -232,6 +232,6 @@ def test_a_file_that_does_not_come_is_given_up(
     come = threading.Event()
     monkeypatch.setattr(peft, "_READ_SECONDS", 0.05)
     monkeypatch.setattr(peft, "read_bounded", lambda path, most: come.wait(60))
-    with pytest.raises(RequestError, match=r"has not come within 0.05 s"):
+    with pytest.raises(RequestError, match=r"was not read within 0.05 s"):
         read_adapter(adapter, layout)
     come.set()

@@ -1,1 +1,1 @@
-"""The engine's loop, and what goes into it and comes out."""
+"""The engine's loop, its input and its output."""

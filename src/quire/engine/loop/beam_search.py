@@ -1,7 +1,7 @@
-"""Beam search, over requests of one token each.
+"""Beam search, by requests that generate one token each.
 
-Each step asks for the likeliest next tokens of every beam; the prefix cache holds what the beams
-have in common, so a beam computes its last token only. Scores, and when a search is over, are as in
+Each step asks for the likeliest next tokens of every beam. The prefix cache holds the beams' common
+prefixes, so a beam computes only its last token. Scores and the end of a search are as in
 transformers with `early_stopping=False`.
 """
 
@@ -30,10 +30,10 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         beam_width: Number of beams, and of sequences kept, 1 to 64.
         max_tokens: Most tokens of a sequence; None: as many as the context holds.
-        length_penalty: A score is the sum of the log-probabilities over the length to this power.
-            Values above 0 prefer long sequences.
+        length_penalty: A score is the sum of the log-probabilities, divided by the length to this
+            power. Values above 0 prefer long sequences.
         ignore_eos: Only `stop_token_ids` end a sequence.
-        stop_token_ids: Further tokens that end a sequence, next to the model's own.
+        stop_token_ids: Tokens that end a sequence, in addition to the model's own.
     """
 
     beam_width: int
@@ -43,7 +43,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        # The fields that it has in common with sampling are checked there.
+        # `SamplingParams` checks the fields that both classes have.
         SamplingParams(
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
@@ -63,14 +63,14 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One of the best sequences.
+    """One of the best sequences of a search.
 
     Attributes:
         token_ids: Generated tokens, with the end token.
         text: Text without the end token.
         cum_logprob: Sum of the tokens' log-probabilities.
-        score: `cum_logprob` over the length to the power of `length_penalty`.
-        logprobs: By place, log-probabilities of the token and of its likeliest alternatives.
+        score: `cum_logprob` divided by the length to the power of `length_penalty`.
+        logprobs: For each token, its log-probability and those of its likeliest alternatives.
         finish_reason: "stop" or "length".
         stop_reason: The token of `stop_token_ids` at its end.
     """
@@ -103,7 +103,7 @@ class BeamSearch:
     """The beams of one prompt.
 
     Raises:
-        RequestError: more alternatives are needed than an engine tells.
+        RequestError: the search needs more alternatives per token than an engine returns.
     """
 
     def __init__(self, params: BeamSearchParams, config: EngineConfig, prompt_len: int) -> None:
@@ -117,7 +117,7 @@ class BeamSearch:
         self._beams = [_Beam([], 0.0, [])]
         self._found: list[tuple[float, _Beam]] = []
         self.over = False
-        # A beam can contribute at most as many continuations as beams go on, and each end token.
+        # A beam contributes at most one continuation per surviving beam, and each end token.
         self.alternatives = min(params.beam_width + len(ends), config.vocab_size)
         if self.alternatives > MAX_LOGPROBS:
             raise RequestError(
@@ -128,7 +128,7 @@ class BeamSearch:
 
     @property
     def step_params(self) -> SamplingParams:
-        """The parameters of a beam's request."""
+        """Returns the sampling parameters of a beam's request."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -139,11 +139,15 @@ class BeamSearch:
 
     @property
     def beams(self) -> list[list[int]]:
-        """The tokens of all beams that go on."""
+        """Returns the tokens of each unfinished beam."""
         return [beam.tokens for beam in self._beams]
 
     def advance(self, found: Sequence[Mapping[int, Logprob]]) -> None:
-        """Takes in what may follow: for each beam the likeliest next tokens."""
+        """Extends the beams.
+
+        Args:
+            found: for each beam, its likeliest next tokens.
+        """
         params, length = self._params, len(self._beams[0].tokens) + 1
         width = params.beam_width
         candidates = [
@@ -151,7 +155,7 @@ class BeamSearch:
             for place, (beam, entries) in enumerate(zip(self._beams, found, strict=True))
             for token, entry in entries.items()
         ]
-        # As many as can be among the best, or go on where those end.
+        # Enough candidates to fill all beams even if many of the best ones end.
         best = heapq.nsmallest(
             max(2, 1 + len(self._ends)) * width, candidates, key=lambda each: (-each[0], each[1:])
         )
@@ -179,7 +183,7 @@ class BeamSearch:
         tokenizer: Tokenizer | None,
         keep_special: frozenset[int] = frozenset(),
     ) -> list[BeamSearchSequence]:
-        """Returns the best sequences. params: how they become texts."""
+        """Returns the `count` best sequences. params: options of detokenization."""
         sequences = []
         for score, beam in self._found[:count]:
             last = beam.tokens[-1]
@@ -213,7 +217,10 @@ def beam_search(
     """Searches for all prompts at once, in the caller's thread.
 
     Args:
-        generate: completes prompts. Raises as that does.
+        generate: completes prompts.
+
+    Raises:
+        QuireError: as `generate`.
     """
     shown = SamplingParams(stop_token_ids=params.stop_token_ids, detokenize=tokenizer is not None)
     given = [prompt_ids(read_prompt(p)[1], shown, config, tokenizer).tolist() for p in prompts]

@@ -14,7 +14,7 @@ STATS: CallType[None, EngineStats] = CallType("engine.stats", type(None), Engine
 SNAPSHOT: CallType[bool, Snapshot] = CallType("engine.snapshot", bool, Snapshot)
 """Asks for the engine's state; True includes the tokens of the prefix tree."""
 RESET_PREFIX_CACHE: CallType[None, bool] = CallType("engine.reset_prefix_cache", type(None), bool)
-"""Forgets every prefix that no request uses; answers whether nothing is left."""
+"""Forgets every prefix that no request uses. The answer is whether the cache is empty now."""
 
 OWN_CALLS: Mapping[str, tuple[CallType[Any, Any], Callable[[EngineCore, Any], Any]]] = {
     call.name: (call, answer)

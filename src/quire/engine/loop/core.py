@@ -1,4 +1,4 @@
-"""The engine's loop: plans ahead, collects late, reports the results."""
+"""The engine's loop: plans steps ahead, collects their results later, and reports them."""
 
 from __future__ import annotations
 
@@ -23,25 +23,29 @@ if TYPE_CHECKING:
     from quire.engine.loop.stats import EngineStats
 
 _GOLDEN = 0x9E3779B97F4A7C15
-"""An odd constant near 2**64 / golden ratio: multiples of it spread over all 64-bit words."""
+"""An odd constant near 2**64 / golden ratio: its multiples spread over all 64-bit words."""
 
 _IDLE = 5e-3
 """Seconds to wait for features when there is nothing else to do."""
 
 _CLOSE_SECONDS = 3.0
-"""Seconds that features may use the engine for when it ends."""
+"""Seconds for which features may use the engine when it shuts down."""
 
 
 class EngineCore:
     """Owns the scheduler and an executor. Single-threaded: its owner calls `add`, `abort` and
     `step` in turn.
 
-    A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks. features: the
-    scheduler's, called in this order, before those of loop_features. order: see `Scheduler`.
-    requested: features that requests turn on.
+    A request with `n` > 1 becomes `n` siblings, which share the prompt's blocks.
 
-    An error in a step leaves scheduler and device at odds: `failed` is then set for good, and
-    only `shutdown` and `stats` may be called.
+    An error in a step leaves the scheduler and the device in different states. `failed` is then
+    set for good, and only `shutdown` and `stats` may be called.
+
+    Args:
+        features: features of the scheduler. It calls them in this order, before those that
+            loop_features return.
+        order: see `Scheduler`.
+        requested: features that requests turn on.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class EngineCore:
 
         Raises:
             OverloadedError: the queue is full.
-            RequestError: it can never run, or a feature refused it. Nothing is queued then.
+            RequestError: the request can never run, or a feature refused it. Nothing is queued.
             EngineDeadError: a step has failed.
         """
         self._check_alive()
@@ -122,10 +126,10 @@ class EngineCore:
         return requests
 
     def check(self, params: Sequence[SamplingParams]) -> None:
-        """Lets features check parameters of requests to come, which may take them long.
+        """Lets features check the parameters of future requests. This may take long.
 
         Raises:
-            RequestError: a request may not have one of these.
+            RequestError: a feature refuses one of the parameters.
         """
         for each in params:
             self._turn_on(each, {})
@@ -133,10 +137,10 @@ class EngineCore:
             feature.check(params)
 
     def call(self, call: CallType[Any, Any], request: Any) -> Any:
-        """Returns what the feature that takes a call answers: see `LoopFeature.calls`.
+        """Returns the answer of the feature that takes a call: see `LoopFeature.calls`.
 
         Raises:
-            RequestError: no feature takes it, or its feature refuses it.
+            RequestError: no feature takes the call, or the feature refuses it.
         """
         for feature in self._loop_features:
             answer = feature.calls().get(call)
@@ -148,7 +152,8 @@ class EngineCore:
         """Gives a queued request's field to the feature that takes it.
 
         Raises:
-            RequestError: no feature takes it, or its feature refuses it. The request is aborted.
+            RequestError: no feature takes the field, or the feature refuses it. The request is
+                aborted.
         """
         try:
             for feature in self._loop_features:
@@ -166,7 +171,7 @@ class EngineCore:
         return any(call in feature.calls() for feature in self._loop_features)
 
     def news(self) -> dict[NewsType[Any], Any]:
-        """Returns what features tell all clients."""
+        """Returns the news that features send to all clients."""
         return {n: v for feature in self._loop_features for n, v in feature.news().items()}
 
     def load(self) -> dict[str, float]:
@@ -174,7 +179,7 @@ class EngineCore:
         return {n: v for feature in self._loop_features for n, v in feature.load().items()}
 
     def _turn_on(self, params: SamplingParams, options: RequestOptions) -> None:
-        """Turns on the features that a request asks for and that do not run yet."""
+        """Turns on the features that a request asks for, if they are still off."""
         for entry in [each for each in self._requested if each.requested(params, options)]:
             loop_feature = entry.open()
             feature = loop_feature.start(self._executor, self.capacity)
@@ -188,14 +193,15 @@ class EngineCore:
             raise EngineDeadError("the engine failed in an earlier step; start a new one")
 
     def _next_seed(self) -> int:
-        """Requests without a seed get one from the engine's, by their order of arrival."""
+        """Returns the seed for a request without one. It follows from the engine's seed and the
+        order of arrival."""
         self._seeds += 1
         word = (self.config.args.seed + 1 + self._seeds * _GOLDEN) & (2**64 - 1)
         return word - 2**64 if word >= 2**63 else word
 
     def abort(self, request_id: str, index: int | None = None) -> list[Request]:
-        """Ends a request, or one of its completions, at once. Returns the completions that it
-        ended; unknown or ended ones are ignored."""
+        """Ends a request, or one of its completions, at once. Returns the completions that this
+        ended. An unknown or ended request is ignored."""
         aborted = []
         for request in self._siblings.get(request_id, []):
             wanted = index is None or request.sample_index == index
@@ -277,13 +283,13 @@ class EngineCore:
         return [fd for feature in self._loop_features for fd in feature.fds()]
 
     def take_failures(self) -> list[Failure]:
-        """Returns the requests that had to end by an error of their own, each once."""
+        """Returns the requests that have failed, with their errors. Each is returned once."""
         failures, self._failures = self._failures, []
         return failures
 
     @property
     def waits(self) -> bool:
-        """Whether requests are parked until a feature has news: a step may bring nothing."""
+        """Whether requests are parked until a feature has news. Then a step may do nothing."""
         return any(feature.waits for feature in self._loop_features)
 
     def _admitted(self, plan: StepPlan) -> list[Request]:
@@ -291,7 +297,7 @@ class EngineCore:
         return [self._siblings[name][int(index)] for name, _, index in names]
 
     def stats(self) -> EngineStats:
-        # Few runs ask for them.
+        # Imported here because few runs ask for statistics.
         from quire.engine.loop.stats import EngineStats
 
         found = self.scheduler.stats()

@@ -27,7 +27,7 @@ class Embedding:
 
     Attributes:
         values: float32 [dimensions].
-        queued: seconds until its first step.
+        queued: seconds until the prompt's first step.
     """
 
     values: Float32
@@ -37,7 +37,7 @@ class Embedding:
 
 
 def pooling_of(params: PoolingParams, config: EngineConfig) -> Pooling:
-    """Returns how to pool, for a request fit to run. Raises RequestError."""
+    """Returns how to pool, for a valid request. Raises RequestError for an invalid one."""
     _check_dimensions(params.dimensions, config)
     return params.pooling or config.pooling
 
@@ -48,7 +48,7 @@ def _check_dimensions(wanted: int | None, config: EngineConfig) -> None:
         return
     if known is None:
         raise RequestError(
-            f"this model's embeddings have {size} dimensions, and it was not made for fewer "
+            f"this model's embeddings have {size} dimensions, and it does not support fewer "
             "(its config.json has neither is_matryoshka nor matryoshka_dimensions)",
             param="dimensions",
         )
@@ -73,12 +73,13 @@ def embed_all(
     let_interrupt: Callable[[], None],
     done: Callable[[], None],
 ) -> list[EmbeddingRequestOutput]:
-    """Runs prompts by request id, in the caller's thread; returns their vectors in order.
+    """Computes embeddings in the caller's thread, and returns them in the prompts' order.
 
     Args:
-        params: for all prompts, or one each; None: the defaults.
+        prompts: prompts by request id.
+        params: one for all prompts, or one for each; None: the defaults.
         let_interrupt: called before each step.
-        done: called with each vector that is complete.
+        done: called once for each finished vector.
 
     Raises:
         RequestError: a request is invalid. Nothing has run then.
@@ -101,8 +102,9 @@ def embeddings(
 ) -> Iterator[EmbeddingRequestOutput]:
     """Runs requests in the caller's thread, and yields each output when its vector is complete.
 
-    wanted: by request id, the prompt's tokens and how to pool. let_interrupt: called before each
-        step.
+    Args:
+        wanted: by request id, the prompt's tokens and how to pool.
+        let_interrupt: called before each step.
 
     Raises:
         RequestError: a request is invalid. Nothing has run then.
@@ -115,12 +117,12 @@ def embeddings(
         let_interrupt()
         progress = core.step()
         if progress is None:
-            raise RequestError("the engine has requests that it cannot run")
+            raise RequestError("the engine has requests but cannot run any of them")
         for place in progress.finished:
             item = progress[place]
             name = item.request.request_id.rpartition("/")[0]
             if item.pooled is None:
-                raise RequestError("the engine gave no vector")
+                raise RequestError("the engine returned no vector")
             values = finish(item.pooled, wanted[name][1])
             left -= 1
             yield EmbeddingRequestOutput(
@@ -132,7 +134,10 @@ def embeddings(
 
 
 def finish(pooled: Float32, params: PoolingParams) -> Float32:
-    """Cuts and normalizes a pooled state, float32 [hidden size]; returns float32 [dimensions].
+    """Truncates and normalizes a pooled state, float32 [hidden size].
+
+    Returns:
+        The embedding, float32 [dimensions].
 
     Raises:
         BrokenLogitsError: the state is not finite.

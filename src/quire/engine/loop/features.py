@@ -1,4 +1,4 @@
-"""The features of an engine. Their parts are imported when settings, or a request, ask for them."""
+"""The features of an engine. A feature's parts are imported when settings or a request need it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RANKS = FeatureSpec(
     loop="quire.engine.ranks.workers:Ranks",
     enabled=lambda args: args.ranks > 1,
 )
-"""The engine's own: statistics and the end of ranks."""
+"""The engine's own feature: it reports the ranks' statistics and notices when a rank ends."""
 
 
 @functools.cache
@@ -38,12 +38,13 @@ def enabled_features(args: EngineArgs) -> list[FeatureSpec]:
 def features_at_start(
     config: EngineConfig, *, complete: bool, server: bool = False
 ) -> list[FeatureSpec]:
-    """Returns the features that an engine begins with.
+    """Returns the features that an engine starts with.
 
-    complete: also those that requests ask for, as in a server, whose first such request should not
-        wait for them. An engine whose programs are captured, or that has several ranks, always
-        begins with these.
-    server: also those of an engine that serves clients.
+    Args:
+        complete: whether to include the features that requests turn on. A server includes them
+            because the first such request should not wait. They are always included if the
+            engine captures its programs or has several ranks.
+        server: whether to include the features of engines that serve clients.
     """
     captured = config.device != "cpu" and not config.eager
     ready = complete or captured or config.args.ranks > 1
@@ -65,17 +66,17 @@ def serving_config(config: EngineConfig) -> EngineConfig:
 
 
 def open_checks(config: EngineConfig) -> list[RequestCheck]:
-    """Makes the checks of requests that features have where requests arrive."""
+    """Returns the request checks of all features, for the process where requests arrive."""
     return [resolve(spec.request_check)(config) for spec in all_features() if spec.request_check]
 
 
 def keyword_options(core: Any, count: int, **given: Any) -> list[RequestOptions]:
-    """Returns what keywords of a call to `LLM` make of its requests.
+    """Returns the request options that the keywords of a call to `LLM` stand for.
 
     Args:
         core: the engine's loop.
         count: number of the call's prompts.
-        given: features' keywords; None: the caller gives none.
+        given: values of features' keywords; None: the caller left the keyword out.
     """
     options: list[RequestOptions] = [{} for _ in range(count)]
     readers = {name: place for spec in all_features() for name, place in spec.keywords.items()}
@@ -93,11 +94,11 @@ def open_loop(spec: FeatureSpec, config: EngineConfig) -> LoopFeature:
 
 
 def hooks_of(specs: list[FeatureSpec], config: EngineConfig) -> list[Hook]:
-    """Returns the features' hooks of a worker that draws tokens, the same on every rank."""
+    """Returns the features' hooks for a worker that draws tokens: the same hooks on every rank."""
     return [resolve(spec.hook)(config) for spec in specs if spec.hook]
 
 
 def earlier_hooks(config: EngineConfig) -> list[Hook]:
-    """Returns the features' hooks of a worker in a stage before the last."""
+    """Returns the features' hooks for a worker in a pipeline stage before the last."""
     places = [spec.earlier_hook for spec in enabled_features(config.args)]
     return [resolve(place)(config) for place in places if place]

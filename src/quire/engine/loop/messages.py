@@ -1,7 +1,7 @@
 """Messages between an engine process and its clients: typed structs in MessagePack, no pickle.
 
-A completion is named by a `handle`, an integer that its client picks: the k-th completion of a
-request has its request's handle plus k. Handles of different clients may be equal.
+A `handle` identifies a completion. It is an integer that the client picks for a request, and the
+k-th completion has the request's handle plus k. Handles of different clients may be equal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Failure(msgspec.Struct):
         if issubclass(kind, ConfigError):
             return ConfigError(self.message, self.param)
         if issubclass(kind, RequestError):
-            # Subclasses make their message from numbers; here it is made already.
+            # The constructors of subclasses take numbers, but only the message is known here.
             return RequestError(self.message, self.param, self.code)
         error: QuireError = kind(self.message)
         return error
@@ -53,17 +53,17 @@ class Start(msgspec.Struct, tag=True):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """Greets the engine; it answers with `Ready` once it is."""
+    """Greets the engine, which answers with `Ready` once it is loaded."""
 
 
 class AddRequest(msgspec.Struct, tag=True):
     """Adds a request.
 
     Attributes:
-        handle: of its first completion.
-        max_total: length, prompt included, at which it must end.
+        handle: handle of its first completion.
+        max_total: length, prompt included, at which the request must end.
         tenant, share: see `Request`.
-        features: what the request carries for features, by the name of a `RequestField`.
+        features: values for features, by the name of a `RequestField`.
     """
 
     handle: int
@@ -78,20 +78,21 @@ class AddRequest(msgspec.Struct, tag=True):
 
 
 class AbortRequest(msgspec.Struct, tag=True):
-    """Aborts a completion; index None aborts all of the request's."""
+    """Aborts one completion of a request, or all of them if `index` is None."""
 
     handle: int
     index: int | None = None
 
 
 class Call(msgspec.Struct, tag=True):
-    """Asks for a `CallAnswer`; `CallFailed` comes where the engine cannot give one.
+    """Makes a call. The engine answers with `CallAnswer` or `CallFailed`.
 
     Attributes:
-        call: The client's number for it.
+        call: The client's number for the call.
         name: Name of a `CallType`.
-        body: The request, of that call's type.
-        end: Call number of the second answer, sent when the work is over. None: no second answer.
+        body: The request, encoded as the call type declares.
+        end: Number for the second answer, which is sent when the work is over; None: no second
+            answer.
     """
 
     call: int
@@ -101,7 +102,7 @@ class Call(msgspec.Struct, tag=True):
 
 
 class Ping(msgspec.Struct, tag=True):
-    """Asks for a `Pong`, which comes when the loop turns."""
+    """Asks for a `Pong`, which the engine sends in the next turn of its loop."""
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -112,7 +113,7 @@ ToEngine = Start | Hello | AddRequest | AbortRequest | Call | Ping | Shutdown
 
 
 class Loading(msgspec.Struct, tag=True):
-    """Tells how far loading is; see `OnProgress`."""
+    """Reports the progress of loading; see `OnProgress`."""
 
     what: str
     done: int
@@ -124,20 +125,20 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Failed(msgspec.Struct, tag=True):
-    """Tells that the engine could not start, or stopped by an error; it exits."""
+    """Reports the error that kept the engine from starting or stopped it. The engine exits."""
 
     failure: Failure
 
 
 class RequestRefused(msgspec.Struct, tag=True):
-    """Tells that a request was refused."""
+    """Reports that the engine refused a request."""
 
     handle: int
     failure: Failure
 
 
 class CompletionStart(msgspec.Struct, array_like=True):
-    """Data of a completion that comes with its first tokens. `queued`: seconds until its first
+    """Data that is sent with a completion's first tokens. `queued`: seconds until its first
     step."""
 
     handle: int
@@ -171,14 +172,14 @@ class StepOutputs(msgspec.Struct, tag=True):
 
 
 class CallAnswer(msgspec.Struct, tag=True):
-    """Answers a call. body: of its `CallType`'s type."""
+    """Answers a call. body: the answer, encoded as the `CallType` declares."""
 
     call: int
     body: msgspec.Raw
 
 
 class CallFailed(msgspec.Struct, tag=True):
-    """Answers any call that the engine could not carry out. The engine goes on."""
+    """Reports that a call failed. The engine goes on."""
 
     call: int
     failure: Failure

@@ -1,4 +1,4 @@
-"""Conversion of the engine's tokens to users' output, for the async client and `LLM`."""
+"""Converts the engine's tokens to users' output, for the async client and `LLM`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from quire.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class CompletionUpdate:
-    """Stage 2 of a text: one completion's new tokens with their text.
+    """One completion's new tokens with their text.
 
-    It is made from a `TokenDelta`. In the server a `ChoiceText` follows.
+    It is made from a `TokenDelta`. The server makes a `ChoiceText` from it.
 
     Attributes:
         index: number of the completion among the request's `n`.
         text, token_ids, logprobs: the new output.
         finish_reason, stop_reason: None until the completion ends.
-        prompt_token_ids, prompt_logprobs, num_cached_tokens: with the request's first update only.
-        queued: seconds until the request's first step, with its first update only.
+        prompt_token_ids, prompt_logprobs, num_cached_tokens: set in the request's first update.
+        queued: seconds until the request's first step; set in the first update.
     """
 
     index: int
@@ -56,7 +56,7 @@ class CompletionReader:
         """Sets up the detokenizer and stop strings that `params` ask for.
 
         Args:
-        keep_special: special tokens that are in the text despite `skip_special_tokens`.
+            keep_special: special tokens that are in the text despite `skip_special_tokens`.
         """
         self.index = index
         self.finished = False
@@ -83,9 +83,11 @@ class CompletionReader:
         finish_reason: str | None = None,
         stop_token: int | None = None,
     ) -> CompletionUpdate:
-        """Returns the update for `tokens`; `finish_reason` is the engine's.
+        """Returns the update for `tokens`. A stop token is in its token ids, but not in its text.
 
-        A stop token is part of the token ids, not of the text.
+        Args:
+            finish_reason: why the engine ended the completion; None: it has not ended.
+            stop_token: the stop token that ended it.
         """
         update = CompletionUpdate(self.index)
         if self._params.logprobs is not None:
@@ -115,7 +117,7 @@ class CompletionReader:
         return update
 
     def _text(self, tokens: Sequence[int], *, whole: bool) -> str:
-        """Returns the tokens' text; `whole`: no more tokens will come."""
+        """Returns the tokens' text. `whole`: no more tokens will follow."""
         if self._detokenizer is None:
             return ""
         if whole and self._count == 0:
@@ -138,7 +140,12 @@ class CompletionReader:
         return self._shown(text, count, update)
 
     def _shown(self, text: str, count: int, update: CompletionUpdate) -> str:
-        """Returns what may be shown of `text`, the latest of `count` tokens."""
+        """Returns the text to emit now. Text that may begin a stop string is held back.
+
+        Args:
+            text: text of the latest token.
+            count: number of the completion's tokens, that one included.
+        """
         if self._stops is None or not text:
             return text
         text, stop = self._stops.feed(text, early=count <= self._params.min_tokens)
@@ -148,7 +155,7 @@ class CompletionReader:
         return text
 
     def _rest(self, update: CompletionUpdate) -> str:
-        """Returns the text held back until the end, which may hold a stop string too."""
+        """Returns the text that was held back, up to a stop string in it."""
         if self._detokenizer is None:
             return ""
         rest = self._shown(self._detokenizer.finish(), self._count, update)

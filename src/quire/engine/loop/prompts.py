@@ -1,4 +1,4 @@
-"""Prompts and parameters of callers: brought to one shape, and checked."""
+"""Converts the prompts and parameters of callers to one form, and checks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    """Returns one prompt or several as a list. Raises RequestError where they are neither."""
+    """Returns one prompt or several as a list. Raises RequestError for anything else."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype != object:
@@ -38,10 +38,10 @@ def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
 
 
 def read_prompt(prompt: Prompt) -> tuple[str | None, str | Sequence[int]]:
-    """Returns (the prompt's text, what to tokenize or run).
+    """Returns the prompt's text, if it has one, and the text to tokenize or the token ids.
 
     Raises:
-        RequestError: a dict with other keys.
+        RequestError: the prompt is a dict with other keys.
     """
     if isinstance(prompt, Mapping):
         unknown = set(prompt) - {"prompt", "prompt_token_ids"}
@@ -63,7 +63,7 @@ def one_each(params: Params | Sequence[Params] | None, count: int, default: Para
     """Returns the parameters of each of `count` prompts.
 
     Raises:
-        RequestError: their number is another, or they are something else.
+        RequestError: their number differs from `count`, or they have a wrong type.
     """
     if params is None:
         return [default] * count
@@ -93,11 +93,14 @@ def chat_prompts(
     chat_template: str | None,
     variables: Mapping[str, Any],
 ) -> list[Prompt]:
-    """Returns the prompts of one conversation or many. variables: further ones of the template.
+    """Returns the prompts of one conversation or several.
+
+    Args:
+        variables: additional variables of the template.
 
     Raises:
-        RequestError: they are no conversations, the template refuses one, or a variable is one that
-            it is given anyway.
+        RequestError: `messages` are not conversations, the template refuses one, or `variables`
+            has a name that the template gets anyway.
     """
     for name in variables:
         if name in _OWN or name in tokenizer.special_tokens:
@@ -112,14 +115,14 @@ def chat_prompts(
             chat_template=chat_template,
             **variables,
         )
-        # The template has written the special tokens.
+        # The template has already written the special tokens.
         ids = tokenizer.encode(text, add_special_tokens=False)
         prompts.append({"prompt": text, "prompt_token_ids": ids})
     return prompts
 
 
 def as_conversations(messages: object) -> list[Sequence[Mapping[str, Any]]]:
-    """Returns one conversation or several as a list. Raises RequestError where they are neither."""
+    """Returns one conversation or several as a list. Raises RequestError for anything else."""
     if _all(Mapping, messages):
         return [messages]  # type: ignore[list-item]
     if isinstance(messages, list | tuple) and all(_all(Mapping, each) for each in messages):
@@ -133,7 +136,7 @@ def _all(kind: type, items: object) -> bool:
     )
 
 
-# A request is checked once, before anything is allocated for it.
+# Checks of a request, made once and before anything is allocated for it.
 
 
 def prompt_ids(
@@ -142,12 +145,12 @@ def prompt_ids(
     config: EngineConfig,
     tokenizer: Tokenizer | None,
 ) -> Int32:
-    """The prompt's tokens, int32 [n], fit to run with `params`.
+    """Returns the prompt's tokens, int32 [n], after checking that they can run with `params`.
 
     Raises:
-        PromptTooLongError: no room is left for a single new token.
-        RequestError: it is empty, names tokens outside the vocabulary, or needs a tokenizer that
-            was not loaded.
+        PromptTooLongError: the context has no room for a new token.
+        RequestError: the prompt is empty, has tokens outside the vocabulary, or needs a tokenizer
+            that was not loaded.
     """
     ids = _tokens(prompt, tokenizer, config.scheduler.max_model_len)
     if len(ids) == 0:
@@ -168,7 +171,7 @@ def prompt_ids(
 
 
 def max_total(prompt_len: int, params: SamplingParams, config: EngineConfig) -> int:
-    """The length, prompt included, at which a request must end."""
+    """Returns the length, prompt included, at which a request must end."""
     limit = config.scheduler.max_model_len
     return limit if params.max_tokens is None else min(limit, prompt_len + params.max_tokens)
 

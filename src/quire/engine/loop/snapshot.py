@@ -1,4 +1,4 @@
-"""A snapshot of the engine for display, made from its state when it is asked for."""
+"""A snapshot of the engine's state for display, made on request."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ class Pool(msgspec.Struct):
 
 
 class Running(msgspec.Struct, array_like=True):
-    """A request with a lane. cached: tokens of its prompt that were found. since, first: seconds of
-    the engine's clock, at which it came and had its first token. blocks: of the first KV group."""
+    """A request with a lane.
+
+    Attributes:
+        cached: prompt tokens that were found in the prefix cache.
+        since: time of its arrival, in seconds of the engine's clock.
+        first: time of its first token, by the same clock.
+        blocks: its blocks of the first KV group.
+    """
 
     id: str
     lane: int
@@ -51,7 +57,7 @@ class Running(msgspec.Struct, array_like=True):
 
 
 class Waiting(msgspec.Struct, array_like=True):
-    """A request without a lane. parked: something other than room keeps it waiting."""
+    """A request without a lane. parked: it waits for a feature, not for a free lane or block."""
 
     id: str
     tokens: int
@@ -61,7 +67,7 @@ class Waiting(msgspec.Struct, array_like=True):
 
 
 class Row(msgspec.Struct, array_like=True):
-    """A request's share of a step, in tokens; `prompt` tokens, or generated ones."""
+    """A request's share of a step. `prompt`: its tokens are prompt tokens, not generated ones."""
 
     id: str
     lane: int
@@ -70,7 +76,7 @@ class Row(msgspec.Struct, array_like=True):
 
 
 class StepSnapshot(msgspec.Struct):
-    """A step that was launched; `rows` may leave some out, the sums do not."""
+    """A launched step. `rows` may leave some requests out, but the sums count all of them."""
 
     number: int
     prompt_tokens: int
@@ -79,7 +85,7 @@ class StepSnapshot(msgspec.Struct):
 
 
 class Branch(msgspec.Struct, array_like=True):
-    """See `quire.cache.inspect.TreeRun`. tokens: None where they were not asked for."""
+    """See `quire.cache.inspect.TreeRun`. tokens: None if the caller did not ask for tokens."""
 
     parent: int
     length: int
@@ -89,9 +95,15 @@ class Branch(msgspec.Struct, array_like=True):
 
 
 class Snapshot(msgspec.Struct):
-    """time: the engine's clock, in seconds. budget: most tokens of a step. step: the last one;
-    prompt_step: the last one with a part of a prompt. firsts: the last requests to get a first
-    token, by number, and after how many seconds."""
+    """The engine's state.
+
+    Attributes:
+        time: time of the engine's clock, in seconds.
+        budget: most tokens of a step.
+        step: the last step.
+        prompt_step: the last step that computed prompt tokens.
+        firsts: the latest first tokens: number of the request, and seconds from its arrival.
+    """
 
     time: float
     block_size: int
@@ -109,8 +121,11 @@ class Snapshot(msgspec.Struct):
 
 
 def take_snapshot(core: EngineCore, tokens: bool) -> Snapshot:
-    """Describes the engine, bounded in size and time whatever it holds. tokens: with those of the
-    prefix tree, which are the text of users."""
+    """Describes the engine. Size and time are bounded, however much the engine holds.
+
+    Args:
+        tokens: includes the tokens of the prefix tree, which are the text of users.
+    """
     blocks = summarize_blocks(core.scheduler.blocks, MOST_CELLS, MOST_RUNS, _TOKENS_SHOWN)
     requests = summarize_requests(core.scheduler, MOST_RUNNING, MOST_WAITING, MOST_ROWS)
     return Snapshot(
@@ -164,7 +179,7 @@ def _waiting(request: Request) -> Waiting:
 
 
 def _name(request: Request) -> str:
-    """Short: the first completion's index is left out."""
+    """Returns the request's id. The index of the first completion is left out."""
     return request.request_id.removesuffix("/0")
 
 

@@ -1,4 +1,4 @@
-"""The statistics of an engine, and of several as those of one."""
+"""The statistics of an engine, and their sums over several engines."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class CoreStats(msgspec.Struct):
     """Block counts are per KV group; counters count since the start.
 
     Attributes:
-        set_back: Waiting requests that ran before.
+        set_back: Waiting requests that were preempted.
         evicted_blocks: Blocks evicted from the device's cache.
         copied_blocks: Blocks copied because they are shared only in part.
-        swapped: Preemptions with blocks to bring back instead of computing them again.
-        late_rows: Rows that sat a step out because their masks came late.
+        swapped: Preemptions after which a feature restores the blocks.
+        late_rows: Rows that missed a step because their masks came late.
         prompt_tokens: Prompt tokens of accepted requests.
         generation_tokens: Generated tokens read from the device.
         broken_logits: Completions that ended because their logits were not numbers.
@@ -69,7 +69,7 @@ class CoreStats(msgspec.Struct):
 if TYPE_CHECKING:
 
     class EngineStats(CoreStats):
-        """The engine's statistics and, by the names that features declare, those of features."""
+        """The engine's statistics and those of features, by the names that features declare."""
 
         def __init__(self, **counts: Any) -> None: ...
 
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 else:
 
     def _feature_fields() -> list[tuple[str, Any, Any]]:
-        """Returns the fields of features' statistics; None, or an empty dict, without any."""
+        """Returns the fields of features' statistics. Without statistics a field is None or {}."""
         found = []
         for spec in installed_features():
             if spec.stats_name in CoreStats.__struct_fields__:
@@ -96,7 +96,7 @@ else:
     )
 
 
-# The statistics of several engines as those of one.
+# Sums over several engines.
 
 
 def added(stats: Sequence[EngineStats]) -> EngineStats:

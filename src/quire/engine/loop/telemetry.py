@@ -26,8 +26,13 @@ _FIRSTS = 64
 
 
 class Histogram(msgspec.Struct):
-    """counts: of values up to the bound of the same place and above the one before; the last one of
-    those beyond all bounds."""
+    """A histogram.
+
+    Attributes:
+        bounds: upper bounds of the buckets, ascending.
+        counts: number of values in each bucket, and of values above all bounds.
+        total: sum of the values.
+    """
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -43,7 +48,7 @@ class Histogram(msgspec.Struct):
 
 
 class Trace(Protocol):
-    """Is told of each step twice, as `Telemetry` is. now: the time of the call."""
+    """Receives the calls of `Telemetry`, two for each step. now: the time of the call."""
 
     def launched(
         self, plan: StepPlan, admitted: list[Request], begun: float, planned: float, now: float
@@ -60,7 +65,7 @@ def open_trace(config: EngineConfig, scheduler: Scheduler) -> Trace | None:
     """Returns the trace that settings ask for.
 
     Raises:
-        ConfigError: its folder cannot be written.
+        ConfigError: the trace's folder cannot be written to.
     """
     if config.args.trace_dir is None:
         return None
@@ -98,7 +103,7 @@ class Telemetry:
         }
         self.firsts: deque[tuple[int, float]] = deque(maxlen=_FIRSTS)
         self._num_firsts = 0
-        # Running, but still without a token: few, and the only ones whose times change.
+        # Running requests without a token. They are few, and only their times can change.
         self._tokenless: list[Request] = []
         self._launches: deque[float] = deque()
         self._last_end = 0.0
@@ -106,8 +111,12 @@ class Telemetry:
     def launched(
         self, plan: StepPlan, admitted: list[Request], begun: float, planned: float
     ) -> None:
-        """A step was submitted just now. begun, planned: the scheduler's work on it. admitted: the
-        requests that got their lanes with it."""
+        """Records that a step was submitted.
+
+        Args:
+            admitted: the requests that got their lanes with this step.
+            begun, planned: start and end of its planning.
+        """
         self.steps += 1
         self._launches.append(planned)
         self.histograms["step_requests"].add(plan.num_rows)
@@ -123,8 +132,12 @@ class Telemetry:
     def read(
         self, progress: StepProgress, device_us: float, begun: float, collected: float
     ) -> None:
-        """The oldest step's result is in the scheduler's books. begun: the wait for it; collected:
-        its end."""
+        """Records that the scheduler has taken in the oldest step's result.
+
+        Args:
+            device_us: the device's time for the step, in microseconds.
+            begun, collected: start and end of the wait for the result.
+        """
         histograms = self.histograms
         histograms["step_seconds"].add(collected - max(self._launches.popleft(), self._last_end))
         histograms["step_device_seconds"].add(device_us * 1e-6)
@@ -149,7 +162,7 @@ class Telemetry:
             progress.requests[place].times.finished = now
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the trace. Idempotent."""
         if self._trace is not None:
             self._trace.close()
 

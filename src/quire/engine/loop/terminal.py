@@ -12,14 +12,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 
 _IMPATIENT = 3
-"""Interrupts after which one takes effect in the midst of a step."""
+"""The interrupt with this number takes effect at once, even during a step."""
 
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Defers Ctrl-C until the function that it yields is called.
+    """Defers Ctrl-C until the caller calls the function that this yields.
 
-    In the midst of a step it would leave scheduler and device at odds. The third one does not wait.
+    An interrupt during a step would leave the scheduler and the device in different states. The
+    third Ctrl-C takes effect at once.
     """
     previous = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(previous):
@@ -52,7 +53,7 @@ def interrupts_held() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def request_bar(total: int) -> Iterator[Callable[[], None]]:
-    """Yields a function to call for each request that is done."""
+    """Yields a function that the caller calls for each finished request."""
     console = Console(stderr=True)
     columns = "Requests", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:

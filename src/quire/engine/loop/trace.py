@@ -34,16 +34,16 @@ _FLUSH_SECONDS = 1.0
 
 
 class TraceFiles:
-    """A JSON array per file, an event per line. Only whole lines are written, so that what a crash
-    leaves lacks no more than the last second and the closing bracket.
+    """Writes events to files. A file is a JSON array with one event per line.
 
-    The oldest files are removed, those of earlier runs too.
+    Only whole lines are written. After a crash a file misses only the last second and the closing
+    bracket. The oldest files are removed, including those of earlier runs.
     """
 
     def __init__(
         self, folder: Path, file_bytes: int = FILE_BYTES, most_files: int = MOST_FILES
     ) -> None:
-        """Raises ConfigError where `folder` cannot be written to."""
+        """Raises ConfigError if `folder` cannot be written to."""
         try:
             folder.mkdir(parents=True, exist_ok=True)
             writable = os.access(folder, os.W_OK | os.X_OK)
@@ -52,7 +52,7 @@ class TraceFiles:
         if not writable:
             raise ConfigError(f"trace_dir {str(folder)!r} cannot be written to", "trace_dir")
         self.begin: Callable[[], Iterable[Event]] = tuple
-        """Gives the events that each file begins with: the names of its tracks."""
+        """Returns the first events of each file: the names of its tracks."""
         self._folder = folder
         self._file_bytes = file_bytes
         self._most_files = most_files
@@ -98,7 +98,7 @@ class TraceFiles:
     def _prune(self) -> None:
         files = sorted(self._folder.glob(_PATTERN), key=lambda path: (_age(path), path.name))
         for path in files[: -self._most_files]:
-            with contextlib.suppress(OSError):  # gone already, or another user's
+            with contextlib.suppress(OSError):  # The file is gone or belongs to another user.
                 path.unlink()
 
     def flush(self) -> None:
@@ -116,7 +116,7 @@ class TraceFiles:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """A full disk must not stop the engine."""
+        """Ends tracing, because a full disk must not stop the engine."""
         logger.warning("no more traces are written: %s", error)
         self._failed = True
         self._lines.clear()
@@ -124,12 +124,13 @@ class TraceFiles:
 
     def _release(self) -> None:
         if self._fd is not None:
-            with contextlib.suppress(OSError):  # of a network's full disk: the next file tells
+            # A full network disk may raise here. The next write reports it.
+            with contextlib.suppress(OSError):
                 os.close(self._fd)
             self._fd = None
 
     def close(self) -> None:
-        """Completes the file; the next event begins another. Idempotent."""
+        """Completes the file. The next event begins another file. Idempotent."""
         if self._fd is not None:
             self._lines.append(b'{"name":"end of file","ph":"M","pid":0,"args":{}}\n]\n')
             self.flush()
@@ -143,18 +144,18 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-# Every step of the engine, and every request's way through it, as Chrome trace events.
+# Chrome trace events for every step of the engine and every phase of a request.
 
 ENGINE, REQUESTS = 1, 2
-"""Groups of tracks ("processes" to the format)."""
+"""Groups of tracks, which the format calls processes."""
 HOST, DEVICE = 1, 2
 _WAITED = 50e-6
-"""A wait for a result longer than this ended with the device's step."""
+"""If a wait for a result took longer than this, the device's step ended when the wait ended."""
 
 
 @dataclass(slots=True)
 class _Track:
-    """A request's line. phase: what it is in; since: from when on."""
+    """A request's track. phase: its current phase. since: time at which the phase began."""
 
     request: Request
     number: int
@@ -172,11 +173,14 @@ class _StepLaunch:
 
 
 class StepTrace:
-    """All times are of `time.monotonic`, in seconds; in the files they are microseconds of it.
+    """Traces steps and requests.
 
-    On the host's track: plan, submit (the upload and the launches), wait (for the oldest step's
-    result), update. On the device's: the steps, as long as the device says they took. On a
-    request's: queue, prefill, decode, preempted.
+    Times are of `time.monotonic`: seconds in calls, microseconds in the files. The tracks are:
+
+    - the host's: plan, submit (the upload and the launches), wait (for the oldest step's result)
+      and update.
+    - the device's: the steps, with the times that the device measured.
+    - a request's: queue, prefill, decode and preempted.
     """
 
     def __init__(self, files: TraceFiles, scheduler: Scheduler) -> None:
@@ -242,11 +246,14 @@ class StepTrace:
             },
         )
         if not scheduler.has_work():
-            self._files.flush()  # nothing may come for long
+            self._files.flush()  # The next event may be far away.
 
     def _device(self, launch: _StepLaunch, seconds: float, begun: float, collected: float) -> None:
-        """Places a step's device time: it ended with the wait for its result, if there was one, or
-        else began when the step before it ended."""
+        """Traces a step's device time.
+
+        If the host waited for the result, the step ended when the wait ended. Otherwise the step
+        began when the previous one ended.
+        """
         earliest = max(launch.at, self._device_end)
         end = earliest + seconds if collected - begun < _WAITED else collected
         end = min(end, collected)
@@ -289,7 +296,7 @@ class StepTrace:
         self._prefilling = still
 
     def _look_for_left(self, now: float) -> None:
-        """Requests that lost their lane: preempted, or aborted."""
+        """Finds requests that have lost their lanes because they were preempted or aborted."""
         for track in list(self._tracks.values()):
             request = track.request
             if request.status is RequestStatus.FINISHED:
@@ -310,7 +317,7 @@ class StepTrace:
     def _move(
         self, track: _Track, phase: str, now: float, args: Mapping[str, object] | None = None
     ) -> None:
-        """Writes the phase that is over."""
+        """Writes the phase that ends, and begins another."""
         self._span(track.phase, REQUESTS, track.number, track.since, now, args)
         track.phase, track.since = phase, now
 

@@ -50,11 +50,11 @@ _LONG_TEXT = 2000
 class EngineClient:
     """Tokenizes requests, sends them to an engine, and reads their output.
 
-    Made by `launch`, or by `attach` where another process has launched the engine. Belongs to the
-    event loop that made it.
+    `launch` makes one with an engine; `attach` makes one for an engine that another process has
+    launched. It belongs to the event loop that made it.
 
     Attributes:
-        asleep: between `sleep` and `wake`; requests fail.
+        asleep: True from `sleep` to `wake`. Requests fail meanwhile.
     """
 
     config: EngineConfig
@@ -81,13 +81,13 @@ class EngineClient:
 
         Args:
             restarts: how often to start the engine again when it dies.
-            replicas: engines to start, each with devices of its own.
-            stuck_timeout: seconds without a turn of its loop after which an engine is ended, as if
-                it had died; None: as `stuck_limit` has it.
+            replicas: number of engines to start, each with devices of its own.
+            stuck_timeout: seconds without a turn of its loop after which an engine counts as dead
+                and is ended; None: the default of `stuck_limit`.
 
         Raises:
-            ConfigError, ModelError: the engine's own, when it cannot start.
-            EngineDeadError: its process ended without a message.
+            ConfigError, ModelError: the engine could not start, and reported this error.
+            EngineDeadError: the engine's process ended without a message.
         """
         client = cls(Replicas.start(args, replicas, restarts, on_progress, stuck_timeout))
         await client._start()
@@ -95,7 +95,7 @@ class EngineClient:
 
     @classmethod
     async def attach(cls, *addresses: str) -> EngineClient:
-        """Waits until the engines that another process starts take requests."""
+        """Returns a client of engines that another process starts, once they take requests."""
         client = cls(Replicas([RemoteEngine(address) for address in addresses]))
         await client._start()
         return client
@@ -122,24 +122,24 @@ class EngineClient:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are taken.
+        """Whether an engine takes requests.
 
-        Requests fail when the engine dies, and are taken again when it has been started again.
+        Requests fail when an engine dies. After its restart it takes requests again.
         """
         return self._replicas.alive
 
     @property
     def end(self) -> str:
-        """Returns what an engine told of its death; empty where it told nothing."""
+        """Returns the error that a dead engine reported; empty if it reported none."""
         return self._replicas.end
 
     async def sleep(self) -> None:
-        """Ends the engine's process; its devices are free then. Running requests fail."""
+        """Ends the engine's process, which frees its devices. Running requests fail."""
         self.asleep = True
         await asyncio.gather(*(engine.sleep() for engine in self.replicas))
 
     async def wake(self) -> None:
-        """Starts the engine again, and waits until it takes requests. Raises QuireError where it
+        """Starts the engine again, and waits until it takes requests. Raises QuireError if it
         cannot start."""
         await asyncio.gather(*(engine.wake() for engine in self.replicas))
         self.asleep = False
@@ -151,17 +151,17 @@ class EngineClient:
 
     @property
     def host(self) -> EngineHost | None:
-        """The engine's process, the first of several, where this client has launched it."""
+        """The (first) engine's process; None if another process has launched it."""
         return self._replicas.engines[0].host
 
     @property
     def replicas(self) -> list[RemoteEngine]:
-        """The engines, most often one."""
+        """The engines. Usually there is one."""
         return self._replicas.engines
 
     @property
     def pid(self) -> int:
-        """The engine's process id, where this client has launched it."""
+        """The engine's process id. Raises QuireError if another process has launched it."""
         if self.host is None:
             raise QuireError("the engine is another process's child")
         return self.host.process.pid
@@ -181,15 +181,16 @@ class EngineClient:
         share: float = 1.0,
         fields: Mapping[RequestField[Any], Any] | None = None,
     ) -> AsyncIterator[CompletionUpdate]:
-        """Streams a request's `n` completions. Closing the iterator aborts what still runs.
+        """Streams a request's `n` completions. Closing the iterator aborts the unfinished ones.
 
         Args:
             keep_special: special tokens that are in the text despite `skip_special_tokens`.
             tenant, share: see `Request`.
-            fields: what the request carries for features.
+            fields: values for features.
 
         Raises:
-            RequestError: the request is invalid, or can never run; before the first update.
+            RequestError: the request is invalid, or can never run. It is raised before the first
+                update.
             OverloadedError: the queue is full.
             EngineDeadError: the engine is gone.
         """
@@ -277,7 +278,7 @@ class EngineClient:
         params: SamplingParams,
         keep_special: frozenset[int] = frozenset(),
     ) -> list[BeamSearchSequence]:
-        """Returns the best sequences of a search that is over; texts are made in a thread."""
+        """Returns the best sequences of a finished search. A thread detokenizes them."""
         return await asyncio.to_thread(
             search.best, count, prompt, params, self.tokenizer, keep_special
         )
@@ -295,7 +296,10 @@ class EngineClient:
     ) -> PromptVector:
         """Returns the vector that a feature makes of the prompt, as `fields` ask.
 
-        Cancelling it aborts the request. Raises as `generate`.
+        Cancelling the call aborts the request.
+
+        Raises:
+            RequestError, OverloadedError, EngineDeadError: as `generate`.
         """
         self._replicas.check_alive()
         ids = await self._ids(prompt, NO_TOKENS)
@@ -331,7 +335,8 @@ class EngineClient:
         """Returns the prompt's token ids. A long text is tokenized off the event loop."""
         limit = self.config.scheduler.max_model_len
         if not isinstance(prompt, str) and len(prompt) >= limit:
-            raise PromptTooLongError(len(prompt), limit)  # before it is copied
+            # Checked here, so that an overlong list is not copied.
+            raise PromptTooLongError(len(prompt), limit)
         if isinstance(prompt, str) and len(prompt) > _LONG_TEXT:
             return await asyncio.to_thread(prompt_ids, prompt, params, self.config, self.tokenizer)
         return prompt_ids(prompt, params, self.config, self.tokenizer)
@@ -340,7 +345,7 @@ class EngineClient:
         """Lets features check a request's parameters, off the event loop.
 
         Raises:
-            RequestError: one of them cannot be followed.
+            RequestError: a feature refuses one of them.
             CompilerBusyError: other checks took too long.
         """
         for each in self._checks:
@@ -360,13 +365,13 @@ class EngineClient:
 
     def _close(self, engine: RemoteEngine, request_id: str, handle: int, n: int) -> None:
         engine.streams.close(request_id, handle, n)
-        # Ended completions do not mind; a request that was left early must not run on.
+        # The request must not go on if its reader left early. Ended completions ignore this.
         if engine.alive:
             with contextlib.suppress(EngineDeadError):
                 engine.send(AbortRequest(handle))
 
     async def abort(self, request_id: str) -> None:
-        """Ends a request early; its iterator ends with finish reason "abort"."""
+        """Ends a request early. Its iterator ends with finish reason "abort"."""
         for engine in self.replicas:
             handle = engine.streams.handle_of(request_id)
             if handle is not None and engine.alive:
@@ -381,17 +386,17 @@ class EngineClient:
         """Forgets the prefixes that no request uses; returns False if some are left.
 
         Raises:
-            EngineDeadError: no engine is there.
+            EngineDeadError: no engine is alive.
         """
         return await self._replicas.reset_prefix_cache()
 
     @property
     def first_alive(self) -> RemoteEngine:
-        """The first engine that is alive. Raises EngineDeadError where none is."""
+        """The first engine that is alive. Raises EngineDeadError if there is none."""
         return self._replicas.first_alive
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError where no engine is alive."""
+        """Raises EngineDeadError if no engine is alive."""
         self._replicas.check_alive()
 
     async def call(self, call: CallType[Asked, Answered], request: Asked) -> Answered:
@@ -399,10 +404,10 @@ class EngineClient:
         return await self.first_alive.call(call, request)
 
     async def snapshot(self, tokens: bool) -> Snapshot:
-        """Returns the engine's current state, of several that of one. Raises EngineDeadError.
+        """Returns the current state of the first engine that is alive. Raises EngineDeadError.
 
         Args:
-            tokens: includes those of the prefix tree.
+            tokens: includes the tokens of the prefix tree.
         """
         return await self.call(SNAPSHOT, tokens)
 
@@ -412,6 +417,6 @@ def _encoded(fields: Mapping[RequestField[Any], Any] | None) -> dict[str, msgspe
 
 
 def _namespace(cache_salt: str, fields: Mapping[RequestField[Any], Any] | None) -> str:
-    """Returns a text that is equal for requests which may share KV."""
+    """Returns a text that is the same for all requests that may share KV."""
     apart = [value for field, value in (fields or {}).items() if field.separates]
     return "\0".join([*map(str, apart), cache_salt])

@@ -1,4 +1,4 @@
-"""The completions of all clients, by lane, and what a step gives to each client."""
+"""The completions of all clients by lane, and a step's outputs for each client."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.request import Request
 from quire.scheduler import RequestProgress, StepProgress
 
 _NOBODY = -1
-"""The client of a lane whose request is no client's."""
+"""The client number of a lane whose request belongs to no client."""
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
@@ -39,7 +39,7 @@ class Client:
 
 @dataclass(slots=True)
 class Completion:
-    """A completion that has not ended. reported: whether its client has heard of it."""
+    """An unfinished completion. reported: whether its client has received its first outputs."""
 
     client: Client
     handle: int
@@ -50,8 +50,8 @@ class Completion:
 class CompletionTable:
     """Finds the client and handle of each row of a step by its lane, in arrays.
 
-    A lane's columns are set when a prompt row of its request has run; every request begins with
-    one. So steady steps cost no Python work per row.
+    A lane's columns are set when a prompt row of its request has run, and every request begins
+    with a prompt row. Therefore decode steps need no Python work per row.
     """
 
     def __init__(self, num_lanes: int) -> None:
@@ -85,7 +85,7 @@ class CompletionTable:
     def outputs(
         self, progress: StepProgress, clients: Iterable[Client]
     ) -> Iterator[tuple[Client, StepOutputs]]:
-        """Yields a step's outputs for each client that has some."""
+        """Yields each client that gets outputs of a step, with its outputs."""
         if not len(progress):
             return
         for place in range(progress.num_generating, len(progress)):
@@ -104,7 +104,7 @@ class CompletionTable:
 
     def _enter(self, lane: np.int32, request: Request) -> None:
         completion = self._by_id.get(request.request_id)
-        if completion is None:  # the engine computes it for a peer
+        if completion is None:  # The engine computes the request for a peer.
             self._clients[lane] = _NOBODY
             return
         self._handles[lane] = completion.handle
@@ -118,7 +118,12 @@ class CompletionTable:
         own: Mask,
         extras: dict[str, list[tuple[int, Any]]],
     ) -> StepOutputs:
-        """Returns one client's outputs. places: its rows that have tokens or end. own: its rows."""
+        """Returns one client's outputs.
+
+        Args:
+            places: the client's rows that have tokens or end.
+            own: mask of the client's rows.
+        """
         lanes, counts = progress.lanes[places], progress.n_tokens[places]
         handles = self._handles[lanes]
         width = np.arange(progress.tokens.shape[1])
@@ -153,7 +158,7 @@ class CompletionTable:
 
 
 def _extras(progress: StepProgress) -> dict[str, list[tuple[int, Any]]]:
-    """Returns the log-probabilities and vectors of a step, by field and with their places."""
+    """Returns a step's log-probabilities and vectors by field, each with its row."""
     found: dict[str, list[tuple[int, Any]]] = {}
     for name in ("logprobs", "prompt_logprobs", "pooled"):
         of_rows = getattr(progress, name)

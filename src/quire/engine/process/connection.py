@@ -18,18 +18,18 @@ _LENGTH_BYTES = 4
 
 
 def framed(message: bytes) -> bytes:
-    """Returns the message behind its length (little-endian)."""
+    """Returns the message after its length (little-endian)."""
     return len(message).to_bytes(_LENGTH_BYTES, "little") + message
 
 
 class FrameDecoder:
-    """Splits a stream into messages again, however it was cut in transit."""
+    """Splits a byte stream into messages. The chunks of the stream may have any size."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Takes in more of the stream; returns the messages that are complete now, in order."""
+        """Takes the next chunk of the stream. Returns the messages that it completes, in order."""
         rest = self._rest
         rest += data
         messages, at = [], 0
@@ -44,7 +44,7 @@ class FrameDecoder:
         return messages
 
 
-# The connection to an engine's process, which may come and go.
+# The client's end of its connection to an engine's process.
 
 _RECONNECT_SECONDS = 0.05
 _PING_SECONDS = 0.5
@@ -54,12 +54,12 @@ _SILENCE_SECONDS = 2.0
 
 class Link(asyncio.Protocol):
     """Connects to the Unix socket at `address` as soon as the engine listens there, and again after
-    every loss of the connection.
+    every loss of the connection. It calls the three functions on the event loop.
 
     Args:
-        on_up: called when the engine's process listens.
-        on_down: called when it listens no more; messages under way are lost.
-        on_message: called with each message. All are called on the event loop.
+        on_up: called when the connection is made.
+        on_down: called when the connection is lost. Messages in transit are lost.
+        on_message: called with each message.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Link(asyncio.Protocol):
         self._task = asyncio.create_task(self._keep_connected())
 
     def send(self, message: ToEngine) -> None:
-        """Raises EngineDeadError where the engine does not listen."""
+        """Sends a message. Raises EngineDeadError if there is no connection."""
         if self._transport is None:
             raise EngineDeadError("the engine has stopped")
         self._transport.write(framed(encode(message)))
@@ -86,7 +86,7 @@ class Link(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         while True:
             self._lost.clear()
-            with contextlib.suppress(OSError):  # it does not listen yet
+            with contextlib.suppress(OSError):  # The engine does not listen yet.
                 await loop.create_unix_connection(lambda: self, self._address)
                 await self._lost.wait()
             await asyncio.sleep(_RECONNECT_SECONDS)
@@ -117,8 +117,8 @@ class Link(asyncio.Protocol):
 class Heartbeat:
     """Pings the engine's loop twice a second, and notes its answers.
 
-    Silence is counted in pings without an answer: while this process has no turn itself, the
-    engine's answers wait, and it is not silent.
+    Silence is measured in unanswered pings, not in time. While this process does not run, answers
+    wait unread, but it sends no pings either, so the engine does not count as silent.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Heartbeat:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, link: Link, on_silence: Callable[[float], None]) -> None:
-        """on_silence: told of the seconds of silence twice a second."""
+        """Starts the pings. on_silence: called twice a second with the seconds of silence."""
         self.note_answer()
         self._task = asyncio.create_task(self._ping(link, on_silence))
 
@@ -143,7 +143,7 @@ class Heartbeat:
 
     @property
     def silence(self) -> float:
-        """For how many seconds the loop has not answered."""
+        """Seconds for which the loop has not answered."""
         return max(0, self._unanswered - 1) * _PING_SECONDS
 
     @property
@@ -166,7 +166,7 @@ class Connection:
     """A client's connection.
 
     Attributes:
-        unsent: bytes that its socket had no room for, bounded by the client's running requests.
+        unsent: bytes that the socket had no room for. The client's running requests bound them.
     """
 
     def __init__(self, socket: socket.socket) -> None:
@@ -178,12 +178,13 @@ class Connection:
 class SocketServer:
     """Listens on a Unix socket at `address`, a path. Never waits for a client that reads slowly.
 
-    Raises OSError where the path cannot be bound.
+    Raises:
+        OSError: the path cannot be bound.
     """
 
     def __init__(self, address: str) -> None:
         self._path = Path(address)
-        self._path.unlink(missing_ok=True)  # an engine that was killed leaves it
+        self._path.unlink(missing_ok=True)  # A killed engine has left it.
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen(_BACKLOG)
@@ -198,13 +199,13 @@ class SocketServer:
         self._selector.register(descriptor, selectors.EVENT_READ, _WATCHED)
 
     def receive(self, *, wait: bool) -> tuple[Connection, bytes | None] | None:
-        """Returns the next message and its connection; None if there is none, or a watched
+        """Returns the next message and its connection; None if there is no message, or a watched
         descriptor is readable.
 
-        The message is None, once, when its connection has ended.
+        When a connection has ended, it is returned once more, with None as its message.
 
         Args:
-            wait: sleeps until there is a message.
+            wait: sleeps until a message arrives or a watched descriptor is readable.
         """
         woken = False
         while not self._arrived and not woken:
@@ -214,7 +215,7 @@ class SocketServer:
         return self._arrived.popleft() if self._arrived else None
 
     def _poll(self, timeout: float | None) -> bool:
-        """Handles what is ready; returns whether a watched descriptor is."""
+        """Handles all ready sockets. Returns whether a watched descriptor is readable."""
         woken = False
         for key, events in self._selector.select(timeout):
             connection = key.data
@@ -231,7 +232,7 @@ class SocketServer:
         return woken
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it has left already
+        with contextlib.suppress(OSError):  # The client has left already.
             client, _ = self._listener.accept()
             client.setblocking(False)
             connection = Connection(client)
@@ -250,7 +251,8 @@ class SocketServer:
         self._arrived += [(connection, message) for message in connection.decoder.feed(data)]
 
     def send(self, connection: Connection, message: bytes) -> None:
-        """Sends as much as there is room for at once, the rest later; nothing to an ended one."""
+        """Sends a message. Bytes that the socket has no room for are sent later. A message to a
+        connection that has ended is dropped."""
         if connection not in self._connections:
             return
         idle = not connection.unsent
@@ -280,7 +282,7 @@ class SocketServer:
         """Closes all connections, and removes the socket.
 
         Args:
-            patience: seconds that unsent messages have to leave.
+            patience: seconds to wait for the sending of unsent messages.
         """
         deadline = time.monotonic() + patience
         while any(one.unsent for one in self._connections) and time.monotonic() < deadline:

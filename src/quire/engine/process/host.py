@@ -1,4 +1,4 @@
-"""The engine's process: it is started, watched, and started again when it dies."""
+"""Starts the engine's process, watches it, and starts it again when it dies."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _STOP_SECONDS = 5.0
 _MOST_PATH_BYTES = 107
 """Bytes that a Unix socket's path may have."""
 _OWN_PATH_BYTES = 32
-"""Bytes of the folder's and the socket's name, and more."""
+"""Bytes reserved in the path for the names of the folder and the socket."""
 
 
 class EngineHost:
     """Owns the engine's process, and the private folder of its socket. Belongs to an event loop.
 
     Args:
-        restarts: most restarts in a row. Pauses between them double; a minute of life clears the
-            count.
+        restarts: most restarts in a row. Pauses between them double. After an engine has lived
+            for a minute, the count begins anew.
         environment: variables for the process, besides this one's.
     """
 
@@ -72,7 +72,7 @@ class EngineHost:
             python_command("quire.engine.process.process", self.address, str(os.getpid())),
             stdin=subprocess.DEVNULL,
             env={**os.environ, **thread_variables(os.environ), **self._environment},
-            process_group=0,  # a terminal's Ctrl-C is for the client alone, from the first moment
+            process_group=0,  # A terminal's Ctrl-C must reach only the client.
         )
         threading.Thread(
             target=self._wait, args=(self.process,), daemon=True, name="engine-watch"
@@ -80,7 +80,7 @@ class EngineHost:
 
     def _wait(self, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop may be closed by then
+        with contextlib.suppress(RuntimeError):  # The event loop may be closed already.
             self._loop.call_soon_threadsafe(self._died, status)
 
     def _died(self, status: int) -> None:
@@ -100,7 +100,7 @@ class EngineHost:
         self._on_death(status)
 
     async def stop(self, ask: Callable[[], None]) -> None:
-        """Ends the process, by asking, then by force, and removes the folder. Idempotent."""
+        """Asks the process to end, kills it if it does not, and removes the folder. Idempotent."""
         if self._closing:
             return
         self._closing = True
@@ -108,10 +108,10 @@ class EngineHost:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self._lock is not None:
             self._lock.close()
-        remove_stale()  # one that was killed leaves a folder of its own
+        remove_stale()  # A killed engine leaves its own folder.
 
     async def rest(self, ask: Callable[[], None]) -> None:
-        """Ends the process as `stop` does, and waits until it is gone; `wake` starts another."""
+        """Ends the process as `stop` does, and waits until it is gone. `wake` starts another."""
         self._resting = True
         await self._end(ask)
         await self._exited.wait()
@@ -132,9 +132,10 @@ class EngineHost:
 
 
 def _private_folder() -> Path:
-    """Makes a folder that its owner alone can read, with room for a socket's path.
+    """Makes a folder that only its owner can read, with a path short enough for a socket in it.
 
-    Raises ConfigError where there is none.
+    Raises:
+        ConfigError: no such folder can be made.
     """
     for parent in (tempfile.gettempdir(), "/tmp", "/var/tmp"):
         if len(os.fsencode(parent)) > _MOST_PATH_BYTES - _OWN_PATH_BYTES:

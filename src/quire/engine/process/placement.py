@@ -1,15 +1,15 @@
-"""The choice of a replica for each request: by the prefix that it is likely to hold, and by load.
+"""Chooses a replica for each request, by the prefix that it is likely to hold and by its load.
 
-The router estimates each replica's cache from the prompts that it sent there, and asks the replicas
-nothing. It keeps the keys of the prompts' pieces, as many as the KV cache has room for, and drops
+The router estimates each replica's cache from the prompts that it sent there. It never asks the
+replicas. It keeps the keys of the prompts' pieces, as many as the KV cache has room for, and drops
 the least recently used first.
 
 The cost of a choice is a number of tokens to compute, a sum of three parts:
 
-- The prompt without the part that the replica probably holds.
-- Half of the prompts that the replica has not answered yet. With a larger share, requests would
-  leave their prefixes at every burst.
-- `RUNNING_TOKENS` for each request that it runs.
+- The tokens of the prompt that the replica probably does not hold.
+- Half of the tokens of prompts that the replica has not answered yet. If they counted more, every
+  burst would drive requests away from the replicas that hold their prefixes.
+- `RUNNING_TOKENS` for each request that the replica runs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from quire.cache.block_hash import next_hash, root_hash
 PIECE = 64
 """Tokens of a prompt's piece; a key stands for all tokens up to a piece's end."""
 RUNNING_TOKENS = 32
-"""Prompt tokens that a running request counts as much as."""
+"""A running request costs as much as this many prompt tokens."""
 _UNKNOWN_TOKENS = 1 << 17
-"""Tokens that a replica holds, as long as nobody has said how many."""
+"""Assumed capacity of a replica's cache, in tokens, until the replica has reported it."""
 
 
 def keys_of(tokens: Int32, namespace: str) -> list[bytes]:
-    """Returns the keys of a prompt's whole pieces. namespace: equal where KV may be shared."""
+    """Returns the keys of a prompt's whole pieces.
+
+    Args:
+        namespace: a text that is the same for all prompts that may share KV.
+    """
     key, keys = root_hash((0, namespace)), []
     for end in range(PIECE, len(tokens) + 1, PIECE):
         key = next_hash(key, tokens[end - PIECE : end].tobytes())
@@ -38,10 +42,12 @@ def keys_of(tokens: Int32, namespace: str) -> list[bytes]:
 
 
 class Replica:
-    """Estimates what one replica holds and does.
+    """An estimate of one replica's cache and load.
 
-    running: requests. waiting: tokens of prompts that were not answered yet. others: requests that
-    came from elsewhere.
+    Attributes:
+        running: number of requests.
+        waiting: tokens of prompts that the replica has not answered yet.
+        others: number of requests from other clients.
     """
 
     def __init__(self) -> None:
@@ -52,15 +58,15 @@ class Replica:
         self._most = _UNKNOWN_TOKENS // PIECE
 
     def has_room(self, tokens: int) -> None:
-        """Takes note of the tokens that its cache has room for."""
+        """Sets the capacity of the replica's cache, in tokens."""
         self._most = max(1, tokens // PIECE)
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """Returns how many tokens of a prompt it probably holds."""
+        """Returns how many of a prompt's tokens the replica probably holds."""
         return self.held_pieces(keys) * PIECE
 
     def held_pieces(self, keys: Sequence[bytes]) -> int:
-        """Returns how many pieces of a prompt it probably holds."""
+        """Returns how many of a prompt's pieces the replica probably holds."""
         count = 0
         for key in keys:
             if key not in self._held:
@@ -69,7 +75,7 @@ class Replica:
         return count
 
     def take(self, keys: Sequence[bytes]) -> None:
-        """Takes note of a prompt that it will hold, the end of which goes first."""
+        """Records that the replica will hold a prompt. Its last pieces are evicted first."""
         for key in reversed(keys):
             self._held[key] = None
             self._held.move_to_end(key)
@@ -77,12 +83,12 @@ class Replica:
             self._held.popitem(last=False)
 
     def drop(self, keys: Sequence[bytes]) -> None:
-        """Takes note that a prompt counts no more."""
+        """Records that the replica no longer holds a prompt."""
         for key in keys:
             self._held.pop(key, None)
 
     def forget(self) -> None:
-        """Takes note that it holds nothing any more, as after a restart."""
+        """Records that the replica holds nothing, as after a restart."""
         self._held.clear()
 
 
@@ -98,12 +104,12 @@ class Placement:
         replica.waiting += tokens
 
     def answered(self) -> None:
-        """Takes note of the first token. Idempotent."""
+        """Records the first token. Idempotent."""
         self._replica.waiting -= self._tokens
         self._tokens = 0
 
     def end(self) -> None:
-        """Takes note of the request's end. Idempotent."""
+        """Records the request's end. Idempotent."""
         self.answered()
         if not self._ended:
             self._ended = True
@@ -113,9 +119,15 @@ class Placement:
 def cheapest(
     able: Mapping[int, Replica], keys: Sequence[bytes], tokens: int, turn: int
 ) -> Placement:
-    """Places a prompt at the replica that has least to compute before it answers. able: by number,
-    at least one. turn: decides between equals where a prompt has no keys."""
-    # Routers that know nothing of each other send equal beginnings to the same replica.
+    """Places a prompt at the replica with the lowest cost.
+
+    Args:
+        able: replicas that may be chosen, by number; at least one.
+        keys: keys of the prompt's pieces.
+        tokens: number of the prompt's tokens.
+        turn: breaks ties if the prompt has no keys.
+    """
+    # Ties are broken by the prompt, so that independent routers choose the same replica for it.
     first = int.from_bytes(keys[0][:8]) if keys else turn
     around = max(able) + 1
     costs = {}
@@ -136,7 +148,7 @@ class ReplicaRouter:
         self._turn = 0
 
     def place(self, tokens: Int32, namespace: str, able: Sequence[int]) -> Placement:
-        """Chooses one of the replicas that are able to take a request."""
+        """Chooses one of the replicas in `able`, which can take a request."""
         self._turn += 1
         found = {index: self.replicas[index] for index in able}
         return cheapest(found, keys_of(tokens, namespace), len(tokens), self._turn)

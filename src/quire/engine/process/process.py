@@ -1,7 +1,8 @@
 """The engine's loop in its own process: `python -m quire.engine.process.process ADDRESS OWNER`.
 
-The process listens at ADDRESS and loads what the process that started it asks for, whose id is
-OWNER. It then takes requests and sends tokens until it is told to stop or its owner is gone.
+OWNER is the id of the process that started it. The process listens at ADDRESS and loads the model
+that its owner names. It then takes requests and sends tokens until it gets `Shutdown` or its owner
+is gone.
 """
 
 from __future__ import annotations
@@ -90,11 +91,11 @@ class EngineProcess:
         self._running = True
         self._clients = Clients()
         self._waiting_calls = 0
-        """Calls that a feature has yet to answer, second answers not counted."""
+        """Number of calls that features have not answered yet. Second answers do not count."""
         self._answered: deque[tuple[Client, int, Future[Any]]] = deque()
-        """Answers that were made since the last look, with their clients and calls."""
+        """Answers to send, each with its client and its call number."""
         self._news: dict[str, bytes] = {}
-        """Maps names of news to what all clients were told last."""
+        """Maps names of news to the values that were last sent to all clients."""
 
     def run(self) -> None:
         try:
@@ -106,7 +107,7 @@ class EngineProcess:
             for client in self._clients:
                 self._send(client, Failed(Failure.of(error)))
             if not isinstance(error, QuireError):
-                raise  # the traceback belongs in the log
+                raise  # The log must show the traceback.
         finally:
             if self._core is not None:
                 self._core.shutdown()
@@ -126,7 +127,7 @@ class EngineProcess:
                 break
             if isinstance(message, Hello):
                 greeted.append(owner)
-        # Both raise ConfigError for a name that two features declare.
+        # Both raise ConfigError if two features declare one name.
         declared_calls()
         declared_fields()
         last = 0.0
@@ -143,7 +144,7 @@ class EngineProcess:
         self._core = build_core(config, progress, server=True)
         for descriptor in self._core.fds:
             self._server.watch(descriptor)
-        # What stands now stands for good: the collector need not walk it again and again.
+        # The loaded objects live until the end, so the garbage collector need not scan them.
         gc.collect()
         gc.freeze()
         for client in (owner, *greeted):
@@ -189,7 +190,7 @@ class EngineProcess:
         return self._completions
 
     def _handle(self, client: Client, data: bytes) -> None:
-        """Does as a message says. An error of what it holds is its client's alone."""
+        """Carries out a message. If that fails, only the message's client gets the error."""
         message = decode_to_engine(data)
         try:
             self._obey(client, message)
@@ -246,7 +247,7 @@ class EngineProcess:
         self.completions.add(client, message.handle, requests)
 
     def _call(self, client: Client, message: Call) -> None:
-        """Has a call answered by the engine, or by the feature that takes it."""
+        """Passes a call to the engine or to the feature that takes it, and sends the answer."""
         found = self._found(message)
         if isinstance(found, Begun):
             if message.end is not None:
@@ -279,7 +280,7 @@ class EngineProcess:
         answer.add_done_callback(lambda done: self._answered.append((client, call, done)))
 
     def _send_answers(self) -> None:
-        """Sends the answers that features have made since the last look."""
+        """Sends the answers that are ready."""
         while self._answered:
             client, call, answer = self._answered.popleft()
             error = answer.exception()
@@ -290,7 +291,7 @@ class EngineProcess:
                 self._send(client, CallFailed(call, Failure.of(error)))
 
     def _send_news(self) -> None:
-        """Tells all clients what has changed since they were told."""
+        """Sends all clients the news whose values have changed since they were last sent."""
         for news, value in self.core.news().items():
             body = encode_body(value)
             if self._news.get(news.name) != bytes(body):
@@ -318,7 +319,7 @@ class EngineProcess:
 def _read_fields(
     features: dict[str, msgspec.Raw],
 ) -> tuple[RequestOptions, list[tuple[RequestField[Any], Any]]]:
-    """Returns a request's fields: those that are options of `Request`, and all others."""
+    """Returns the values for features: those that are options of `Request`, and all others."""
     options: dict[str, Any] = {}
     others: list[tuple[RequestField[Any], Any]] = []
     for name, body in features.items():
@@ -334,7 +335,7 @@ def _read_fields(
 
 
 def _refusal(message: ToEngine, failure: Failure) -> FromEngine | None:
-    """Returns what tells a message's client of a failure; None: nobody waits for an answer."""
+    """Returns the message that reports a failure to the client; None if no answer is expected."""
     if isinstance(message, AddRequest):
         return RequestRefused(message.handle, failure)
     return CallFailed(message.call, failure) if isinstance(message, Call) else None

@@ -1,4 +1,4 @@
-"""The engine's process as its client sees it: its connection, its loading and its life."""
+"""A client's view of an engine's process: its connection, its loading and its life."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ Value = TypeVar("Value")
 logger = logging.getLogger("quire.engine")
 
 _LAST_MESSAGE_SECONDS = 0.2
-"""Seconds in which the last message of a process that has ended may still arrive."""
+"""Seconds to wait for the last message of a process that has ended."""
 
 
 class RemoteEngine:
     """Sends messages to an engine's process and takes in its answers. Belongs to an event loop.
 
     Attributes:
-        alive: requests are taken. False from the engine's death until it has been started again.
-        end: what the engine told of its death: the rank that was lost, or how far each has come.
-            Empty while it lives, and where it told nothing.
-        host: the process, where this client has started it.
-        losses: how often the engine, and all that it held, was lost.
-        streams: running requests.
+        alive: whether the engine takes requests. False from its death until its restart.
+        end: the error that the engine reported when it died: the lost rank, or the last step of
+            each rank. Empty while the engine lives, or if it reported nothing.
+        host: the process; None if another client has started it.
+        losses: how often the engine was lost, with everything that it held.
+        streams: streams of the running requests.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class RemoteEngine:
         """Connects to the engine at `address`, once it listens.
 
         Args:
-            args: tells the engine what to load; None where another client does.
-            host: started here, and stopped with this client.
-            stuck_timeout: see `EngineClient.launch`; only with a host.
+            args: settings of the engine to load; None if another client sends them.
+            host: the engine's process, which this client starts and stops.
+            stuck_timeout: see `EngineClient.launch`. It has no effect without a host.
         """
         self.alive = False
         self.end = ""
@@ -82,9 +82,9 @@ class RemoteEngine:
         self.host = host
         self.streams = StreamRouter()
         self._news: dict[str, msgspec.Raw] = {}
-        """Maps names of news to what the engine last told."""
+        """Maps names of news to the latest encoded values."""
         self._values: dict[str, Any] = {}
-        """Maps names of news that were read to their decoded values."""
+        """Maps names of news to their decoded values, for the news that were read."""
         self._args = args
         self._stuck_timeout = stuck_timeout
         self._on_progress = on_progress
@@ -103,13 +103,13 @@ class RemoteEngine:
         """Waits until the engine is loaded.
 
         Raises:
-            ConfigError, ModelError: the engine's own, when it cannot start.
-            EngineDeadError: its process ended without a message.
+            ConfigError, ModelError: the engine could not start, and reported this error.
+            EngineDeadError: the engine's process ended without a message.
         """
         return await self._ready
 
     def open(self) -> None:
-        """Lets requests in, once everything around a loaded engine is set up."""
+        """Begins to take requests. Called when the engine and its client are set up."""
         self.alive = True
         self._heartbeat.start(self._link, self._end_stuck)
 
@@ -126,8 +126,11 @@ class RemoteEngine:
         self._link.close()
 
     async def sleep(self) -> None:
-        """Ends the engine's process, which this client has started, and with it all that it holds
-        of its devices. Running requests fail."""
+        """Ends the engine's process, which frees its devices. Running requests fail.
+
+        Raises:
+            QuireError: another client has started the process.
+        """
         if self.host is None:
             raise QuireError("the engine is another process's child")
         self._fail_all(EngineDeadError("the engine sleeps"))
@@ -138,7 +141,7 @@ class RemoteEngine:
         """Starts the engine again, and waits until it takes requests.
 
         Raises:
-            QuireError: it could not start; the host goes on trying.
+            QuireError: the engine could not start. Its host goes on trying.
         """
         if self.host is None:
             raise QuireError("the engine is another process's child")
@@ -149,7 +152,7 @@ class RemoteEngine:
         self.alive = True
 
     def _end_stuck(self, silence: float) -> None:
-        """Ends the process of an engine that has been silent for too long; its host starts it
+        """Ends the engine's process if it has been silent for too long. The host starts it
         again."""
         if self.host is None or not self.alive:
             return
@@ -167,12 +170,12 @@ class RemoteEngine:
 
     @property
     def silence(self) -> float:
-        """Seconds for which the engine's loop has not answered; infinite where it is not alive."""
+        """Seconds for which the engine's loop has not answered; infinite if it is not alive."""
         return self._heartbeat.silence if self.alive else math.inf
 
     @property
     def responsive(self) -> bool:
-        """Whether the engine's loop has turned lately."""
+        """Whether the engine's loop has answered recently."""
         return self.alive and self._heartbeat.recent
 
     # -- messages ------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ class RemoteEngine:
             raise EngineDeadError("the engine has stopped")
 
     def send(self, message: ToEngine) -> None:
-        """Raises EngineDeadError where the engine does not listen."""
+        """Sends a message. Raises EngineDeadError if there is no connection."""
         self._link.send(message)
 
     async def call(
@@ -194,12 +197,12 @@ class RemoteEngine:
         """Makes a call; returns its answer.
 
         Args:
-            on_end: called once, with the second answer of a call that began something (`Begun`);
-                with None where the engine is gone before.
+            on_end: called once, with the second answer of a call that starts work (`Begun`), or
+                with None if the engine is gone before.
 
         Raises:
             EngineDeadError: the engine is gone.
-            QuireError: the engine's own.
+            QuireError: the engine refused the call, or failed to answer it.
         """
         self.check_alive()
         number, answer = self._expect()
@@ -219,7 +222,7 @@ class RemoteEngine:
         return found
 
     def news(self, news: NewsType[Value]) -> Value:
-        """Returns what the engine last told, or the default."""
+        """Returns the latest value of these news, or their default if none has arrived."""
         body = self._news.get(news.name)
         if body is None:
             return news.default
@@ -229,8 +232,10 @@ class RemoteEngine:
         return value
 
     def _expect(self) -> tuple[int, asyncio.Future[msgspec.Raw]]:
-        """Returns the number of a call that the engine will answer, and that answer, which is
-        EngineDeadError if the engine is gone before."""
+        """Registers a call. Returns its number, and a future of its answer.
+
+        The future gets EngineDeadError if the engine is gone before it answers.
+        """
         number = next(self._call_ids)
         answer = self._calls[number] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(lambda _: self._calls.pop(number, None))
@@ -263,13 +268,13 @@ class RemoteEngine:
                     self.alive = True
             case Failed(failure):
                 error = failure.error()
-                # Others may name paths.
+                # Other errors may contain paths, which clients must not see.
                 self.end = failure.message if isinstance(error, EngineDeadError) else ""
                 self._never_ready(error)
                 self._fail_all(EngineDeadError(f"the engine has stopped: {failure.message}"))
 
     def _answer(self, call: int, found: msgspec.Raw | QuireError) -> None:
-        """Ends a call that somebody still waits for."""
+        """Resolves a call with an answer or an error, unless nobody waits for it any more."""
         answer = self._calls.get(call)
         if answer is None or answer.done():
             return
@@ -281,7 +286,10 @@ class RemoteEngine:
     # -- life ----------------------------------------------------------------------------------
 
     def _greet(self) -> None:
-        """Tells the engine, which listens now, what to load, or asks whether it has."""
+        """Greets an engine that has begun to listen.
+
+        The client that started it sends the settings to load. Other clients send `Hello`.
+        """
         with contextlib.suppress(EngineDeadError):
             self._link.send(Hello() if self._args is None else Start(self._args))
 
@@ -311,6 +319,6 @@ class RemoteEngine:
 def _hand_on(
     on_end: Callable[[Any], None], kind: type[Any] | None, answer: asyncio.Future[msgspec.Raw]
 ) -> None:
-    """Calls `on_end` with an answer that has come, or None where the engine is gone."""
+    """Calls `on_end` with the answer, or with None if the engine is gone."""
     gone = answer.cancelled() or answer.exception() is not None
     on_end(None if gone else decode_body(answer.result(), kind))

@@ -1,4 +1,4 @@
-"""Engines of one model behind one client: each has a process, devices and a cache of its own."""
+"""Several engines of one model with one client. Each has its own process, devices and cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PARAM = "data_parallel_size"
 
 
 class Replicas:
-    """One or more engines. Requests go where the router sends them, while that one is alive."""
+    """One or more engines. A router chooses among those that are alive for each request."""
 
     def __init__(self, engines: Sequence[RemoteEngine]) -> None:
         self.engines = list(engines)
@@ -37,11 +37,16 @@ class Replicas:
         on_progress: OnProgress | None,
         stuck_timeout: float | None,
     ) -> Replicas:
-        """Starts the engines' processes. on_progress: told of the first one's loading. The others:
-        see `EngineClient.launch`.
+        """Starts the engines' processes.
+
+        Args:
+            count: number of engines.
+            on_progress: receives the progress of the first engine's loading.
+            restarts, stuck_timeout: see `EngineClient.launch`.
 
         Raises:
-            ConfigError: there are fewer GPUs than they need, or a setting is for one engine only.
+            ConfigError: the engines need more GPUs than there are, or a setting is for one engine
+                only.
         """
         engines = []
         for index, environment in enumerate(environments(args, count)):
@@ -51,7 +56,7 @@ class Replicas:
         return cls(engines)
 
     async def loaded(self) -> EngineConfig:
-        """Waits until all are loaded, or one cannot be; raises as `RemoteEngine.loaded`."""
+        """Waits until all engines are loaded. Raises the errors of `RemoteEngine.loaded`."""
         loading = [asyncio.ensure_future(engine.loaded()) for engine in self.engines]
         try:
             return (await asyncio.gather(*loading))[0]
@@ -60,7 +65,7 @@ class Replicas:
                 each.cancel()
 
     async def open(self) -> None:
-        """Lets requests in."""
+        """Begins to take requests."""
         for engine in self.engines:
             engine.open()
         if len(self.engines) > 1:
@@ -70,27 +75,27 @@ class Replicas:
                 replica.has_room(min(stats.blocks_total) * config.block_size)
 
     async def close(self) -> None:
-        """Stops those that were started here, and disconnects. Idempotent."""
+        """Stops the engines that this client started, and disconnects. Idempotent."""
         for engine in self.engines:
             await engine.close()
 
     @property
     def alive(self) -> bool:
-        """Whether one of them takes requests."""
+        """Whether at least one engine takes requests."""
         return any(engine.alive for engine in self.engines)
 
     @property
     def end(self) -> str:
-        """Returns what the engines that are not alive told of their deaths."""
+        """The errors that dead engines have reported, joined by "; "."""
         return "; ".join(engine.end for engine in self.engines if engine.end)
 
     @property
     def silence(self) -> float:
-        """Seconds for which no engine's loop has answered."""
+        """Seconds since any engine's loop last answered."""
         return min(engine.silence for engine in self.engines)
 
     def check_alive(self) -> None:
-        """Raises EngineDeadError where none is alive."""
+        """Raises EngineDeadError if no engine is alive."""
         if not self.alive:
             raise EngineDeadError("the engine has stopped")
 
@@ -98,7 +103,7 @@ class Replicas:
         """Chooses an engine for a request, `engines[placement.index]`.
 
         Raises:
-            EngineDeadError: none is alive.
+            EngineDeadError: no engine is alive.
         """
         self.check_alive()
         if len(self.engines) == 1:
@@ -112,10 +117,10 @@ class Replicas:
         return self._router.place(tokens, namespace, responsive or able)
 
     async def stats(self) -> EngineStats:
-        """Returns the counts of all that are alive, added up.
+        """Returns the sums of the counts of all engines that are alive.
 
         Raises:
-            EngineDeadError: none is.
+            EngineDeadError: no engine is alive.
         """
         self.check_alive()
         found: list[EngineStats] = []
@@ -129,10 +134,11 @@ class Replicas:
         return added(found)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets the prefixes of all that are alive; returns False if some are left.
+        """Clears the prefix caches of all engines that are alive. Returns False if running
+        requests keep some prefixes.
 
         Raises:
-            EngineDeadError: none is alive, or one dies.
+            EngineDeadError: no engine is alive, or one dies meanwhile.
         """
         self.check_alive()
         whole = True
@@ -144,17 +150,17 @@ class Replicas:
 
     @property
     def first_alive(self) -> RemoteEngine:
-        """Returns the first that is alive.
+        """The first engine that is alive.
 
         Raises:
-            EngineDeadError: none is.
+            EngineDeadError: no engine is alive.
         """
         self.check_alive()
         return next(engine for engine in self.engines if engine.alive)
 
 
 def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
-    """Returns what each engine's process has in its environment besides: the GPUs that it sees.
+    """Returns additional environment variables for each engine's process: its visible GPUs.
 
     Raises:
         ConfigError: there are too few GPUs, or a setting is for one engine only.
@@ -174,7 +180,9 @@ def environments(args: EngineArgs, count: int) -> list[dict[str, str]]:
         return [{}] * count
     if args.device not in ("auto", "cuda"):
         raise ConfigError(
-            f"{_PARAM}={count} shares out all visible GPUs, not {args.device!r} alone", "device"
+            f"{_PARAM}={count} divides all visible GPUs among the engines; device={args.device!r} "
+            "names only one",
+            "device",
         )
     number, visible = torch.cuda.device_count(), visible_devices()
     names = list(map(str, range(number))) if visible is None else visible[:number]

@@ -1,4 +1,4 @@
-"""Output of running requests on its way to the streams that read it."""
+"""Streams of the output of running requests."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class PromptVector:
 
 @dataclass(slots=True)
 class TokenDelta:
-    """Stage 1 of a text: one completion's tokens from the engine that nobody has read yet.
+    """One completion's unread tokens, as the engine sent them.
 
-    `CompletionUpdate` follows, which has their text.
+    `CompletionUpdate` is made from it, and has the tokens' text.
 
     Attributes:
         tokens: token ids.
@@ -55,9 +55,9 @@ class RequestStream:
     """Unread output of one request, for one reader.
 
     Attributes:
-        deltas: by index of the completion.
-        error: ends the request.
-        arrived: set when there is anything to read.
+        deltas: unread tokens, by index of the completion.
+        error: the error that ended the request; None: no error.
+        arrived: an event that is set while there is something to read.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class RequestStream:
         self.arrived = asyncio.Event()
 
     def delta(self, index: int) -> TokenDelta:
-        """Returns a completion's delta, to be added to."""
+        """Returns a completion's delta, to which the caller adds tokens."""
         self.arrived.set()
         delta = self.deltas.get(index)
         if delta is None:
@@ -75,7 +75,7 @@ class RequestStream:
         return delta
 
     def take(self) -> dict[int, TokenDelta]:
-        """Returns the unread deltas, and begins new ones."""
+        """Returns the unread deltas, which then count as read."""
         deltas, self.deltas = self.deltas, {}
         return deltas
 
@@ -128,7 +128,7 @@ class StreamRouter:
             stream.fail(error)
 
     def deliver(self, message: StepOutputs) -> None:
-        """Adds a step's outputs to their streams; those of closed requests are dropped."""
+        """Adds a step's outputs to their streams. Outputs of closed requests are dropped."""
         tokens, at = message.tokens.tolist(), 0
         for handle, part in message.prompt_logprobs:
             if handle in self._streams:

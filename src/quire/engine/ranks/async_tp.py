@@ -1,4 +1,4 @@
-"""`--async-tp`: which engines compute long steps as two halves, and from how many tokens on."""
+"""`--async-tp`: decides whether an engine computes long steps as two halves, and how long ones."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from quire.parallel.torch_group import TorchGroup
 logger = logging.getLogger("quire.parallel")
 
 LEAST = 1024
-"""The tokens from which `on` computes steps as two halves on a GPU. Of fewer, products of half as
-many take nearly as long."""
+"""With `on`, a GPU computes steps of at least this many tokens as two halves. In shorter steps a
+product of half the tokens takes nearly as long as the whole."""
 _LEAST_ON_CPU = 16
-"""On a CPU nothing runs beside, and the setting is for tests."""
+"""The same limit for a CPU. Nothing overlaps there, so the setting is only for tests."""
 
 
 def check_async_tp(args: EngineArgs, spec: ModelSpec) -> None:
-    """Refuses `on` where steps cannot be computed as two halves.
+    """Checks that steps can be computed as two halves if async_tp is `on`.
 
     Raises:
-        ConfigError: names what is in the way.
+        ConfigError: they cannot. The message names the reason.
     """
     reason = obstacle(args, spec)
     if reason is not None:
@@ -41,9 +41,9 @@ def check_async_tp(args: EngineArgs, spec: ModelSpec) -> None:
 
 
 def obstacle(args: EngineArgs, spec: ModelSpec) -> str | None:
-    """Returns what keeps steps from being computed as two halves, or None."""
+    """Returns the reason why steps cannot be computed as two halves; None if they can."""
     if args.tensor_parallel_size == 1:
-        return "needs tensor_parallel_size of at least 2: it is about sums over ranks"
+        return "needs tensor_parallel_size of at least 2: it overlaps sums over ranks"
     for feature in enabled_features(args):
         if feature.whole_steps:
             return f"is not supported with {feature.whole_steps}"
@@ -55,11 +55,12 @@ def obstacle(args: EngineArgs, spec: ModelSpec) -> str | None:
 
 
 def _of_layer(layer: LayerSpec) -> str | None:
-    """Returns why a layer is not two parts that each end with a sum over ranks, or None."""
+    """Returns the reason why a layer does not consist of two parts that each end with a sum over
+    ranks; None if it does."""
     if layer.norms != "input" or layer.parallel or layer.multiplier != 1.0:
-        return "is no plain layer, whose parts each end with a sum over ranks and the residual"
+        return "is not a plain layer, whose parts each end with a sum over ranks and the residual"
     if not isinstance(layer.mixer, AttentionSpec | LatentAttentionSpec):
-        return "is recurrent, and its state does not stop within a step"
+        return "is recurrent, and its state cannot be split within a step"
     ffn = layer.ffn
     if isinstance(ffn, ExpertsSpec) and ffn.shared_width and not ffn.shared_gate:
         return "has a shared expert, whose sum comes before that of the others"

@@ -1,4 +1,4 @@
-"""Settings and models for which results to the bit (`--deterministic`) cannot be had."""
+"""Checks whether settings and a model allow bitwise reproducible results (`--deterministic`)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _RANKS = "tensor_parallel_size"
 
 
 def check_deterministic(args: EngineArgs, spec: ModelSpec, quantization: Quantization) -> None:
-    """Refuses what would make results depend on more than the request.
+    """Checks that results depend only on the request.
 
     Raises:
-        ConfigError: names what is in the way.
+        ConfigError: they do not. The message names the setting or the layer.
     """
     world = args.tensor_parallel_size
     if world == 1:
@@ -40,8 +40,8 @@ def check_deterministic(args: EngineArgs, spec: ModelSpec, quantization: Quantiz
 
 
 def obstacle(module: nn.Module, world: int) -> str | None:
-    """Returns what keeps the last rank from having as many of a layer's segments as any other (see
-    `layers/fixed_sums.py`), or None."""
+    """Returns the reason why ranks cannot have equal numbers of a layer's segments; None if they
+    can. See `layers/fixed_sums.py`."""
     if isinstance(module, Experts):
         form, size, (low, high) = (
             module.down.scheme.format,
@@ -49,7 +49,7 @@ def obstacle(module: nn.Module, world: int) -> str | None:
             module.down.shard.columns,
         )
         if form.inputs == "token":
-            return f"{module.name}: ranks round their hidden units by scales of their own"
+            return f"{module.name}: each rank rounds its hidden units with its own scales"
     elif isinstance(module, Linear) and module.split == "inputs":
         form, size = module.weight.format, module.inputs
         low, high = module.columns

@@ -1,8 +1,8 @@
-"""Several machines: the workers of others connect to the engine, which tells them what to do.
+"""Several machines: the workers of other machines connect to the engine and run its plans.
 
-Machine 0 has the last stages, and among them the engine's process; others have whole stages before
-them. Plans travel over TCP as they travel through pipes, and hidden states through the ranks' own
-group. The port accepts any worker that connects, so it must be in a private network.
+Machine 0 has the engine's process and the last stages. The other machines have whole stages before
+them. Plans travel over TCP in the same messages as through pipes, and hidden states through the
+ranks' process group. The port accepts any worker that connects, so it must be in a private network.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from quire.errors import ConfigError, EngineDeadError
 logger = logging.getLogger("quire.engine")
 
 _WAIT = 600.0
-"""Seconds within which all machines must have come."""
+"""Seconds within which the workers of all machines must connect."""
 _HELLO = 10
-"""Seconds within which who connects must say who it is."""
+"""Seconds within which a connection must send `WorkerConnected`."""
 _GLANCE = 1.0
-"""Seconds between two looks at what may end a wait."""
+"""Seconds between two checks during a wait."""
 _LEAVE = 5.0
-"""Seconds in which a machine's workers end once one of them has."""
+"""Seconds that a machine's other workers get to end after one has ended."""
 _AGAIN = 0.5
-"""Seconds between two tries to reach the engine."""
+"""Seconds between two attempts to reach the engine."""
 _SILENCE = 10
-"""Seconds of silence after which TCP asks whether the other machine is there, and gives it up."""
+"""Seconds of silence after which TCP probes the other machine."""
 
 
 def rendezvous_of(args: EngineArgs) -> str:
@@ -56,13 +56,16 @@ def rendezvous_of(args: EngineArgs) -> str:
 def accept_workers(
     config: EngineConfig, world: int, timeout: float, check: Callable[[], None] = lambda: None
 ) -> list[RemoteWorker]:
-    """Waits for the workers of all other machines, and makes them.
+    """Waits until the workers of all other machines have connected, and returns them.
 
-    timeout: see `Setup`. check: called every second at least; raises to end the wait.
+    Args:
+        world: number of ranks.
+        timeout: see `Setup`.
+        check: called at least once a second. It raises an error to end the wait.
 
     Raises:
         ConfigError: the address is not this machine's, or the port is taken.
-        EngineDeadError: some have not come within ten minutes.
+        EngineDeadError: some workers have not connected within ten minutes.
     """
     args, each = config.args, ranks_of_node(config, world)
     found: dict[int, Connection] = {}
@@ -78,7 +81,7 @@ def accept_workers(
                 if time.monotonic() < deadline:
                     continue
                 missing = sorted(set(range(each, world)) - found.keys())
-                raise EngineDeadError(f"the workers of ranks {missing} have not come") from None
+                raise EngineDeadError(f"workers of ranks {missing} have not connected") from None
             accepted.settimeout(None)
             _keep_alive(accepted)
             pipe = Connection(os.dup(accepted.fileno()))
@@ -87,11 +90,11 @@ def accept_workers(
             _limit_reads(accepted, 0)
             accepted.close()
             if here is None or not (0 < here.node_rank < args.nnodes and 0 <= here.index < each):
-                logger.warning("who connected from %s is no worker of this engine", address[0])
+                logger.warning("a connection from %s is not a worker of this engine", address[0])
                 pipe.close()
                 continue
             rank = here.node_rank * each + here.index
-            if rank in found:  # a worker that was started again
+            if rank in found:  # The worker was started again.
                 found[rank].close()
             found[rank] = pipe
             drop_ended(found)
@@ -105,17 +108,17 @@ def accept_workers(
 
 
 def run_node(args: EngineArgs) -> None:
-    """Runs the workers of a machine that is not the first, and again when the engine has ended,
-    until this process is told to end.
+    """Runs the workers of a machine other than machine 0. When the engine ends, it starts them
+    again, until this process gets SIGTERM.
 
     Raises:
-        ConfigError: the settings are not those of such a machine.
+        ConfigError: the settings do not describe such a machine.
     """
     stages = args.pipeline_parallel_size
     if not 0 < args.node_rank < args.nnodes or stages % args.nnodes:
         raise ConfigError(
-            f"node_rank={args.node_rank} of nnodes={args.nnodes} with {stages} stages is no "
-            "machine",
+            f"node_rank={args.node_rank} with nnodes={args.nnodes} and {stages} stages is invalid: "
+            "node_rank must be in [1, nnodes), and nnodes must divide the stages",
             "node_rank",
         )
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
@@ -133,8 +136,10 @@ def run_node(args: EngineArgs) -> None:
 
 
 def wait_for_end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Waits until a worker has ended, and a little longer for the others, which may be leaving. All
-    begin anew together: the engine may be waiting for the one alone."""
+    """Waits until a worker has ended, and then up to `_LEAVE` seconds for the others.
+
+    All workers start again together, because the engine waits until every one has connected.
+    """
     poller = select.poll()
     with contextlib.ExitStack() as opened:
         for worker in workers:
@@ -168,7 +173,8 @@ def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
         connected = None
         try:
             connected = socket.create_connection((address, port))
-            # A port that nobody listens at may be given to the very socket that asks for it.
+            # If nobody listens at the port, the system may give it to this socket, which is then
+            # connected to itself.
             if connected.getsockname() != connected.getpeername():
                 connected.settimeout(None)
                 _keep_alive(connected)
@@ -176,7 +182,7 @@ def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
                 pipe.send_bytes(encode(WorkerConnected(node_rank, index)))
                 return pipe
         except OSError:
-            # Nobody listens yet, or who did has ended since.
+            # The engine does not listen yet, or has ended.
             time.sleep(_AGAIN)
         finally:
             if connected is not None:
@@ -184,7 +190,7 @@ def connect(address: str, port: int, node_rank: int, index: int) -> Connection:
 
 
 def drop_ended(found: dict[int, Connection]) -> None:
-    """Forgets workers that have ended while others were waited for; they come again."""
+    """Forgets workers whose connections have ended during the wait. They connect again."""
     for rank, pipe in list(found.items()):
         poller = select.poll()
         poller.register(pipe.fileno(), select.POLLRDHUP)
@@ -213,7 +219,7 @@ def _introduced(pipe: Connection) -> WorkerConnected | None:
 
 
 def _limit_reads(connected: socket.socket, seconds: int) -> None:
-    """Lets reads fail that wait for longer, also where they are a `Connection`'s. 0: no limit."""
+    """Limits the seconds that a read may wait, including a `Connection`'s reads; 0: no limit."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
 
 

@@ -1,7 +1,8 @@
-"""Watches the ranks: a process that ends, and a step that does not.
+"""Watches the ranks for a process that ends and for a step that does not end.
 
-Where a rank is gone, the others wait for it inside a collective, which on a GPU nothing but the
-collective's own end can interrupt. So a thread watches, and ends the collectives of this process.
+If a rank is gone, the others wait for it inside a collective. On a GPU only the end of the
+collective interrupts that wait. So a thread watches the ranks, and aborts the collectives of this
+process if one is gone.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ logger = logging.getLogger("quire.engine")
 
 _GLANCE_MS = 500
 _GRACE = 5.0
-"""Seconds in which a wait must come back once its collectives are ended."""
+"""Seconds within which a wait must return after its collectives were aborted."""
 _TOLD = 1.0
-"""Seconds in which a process's end is seen after its connections broke."""
+"""Seconds within which the end of a process is noticed after its connections broke."""
 
 
 class RankWatch:
-    """Watches workers from a thread, from its making until `close`.
+    """Watches workers from a thread until `close`.
 
-    abort: ends this process's collectives. timeout: seconds that a step may take.
-    error: what has ended the ranks, None as long as nothing has. news: a descriptor that becomes
-    readable with it.
+    Args:
+        abort: aborts this process's collectives.
+        timeout: seconds that a step may take.
+
+    Attributes:
+        error: the error that has ended the ranks; None while they run.
+        news: a descriptor that becomes readable when `error` is set.
     """
 
     def __init__(
@@ -59,10 +64,13 @@ class RankWatch:
 
     @contextlib.contextmanager
     def waiting(self, *, limited: bool = True) -> Iterator[None]:
-        """Guards a call that waits for other ranks. limited: it may take as long as a step.
+        """Guards a call that waits for other ranks.
+
+        Args:
+            limited: the call may take at most as long as a step.
 
         Raises:
-            EngineDeadError: a rank has ended, or the step did not.
+            EngineDeadError: a rank has ended, or the call took too long.
         """
         if self.error is not None:
             raise self.error
@@ -71,9 +79,9 @@ class RankWatch:
         try:
             yield
         except (ConfigError, ModelError):
-            raise  # this rank's own, and perhaps that of others, which end with it
+            raise  # The error of this rank, and perhaps of the others too.
         except Exception as error:
-            # Connections of a rank that is gone break before its end is seen.
+            # The connections of a lost rank break before the thread notices its end.
             if self._broken.wait(_TOLD) and self.error is not None:
                 raise self.error from error
             raise

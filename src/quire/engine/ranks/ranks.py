@@ -1,4 +1,4 @@
-"""The devices of a model's ranks, and what keeps a model from being shared out."""
+"""The devices of a model's ranks, and checks whether a model can be divided among ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PARAM, _STAGES = "tensor_parallel_size", "pipeline_parallel_size"
 
 
 class _ShapeGroup(SingleGroup):
-    """Stands for one of several ranks where only shapes are asked for."""
+    """A group without communication, to compute the shapes of one rank's layers."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -36,8 +36,10 @@ class _ShapeGroup(SingleGroup):
 
 
 def config_of_rank(config: EngineConfig, rank: int, devices: Sequence[str] = ()) -> EngineConfig:
-    """Returns the settings with the rank's device: a machine's ranks have neighbouring GPUs, in
-    order, or `devices` where these are known."""
+    """Returns the settings with the rank's device.
+
+    A machine's ranks have consecutive GPUs, unless `devices` names the device of each rank.
+    """
     if config.device == "cpu":
         return config
     if rank < len(devices):
@@ -48,7 +50,7 @@ def config_of_rank(config: EngineConfig, rank: int, devices: Sequence[str] = ())
 
 
 def ranks_of_node(config: EngineConfig, world: int) -> int:
-    """Returns how many of the ranks each machine has."""
+    """Returns the number of ranks on each machine."""
     return world // config.args.nnodes
 
 
@@ -61,10 +63,14 @@ def open_worker(
     progress: OnProgress | None = None,
     hooks: Sequence[Hook] = (),
 ) -> tuple[TorchGroup, ModelRunner]:
-    """Meets the other ranks (see `join_group`), and makes this one's worker. config: with the
-    rank's own device. hooks: of a worker that draws tokens (`draws_tokens`).
+    """Joins the group of all ranks (see `join_group`), and makes this rank's worker.
 
-    Returns the group of those who share the worker's layers, and the worker.
+    Args:
+        config: settings with the rank's own device.
+        hooks: hooks of a worker that draws tokens (`draws_tokens`).
+
+    Returns:
+        The group of the ranks that share the worker's layers, and the worker.
     """
     device, stages = torch.device(config.device), config.args.pipeline_parallel_size
     group = join_group(device, rendezvous, rank, world, timeout)
@@ -90,16 +96,16 @@ def open_worker(
 
 
 def draws_tokens(config: EngineConfig, rank: int, world: int) -> bool:
-    """Whether a rank is in the last stage, where hooks take part."""
+    """Whether a rank is in the last stage. Only its workers draw tokens and run hooks."""
     stages = config.args.pipeline_parallel_size
     return stage_of(rank, world, stages) == stages - 1
 
 
 def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Quantization) -> None:
-    """Refuses ranks that the model, the machine or other settings do not allow.
+    """Checks that the model, the machine and other settings allow the number of ranks.
 
     Raises:
-        ConfigError: names what is in the way, and for a model the sizes that it allows.
+        ConfigError: they do not. The message names the reason, and the sizes that the model allows.
     """
     world = args.tensor_parallel_size
     _check_settings(args)
@@ -114,18 +120,18 @@ def check_ranks(args: EngineArgs, device: str, spec: ModelSpec, quantization: Qu
     reason = obstacle(spec, quantization, world, whole)
     if reason is not None:
         sizes = [str(size) for size in _SIZES if obstacle(spec, quantization, size, whole) is None]
-        allowed = f"it can be shared out over {', '.join(sizes)}" if sizes else "it takes one"
+        allowed = f"the model allows {', '.join(sizes) or 'only 1'}"
         raise ConfigError(f"{_PARAM}={world}: {reason}; {allowed}", _PARAM)
     if args.pipeline_parallel_size > 1:
         stage_layers(spec, args.pipeline_parallel_size, quantization)
 
 
 def defaults_of_stages(stages: int, defaults: Mapping[str, int]) -> dict[str, int]:
-    """Returns the defaults of a scheduler that a pipeline changes. defaults: those of one stage."""
+    """Returns the scheduler's defaults that a pipeline changes. defaults: those for one stage."""
     if stages == 1:
         return {}
     return {
-        # Until a step is through a stage, those behind it wait: long steps make long waits.
+        # While a step is in a stage, the steps after it wait. So steps are shorter.
         "max_num_batched_tokens": max(1024, 4096 // stages),
         "steps_in_flight": defaults["steps_in_flight"] + stages - 1,
     }
@@ -148,16 +154,17 @@ def _check_nodes(args: EngineArgs) -> None:
     nodes, stages = args.nnodes, args.pipeline_parallel_size
     if stages % nodes:
         raise ConfigError(
-            f"nnodes={nodes}: machines hold whole stages, as many each, and {_STAGES} is {stages}",
+            f"nnodes={nodes}: machines hold equal numbers of whole stages, but {_STAGES}={stages} "
+            f"is not a multiple of {nodes}",
             "nnodes",
         )
     if not 0 <= args.node_rank < nodes:
         raise ConfigError(
-            f"node_rank={args.node_rank} must be in [0, {nodes}), as nnodes says", "node_rank"
+            f"node_rank={args.node_rank} must be in [0, {nodes}) with nnodes={nodes}", "node_rank"
         )
     if args.node_rank:
         raise ConfigError(
-            f"node_rank={args.node_rank}: the engine runs on machine 0; others run quire serve",
+            f"node_rank={args.node_rank}: machine 0 runs the engine; the others run quire serve",
             "node_rank",
         )
     if not 1 <= args.master_port < 65535:
@@ -169,11 +176,13 @@ def _check_ray(args: EngineArgs) -> None:
     if importlib.util.find_spec("ray") is None:
         reason = f"Ray is not installed; {installing('ray')}"
     elif args.ranks == 1:
-        reason = f"one rank is this process; Ray places those of {_PARAM} and {_STAGES}"
+        reason = f"there is one rank, which runs in this process; set {_PARAM} or {_STAGES}"
     elif args.device.startswith("cuda:"):
-        reason = f"Ray chooses the GPUs, not device={args.device}"
+        reason = f"Ray chooses the GPUs, so device={args.device} must be left out"
     elif args.master_addr != EngineArgs.master_addr:
-        reason = f"Ray knows this machine's address, so master_addr={args.master_addr} must go"
+        reason = (
+            f"Ray knows this machine's address, so master_addr={args.master_addr} must be left out"
+        )
     if reason:
         raise ConfigError(f"distributed_executor=ray: {reason}", "distributed_executor")
 
@@ -185,7 +194,8 @@ def has_experts(spec: ModelSpec) -> bool:
 def obstacle(
     spec: ModelSpec, quantization: Quantization, world: int, expert_parallel: bool
 ) -> str | None:
-    """Returns what keeps a model's layers from being shared out over so many ranks, or None."""
+    """Returns the reason why a model's layers cannot be divided among `world` ranks; None if they
+    can."""
     try:
         model_of_rank(spec, quantization, world, expert_parallel=expert_parallel)
     except ConfigError as error:
@@ -197,11 +207,11 @@ def model_of_rank(
     spec: ModelSpec, quantization: Quantization, world: int, dtype: torch.dtype | None = None,
     *, rank: int = 0, expert_parallel: bool = False,
 ) -> Decoder:  # fmt: skip
-    """Returns a rank's share of a model, without content. The first rank has the least of what does
-    not divide evenly, and the last one the most.
+    """Returns a rank's share of a model on the meta device. If a size does not divide evenly, the
+    first rank has the smallest part and the last one the largest.
 
     Raises:
-        ConfigError: the model cannot be shared out over so many ranks.
+        ConfigError: the model cannot be divided among `world` ranks.
     """
     group = _ShapeGroup(rank, world)
     return build_model(

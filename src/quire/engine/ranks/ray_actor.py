@@ -10,18 +10,22 @@ from quire.engine.processes import thread_variables
 
 
 class RankActor:
-    """Holds devices as long as it lives, those of all ranks of the engine's machine or of one rank
-    elsewhere, whose worker its process becomes."""
+    """Holds devices in a Ray cluster as long as it lives.
+
+    On the engine's machine one actor holds the devices of all ranks. On other machines each rank
+    has an actor, whose process becomes the rank's worker.
+    """
 
     def gpus(self) -> list[str]:
-        """Returns the ids of the GPUs that Ray has given it, as CUDA_VISIBLE_DEVICES has them."""
+        """Returns the ids of the actor's GPUs, in the form of CUDA_VISIBLE_DEVICES."""
         return list(ray.get_runtime_context().get_accelerator_ids().get("GPU", []))
 
     def run(self, address: str, port: int, node_rank: int, index: int, visible: str | None) -> None:
-        """Connects to the engine, and runs the worker that it makes; the process ends with it.
+        """Connects to the engine, and runs a worker for it. The process ends with the worker.
 
-        visible: the GPUs of all ranks of this machine, None without. A rank sees its neighbours'
-            to reach their memory, where Ray would show it one alone.
+        Args:
+            visible: the GPUs of all ranks of this machine; None on a CPU. A rank must see the GPUs
+                of its neighbours to reach their memory, but Ray would show it only its own.
         """
         os.environ.update(thread_variables(os.environ))
         if visible is not None:

@@ -1,7 +1,7 @@
-"""Ranks placed by Ray: it finds machines with free devices, holds them, and starts workers there.
+"""Ray's placement of ranks: it finds machines with free devices, holds them, and starts workers.
 
-No plan and no tensor passes through Ray. A worker's actor connects to the engine as workers of
-machines that were started by hand do (`nodes.py`), and its end is seen by its connection.
+No plan and no tensor passes through Ray. A worker's actor connects to the engine in the same way as
+a worker that was started by hand (`nodes.py`). The engine notices its end by the connection.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from quire.system import visible_devices
 logger = logging.getLogger("quire.engine")
 
 _JOIN_SECONDS = 60.0
-"""Seconds within which the cluster must be large enough: its machines may start together."""
+"""Seconds within which the cluster must be large enough. Its machines may still be starting."""
 _FREE_SECONDS = 120.0
-"""Seconds within which others must give the devices back, as an engine that has just died does."""
+"""Seconds within which the devices must be free. An engine that has just died may still hold
+them."""
 _ACTOR_SECONDS = 120.0
 """Seconds within which an actor's process must have started."""
 _GLANCE = 1.0
@@ -38,7 +39,7 @@ _GLANCE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of a Ray cluster, and how many devices of the wanted kind it has."""
+    """A machine of a Ray cluster, and its number of devices of one kind."""
 
     id: str
     address: str
@@ -46,17 +47,19 @@ class Machine:
 
 
 class RayPlacement:
-    """Holds the devices of an engine's ranks in the Ray cluster that this machine is in, and runs
-    the workers of its other machines.
+    """Holds the devices of an engine's ranks in this machine's Ray cluster, and runs the workers of
+    the other machines.
 
-    A placement group has a bundle per machine, with the devices of all its ranks, so that these
-    stay together. The first is this machine's, where rank 0 is the engine's own process.
+    The placement group has a bundle for each machine, with the devices of all its ranks, so these
+    stay together. The first bundle is this machine's, where the engine's process is rank 0.
 
-    config: the engine's, with this machine's address in Ray. devices: of this machine's ranks.
+    Attributes:
+        config: the engine's settings, with this machine's address in Ray.
+        devices: devices of this machine's ranks.
 
     Raises:
         ConfigError: there is no cluster, or it is too small.
-        EngineDeadError: others do not give devices back, or an actor does not start.
+        EngineDeadError: devices do not become free, or an actor does not start.
     """
 
     def __init__(self, config: EngineConfig, world: int) -> None:
@@ -72,7 +75,7 @@ class RayPlacement:
             args = replace(args, master_addr=here.address)
             self.config = replace(config, args=args)
             self._group = _reserve(kind, each, args.nnodes, own)
-            # Kept, as an actor ends when nobody has its handle any more.
+            # The handles are kept because Ray ends an actor without a handle.
             self._actors = [self._actor(kind, each, 0)]
             for rank in range(each, world):
                 self._actors.append(self._actor(kind, 1, rank // each))
@@ -97,7 +100,7 @@ class RayPlacement:
         return ray.remote(RankActor).options(scheduling_strategy=place, **amounts).remote()
 
     def check(self) -> None:
-        """Raises EngineDeadError where an actor has ended."""
+        """Raises EngineDeadError if an actor has ended."""
         ended, _ = ray.wait(self._runs, timeout=0.0)
         if ended:
             _get(ended)
@@ -116,7 +119,7 @@ class RayPlacement:
 def _connect() -> None:
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
-        # Ray has its workers import from the folder in which this is called, before all others.
+        # Ray's workers import first from the folder in which this process calls `init`.
         with contextlib.chdir("/"):
             ray.init(address=address, configure_logging=False)
     except (ConnectionError, RayError, ValueError) as error:
@@ -138,7 +141,7 @@ def _machines(kind: str) -> list[Machine]:
 def missing_resources(
     machines: Sequence[Machine], own: str, kind: str, each: int, count: int
 ) -> str | None:
-    """Describes why machines do not suffice for an engine; None: they suffice.
+    """Returns the reason why machines do not suffice for an engine; None if they suffice.
 
     Args:
         machines: The machines of Ray's cluster.
@@ -156,13 +159,13 @@ def missing_resources(
         for machine in machines
     )
     return (
-        f"{count} machine{'s' * (count > 1)} with {each} {kind}{'s' * (each > 1)} each are asked "
-        f"for, and this must be one of them; Ray's cluster has {found or 'no machine'}"
+        f"the engine needs {count} machine{'s' * (count > 1)} with {each} {kind}"
+        f"{'s' * (each > 1)} each, including this one; Ray's cluster has {found or 'no machine'}"
     )
 
 
 def _wait_for_machines(kind: str, each: int, count: int, own: str) -> Machine:
-    """Returns the engine's machine once the cluster suffices."""
+    """Waits until the cluster suffices, and returns the engine's machine."""
     deadline = time.monotonic() + _JOIN_SECONDS
     while True:
         machines = _machines(kind)
@@ -176,7 +179,7 @@ def _wait_for_machines(kind: str, each: int, count: int, own: str) -> Machine:
 
 
 def _reserve(kind: str, each: int, count: int, own: str) -> Any:
-    """Returns a placement group of so many machines, the first of which is the engine's."""
+    """Returns a placement group of `count` machines. The first one is the engine's."""
     group = placement_group(
         [{kind: each}] * count,
         strategy="STRICT_SPREAD",
@@ -193,10 +196,10 @@ def _reserve(kind: str, each: int, count: int, own: str) -> Any:
 
 
 def own_devices(ids: Sequence[str]) -> list[str]:
-    """Returns this process's names of the GPUs that Ray calls so.
+    """Returns this process's device names for GPUs with these ids in Ray.
 
     Raises:
-        ConfigError: this process does not see one.
+        ConfigError: this process does not see one of the GPUs.
     """
     seen = visible_devices()
     unseen = [id for id in ids if seen is not None and id not in seen]

@@ -1,4 +1,4 @@
-"""A further rank: its process, and the messages to it."""
+"""A rank in another process, and the messages to it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Setup(msgspec.Struct, tag=True):
         rank: The worker's rank.
         world: Number of ranks.
         rendezvous: URL where the ranks find each other.
-        folder: Folder of the shared memory on the engine's machine; None: on other machines.
+        folder: Folder of the shared memory on the engine's machine; None on other machines.
         timeout: Most seconds of a step.
     """
 
@@ -51,7 +51,7 @@ class Allocate(msgspec.Struct, tag=True):
 
 
 class Capture(msgspec.Struct, tag=True):
-    """Gets the worker ready; answered by `WorkerReply`."""
+    """Captures the worker's programs; answered by `WorkerReply`."""
 
 
 class Run(msgspec.Struct, tag=True):
@@ -65,7 +65,8 @@ class Collect(msgspec.Struct, tag=True):
 
 
 class WorkerShutdown(msgspec.Struct, tag=True):
-    """Releases the device and leaves the ranks, which all do at once; not answered."""
+    """Ends the worker: it frees its device and leaves the group, as all ranks do at the same time.
+    Not answered."""
 
 
 class WorkerReply(msgspec.Struct, tag=True):
@@ -79,7 +80,7 @@ class WorkerReply(msgspec.Struct, tag=True):
 
 
 class WorkerFailed(msgspec.Struct, tag=True):
-    """Says why a worker has ended."""
+    """Reports the error that has ended a worker."""
 
     failure: Failure
 
@@ -115,14 +116,15 @@ def decode_from_worker(data: bytes) -> FromWorker:
     return _FROM_WORKER.decode(data)  # type: ignore[no-any-return]
 
 
-# A further rank, as the engine sees it: a process at the other end of a pipe.
+# The engine's view of a rank in another process, at the other end of a pipe.
 
 _STOP_SECONDS = 5.0
 
 
 def start_process(descriptor: int) -> subprocess.Popen[bytes]:
-    """Starts a worker's process, whose end of its pipe has this descriptor."""
-    # A worker may be bound to the life of the thread that starts it only where that thread stays.
+    """Starts a worker's process. `descriptor` is the worker's end of its pipe."""
+    # The kernel ends the worker with the thread that started it. So a worker is bound to its
+    # starter only if that is the main thread, which lives as long as the process.
     stays = threading.current_thread() is threading.main_thread()
     owner = os.getpid() if stays else 0
     return subprocess.Popen(
@@ -134,7 +136,7 @@ def start_process(descriptor: int) -> subprocess.Popen[bytes]:
 
 
 class RemoteWorker:
-    """A rank in another process, which ends when its pipe does."""
+    """A rank in another process. The process ends when its pipe is closed."""
 
     def __init__(self, setup: Setup, pipe: Connection) -> None:
         self.rank = setup.rank
@@ -142,7 +144,7 @@ class RemoteWorker:
         self.send(setup)
 
     def fileno(self) -> int:
-        """Returns the pipe's descriptor, which hangs up as soon as the process is gone."""
+        """Returns the pipe's descriptor. It hangs up as soon as the process is gone."""
         return self._pipe.fileno()
 
     def send(self, message: ToWorker) -> None:
@@ -163,7 +165,7 @@ class RemoteWorker:
         """Waits for the answer to the oldest call.
 
         Raises:
-            QuireError: what ended the worker.
+            QuireError: the error that ended the worker.
         """
         try:
             message = decode_from_worker(self._pipe.recv_bytes())
@@ -176,7 +178,7 @@ class RemoteWorker:
         return message
 
     def ended(self) -> EngineDeadError:
-        """Returns the error that tells of the process's end."""
+        """Returns the error that reports the end of the process."""
         return EngineDeadError(f"the worker of rank {self.rank}, on another machine, has ended")
 
     def stop(self, *, at_once: bool = False) -> None:
@@ -185,7 +187,7 @@ class RemoteWorker:
 
 
 class LocalWorker(RemoteWorker):
-    """A rank in a process that was started here."""
+    """A rank in a process that this process has started."""
 
     def __init__(self, setup: Setup) -> None:
         pipe, theirs = Pipe()

@@ -1,4 +1,4 @@
-"""Memory that the processes of all ranks map: the hooks' parts, and how far each rank has come."""
+"""Memory that the processes of all ranks map: the hooks' parts, and each rank's last steps."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _NEVER = -1
 
 
 def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: bool) -> None:
-    """Gives hooks their parts of the memory that all ranks map; the first rank makes the file."""
+    """Gives hooks their parts of the memory that all ranks map. The first rank makes the file."""
     limits = step_limits(config, hooks)
     sizes = [hook.shared_bytes(limits) for hook in hooks]
     if not sum(sizes):
         return
-    # Each begins a page, as some pin their part.
+    # Each part begins a page because some hooks pin their part.
     pages = [-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes]
     if create:
         _check_room(folder, sum(pages))
@@ -37,7 +37,7 @@ def share(hooks: Sequence[Hook], config: EngineConfig, folder: str, *, create: b
 
 
 def _check_room(folder: str, size: int) -> None:
-    """Refuses what would end the process when it is first written to.
+    """Checks that the shared memory fits. Otherwise the first write to it would end the process.
 
     Raises:
         ConfigError: the file system has less room.
@@ -47,13 +47,19 @@ def _check_room(folder: str, size: int) -> None:
     if found.f_blocks and size > room:
         raise ConfigError(
             f"ranks share {size / 1e6:.1f} MB of memory, and {os.path.dirname(folder)} has room "
-            f"for {room / 1e6:.1f} MB; containers get more by --shm-size"
+            f"for {room / 1e6:.1f} MB; a container gets more with --shm-size"
         )
 
 
 class FlightRecorder:
-    """Holds the last step that each rank of a machine has launched, the last that it has read, and
-    counts. folder: shared by them; None: what is written here nobody else sees."""
+    """Records each rank's last launched and last read step, and its statistics.
+
+    Args:
+        folder: folder of the memory that the machine's ranks share; None: only this process sees
+            the records.
+        world: number of ranks.
+        create: makes the files. The first rank does this.
+    """
 
     def __init__(self, folder: str | None, world: int, *, create: bool = False) -> None:
         shape = world, len(RankStats.__struct_fields__)
@@ -75,7 +81,7 @@ class FlightRecorder:
         self._counts[rank, :2] += 1, device_us * 1e-6
 
     def holds(self, rank: int, worker: ModelRunner) -> None:
-        """Takes down what a worker that has started holds."""
+        """Records the sizes of a started worker's weights and KV cache."""
         parameters = (each for each in worker.model.parameters() if not each.is_meta)
         cache = worker.cache
         blocks = (cache.block_tensors(index) for index in range(len(cache.groups)))
@@ -92,11 +98,14 @@ class FlightRecorder:
         ]
 
     def lines(self) -> list[tuple[int, int]]:
-        """Returns each rank's last steps, launched and read; -1: none."""
+        """Returns each rank's last launched and last read step; -1: no step yet."""
         return [(int(launched), int(read)) for launched, read in self._steps]
 
     def late_ranks(self) -> list[int]:
-        """Returns the ranks that have launched, or else read, fewer steps than others."""
+        """Returns the ranks that have launched fewer steps than others.
+
+        If all have launched the same step, it returns those that have read fewer steps.
+        """
         steps = [tuple(line) for line in self._steps.tolist()]
         for column in (0, 1):
             most = max(line[column] for line in steps)

@@ -1,7 +1,8 @@
-"""The process of one further rank: `python -m quire.engine.ranks.worker_process FD OWNER`.
+"""The process of one rank: `python -m quire.engine.ranks.worker_process FD OWNER`.
 
-FD is its end of a pipe. It does as it is told there, and ends when the pipe does. OWNER is the id
-of the process that has started it; where it is not 0, the kernel ends this one with that one.
+FD is its end of a pipe. The process carries out the messages from the pipe, and ends when the pipe
+is closed. OWNER is the id of the process that started it. Unless OWNER is 0, the kernel ends this
+process with its owner.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def serve(pipe: Connection) -> None:
     """Runs a worker until the pipe ends."""
     setup = decode_to_worker(pipe.recv_bytes())
     if not isinstance(setup, Setup):
-        raise QuireError("a worker is made before anything else")
+        raise QuireError("the first message to a worker must be Setup")
     config, rank, world = setup.config, setup.rank, setup.world
     hooks: list[Hook] = []
     if draws_tokens(config, rank, world) and setup.folder is not None:
@@ -75,7 +76,8 @@ def serve(pipe: Connection) -> None:
                 recorder.holds(rank, worker)
                 if config.device != "cpu" and not config.eager:
                     group.started()
-                # What stands now stands for good: the collector need not walk it again and again.
+                # The loaded objects live until the end, so the garbage collector need not scan
+                # them.
                 gc.collect()
                 gc.freeze()
                 pipe.send_bytes(encode(WorkerReply()))
@@ -84,11 +86,11 @@ def serve(pipe: Connection) -> None:
                 leave_group()
                 return
             case Setup():
-                raise QuireError("a worker is made once")
+                raise QuireError("a worker takes Setup only once")
 
 
 def _end_with(pipe: Connection) -> None:
-    """Ends this process when its pipe does, also while it waits for other ranks."""
+    """Ends this process when its pipe is closed, even while it waits for other ranks."""
 
     def watch() -> None:
         poller = select.poll()
@@ -114,14 +116,14 @@ def main(descriptor: int, owner: int = 0) -> None:
     except Exception as error:
         status = 1
         if isinstance(error, QuireError):
-            # Who started this process may be waiting for other ranks, and not hear of it.
-            sys.stderr.write(f"a further rank: {error}\n")
+            # The engine may wait for other ranks, and not read this worker's message.
+            sys.stderr.write(f"a worker has failed: {error}\n")
         else:
             traceback.print_exc()
         pipe.send_bytes(encode(WorkerFailed(Failure.of(error))))
     finally:
         sys.stderr.flush()
-        os._exit(status)  # peers that have ended would be waited for
+        os._exit(status)  # A normal exit would wait for ranks that have ended.
 
 
 if __name__ == "__main__":

@@ -46,11 +46,12 @@ if TYPE_CHECKING:
 
 RANK_STATS: WorkerCall[None, list[RankStats]] = WorkerCall("ranks.stats")
 RANK_NEWS: WorkerCall[None, int] = WorkerCall("ranks.news")
-"""Answers the descriptor that becomes readable when a rank has ended, and an error from then on."""
+"""Returns the descriptor that becomes readable when a rank ends. From then on it fails with the
+rank's error."""
 
 
 class Ranks(LoopFeature):
-    """Asks the executor for statistics, and lets no loop sleep on whose ranks have ended."""
+    """Asks the executor for the ranks' statistics, and wakes the engine's loop when a rank ends."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._executor: Executor | None = None
@@ -75,7 +76,8 @@ class Ranks(LoopFeature):
 
 _STEP_SECONDS = 60.0
 _EAGER_STEP_SECONDS = 600.0
-"""Seconds that a step may take; the longer where its first one may compile kernels."""
+"""Seconds that a step may take. The limit is longer without captured programs, because a step may
+then compile kernels."""
 _LEAVE_SECONDS = 5.0
 
 
@@ -102,7 +104,7 @@ class WorkerExecutor:
         world: int = 2,
         timeout: float | None = None,
     ) -> None:
-        check_no_group()  # before the end of this engine could leave the group of another
+        check_no_group()  # Checked first, because ending this engine would leave another's group.
         self._captured = config.device != "cpu" and not config.eager
         timeout = timeout or (_STEP_SECONDS if self._captured else _EAGER_STEP_SECONDS)
         self.workers: list[RemoteWorker] = []
@@ -120,7 +122,7 @@ class WorkerExecutor:
         devices: Sequence[str] = ()
         try:
             if config.args.distributed_executor == "ray":
-                # Few engines are placed by Ray.
+                # Imported here because it imports ray.
                 from quire.engine.ranks.ray_placement import RayPlacement
 
                 self._placement = RayPlacement(config, world)
@@ -144,7 +146,8 @@ class WorkerExecutor:
             raise
 
     def _abort(self) -> None:
-        """Ends all that this process's device waits for, from the thread that watches."""
+        """Aborts this process's collectives and other waits for ranks. `RankWatch` calls it from
+        its thread."""
         abort_group()
         if "_group" in self.__dict__:
             self._group.end_waits()
@@ -154,7 +157,7 @@ class WorkerExecutor:
             self._placement.check()
 
     def start(self) -> Capacity:
-        """Starts all ranks with as many blocks as the one with the least room has."""
+        """Starts all ranks. Each gets as many blocks as the rank with the least room can hold."""
         try:
             return self._start()
         except BaseException:
@@ -246,7 +249,7 @@ class WorkerExecutor:
                 self._call(WorkerShutdown())
         if "local" in self.__dict__:
             self.local.shutdown()
-        # NCCL may wait there for ranks that are gone.
+        # A thread leaves the group because NCCL may wait for ranks that are gone.
         leaving = threading.Thread(target=leave_group, args=(broken,), daemon=True)
         leaving.start()
         leaving.join(_LEAVE_SECONDS)

@@ -1,7 +1,8 @@
-"""Prefill and decode in different engines: prompts are computed by one, their KV goes to another.
+"""Prefill and decode in different engines: one computes prompts, and another takes their KV.
 
-The reader (role decode) asks over HTTP for a prompt, and gets a grant. It then fetches the blocks
-over a connection of the grant's own, into its prefix tree, where the request finds them.
+The reader (role decode) asks another engine over HTTP to compute a prompt, and gets a grant. It
+then fetches the blocks over a separate connection for this grant into its prefix tree, where the
+request finds them.
 """
 
 from quire.features.spec import FeatureSpec

@@ -1,4 +1,4 @@
-"""The routes of peers, which compute prompts for each other, and of routers."""
+"""The HTTP routes by which servers compute prompts for each other, and routers pair servers."""
 
 from __future__ import annotations
 
@@ -64,19 +64,19 @@ class PrefillBody(StrictModel):
 
 
 class PeersBody(StrictModel):
-    """Body of PUT /kv/peers: addresses of the servers that compute prompts for this one."""
+    """Body of PUT /kv/peers: addresses of the servers that compute prompts for this server."""
 
     peers: list[str] = Field(max_length=1024)
 
 
 class PeersAnswer(msgspec.Struct):
-    """peers: their addresses, as requests name them (`x-quire-prefill`)."""
+    """Answer to PUT /kv/peers. peers: the peers' addresses, in the form of `x-quire-prefill`."""
 
     peers: list[str]
 
 
 async def handshake(request: Request) -> Response:
-    """Answers with this engine's facts; 409 with both sides' values where they differ."""
+    """Answers with this engine's facts, or 409 with both engines' values if they differ."""
     state = state_of(request)
     body = await read_body(request, HandshakeBody, state.args.max_body_bytes)
     facts = msgspec.convert(body.model_dump(), KVFacts)
@@ -84,8 +84,8 @@ async def handshake(request: Request) -> Response:
 
 
 async def prefill(request: Request) -> Response:
-    """Takes a prompt, and answers with a grant before it is computed. A trace of the request goes
-    on until the reader has taken the prompt's KV, or the grant ended otherwise."""
+    """Takes a prompt, and answers with a grant before the prompt is computed. The request's trace
+    ends with the grant: when the reader has taken the KV, or the grant has failed."""
     state = state_of(request)
     body = await read_body(request, PrefillBody, state.args.max_body_bytes)
     state.check_ready()
@@ -107,7 +107,7 @@ async def prefill(request: Request) -> Response:
 def _note_handover(
     context: RequestContext, trace: RequestTrace, tokens: int, closed: ClosedGrant | None
 ) -> None:
-    """Notes the end of a grant in its request's trace, which is over then."""
+    """Notes the end of a grant in its request's trace, and ends the trace."""
     now = time.perf_counter()
     if closed is None:
         trace.handover = Handover(context.began, now, tokens, "dead")
@@ -135,9 +135,9 @@ async def peers(request: Request) -> Response:
 
 ROUTES = (
     Route("post", "/kv/handshake", handshake,
-          "Compare engines, before one reads blocks of the other", HandshakeBody, Welcome),
+          "Compare two engines before one reads the other's blocks", HandshakeBody, Welcome),
     Route("post", "/kv/prefill", prefill, "Compute a prompt for another engine",
           PrefillBody, Grant),
-    Route("put", "/kv/peers", peers, "Say who computes prompts for this server, for admins",
+    Route("put", "/kv/peers", peers, "Set the servers that compute prompts for this one (admins)",
           PeersBody, PeersAnswer, check=check_admin),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The engine's setting of disaggregation. The server makes it from flags of its own."""
+"""The engine's setting for disaggregation. The server makes it from its own flags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quire.config import FeatureArgs, setting
 
 @dataclass(frozen=True, kw_only=True)
 class DisaggArgs(FeatureArgs):
-    """The peers of an engine. They hold the peers' key, so they are a secret."""
+    """The engine's setting for its peers. It is secret because it holds the peers' key."""
 
     kv_peers: Mapping[str, Any] | None = setting(
         None, "See `DisaggSettings`.", internal=True, secret=True

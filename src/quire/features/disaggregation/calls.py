@@ -11,7 +11,7 @@ from quire.features.call import Callers, CallType, RequestField
 from quire.features.disaggregation.facts import KVFacts
 from quire.features.disaggregation.messages import ClosedGrant, Grant, PromptRequest, Welcome
 
-_NO_PEERS = "this server asks no others for prompts (--role)"
+_NO_PEERS = "this server asks no other server to compute prompts (--role)"
 
 
 def _no_prompts() -> RequestError:
@@ -23,7 +23,7 @@ def _no_peers() -> RequestError:
 
 
 class GrantRequest(msgspec.Struct, frozen=True):
-    """A peer's request for a prompt. tenant, share: see `Request`."""
+    """A peer's request to compute a prompt. tenant, share: see `Request`."""
 
     asked: PromptRequest
     tenant: str = ""
@@ -33,25 +33,25 @@ class GrantRequest(msgspec.Struct, frozen=True):
 HANDSHAKE: CallType[KVFacts, Welcome] = CallType(
     "disaggregation.handshake", KVFacts, Welcome, refusal=_no_prompts
 )
-"""Compares another engine's facts with those of this one. Raises PeerMismatchError: they differ."""
+"""Compares another engine's facts with this engine's. Raises PeerMismatchError if they differ."""
 GRANT: CallType[GrantRequest, Grant] = CallType(
     "disaggregation.grant", GrantRequest, Grant, ClosedGrant, refusal=_no_prompts
 )
-"""Has a prompt computed for another engine, which then fetches its KV. The second answer comes when
-the grant ends."""
+"""Starts the computation of a prompt for another engine, which then fetches the KV. The second
+answer comes when the grant ends."""
 SET_PEERS: CallType[list[str], list[str]] = CallType(
     "disaggregation.set_peers", list[str], list[str], refusal=_no_peers
 )
-"""Replaces the servers that compute prompts for this engine; answers their addresses."""
+"""Replaces the servers that compute prompts for this engine. The answer is their addresses."""
 CALLS = (HANDSHAKE, GRANT, SET_PEERS)
 
 
 class PeerChoice(msgspec.Struct, frozen=True):
-    """Says who computes a request's prompt.
+    """The choice of the server that computes a request's prompt.
 
     Attributes:
-        peer: its address, "" for none of them; None: the engine decides.
-        traceparent: what the peer is told of the request's trace.
+        peer: the peer's address; "": this engine computes it; None: the engine decides.
+        traceparent: trace context for the peer; "" without a trace.
     """
 
     peer: str | None = None
@@ -73,21 +73,23 @@ async def grant(
     asked: GrantRequest,
     on_end: Callable[[ClosedGrant | None], None] | None = None,
 ) -> Grant:
-    """Has a prompt computed for another engine. on_end: called once, when the grant ends; with None
-    where the engine is gone.
+    """Starts the computation of a prompt for another engine.
+
+    Args:
+        on_end: called once, with the end of the grant, or with None if the engine is gone.
 
     Raises:
-        PeerMismatchError: the engine is not the one that was meant.
+        PeerMismatchError: the engine was restarted after the handshake.
         RequestError, OverloadedError, EngineDeadError: as `EngineClient.generate`.
     """
     return await client.first_alive.call(GRANT, asked, on_end)
 
 
 async def set_peers(client: Callers, peers: list[str]) -> list[str]:
-    """Says which servers compute prompts for the engines here; returns their addresses.
+    """Sets the servers that compute prompts for this server's engines. Returns their addresses.
 
     Raises:
-        RequestError: these engines ask nobody, or an address is invalid.
+        RequestError: the engines do not ask peers (--role), or an address is invalid.
         EngineDeadError: an engine is gone.
     """
     known: list[str] = []

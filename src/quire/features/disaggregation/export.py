@@ -1,4 +1,4 @@
-"""One prompt that this engine computes for another: its grant, and how far it is."""
+"""The state of one prompt that this engine computes for another."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from quire.features.disaggregation.reader_link import ReaderLink
 from quire.request import Request
 
 Entries = tuple[int, int, int]
-"""Table entries of a KV group: the group, the first, and the end."""
+"""A range of block table entries: KV group, first entry, and the entry after the last."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchInFlight:
-    """A batch on its way out of `blocks`, int32 [n].
+    """A batch of blocks on its way to the reader.
 
-    turn: how often its request had been preempted; None: the blocks are held.
+    Attributes:
+        blocks: blocks of the cache that the batch is read from, int32 [n].
+        turn: number of preemptions of the request when the batch was made. None: the blocks are
+            held, so the batch cannot be lost.
     """
 
     batch: BlockBatch
@@ -41,27 +44,28 @@ class Export:
         request: the grant's request; None until the scheduler admits it.
         finished: the request has ended.
         computed: seconds from the grant until the request's end.
-        done: the request's preemptions and planned tokens at the last plan.
+        done: number of the request's preemptions and planned tokens at the last plan.
         step: the last step that computed a part of the prompt.
-        held: the prompt's blocks in the prefix tree, which are not evicted after the request's end.
-        settled: the scheduler made a plan after it held the blocks.
+        held: the prompt's blocks in the prefix tree, which keep them from eviction after the
+            request's end.
+        settled: the scheduler has made a plan after it held the blocks.
 
     The reader:
-        link: its connection, once it has shown the grant.
-        layers: for a reader that waits for each layer.
+        link: its connection; None until it has shown the grant.
+        layers: batches for a reader that waits for each layer.
         deadline: time at which the reader counts as dead.
         last_keep_alive: time of the last `KeepAlive`.
-        promised: the connection sends the end itself.
+        promised: the connection sends `End` by itself.
 
     The blocks:
         sent_to: by group, the table entry of the next block to send.
-        again: those that were lost on their way.
+        again: table entries of lost batches, to send again.
         moving: batches on their way to the memory between engines, by transfer.
         sent: batches without the reader's acknowledgement, by number.
 
     The end:
         closed: nothing more is sent.
-        ended: it is forgotten.
+        ended: the grant is forgotten.
     """
 
     grant: Grant

@@ -1,26 +1,26 @@
-"""Prompts that this engine computes for others: grants, and the blocks that they are for.
+"""Prompts that this engine computes for others: their grants and blocks.
 
-A grant goes through these states, all of them the loop's; threads only carry messages:
+A grant goes through these states. Only the engine's loop changes them; threads carry messages:
 
 ==========  =====================================================================================
-computing   the prompt is a request like others; in async, whole blocks go out as steps fill them
+computing   the prompt is a request like others; async mode sends whole blocks as steps fill them
 held        the prompt is in the prefix tree, and a loading lane keeps its blocks from eviction
-closed      nothing more is sent; what is under way still comes to its end
+closed      nothing more is sent, but copies that have begun still end
 ==========  =====================================================================================
 
-A block of the cache is given up when its copies have ended, a slot of the memory between engines
-when its reader says that it took it, or the connection's threads have ended. A reader that gives no
-sign for the length of a lease, while it is waited for, is dead.
+The engine frees a block of the cache when its copies have ended. It frees a slot of the memory
+between engines when the reader has acknowledged it, or when the connection's threads have ended. A
+reader counts as dead if the engine waits for it and it is silent for the length of a lease.
 
-Where readers read the cache itself, an "out" transfer copies nothing. Its end says that the blocks
-have been written; those of an ended prompt always are. The engine gives the blocks up when the
-reader has acknowledged the last batch, or when the grant is closed. A reader that still reads then
-gets no `End`, and discards its copy. If a running prompt loses a batch before the reader
+If readers read the cache itself, an "out" transfer copies nothing. Its end means that the blocks
+have been written; the blocks of an ended prompt always are. The engine frees the blocks when the
+reader has acknowledged the last batch, or when the grant is closed. A reader that is still reading
+then gets no `End`, and discards its copy. If a running prompt loses a batch before the reader
 acknowledges it, the reader discards that batch and the engine sends it again.
 
-Layer by layer, a running prompt's blocks are named to the reader when the step that fills them is
-planned, with the step: a clock tells the reader which layers of it have been written. The KV of a
-draft model or draft head is not sent layer by layer but when the prompt ends.
+In layer-by-layer mode, the engine names a running prompt's blocks to the reader when it plans the
+step that fills them. The message names the step, and a clock tells the reader which of its layers
+have been written. The KV of a draft model or draft head is sent only when the prompt ends.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ _log = logging.getLogger(__name__)
 _log.addFilter(LogLimit())
 
 _FIRST_ID = 1 << 40
-"""Ids of transfers are unlike those of other features."""
+"""The first transfer id. It differs from the ids of other features."""
 _MOST_CLOSED = 1024
-"""Closed grants that are remembered for who asks for them."""
+"""Closed grants to remember until `take_closed` returns them."""
 
 Status = tuple[int, str]
 
@@ -127,7 +127,7 @@ class Exports:
         groups = blocks.groups
         own = len(groups) if self._model_groups is None else self._model_groups
         self._drafts = [g >= own for g in range(len(groups))]
-        # A recurrent state is copied by a later step, behind which it can be read.
+        # A later step copies a recurrent state, which can be read after that step.
         self._readable = [
             self._memory is None and group.grows and not drafts
             for group, drafts in zip(groups, self._drafts, strict=True)
@@ -141,8 +141,14 @@ class Exports:
     def grant(
         self, tokens: Int32, first: int, salt: str, reader: str, *, layers: bool = False
     ) -> Grant:
-        """Grants a reader the KV of a prompt, which the caller adds as a request of the grant's
-        name. tokens: int32 [whole blocks]. layers: whether the reader can wait for each."""
+        """Grants a reader the KV of a prompt. The caller adds a request with the grant's name.
+
+        Args:
+            tokens: the prompt's tokens, int32 [whole blocks].
+            first: number of leading blocks that the reader has.
+            reader: engine that may use the grant.
+            layers: whether the reader can wait for each layer.
+        """
         grant = Grant(
             name=secrets.token_hex(16),
             epoch=self.epoch,
@@ -160,7 +166,7 @@ class Exports:
         return grant
 
     def revoke(self, name: str, outcome: str, reason: str) -> None:
-        """Forgets a grant whose request was refused. Ignored if that has ended it already."""
+        """Forgets a grant whose request was refused. Ignored if the grant has already ended."""
         export = self._by_name.get(name)
         if export is None:
             return
@@ -174,13 +180,13 @@ class Exports:
         return closed
 
     def admit(self, request: Request) -> None:
-        """Takes note of the request of a grant; others are not its business."""
+        """Records a grant's request. Other requests are ignored."""
         export = self._by_name.get(request.request_id.rpartition("/")[0])
         if export is not None:
             export.request = request
 
     def finish(self, request: Request) -> None:
-        """Keeps the blocks of a grant's request that has ended."""
+        """Holds the blocks of a grant's request, which has ended."""
         export = self._by_name.get(request.request_id.rpartition("/")[0])
         if export is None:
             return
@@ -205,7 +211,7 @@ class Exports:
     # -- news ----------------------------------------------------------------------------------
 
     def handle(self, event: ReaderMessage | LinkClosed) -> None:
-        """Takes in a thread's news."""
+        """Handles an event from a connection's thread."""
         export = self._by_link.get(event.link)
         match event:
             case ReaderMessage(link, OpenGrant(grant)) if export is None:
@@ -213,15 +219,15 @@ class Exports:
             case ReaderMessage(_, BatchAck(number)) if export is not None and number in export.sent:
                 self._handle_ack(export, export.sent.pop(number))
             case ReaderMessage(link, _):
-                link.close()  # not a message that comes now
+                link.close()  # The message is invalid in this state.
             case LinkClosed(link, broken):
                 self._by_link.pop(link, None)
                 if export is not None:
                     self._stopped(export, broken)
 
     def greet(self, link: ReaderLink, grant: Grant) -> None:
-        """Tells a reader that shows its grant, before the loop hears of it, which blocks the step
-        fills that is under way. From any thread."""
+        """Tells a reader that shows its grant which blocks the running step fills. The loop may
+        notice the reader only after that step. From any thread."""
         export = self._by_name.get(grant.name)
         if export is not None and export.grant == grant and not export.closed and export.layers:
             export.layers.greet(link)
@@ -230,7 +236,7 @@ class Exports:
         export = self._by_name.get(grant.name)
         refusal: Status | None = None
         if grant.epoch != self.epoch:
-            refusal = (409, "the grant is of an engine that is gone")
+            refusal = (409, "the grant is of another engine, or from before a restart")
         elif export is None or export.closed:
             refusal = (410, "the grant has expired")
         elif (
@@ -260,7 +266,7 @@ class Exports:
         batch = in_flight.batch
         self._give_back(in_flight)
         if self._may_be_lost(in_flight) and not self._kept(export, in_flight):
-            # They were read where they are, or what came there in their place was.
+            # The prompt lost the blocks while the reader read them, so it may have read others.
             export.again.append(in_flight.entries)
             self._offer(export)
         self._stats.blocks_sent += batch.count
@@ -276,7 +282,7 @@ class Exports:
         export.deadline = self._clock() + self._lease
 
     def _stopped(self, export: Export, broken: bool) -> None:
-        """Frees what a connection's threads held."""
+        """Frees what a connection's threads used, after they have ended."""
         export.link = None
         for in_flight in export.sent.values():
             self._give_back(in_flight)
@@ -287,14 +293,14 @@ class Exports:
         self._forget_ended(export)
 
     def check(self) -> Sequence[Failure]:
-        """Ends the grants whose readers gave no sign in time. Returns the requests to abort."""
+        """Ends the grants whose readers were silent for too long. Returns the requests to abort."""
         now = self._clock()
         for export in list(self._by_name.values()):
             if export.closed:
                 continue
             waits = export.link is None or bool(export.sent)
             if waits and now > export.deadline:
-                self._refuse(export, (504, "the reader gave no sign in time"), "timeout")
+                self._refuse(export, (504, "the reader was silent for too long"), "timeout")
             elif (
                 export.link is not None
                 and not waits
@@ -308,7 +314,7 @@ class Exports:
     # -- steps ---------------------------------------------------------------------------------
 
     def pending(self) -> bool:
-        """Whether a plan must be made: blocks can be sent, or are on their way."""
+        """Whether the scheduler must make a plan, because blocks can be sent or are being sent."""
         return any(
             export.moving
             or (export.held is not None and not export.settled)
@@ -322,13 +328,13 @@ class Exports:
         return any(self._slots.num_free(g) for g, _, _ in self._unsent(export))
 
     def _unsent(self, export: Export) -> list[Entries]:
-        """Returns the table entries that can be sent by the next plan."""
+        """Returns the table entries that the next plan can send."""
         if export.held is not None:
             ends = [end for _, end in self._ranges(export.held)]
             begins = [begin for begin, _ in self._ranges(export.held)]
             again = export.again
         else:
-            # A recurrent state is that behind the prompt's end.
+            # A recurrent state is the state after the prompt's last token.
             end, groups = self._filled(export), self._blocks.groups
             early = [
                 group.grows and not (drafts and export.layers is not None)
@@ -360,14 +366,14 @@ class Exports:
         ]
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Sends what is there, as far as slots are free."""
+        """Sends the blocks that can be sent, as far as slots are free."""
         for export in list(self._by_name.values()):
             if not export.closed and export.link is not None:
                 self._send_unsent(builder, export)
             export.settled = export.held is not None
             if export.request is not None:
-                # This step fills them behind what goes out, so they are sent by the next plan,
-                # unless the reader waits for each layer.
+                # This step copies blocks out before it fills new ones. So the next plan sends
+                # those, unless the reader waits for each layer.
                 done = export.request.num_preemptions, export.request.planned
                 if done != export.done:
                     export.done, export.step = done, builder.step_id
@@ -376,7 +382,8 @@ class Exports:
     def _send_unsent(self, builder: PlanBuilder, export: Export) -> None:
         held = export.held
         if held is not None and not export.settled:
-            return  # the plan behind `hold` copies a recurrent state, after what goes out
+            # The plan after `hold` copies a recurrent state only after its transfers out.
+            return
         unsent, export.again = self._unsent(export), [] if held is not None else export.again
         for g, first, end in unsent:
             at = first
@@ -389,7 +396,7 @@ class Exports:
         self._end_if_sent(export)
 
     def _send(self, builder: PlanBuilder, export: Export, g: int, first: int, end: int) -> int:
-        """Moves up to a batch of blocks out; returns how many."""
+        """Sends up to one batch of blocks. Returns their number."""
         in_flight = self._batch(export, g, first, end)
         if in_flight is None:
             return 0
@@ -400,7 +407,7 @@ class Exports:
         return batch.count
 
     def _batch(self, export: Export, g: int, first: int, end: int) -> BatchInFlight | None:
-        """Finds slots for the leading blocks; None: no slot is free."""
+        """Returns a batch of the first blocks for which slots are free; None: no slot is free."""
         blocks = self._blocks_of(export, g, first, end)
         slots = self._slots.put(g, blocks)
         if not slots:
@@ -412,8 +419,11 @@ class Exports:
         return BatchInFlight(batch, blocks[: len(slots)], export.done[0])
 
     def _offer(self, export: Export) -> None:
-        """Has a reader read blocks where they are, without a plan: the prompt has ended, and so its
-        blocks have been written, or the reader waits for their layers."""
+        """Tells a reader to read blocks in the cache, without a plan.
+
+        That is possible if the prompt has ended, because its blocks have been written, or if the
+        reader waits for each layer.
+        """
         link: ReaderLink | LayerBatches[ReaderLink] | None = export.layers
         unsent = self._unsent(export)
         if export.held is not None:
@@ -432,7 +442,7 @@ class Exports:
                 self._extend_lease(export)
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
-        """Takes note of copies that have ended."""
+        """Handles copies that have ended."""
         for export in list(self._by_name.values()):
             for id in [id for id in (*finished, *failed) if id in export.moving]:
                 in_flight = export.moving.pop(id)
@@ -448,8 +458,8 @@ class Exports:
             self._forget_ended(export)
 
     def _blocks_of(self, export: Export, g: int, first: int, end: int) -> Int32:
-        """Returns blocks of the prompt by table entries, int32 [end - first]: those that are held,
-        or the running request's."""
+        """Returns the prompt's blocks at these table entries, int32 [end - first]. They are the
+        held blocks, or the running request's."""
         if export.held is not None:
             place = export.held.places[g]
             return export.held.blocks[g][first - place : end - place]
@@ -458,8 +468,11 @@ class Exports:
         return self._blocks.groups[g].entries(export.request.lane, first, end).copy()
 
     def _kept(self, export: Export, in_flight: BatchInFlight) -> bool:
-        """Tells whether blocks have been the prompt's all the time that they were read. A request
-        loses them when it is preempted, and those that the tree has from another when it ends."""
+        """Tells whether the blocks belonged to the prompt as long as the reader read them.
+
+        A request loses its blocks when it is preempted. At its end the tree may keep another
+        request's blocks with the same tokens instead.
+        """
         request = export.request
         if in_flight.turn is None or request is None:
             return True
@@ -468,8 +481,7 @@ class Exports:
         return np.array_equal(self._blocks_of(export, *in_flight.entries), in_flight.blocks)
 
     def _keep_sent(self, export: Export) -> None:
-        """Notes which of the batches that the reader has not taken are held, so that they cannot be
-        lost any more."""
+        """Marks the unacknowledged batches whose blocks are held, which cannot be lost any more."""
         for number, in_flight in export.sent.items():
             if self._kept(export, in_flight):
                 export.sent[number] = replace(in_flight, turn=None)
@@ -477,7 +489,11 @@ class Exports:
     # -- the end -------------------------------------------------------------------------------
 
     def _end_if_sent(self, export: Export) -> None:
-        """Ends a grant of which the reader has taken everything, or is to once it has."""
+        """Ends a grant if the reader has acknowledged all batches.
+
+        If all batches are sent and none can be lost, the connection sends `End` by itself after
+        the last acknowledgement.
+        """
         if export.held is None or export.closed or export.link is None or export.moving:
             return
         if not export.settled or self._unsent(export):
@@ -491,7 +507,7 @@ class Exports:
             self._close(export, "done")
 
     def _may_be_lost(self, in_flight: BatchInFlight) -> bool:
-        """Tells whether it is to be seen, when a batch was taken, if it was still the prompt's."""
+        """Tells whether the prompt may lose a batch's blocks before the reader acknowledges it."""
         return self._memory is None and in_flight.turn is not None
 
     def _refuse(self, export: Export, status: Status, outcome: str) -> None:
@@ -513,7 +529,7 @@ class Exports:
         self._forget_ended(export)
 
     def _forget_ended(self, export: Export) -> None:
-        """Gives up the blocks and the name of a closed grant, once nothing of it is under way."""
+        """Frees the blocks and the name of a closed grant, once none of its copies are running."""
         if not export.closed or export.ended or export.moving:
             return
         if export.held is not None:

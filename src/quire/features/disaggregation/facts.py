@@ -24,7 +24,7 @@ class KVFacts(msgspec.Struct, frozen=True):
 
     Attributes:
         model: digest of the configuration, and of the headers and beginnings of the weights.
-        transport: way of the blocks. It names the host if blocks stay on one host.
+        transport: how blocks travel. It names the host if blocks stay on one host.
         groups: kind, window, layers and bytes of each KV group's block, with all ranks' heads.
         drafts: drafter whose KV groups follow the model's own; "" without a drafter.
     """
@@ -70,7 +70,7 @@ def facts_of(
 
 
 def host_name() -> str:
-    """Returns 8 hex digits for this host as it was last started, the same in its containers."""
+    """Returns 8 hex digits for this host, the same in its containers. They change at each boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
 
 
@@ -84,14 +84,14 @@ def differences(own: KVFacts, peer: KVFacts) -> list[str]:
 
 
 def model_digest(config: EngineConfig) -> str:
-    """Returns 32 hex digits for a model as it is loaded: equal on hosts with copies of its
-    files."""
+    """Returns 32 hex digits for a model and its format on the device. Copies of the model's files
+    on other hosts give the same digits."""
     return _digest(Path(config.model_path), *_source(config), config.args.quantization)
 
 
 def checkpoint_digest(config: EngineConfig) -> str:
-    """Returns 32 hex digits for a model, likewise, in whatever format it is kept on the device.
-    They are those of the first call: files of a model that runs do not change."""
+    """Returns 32 hex digits for a model's files, whatever its format on the device. The result of
+    the first call is kept because the files of a running model do not change."""
     return _kept_digest(Path(config.model_path), *_source(config))
 
 
@@ -108,7 +108,7 @@ def draft_digest(config: EngineConfig) -> str:
     method, format = given.get("method", "auto"), given.get("quantization")
     if name is None:
         return f"{method}"
-    # Imports torch, which the API process does without.
+    # Imported here because it imports torch, which must stay out of API processes.
     from quire.models import resolve_model_path
 
     return f"{method} {_digest(resolve_model_path(name, None), args.load_format, format)}"
@@ -120,8 +120,8 @@ def _kept_digest(folder: Path, *facts: object) -> str:
 
 
 def _digest(folder: Path, *facts: object) -> str:
-    """Returns 32 hex digits for files of a model and how they are read. Weights are known by name,
-    size, and the first bytes of each file, which name all tensors."""
+    """Returns 32 hex digits for a model's files and `facts`. Weight files count by name, size and
+    first bytes, which name all tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for fact in facts:
         digest.update(repr(fact).encode() + b"\0")

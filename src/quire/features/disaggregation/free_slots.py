@@ -1,4 +1,4 @@
-"""Places of blocks for a peer: free slots of the memory between engines, or where they are."""
+"""Where a peer reads blocks: in slots of the memory between engines, or in the cache itself."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from typing import Protocol
 from quire.arrays import Int32
 
 _BATCH = 16
-"""Most blocks that are put into slots for one message."""
+"""Most blocks of one message that are copied to slots."""
 _LARGE_BATCH = 1024
-"""Most blocks of one message that stay where they are."""
+"""Most blocks of one message that the peer reads in the cache."""
 
 
 class PeerSlots(Protocol):
-    """Places of the blocks of messages."""
+    """The places where the peer reads the blocks of a message."""
 
     def put(self, group: int, blocks: Int32) -> list[int]:
-        """Returns where the first of some blocks are for the reader, perhaps none."""
+        """Returns the places where the reader finds the first blocks; empty if none is free."""
         ...
 
     def give(self, group: int, slots: list[int]) -> None:
-        """Takes back what `put` has given."""
+        """Frees places that `put` has returned."""
         ...
 
     def num_free(self, group: int) -> int:
-        """Counts the blocks that could be put now."""
+        """Counts the free places."""
         ...
 
 
 class BlocksInPlace:
-    """The blocks of the cache themselves, which are read there."""
+    """Places of a reader that reads the cache itself: a block's place is the block."""
 
     def put(self, group: int, blocks: Int32) -> list[int]:
         found: list[int] = blocks[:_LARGE_BATCH].tolist()
@@ -54,7 +54,7 @@ class FreeSlots:
         self.total = end - begin
 
     def put(self, group: int, blocks: Int32) -> list[int]:
-        """Returns slots for the first of some blocks, perhaps none."""
+        """Returns slots for the first blocks; empty if no slot is free."""
         most = min(_BATCH, len(blocks))
         with self._changed:
             free = self._free[group]
@@ -62,7 +62,7 @@ class FreeSlots:
             return taken
 
     def await_many(self, group: int, count: int, patience: float) -> list[int]:
-        """Returns `count` slots, once there are as many; none after `patience` seconds."""
+        """Waits for `count` free slots and returns them; empty after `patience` seconds."""
         deadline = time.monotonic() + patience
         with self._changed:
             while len(self._free[group]) < count:
@@ -76,7 +76,7 @@ class FreeSlots:
             return taken
 
     def give(self, group: int, slots: list[int]) -> None:
-        """Takes slots back."""
+        """Frees slots."""
         with self._changed:
             self._free[group] += slots
             self._changed.notify_all()
@@ -87,6 +87,6 @@ class FreeSlots:
 
     @property
     def used(self) -> int:
-        """Counts the slots of all groups that are taken."""
+        """Counts the taken slots of all groups."""
         with self._changed:
             return sum(self.total - len(free) for free in self._free)

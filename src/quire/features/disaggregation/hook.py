@@ -1,4 +1,4 @@
-"""The runner's part: it opens the memory through which blocks go to peers and come from them."""
+"""The runner's part: it opens the memory through which engines exchange blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.runner.transfer.peer import open_peer_place
 from quire.runner.transfer.place import Place
 
 POOL: WorkerCall[None, Any] = WorkerCall("disaggregation.pool")
-"""Answers the memory between peers, or a description of the memory that they read."""
+"""Returns the memory between engines, or a description of the memory that peers read."""
 
 
 class PeerHook(Hook):
-    """Opens the place `peer`, by the engine's way of transport."""
+    """Opens the transfer place `peer` for the engine's transport."""
 
     def __init__(self, transport: str = "tcp", device: str = "cpu") -> None:
         self._transport = transport

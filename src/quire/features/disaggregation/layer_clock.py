@@ -1,4 +1,4 @@
-"""Batches whose layers are yet to be written, for a reader that may come in the midst of a step."""
+"""Layer-by-layer transfer: batches whose layers are not written yet, and a clock of the layers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,13 @@ Link = TypeVar("Link", bound=_Link)
 
 
 class LayerBatches(Generic[Link]):
-    """Batches of a prompt for its reader, the first to show its grant. The loop names them, and the
-    thread of the reader's connection sends those that were named before it came: the loop hears of
-    it only when the step is over. From any thread.
+    """Batches of a prompt for its reader.
 
-    link: of the reader, once it has come.
+    The reader may connect during a step, and the loop notices it only after the step. So the thread
+    of the reader's connection sends the batches that the loop has named so far. From any thread.
+
+    Attributes:
+        link: the reader's connection; None until a reader has shown the grant.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class LayerBatches(Generic[Link]):
         self._lock = threading.Lock()
 
     def send(self, batch: BlockBatch) -> None:
-        """Sends a batch as soon as there is a reader."""
+        """Sends a batch, or keeps it until the reader connects."""
         with self._lock:
             if self.link is None:
                 self._named.append(batch)
@@ -56,7 +58,7 @@ class LayerBatches(Generic[Link]):
                 self.link.send(batch)
 
     def greet(self, link: Link) -> None:
-        """Greets the reader, if none has come before."""
+        """Accepts the first reader, and sends it the batches so far. Later ones are ignored."""
         with self._lock:
             if self.link is None:
                 self.link = link
@@ -70,15 +72,15 @@ class LayerBatches(Generic[Link]):
 _set_clock = op(twins.set_clock)
 
 _NEVER = -1 << 40
-"""The count before the first step: no reader waits for so little."""
+"""The count before the first step. It is below every count that a reader waits for."""
 
 
 LAYER_CLOCK: WorkerCall[None, SharedMemory] = WorkerCall("disaggregation.layer_clock")
-"""Answers the memory of the clocks of all ranks, int64 [ranks] from `CLOCK_BEGIN` on."""
+"""Returns the memory of the clocks of all ranks, int64 [ranks] from `CLOCK_BEGIN` on."""
 
 
 def open_hook(config: EngineConfig) -> Hook:
-    """Returns the hook of an engine with peers, with a clock where they read layer by layer."""
+    """Returns the hook of an engine with peers. It has a clock if they read layer by layer."""
     settings = read_settings(config.args.kv_peers or {})
     kind = LayerClock if settings.layers else PeerHook
     return kind(settings.transport, config.device)
@@ -103,7 +105,7 @@ class LayerClock(PeerHook, HostHook):
         self._before = torch.full((1,), _NEVER, dtype=torch.int64, device=model.device)
         self._layers = len(model.layers)
         for index, layer in enumerate(model.layers):
-            # Attention has stored the layer's KV by then, that of both halves of a step too.
+            # When the MLP runs, attention has stored the layer's KV, for both halves of a step.
             mlp: nn.Module = layer.mlp  # type: ignore[assignment]
             mlp.register_forward_pre_hook(functools.partial(self._stored, index + 1))
 

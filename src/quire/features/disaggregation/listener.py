@@ -29,24 +29,29 @@ _log = logging.getLogger(__name__)
 _log.addFilter(LogLimit())
 
 _TICK = 0.25
-"""Seconds after which the loop is woken while there are grants: their leases may have expired."""
+"""Seconds after which the loop is woken while grants are open, because leases may have expired."""
 _BACKLOG = 128
 _MOST_LINKS = 256
 _ENDED = frozenset({errno.EBADF, errno.EINVAL})
-"""Errors after which no reader can come; others, as of too many open files, may pass."""
+"""Errors after which no reader can connect. Others, such as too many open files, may pass."""
 
 View = Callable[[int, int], memoryview]
-"""Returns the bytes of a group's slot. There is none where blocks are read where they are."""
+"""Returns the bytes of a group's slot. Not used if readers read the cache itself."""
 Tell = Callable[[ReaderMessage | LinkClosed], None]
 Greet = Callable[[ReaderLink, Grant], None]
 """Greets a reader that shows a grant; see `Exports.greet`."""
 
 
 class ReaderConnection:
-    """A reader's connection. One thread reads its messages, one sends what the loop says.
+    """A reader's connection. One thread reads its messages, and another sends the loop's messages.
 
-    The reading one has ended before the sending one tells of the end. send_seconds: that the reader
-    may take for a piece of a message. silent: it has shown no grant yet.
+    The reading thread ends before the sending thread reports the end of the connection.
+
+    Args:
+        send_seconds: seconds that the reader may take for a piece of a message.
+
+    Attributes:
+        silent: the reader has not shown its grant yet.
 
     Raises:
         OSError: the reader is gone already.
@@ -71,7 +76,7 @@ class ReaderConnection:
         self._acked: set[int] = set()
         self._awaited: frozenset[int] = frozenset()
         self._end: End | None = None
-        """Sent once the awaited batches have been taken."""
+        """The message to send when the awaited batches have been acknowledged."""
         self._lock = threading.Lock()
         self._out: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         seconds = int(send_seconds * 1000)
@@ -135,9 +140,9 @@ class ReaderConnection:
             while (message := self._out.get()) is not None:
                 self._send(message)
         except OSError:
-            pass  # the reader is gone, which the other thread sees as well
+            pass  # The reader is gone. The other thread notices it as well.
         self._channel.end()
-        if self._reader.is_alive():  # it may not have been started
+        if self._reader.is_alive():  # The thread may not have been started.
             self._reader.join()
         self._channel.close()
         self._tell(LinkClosed(self, self._broken))
@@ -154,12 +159,16 @@ class ReaderConnection:
 class Listener:
     """Accepts readers at an address.
 
-    A reader must show a grant within `lease` seconds, and at once where others want its place; it
-    may take as long for a piece of a message. open_grants: how many there are; while there are
-    some, the loop is woken (`wake`) now and then.
+    A reader must show a grant within `lease` seconds. If there are too many connections, the one
+    that has been silent longest is closed earlier. A reader may also take `lease` seconds for a
+    piece of a message.
+
+    Args:
+        open_grants: returns the number of open grants.
+        wake: wakes the loop. It is called regularly while grants are open.
 
     Raises:
-        ConfigError: the address cannot be had.
+        ConfigError: it cannot listen at the address.
     """
 
     def __init__(
@@ -222,7 +231,7 @@ class Listener:
             self._wake()
 
     def _add(self, connected: socket.socket) -> None:
-        """Takes a reader in, if there is room for one."""
+        """Accepts a reader if there is room for another connection."""
         connected.settimeout(None)
         try:
             with self._lock:
@@ -235,17 +244,17 @@ class Listener:
                     )
                     return
         except (OSError, RuntimeError) as error:
-            _log.warning("a reader could not be taken in: %s", error)
+            _log.warning("a reader's connection failed: %s", error)
         connected.close()
 
     def _make_room(self) -> None:
-        """Ends the connection that has been silent longest, if there is no room for another."""
+        """Closes the connection that has been silent longest, if there is no room for another."""
         silent = [link for link in self._links if link.silent]
         if silent and len(self._links) >= _MOST_LINKS:
             self._cut(min(silent, key=lambda link: link.since))
 
     def _cut_silent(self) -> None:
-        """Ends the connections that have shown no grant in time."""
+        """Closes the connections that have not shown a grant in time."""
         begin = time.monotonic() - self._lease
         with self._lock:
             for link in [link for link in self._links if link.silent and link.since < begin]:

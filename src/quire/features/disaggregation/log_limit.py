@@ -1,4 +1,4 @@
-"""A bound on what strangers can have this server log."""
+"""A limit on the log lines that unknown clients can cause."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _SECONDS = 60.0
 
 
 class LogLimit(logging.Filter):
-    """Lets five lines of each message through in a minute. The next one says how many were left
+    """Logs at most five lines of each message per minute. The next line tells how many were left
     out."""
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
         self._seen: dict[str, tuple[float, int]] = {}
-        """By message, before its values are put in: when its minute began, and its lines since."""
+        """Maps message formats to the start of their minute and the number of lines since then."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         with self._lock:

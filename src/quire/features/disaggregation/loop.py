@@ -1,4 +1,4 @@
-"""The parts of prefill and decode apart in the engine's loop and in the scheduler."""
+"""Disaggregated prefill and decode: the parts in the engine's loop and in the scheduler."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ _log = logging.getLogger(__name__)
 _log.addFilter(LogLimit())
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-"""Parameters of a request whose prompt a reader takes, not its answer."""
+"""Parameters of a request that only computes a prompt for a reader."""
 
 
 class DisaggFeature(Feature):
-    """Hands the scheduler's calls on to the prompts that are computed for others, and by others."""
+    """Passes the scheduler's calls on to `Exports` (prompts for others) and `Fetches` (prompts from
+    others)."""
 
     def __init__(self, exports: Exports | None, fetches: Fetches | None) -> None:
         self._exports = exports
@@ -109,11 +110,11 @@ class DisaggFeature(Feature):
 
 
 class DisaggLoop(LoopFeature):
-    """Opens what the settings ask for, and answers peers."""
+    """Opens the exports and fetches that the settings ask for, and answers peers' calls."""
 
     def __init__(self, config: EngineConfig) -> None:
         if config.args.kv_peers is None:
-            raise ConfigError("kv_peers: there are no settings", "kv_peers")
+            raise ConfigError("kv_peers: the settings are missing", "kv_peers")
         self._config = config
         self._settings = read_settings(config.args.kv_peers)
         check_engine(config)
@@ -125,10 +126,10 @@ class DisaggLoop(LoopFeature):
         self._pulls: PullThreads | None = None
         self._slots: list[FreeSlots] = []
         self._ends: dict[str, Future[ClosedGrant]] = {}
-        """Maps names of grants that have not ended to their ends."""
+        """Maps names of open grants to the futures of their ends."""
 
     def start(self, executor: Executor, capacity: Capacity) -> DisaggFeature:
-        """Listens for readers, and makes ready to ask peers.
+        """Listens for readers, and prepares to ask peers.
 
         Raises:
             ConfigError: The address is not available, or a peer's URL is invalid.
@@ -157,17 +158,23 @@ class DisaggLoop(LoopFeature):
     @property
     def _own_fetches(self) -> Fetches:
         if self._fetches is None:
-            raise QuireError("this engine asks no others for prompts")
+            raise QuireError("this engine asks no other engine for prompts")
         return self._fetches
 
     @property
     def _own_pulls(self) -> PullThreads:
         if self._pulls is None:
-            raise QuireError("this engine asks no others for prompts")
+            raise QuireError("this engine asks no other engine for prompts")
         return self._pulls
 
     def _open_exports(self, pool: Any, staged: bool, groups: int, own: int) -> Exports:
-        """Listens for readers. staged: blocks go through the pool. own: KV groups of the model."""
+        """Listens for readers.
+
+        Args:
+            staged: whether blocks go through the pool between engines.
+            groups: number of KV groups.
+            own: number of the model's own KV groups.
+        """
         settings = self._settings
         self._listener = Listener(
             settings.host,
@@ -197,7 +204,7 @@ class DisaggLoop(LoopFeature):
         )
 
     def _open_fetches(self, pool: Any, staged: bool, capacity: Capacity) -> Fetches:
-        """Makes ready to ask peers. staged: blocks come through the pool."""
+        """Prepares to ask peers. staged: whether blocks come through the pool between engines."""
         settings = self._settings
         slots = None
         if staged:
@@ -282,7 +289,7 @@ class DisaggLoop(LoopFeature):
         return Welcome(self._facts, self._own_exports.epoch, self._memory)
 
     def _grant(self, engine: EngineInterface, request: GrantRequest) -> Begun:
-        """Adds a request whose blocks, not its tokens, the reader takes."""
+        """Adds a request that computes a prompt. The reader takes its blocks, not its tokens."""
         asked, exports = request.asked, self._own_exports
         self._check_prompt(asked)
         tokens = int32(asked.tokens)
@@ -316,11 +323,11 @@ class DisaggLoop(LoopFeature):
             self._config.vocab_size
         ):
             raise RequestError(
-                "there are no tokens, or such that the model does not know", "tokens"
+                "there are no tokens, or some are outside the model's vocabulary", "tokens"
             )
 
     def _end_grants(self, exports: Exports) -> None:
-        """Gives the ends of grants to those who wait for them."""
+        """Resolves the futures of grants that have ended."""
         for closed in exports.take_closed():
             end = self._ends.pop(closed.name, None)
             if end is not None:
@@ -347,7 +354,8 @@ class DisaggLoop(LoopFeature):
 
 
 def _for_readers(settings: DisaggSettings, pool: Any) -> int:
-    """Counts the slots of each group for blocks that leave; the rest is for those that come."""
+    """Returns the number of each group's slots for sent blocks. The others are for received
+    blocks."""
     if not settings.grants:
         return 0
     slots: int = pool.slots
@@ -355,7 +363,7 @@ def _for_readers(settings: DisaggSettings, pool: Any) -> int:
 
 
 def _handle(pool: Any, groups: int) -> MemoryHandle:
-    """Returns what readers on this host need to map a staging pool."""
+    """Returns the handle with which readers on this host map a staging pool."""
     return MemoryHandle(
         pool.handle.pid,
         pool.handle.descriptor,

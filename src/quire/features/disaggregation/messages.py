@@ -1,4 +1,4 @@
-"""A connection between engines: messages behind their lengths, and raw blocks."""
+"""A connection between engines. It carries messages, each after its length, and raw blocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from quire.features.disaggregation.facts import KVFacts
 
 _LENGTH_BYTES = 4
 _MOST_BYTES = 1 << 20
-"""The most of a message; blocks are not part of it."""
+"""Size limit of a message without its blocks."""
 
 
 class BrokenMessageError(Exception):
-    """Bytes came over a connection that are no message."""
+    """The bytes that arrived over a connection are not a valid message."""
 
 
 class PeerChannel:
-    """Sends and receives on a connected socket, each from one thread; `end` from any."""
+    """Sends and receives messages on a connected socket.
+
+    One thread may send while another receives. Any thread may call `end`.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
@@ -27,7 +30,7 @@ class PeerChannel:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
     def send(self, message: Message) -> None:
-        """Raises OSError where the peer is gone."""
+        """Sends a message. Raises OSError if the peer is gone."""
         data = encoder.encode(message)
         self._socket.sendall(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
 
@@ -39,7 +42,7 @@ class PeerChannel:
 
         Raises:
             OSError: the connection has ended, or the time limit has passed (TimeoutError).
-            BrokenMessageError: it is no message.
+            BrokenMessageError: the bytes are not a valid message.
         """
         head = bytearray(_LENGTH_BYTES)
         self.receive_into(memoryview(head))
@@ -54,7 +57,7 @@ class PeerChannel:
             raise BrokenMessageError(str(error)) from None
 
     def receive_into(self, data: memoryview) -> None:
-        """Fills memory. Raises OSError as `receive`."""
+        """Fills `data` with the next bytes. Raises OSError as `receive` does."""
         while len(data):
             count = self._socket.recv_into(data)
             if not count:
@@ -62,7 +65,7 @@ class PeerChannel:
             data = data[count:]
 
     def end(self) -> None:
-        """Ends the connection for both directions; calls that wait return. Idempotent."""
+        """Ends the connection in both directions. Waiting calls return. Idempotent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -71,7 +74,7 @@ class PeerChannel:
         self._socket.close()
 
 
-# Messages between engines: grants over HTTP, and what fetches their blocks over a connection.
+# Messages between engines: grants go over HTTP, and their blocks over a connection.
 
 
 class PromptRequest(msgspec.Struct, frozen=True):
@@ -80,8 +83,8 @@ class PromptRequest(msgspec.Struct, frozen=True):
     Attributes:
         tokens: The prompt's tokens, in whole blocks.
         first: Number of leading blocks that the reader has.
-        reader: Names the asking engine, for its life.
-        epoch: Names the answering engine, as in its handshake.
+        reader: Identifies the asking engine until it ends.
+        epoch: Identifies the answering engine, as in its handshake.
         cache_salt: See `Request`.
         layers: Whether the reader can read the answering engine's clock. If so, it also gets
             blocks before all of their layers are written.
@@ -121,7 +124,7 @@ class ClosedGrant(msgspec.Struct, frozen=True):
     Attributes:
         name: the grant's name.
         outcome: one of `OUTCOMES`.
-        computed: seconds from the grant until the prompt was computed; 0: it was not.
+        computed: seconds from the grant until the prompt was computed; 0 if it never was.
         seconds: seconds from the grant until its end.
     """
 
@@ -132,8 +135,8 @@ class ClosedGrant(msgspec.Struct, frozen=True):
 
 
 class Welcome(msgspec.Struct, frozen=True):
-    """Answers a handshake: the engine's facts, its epoch, and where its blocks are for a transport
-    that reads them there; see `Transfer.source`."""
+    """Answers a handshake: the engine's facts, its epoch, and a description of its cache for
+    transports that read the cache itself; see `Transfer.source`."""
 
     facts: KVFacts
     epoch: str
@@ -141,8 +144,12 @@ class Welcome(msgspec.Struct, frozen=True):
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """Memory that a reader on the same host can map; see `SharedMemory`. starts, sizes: by group,
-    where slots begin and their bytes."""
+    """Memory that a reader on the same host can map; see `SharedMemory`.
+
+    Attributes:
+        starts: byte offset of each group's first slot.
+        sizes: bytes of a slot of each group.
+    """
 
     pid: int
     descriptor: int
@@ -153,13 +160,13 @@ class MemoryHandle(msgspec.Struct, frozen=True):
 
 
 class OpenGrant(msgspec.Struct, tag=True):
-    """The reader's first message: shows its grant."""
+    """The reader's first message, which shows its grant."""
 
     grant: Grant
 
 
 class GrantAccepted(msgspec.Struct, tag=True):
-    """Answers `OpenGrant`: blocks will come.
+    """Answers `OpenGrant`. Blocks will follow.
 
     Attributes:
         memory: Memory between engines; None: the reader reads blocks in the writer's cache.
@@ -169,13 +176,13 @@ class GrantAccepted(msgspec.Struct, tag=True):
 
 
 class MapReply(msgspec.Struct, tag=True):
-    """Answers `GrantAccepted`: whether the reader can map the memory."""
+    """Answers `GrantAccepted`. It tells whether the reader can map the memory."""
 
     shared: bool
 
 
 class GrantRefused(msgspec.Struct, tag=True):
-    """Ends a connection without the blocks. status: as HTTP has it."""
+    """Ends a connection without sending the blocks. status: an HTTP status."""
 
     status: int
     reason: str
@@ -188,9 +195,10 @@ class KeepAlive(msgspec.Struct, tag=True):
 class BlockBatch(msgspec.Struct, tag=True):
     """Blocks `first` to `first` + `count` - 1 of a group's table.
 
-    slots: where they are in shared memory, or blocks of the writer's cache; None: their bytes
-        follow the message.
-    step: of the writer, which fills blocks of its cache layer by layer; -1: they are filled.
+    Attributes:
+        slots: the blocks' slots in shared memory, or their numbers in the writer's cache. None:
+            their bytes follow the message.
+        step: the writer's step that fills the blocks layer by layer; -1: they are filled.
     """
 
     number: int
@@ -208,8 +216,11 @@ class BatchAck(msgspec.Struct, tag=True):
 
 
 class End(msgspec.Struct, tag=True):
-    """Tells that all blocks have been sent. computed: seconds from the grant to the prompt's
-    end."""
+    """Reports that all blocks have been sent.
+
+    Attributes:
+        computed: seconds from the grant until the prompt was computed.
+    """
 
     computed: float
 
@@ -223,6 +234,6 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def decode(data: bytes) -> Message:
-    """Raises msgspec.DecodeError where the data is no message."""
+    """Returns a decoded message. Raises msgspec.DecodeError if the data is not a message."""
     message: Message = _decoder.decode(data)
     return message

@@ -13,31 +13,29 @@ _PEER_COUNTERS = {
     "blocks_sent": ("kv_blocks_sent", "KV blocks that other engines took."),
     "blocks_received": ("kv_blocks_received", "KV blocks that came from other engines."),
     "bytes_sent": ("kv_bytes_sent", "Bytes of the KV blocks that other engines took."),
-    "bytes_received": ("kv_bytes_received", "Bytes of those that came from other engines."),
+    "bytes_received": ("kv_bytes_received", "Bytes of the KV blocks from other engines."),
     "handover_seconds": (
         "kv_handover_seconds",
-        "Seconds that prompts from other engines took beyond their computing.",
+        "Seconds that prompts from other engines took, without the time to compute them.",
     ),
-    "ask_seconds": ("kv_ask_seconds", "Seconds until the engines asked for these had agreed."),
+    "ask_seconds": ("kv_ask_seconds", "Seconds until other engines agreed to compute prompts."),
     "remote_tokens": ("remote_hit_tokens", "Prompt tokens whose KV came from other engines."),
     "local": (
         "kv_fetches_local",
-        "Requests whose prompts a peer was to compute, and that computed them themselves.",
+        "Requests that computed their prompts here because a fetch failed.",
     ),
     "readers_refused": (
         "kv_readers_refused",
-        "Other engines that did not match, or showed no grant of theirs.",
+        "Readers that did not match this engine, or had no valid grant.",
     ),
 }
 
 
 def collect(found: DisaggStats) -> Iterator[Metric]:
     """Yields the families of the statistics."""
-    yield gauge("kv_grants_open", "Prompts under way for other engines.", found.grants_open)
-    yield gauge("kv_fetches_open", "Prompts under way at other engines.", found.fetches_open)
-    yield gauge(
-        "kv_slots_used", "Blocks in the memory between engines, out or in.", found.slots_used
-    )
+    yield gauge("kv_grants_open", "Open grants of prompts to other engines.", found.grants_open)
+    yield gauge("kv_fetches_open", "Open fetches from other engines.", found.fetches_open)
+    yield gauge("kv_slots_used", "Used slots of the memory between engines.", found.slots_used)
     yield gauge("peers_up", "Peers that can be asked for prompts now.", found.peers_up)
     for name, help, counts in (
         ("kv_grants", "Prompts granted to other engines that ended, by outcome.", found.grants),

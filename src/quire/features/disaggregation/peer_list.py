@@ -1,9 +1,9 @@
-"""The servers that this engine asks for prompts: which of them can be asked, and asking them.
+"""The servers that this engine asks to compute prompts.
 
-One policy for what goes wrong: a request asks at most two peers, each once, and only as long as
-nothing has come. After that, and for everything else, it computes its prompt itself. A peer that
-could not be reached, or was overloaded, is left alone for some seconds; one that does not match,
-for longer.
+There is one policy for all failures. A request asks at most two peers, each once, and asks the
+second only if no block has come from the first. Otherwise the engine computes the prompt itself.
+After a failure the engine does not ask the peer for some seconds, and for longer if the peer does
+not match.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from quire.runner.transfer.layer_reads import sees_clock
 _log = logging.getLogger(__name__)
 
 _ASK_SECONDS = 5.0
-"""Seconds that a peer may take to answer over HTTP; it answers before it computes anything."""
+"""Seconds that a peer may take to answer over HTTP. It answers before it computes the prompt."""
 _PAUSES = {"dead": 2.0, "timeout": 2.0, "overloaded": 0.5, "refused": 10.0}
-"""Seconds for which a peer is left alone, by what it did."""
+"""Seconds for which a peer is not asked, by its last outcome."""
 _MOST_ANSWER_BYTES = 1 << 20
 
 
@@ -49,7 +49,9 @@ class PeerError(Exception):
 class Peer:
     """A server that computes prompts. From any thread.
 
-    pulls: how many of this engine's are under way. memory: of the last handshake.
+    Attributes:
+        pulls: number of running pulls from the peer.
+        memory: description of the peer's memory, from the last handshake.
     """
 
     def __init__(self, url: str, key: str | None, facts: KVFacts) -> None:
@@ -64,7 +66,7 @@ class Peer:
         self._epoch = ""
         self.memory = b""
         self.layers = False
-        """Whether its clock can be read here."""
+        """Whether this engine can read the peer's layer clock."""
         self._not_before = 0.0
         self._refusal: tuple[str, str] | None = None
         """The outcome and the reason of the last handshake, if it failed."""
@@ -73,19 +75,25 @@ class Peer:
 
     @property
     def up(self) -> bool:
-        """Whether it can be asked now."""
+        """Whether the peer may be asked now."""
         return time.monotonic() >= self._not_before
 
     def failed(self, outcome: str) -> None:
-        """Leaves the peer alone for a while."""
+        """Pauses requests to the peer for a while."""
         self._not_before = time.monotonic() + _PAUSES.get(outcome, 0.0)
 
     def ask(self, tokens: Sequence[int], first: int, salt: str, traceparent: str = "") -> Grant:
-        """Asks for a prompt. traceparent: of the trace that it belongs to, "" for none. Raises
-        PeerError."""
+        """Asks the peer to compute a prompt. Raises PeerError.
+
+        Args:
+            tokens: the prompt's tokens, in whole blocks.
+            first: number of leading blocks that this engine has.
+            salt: the request's `cache_salt`.
+            traceparent: context of the request's trace; "" without a trace.
+        """
         with self._lock:
             if self._refusal is not None and not self.up:
-                # Another thread has just waited for it in vain; so would each in turn.
+                # Another thread has just had this failure. A new handshake would only wait again.
                 raise PeerError(*self._refusal)
             epoch = self._epoch or self._shake_hands()
         request = PromptRequest(list(tokens), first, self.reader, epoch, salt, self.layers)
@@ -94,13 +102,14 @@ class Peer:
         except PeerError as error:
             if error.status != 409:
                 raise
-        with self._lock:  # it was started again since
+        with self._lock:  # The peer was restarted after the handshake.
             epoch = self._shake_hands()
         request = msgspec.structs.replace(request, epoch=epoch)
         return self._post("/kv/prefill", request, Grant, traceparent)
 
     def _shake_hands(self) -> str:
-        """Compares facts; returns the peer's epoch. Raises PeerError, and leaves the peer alone."""
+        """Compares facts, and returns the peer's epoch. If they differ, pauses the peer and raises
+        PeerError."""
         self._epoch = ""
         try:
             welcome = self._post("/kv/handshake", self._facts, Welcome)
@@ -177,7 +186,7 @@ class PeerList:
         return [peer.url for peer in self._peers]
 
     def replace(self, urls: Sequence[str]) -> None:
-        """Replaces the peers by these; requests under way go on.
+        """Replaces the peers. Running requests go on.
 
         Raises:
             ConfigError: An address is invalid.
@@ -188,12 +197,17 @@ class PeerList:
 
     @property
     def up(self) -> int:
-        """Counts those that can be asked now."""
+        """Counts the peers that may be asked now."""
         return sum(peer.up for peer in self._peers)
 
     def choose(self, without: Peer | None = None, url: str | None = None) -> Peer | None:
-        """Returns the one with the fewest pulls that can be asked, or None. url: of the only one
-        that may be."""
+        """Returns the peer with the fewest pulls among those that may be asked; None if there is
+        none.
+
+        Args:
+            without: a peer to leave out.
+            url: address of the only peer to consider; None: all.
+        """
         able = [
             peer
             for peer in self._peers

@@ -1,4 +1,4 @@
-"""The time that a prompt from a peer costs beyond its computing, as a line over its tokens."""
+"""The overhead of a prompt from a peer, without its computation, as a linear function of tokens."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from quire.request import Request
 from quire.scheduler import PlanBuilder
 
 _KEPT = 0.9
-"""Weight of the measurements before, at each one."""
+"""Factor by which a new measurement reduces the weight of all earlier ones."""
 
 
 class HandoverTime:
-    """Fits seconds = fixed + per_token * tokens by least squares, the newest measurements first.
+    """Fits seconds = fixed + per_token * tokens by least squares. New measurements count most.
 
-    Neither number is negative. Both are 0 before there is a measurement.
+    Neither number is negative. Both are 0 before the first measurement.
     """
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """Takes a measurement in."""
+        """Adds a measurement."""
         x, y = float(tokens), max(0.0, seconds)
         self._count = self._count * _KEPT + 1.0
         self._x = self._x * _KEPT + x
@@ -45,7 +45,7 @@ class HandoverTime:
         if not self._count:
             return 0.0, 0.0
         spread = self._count * self._xx - self._x**2
-        # Measurements of equal lengths tell no slope.
+        # Measurements of one length do not determine a slope.
         if spread <= 1e-9 * self._count * self._xx:
             return self._y / self._count, 0.0
         slope = (self._count * self._xy - self._x * self._y) / spread
@@ -53,12 +53,12 @@ class HandoverTime:
         return max(0.0, (self._y - slope * self._x) / self._count), slope
 
 
-# Prompts that other engines compute for this one.
+# Prompts that other engines compute for this engine.
 
 _log = logging.getLogger(__name__)
 
 _FIRST_ID = 1 << 41
-"""Ids of transfers are unlike those of other features."""
+"""The first transfer id. It differs from the ids of other features."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,14 @@ class PullOrder:
 
 
 class Pull(Protocol):
-    """A thread that brings a prompt's blocks."""
+    """A thread that fetches a prompt's blocks."""
 
     def cancel(self) -> None:
-        """Makes it end soon. From any thread. Idempotent."""
+        """Makes the thread end soon. From any thread. Idempotent."""
         ...
 
     def moved(self, good: bool) -> None:
-        """Tells of the end of a batch's copy, and whether it was good. Does not wait."""
+        """Reports the end of a batch's copy. Does not wait. good: whether the copy succeeded."""
         ...
 
 
@@ -98,7 +98,7 @@ class Puller(Protocol):
 
     @property
     def up(self) -> int:
-        """The peers that can be asked now."""
+        """The number of peers that may be asked now."""
         ...
 
     def start(self, order: PullOrder) -> Pull: ...
@@ -127,7 +127,7 @@ class BlocksArrived:
 
 @dataclass(slots=True)
 class PullEnded:
-    """The end of a thread: it touches no slot any more.
+    """The end of a thread, which no longer uses any slot.
 
     Attributes:
         outcome: See `OUTCOMES`.
@@ -145,10 +145,13 @@ class PullEnded:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A prompt on its way.
+    """A prompt whose blocks are being fetched.
 
-    filled: by group, table entries whose blocks have come. outcome: of the thread, once it has
-    ended. dropped: the request ended, or what came was wrong.
+    Attributes:
+        filled: by group, the table entries whose blocks have arrived.
+        outcome: outcome of the thread; None until it has ended.
+        dropped: whether the blocks are not wanted, because the request has ended or the peer sent
+            wrong blocks.
     """
 
     request_id: str
@@ -162,13 +165,13 @@ class Fetch:
 
     @property
     def complete(self) -> bool:
-        """Whether every block has come."""
+        """Whether every block has arrived."""
         wanted = zip(self.loading.places, self.loading.blocks, self.filled, strict=True)
         return all(len(blocks) == len(filled) for _, blocks, filled in wanted)
 
     def wants(self, arrived: BlocksArrived) -> bool:
-        """Whether blocks are among those that were asked for. Some come again, where the peer has
-        lost them while they were read."""
+        """Whether this fetch has asked for the blocks. A block may arrive twice, if the peer lost
+        it while this engine read it."""
         if not 0 <= arrived.group < len(self.filled):
             return False
         place = self.loading.places[arrived.group]
@@ -179,7 +182,9 @@ class Fetch:
 class Fetches:
     """All fetches of an engine. Belongs to the engine's loop.
 
-    sizes: bytes of a block, by group. least: the fewest tokens to ask a peer for.
+    Args:
+        sizes: bytes of a block, by group.
+        least: fewest missing tokens for which to ask a peer.
     """
 
     def __init__(
@@ -199,9 +204,9 @@ class Fetches:
         self._ids = itertools.count(_FIRST_ID)
         self._by_pull: dict[Pull, Fetch] = {}
         self._by_request: dict[str, Fetch | None] = {}
-        """Requests that were decided about; None where they compute their prompts themselves."""
+        """Maps ids of decided requests to their fetches; None: no peer computes the prompt."""
         self._chosen: dict[str, tuple[str | None, str]] = {}
-        """By request, the peer that was chosen for it, "" for none, and its traceparent."""
+        """Maps request ids to the chosen peer and the traceparent; see `choose`."""
         self.handover = HandoverTime()
 
     def attach(self, blocks: BlockManager, wake: Callable[[str], None]) -> None:
@@ -215,8 +220,13 @@ class Fetches:
     # -- requests ------------------------------------------------------------------------------
 
     def choose(self, request: str, peer: str | None, traceparent: str) -> None:
-        """Notes which peer is to compute a request's prompt, however short; "": none, None: as
-        without a choice."""
+        """Chooses the peer that computes a request's prompt, however short the prompt is.
+
+        Args:
+            request: the request's id.
+            peer: the peer's address; "": no peer; None: the engine decides.
+            traceparent: context of the request's trace; "" without a trace.
+        """
         self._chosen[request] = peer, traceparent
 
     def fetch(self, request: Request, tokens: Int32, limit: int) -> bool:
@@ -236,7 +246,7 @@ class Fetches:
         prefix = tokens[:whole].copy()
         loading = self._loader.begin(request.namespace, match, prefix, request.known)
         if loading is None:
-            return False  # it would find no room to start, either; it is asked about again
+            return False  # The request has no room to start either, so this is called again.
         order = PullOrder(name, prefix, match.whole, request.cache_salt, peer, traceparent)
         fetch = Fetch(name, loading, self._puller.start(order), [set() for _ in loading.blocks])
         self._by_pull[fetch.pull] = fetch
@@ -244,14 +254,14 @@ class Fetches:
         return True
 
     def finish(self, request: Request) -> None:
-        """Gives up the fetch of a request that has ended."""
+        """Cancels the fetch of a request that has ended."""
         self._chosen.pop(request.request_id.rpartition("/")[0], None)
         fetch = self._by_request.pop(request.request_id, None)
         if fetch is not None:
             self._drop(fetch)
 
     def forget(self) -> None:
-        """Gives up all fetches: prefixes that come later are not to be used."""
+        """Cancels all fetches, because the prefix cache is being cleared."""
         for fetch in list(self._by_pull.values()):
             self._drop(fetch)
 
@@ -269,7 +279,7 @@ class Fetches:
     # -- news ----------------------------------------------------------------------------------
 
     def handle(self, event: BlocksArrived | PullEnded) -> None:
-        """Takes in a thread's news."""
+        """Handles an event from a thread."""
         fetch = self._by_pull[event.pull]
         match event:
             case BlocksArrived() if fetch.dropped:
@@ -306,11 +316,11 @@ class Fetches:
     # -- steps ---------------------------------------------------------------------------------
 
     def pending(self) -> bool:
-        """Whether a plan must be made: blocks have come, or are being copied."""
+        """Whether the scheduler must make a plan, because blocks have come or are being copied."""
         return any(fetch.waiting or fetch.moving for fetch in self._by_pull.values())
 
     def plan(self, builder: PlanBuilder) -> None:
-        """Copies what has come to the booked blocks."""
+        """Copies the blocks that have come to the booked blocks."""
         for fetch in self._by_pull.values():
             for arrived in fetch.waiting:
                 at = arrived.first - fetch.loading.places[arrived.group]
@@ -324,7 +334,7 @@ class Fetches:
             fetch.waiting = []
 
     def transferred(self, finished: Sequence[int], failed: Sequence[int]) -> None:
-        """Takes note of copies that have ended."""
+        """Handles copies that have ended."""
         for fetch in list(self._by_pull.values()):
             for id in [id for id in (*finished, *failed) if id in fetch.moving]:
                 arrived = fetch.moving.pop(id)
@@ -338,7 +348,7 @@ class Fetches:
             self._end(fetch)
 
     def _end(self, fetch: Fetch) -> None:
-        """Ends a fetch of which nothing is under way: its blocks enter the tree, or are freed."""
+        """Ends a fetch without running copies. Its blocks enter the prefix tree, or are freed."""
         if not fetch.outcome or fetch.moving or fetch.waiting or fetch.pull not in self._by_pull:
             return
         del self._by_pull[fetch.pull]
@@ -349,7 +359,7 @@ class Fetches:
         self._wake_request(fetch, good)
 
     def _wake_request(self, fetch: Fetch, good: bool) -> None:
-        """Lets a request go on that still waits for a fetch."""
+        """Wakes a request if it still waits for the fetch."""
         if self._by_request.get(fetch.request_id) is fetch:
             self._by_request[fetch.request_id] = None
             self._stats.local += not good

@@ -1,4 +1,4 @@
-"""Threads that ask peers for prompts, and bring their blocks into the memory between engines."""
+"""Threads that ask peers for prompts and fetch their blocks to the memory between engines."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ _CONNECT_SECONDS = 2.0
 _ATTEMPTS = 2
 _MOST_BLOCKS = 1 << 12
 _MOST_ID = (1 << 31) - 1
-"""The most of a batch, and of a block's number, that a peer's words are taken for."""
+"""Largest number of a batch or block that is accepted from a peer."""
 _CLOSE_SECONDS = 1.0
 _OF_THE_PROMPT = (400, 413)
-"""Statuses of a peer that cannot compute this prompt, as it is too long there; others it may."""
+"""Statuses of a peer for which only this prompt is too long. It may be asked for other prompts."""
 _STATUS_OUTCOMES = {
     403: "refused",
     409: "refused",
@@ -58,14 +58,16 @@ _STATUS_OUTCOMES = {
 
 
 class _NoRoomError(Exception):
-    """No slots became free for the blocks that the peer sends."""
+    """No slots became free in time for the peer's blocks."""
 
 
 class PullThreads:
     """Runs pulls on threads.
 
-    lease: seconds that a peer may be silent. slots: that are filled, and view: of these; None where
-    blocks are read from the peer's cache.
+    Args:
+        slots: slots for the blocks; None if the engine reads them from the peer's cache.
+        view: returns the bytes of a slot; None in the same case.
+        lease: seconds that a peer may be silent.
     """
 
     def __init__(
@@ -97,7 +99,11 @@ class PullThreads:
 
 
 class PeerPull:
-    """Asks for one prompt, and brings its blocks. job: runs it; set before it may be cancelled."""
+    """Asks a peer for one prompt, and fetches its blocks.
+
+    Attributes:
+        job: the future of its run. It is set before `cancel` can be called.
+    """
 
     job: Future[None]
 
@@ -118,21 +124,21 @@ class PeerPull:
             if self._channel is not None:
                 self._channel.end()
         self._moved.put(False)
-        if self.job.cancel():  # all threads are busy, for how long is open
+        if self.job.cancel():  # It has not begun, because all threads are busy.
             self._threads.tell(PullEnded(self, "aborted"))
 
     def moved(self, good: bool) -> None:
         self._moved.put(good)
 
     def run(self) -> None:
-        """Runs on a thread; tells the loop of every batch and, last, of the end."""
+        """Runs on a thread. It reports every batch to the loop and, at last, its end."""
         begun = time.monotonic()
         try:
             outcome, reason = self._pull(begun)
-        except _NoRoomError:  # other prompts hold the slots: no fault of the peer
+        except _NoRoomError:  # Other prompts hold the slots, so the peer is not at fault.
             lease = self._threads.lease
             outcome, reason = "overloaded", f"there was no room here for blocks for {lease:g} s"
-        except Exception as error:  # the request must not wait for ever
+        except Exception as error:  # The loop must get an end, or the request waits for ever.
             _log.exception("a pull failed")
             outcome, reason = "broken", type(error).__name__
         if self._cancelled.is_set():
@@ -164,7 +170,7 @@ class PeerPull:
         return outcome, reason
 
     def _redeem(self, peer: Peer, grant: Grant) -> tuple[str, str]:
-        """Fetches a grant's blocks. Raises PeerError where nothing of them has come."""
+        """Fetches a grant's blocks. Raises PeerError if it failed before any block came."""
         try:
             connected = socket.create_connection((peer.host, grant.port), _CONNECT_SECONDS)
         except OSError as error:
@@ -173,7 +179,7 @@ class PeerPull:
         channel = PeerChannel(connected)
         memory: PeerMemory | None = None
         try:
-            # Also if nobody waits any more: the peer learns it by the connection's end.
+            # Sent even if nobody waits any more, so that the peer notices the connection's end.
             channel.send(OpenGrant(grant))
             with self._lock:
                 self._channel = channel
@@ -215,7 +221,8 @@ class PeerPull:
     def _take(
         self, channel: PeerChannel, peer: Peer, memory: PeerMemory | None, batch: BlockBatch
     ) -> str:
-        """Brings a batch into slots, or blocks, of this engine; returns what is wrong with it."""
+        """Moves a batch to slots or blocks of this engine. Returns the fault; "" if there is
+        none."""
         threads = self._threads
         if threads.slots is None or threads.view is None:
             return self._read(channel, peer, batch)
@@ -224,8 +231,8 @@ class PeerPull:
             or not 0 <= batch.group < threads.slots.groups
             or (batch.slots is not None and (memory is None or len(batch.slots) != batch.count))
         ):
-            return "a batch that cannot be"
-        # A peer may have more slots than there are here.
+            return "an invalid batch"
+        # A batch may have more blocks than this engine has slots.
         for begin in range(0, batch.count, threads.slots.total):
             part = range(begin, min(begin + threads.slots.total, batch.count))
             slots = threads.slots.await_many(batch.group, len(part), threads.lease)
@@ -246,12 +253,13 @@ class PeerPull:
         return ""
 
     def _read(self, channel: PeerChannel, peer: Peer, batch: BlockBatch) -> str:
-        """Has the engine read a batch from the peer's cache; returns what is wrong with it."""
+        """Lets the engine read a batch from the peer's cache. Returns the fault; "" if there is
+        none."""
         blocks = batch.slots or []
         if not 0 < len(blocks) == batch.count <= _MOST_BLOCKS or not (
             0 <= min(blocks) <= max(blocks) <= _MOST_ID
         ):
-            return "a batch that cannot be"
+            return "an invalid batch"
         arrived = BlocksArrived(self, batch.group, batch.first, blocks, peer.memory, batch.step)
         self._threads.tell(arrived)
         try:
@@ -265,7 +273,7 @@ class PeerPull:
 
 
 class PeerMemory:
-    """A peer's memory, mapped to be read."""
+    """A peer's memory, mapped for reading."""
 
     def __init__(self, handle: MemoryHandle, memory: mmap.mmap) -> None:
         self._handle = handle
@@ -273,8 +281,8 @@ class PeerMemory:
         self._bytes: Any = np.frombuffer(memory, dtype=np.uint8)
 
     def copy_block(self, group: int, slot: int, into: memoryview) -> None:
-        """Copies a slot's bytes; other threads of this process run meanwhile. Raises
-        BrokenMessageError if it is outside of the memory."""
+        """Copies a slot's bytes without holding the interpreter's lock. Raises BrokenMessageError
+        if the slot is outside of the memory."""
         size = self._handle.sizes[group]
         begin = self._handle.starts[group] + slot * size
         if slot < 0 or begin + size > len(self._bytes):
@@ -282,11 +290,11 @@ class PeerMemory:
         np.copyto(np.frombuffer(into, dtype=np.uint8), self._bytes[begin : begin + size])
 
     def close(self) -> None:
-        self._bytes = None  # it would keep the memory mapped
+        self._bytes = None  # This reference would keep the memory mapped.
         self._memory.close()
 
 
 def map_memory(handle: MemoryHandle) -> PeerMemory | None:
-    """Maps a peer's memory; None where it is not on this host, or may not be read."""
+    """Maps a peer's memory. Returns None if it is on another host or may not be read."""
     memory = read_shared(handle.pid, handle.descriptor, handle.size, handle.token)
     return None if memory is None else PeerMemory(handle, memory)

@@ -1,4 +1,4 @@
-"""News from threads to the engine's loop."""
+"""Events from threads to the engine's loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = TypeVar("Event")
 
 
 class Inbox(Generic[Event]):
-    """A queue with a descriptor that is readable while something may be in it.
+    """A queue of events. Its descriptor is readable while the queue may hold an event.
 
     Any thread may `put`; the loop calls `drain`.
     """
@@ -32,7 +32,7 @@ class Inbox(Generic[Event]):
         self.wake()
 
     def wake(self) -> None:
-        """Makes the loop turn."""
+        """Wakes the loop."""
         with self._lock:
             if self._open:
                 os.eventfd_write(self.fd, 1)
@@ -48,21 +48,21 @@ class Inbox(Generic[Event]):
         return found
 
     def close(self) -> None:
-        """Closes the descriptor; nothing wakes the loop any more. Idempotent."""
+        """Closes the descriptor. The inbox then wakes the loop no more. Idempotent."""
         with self._lock:
             if self._open:
                 self._open = False
                 os.close(self.fd)
 
 
-# The connection of a reader, as the engine's loop sees it: calls to it, and news of it.
+# A reader's connection as the engine's loop sees it: the loop's calls to it, and its events.
 
 
 class ReaderLink(Protocol):
-    """A connection to a reader. Neither call waits."""
+    """A connection to a reader. No call waits."""
 
     def send(self, message: Message) -> None:
-        """Sends a message, a batch with its blocks."""
+        """Sends a message. After a `BlockBatch` it also sends the blocks, if they must follow."""
         ...
 
     def end_after(self, numbers: Collection[int], end: End) -> None:
@@ -91,7 +91,7 @@ class ReaderMessage:
 
 @dataclass(slots=True)
 class LinkClosed:
-    """The end of a connection: nothing reads memory for it any more.
+    """The end of a connection. None of its threads reads memory any more.
 
     Attributes:
         broken: Whether an invalid message ended it.

@@ -1,4 +1,4 @@
-"""The settings of an engine with peers; the server's flags of these names make them."""
+"""The settings of an engine with peers. The server makes them from its flags of the same names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quire.models import load_config, spec_from_config
 from quire.plan import KVGroup
 
 _MOST_SECONDS = 1_000_000
-"""Seconds that sockets can wait for."""
+"""Longest time limit of a socket, in seconds."""
 
 
 class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,25 +47,25 @@ class DisaggSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def grants(self) -> bool:
-        """Whether prompts are computed for others."""
+        """Whether the engine computes prompts for others."""
         return self.role != "decode"
 
     @property
     def layers(self) -> bool:
-        """Whether readers on this host read what each layer has stored, before the step's end."""
+        """Whether readers on this host may read a layer's KV before the step ends."""
         return self.grants and self.kv_transfer == "async" and self.transport != "tcp"
 
     @property
     def asks(self) -> bool:
-        """Whether others are asked for prompts."""
+        """Whether the engine asks others for prompts."""
         return self.role != "prefill"
 
 
 def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
-    """Returns settings from their mapping.
+    """Returns the settings in a mapping.
 
     Raises:
-        ConfigError: one is unknown, of a wrong type, or too large.
+        ConfigError: a setting is unknown, has a wrong type, or is too large.
     """
     try:
         settings = msgspec.convert(dict(given), DisaggSettings)
@@ -77,20 +77,20 @@ def read_settings(given: Mapping[str, Any]) -> DisaggSettings:
 
 
 def check_engine(config: EngineConfig) -> None:
-    """Refuses engines whose KV cannot go to others.
+    """Checks that the engine can exchange KV with others.
 
     Raises:
-        ConfigError: names the setting that is in the way.
+        ConfigError: it cannot. The message names the setting that prevents it.
     """
     args = config.args
     if not args.enable_prefix_caching:
         raise ConfigError(
-            "role: blocks come from the prefix cache and go to it; it needs enable_prefix_caching",
+            "role needs enable_prefix_caching: engines exchange blocks of their prefix caches",
             "enable_prefix_caching",
         )
     if args.pipeline_parallel_size > 1:
         raise ConfigError(
-            "role: the KV of a pipeline's stages does not travel; use tensor_parallel_size alone",
+            "role is not supported with pipeline_parallel_size > 1; use tensor_parallel_size alone",
             "pipeline_parallel_size",
         )
 

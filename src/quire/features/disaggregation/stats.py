@@ -8,8 +8,8 @@ OUTCOMES = ("done", "refused", "overloaded", "timeout", "dead", "aborted", "brok
 """The ends of grants and fetches.
 
 - done: All blocks arrived.
-- refused: The peer refused, for a reason that stays.
-- overloaded: The peer refused for the moment, or this engine had no room for its blocks.
+- refused: The peer refused for a lasting reason.
+- overloaded: The peer was busy, or this engine had no room for its blocks.
 - timeout: The peer was silent for the length of a lease.
 - dead: The peer cannot be reached, or its connection ended.
 - aborted: The request ended meanwhile.
@@ -33,9 +33,9 @@ class DisaggStats(msgspec.Struct):
         handover_seconds: Time of prompts from peers, without the time to compute them.
         ask_seconds: Time until the peers had agreed to compute these prompts.
         remote_tokens: Prompt tokens with KV from peers.
-        local: Requests meant for a peer that computed their prompt here.
-        readers_refused: Readers with other facts, or without a grant of their own.
-        peers_up: Peers that can be asked at present.
+        local: Requests that computed their prompt here because a fetch failed.
+        readers_refused: Readers whose facts did not match, or without a valid grant.
+        peers_up: Peers that may be asked at present.
     """
 
     grants_open: int = 0

@@ -1,4 +1,4 @@
-"""The setting of copies of experts."""
+"""The setting for redundant experts, which are further copies of experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class BalanceArgs(FeatureArgs):
-    """The number of copies of experts."""
+    """The number of redundant experts."""
 
     redundant_experts: int = setting(
         0, "Further copies of experts that many tokens choose.", subject="Device and memory"
@@ -23,7 +23,7 @@ class BalanceArgs(FeatureArgs):
 
 
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
-    """Raises ConfigError where ranks cannot hold so many copies."""
+    """Raises ConfigError if the ranks cannot hold the redundant experts."""
     copies, stages = BalanceArgs.of(args).redundant_experts, args.pipeline_parallel_size
     counts = [getattr(layer.ffn, "experts", 0) for layer in spec.layers]
     fewest = min(filter(None, counts), default=0)
@@ -31,13 +31,13 @@ def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
     if copies < 0:
         reason = "must not be negative"
     elif not args.enable_expert_parallel:
-        reason = "needs enable_expert_parallel: copies are of whole experts"
+        reason = "needs enable_expert_parallel: only whole experts are copied"
     elif stages > 1:
         reason = (
             f"is not supported with pipeline_parallel_size={stages}: stages have layers of their "
             "own"
         )
     elif copies > most:
-        reason = f"is more than the {most} that ranks can hold, which have one of an expert each"
+        reason = f"is more than the {most} that fit if no rank holds an expert twice"
     if reason is not None:
         raise ConfigError(f"redundant_experts={copies} {reason}", "redundant_experts")

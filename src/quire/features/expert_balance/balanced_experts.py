@@ -1,4 +1,4 @@
-"""A layer of experts of which ranks hold copies."""
+"""A layer of experts with redundant copies on several ranks."""
 
 from __future__ import annotations
 
@@ -21,22 +21,27 @@ from quire.layers.experts import Experts
 from quire.ops.experts import ExpertCopies
 
 ENOUGH = 1.15
-"""The largest work of a rank, divided by the mean, with which a layer stays as it is."""
+"""A layer keeps its placement while the largest work of a rank, divided by the mean, is below
+this."""
 
 
 class BalancedExperts:
-    """A layer's experts and further copies of some, which are placed anew by what tokens chose.
+    """A layer's experts and redundant copies of some. `rearrange` places them by their loads.
 
-    redundant: copies over all ranks. stats: as of the last call of `rearrange`.
+    Args:
+        redundant: number of copies over all ranks.
+
+    Attributes:
+        stats: statistics at the last call of `rearrange`.
 
     Raises:
-        ConfigError: experts have fixed scales of inputs, which are a rank's.
+        ConfigError: the experts have fixed input scales, which cannot move between ranks.
     """
 
     def __init__(self, layer: Experts, redundant: int) -> None:
         if layer.up.weight.input_scale is not None:
             raise ConfigError(
-                "redundant_experts is not supported for experts with fixed scales of inputs",
+                "redundant_experts is not supported for experts with fixed input scales",
                 "redundant_experts",
             )
         self.layer, self.group = layer, layer.group
@@ -57,14 +62,14 @@ class BalancedExperts:
             torch.empty(count, world, dtype=torch.int32, device=device),
             torch.zeros(count, dtype=torch.int32, device=device),
         )
-        # Nothing is known yet: all are chosen alike.
+        # The loads are not known yet, so they are assumed to be equal.
         self._move(place([1.0] * count, self._rooms))
         self.stats.moves = 0
 
     def rearrange(self) -> None:
-        """Places copies anew where ranks had unequal work since the last call, and counts tokens
-        from 0 again. All ranks call it between the same steps."""
-        # One rank's counts are everyone's.
+        """Places the copies anew if ranks had unequal work since the last call, and resets the
+        counts of tokens. All ranks call it between the same steps."""
+        # All ranks must use the same counts.
         counted = self.group.all_gather(self._copies.loads, 0)
         loads = counted[: self.layer.spec.experts].tolist()
         self._copies.loads.zero_()
@@ -86,13 +91,13 @@ class BalancedExperts:
             arrived: list[tuple[int, list[Tensor]]] = []
             for index in range(rounds):
                 own = lists[rank][index : index + 1]
-                # Who has nothing to send takes part with what nobody reads.
+                # A rank with nothing to send takes part with a tensor that no rank reads.
                 sent = self.placement[rank].index(own[0]) if own else 0
                 parts = [self._gathered(tensor) for tensor in linear.tensors(sent)]
                 for target, slot, source, expert in routes:
                     if target == rank and lists[source][index : index + 1] == [expert]:
                         arrived.append((slot, [part[source].clone() for part in parts]))
-            # A slot may have been sent to others until here.
+            # Slots are written only here because the sends above read them.
             for slot, tensors in arrived:
                 for stored, new in zip(linear.tensors(slot), tensors, strict=True):
                     stored.view(torch.uint8).copy_(new.view_as(stored.view(torch.uint8)))
@@ -100,12 +105,13 @@ class BalancedExperts:
         self._tell()
 
     def _gathered(self, tensor: Tensor) -> Tensor:
-        """Returns the bytes of every rank's tensor, [ranks, bytes]: not all dtypes travel."""
+        """Returns the bytes of every rank's tensor, [ranks, bytes]. Bytes are gathered because the
+        collective does not support all dtypes."""
         raw = tensor.contiguous().view(torch.uint8).reshape(1, -1)
         return self.group.all_gather(raw, 0)
 
     def _tell(self) -> None:
-        """Brings the tables that the router reads up to date."""
+        """Updates the tables that the layer's router reads."""
         world = self.group.world
         counts = [0] * self.layer.spec.experts
         slots = [[-1] * world for _ in counts]
@@ -122,8 +128,8 @@ class BalancedExperts:
 def _routes(
     before: Placement, after: Placement
 ) -> tuple[list[tuple[int, int, int, int]], list[list[int]]]:
-    """Returns what moves: (to rank, to slot, from rank, expert), and the experts that each rank
-    sends, each once, whoever needs it."""
+    """Returns the moves as (to rank, to slot, from rank, expert), and the experts that each rank
+    sends. A rank sends an expert once, even if several ranks need it."""
     holders: dict[int, list[int]] = {}
     for rank, own in enumerate(before):
         for expert in own:

@@ -1,4 +1,4 @@
-"""The engine's part: it says when experts are rearranged."""
+"""The engine's part: it decides when experts are rearranged."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.features.loop_feature import LoopFeature
 from quire.scheduler import Feature, PlanBuilder
 
 ENTRY = "rearrange_experts"
-"""The name in a plan's writes before whose body experts are rearranged."""
+"""Entry of `StepPlan.writes`: experts are rearranged before this plan's body."""
 EXPERT_STATS: WorkerCall[None, ExpertStats] = WorkerCall("expert_balance.stats")
-"""Answers the statistics of the first rank."""
+"""Returns the statistics of the first rank."""
 FIRST_STEPS, STEPS = 256, 4096
-"""Steps until experts are rearranged for the first time, and again."""
+"""Steps before the first rearrangement of experts, and between two rearrangements."""
 
 
 class StepCount(Feature):
-    """Counts steps; every rank rearranges experts before the same one."""
+    """Counts steps, so that every rank rearranges experts before the same step."""
 
     def __init__(self) -> None:
         self._left = FIRST_STEPS

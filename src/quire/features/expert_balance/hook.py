@@ -1,4 +1,4 @@
-"""The runner's part: layers with copies of experts, on every rank."""
+"""The runner's part: layers with redundant experts, on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quire.runner.readback import Step
 
 
 class BalanceHook(HostHook):
-    """Rearranges experts before the body of a plan that says so."""
+    """Rearranges experts before the body of a plan with the entry `rearrange_experts`."""
 
     entries = frozenset({ENTRY})
 

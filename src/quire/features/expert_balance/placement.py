@@ -1,4 +1,4 @@
-"""The placement of experts and their further copies, such that ranks have equal work."""
+"""Places experts and their redundant copies so that ranks have equal work."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ _MOST_SWAPS = 200
 
 
 def rooms_of(held: Sequence[int], further: int) -> list[int]:
-    """Returns the slots of each rank, for the experts that it holds at first and its share of the
-    further copies. They differ by one at most, as `held` does."""
+    """Returns the number of slots of each rank. The numbers differ by at most one.
+
+    Args:
+        held: number of experts of each rank without copies. They differ by at most one.
+        further: number of redundant copies over all ranks.
+    """
     rooms = list(held)
     for _ in range(further):
         rooms[rooms.index(min(rooms))] += 1
@@ -21,15 +25,17 @@ def rooms_of(held: Sequence[int], further: int) -> list[int]:
 
 
 def place(loads: Sequence[float], rooms: Sequence[int]) -> Placement:
-    """Returns which experts each rank holds. An expert's load is shared out evenly over its copies,
-    of which a rank has one at most.
+    """Returns which experts each rank holds.
 
-    Copies go, one after the other, to the expert whose copies have most work each. They are then
-    put on ranks, the heaviest first, each on the one with the least work that has room; and where
-    the exchange of two evens out ranks, they are exchanged.
+    An expert's load is divided evenly among its copies, and a rank holds at most one of them. Each
+    further copy is given to the expert with the most load per copy. Then each copy, heaviest first,
+    goes to the rank with the least work that has room. Finally two experts are exchanged as long as
+    that makes the ranks' work more even.
 
-    loads: of each expert. rooms: slots of each rank, which differ by one at most, and are together
-        as many as there are experts, or more.
+    Args:
+        loads: load of each expert.
+        rooms: slots of each rank. They differ by at most one, and there are at least as many as
+            experts.
     """
     ranks = len(rooms)
     copies = _copies(loads, min(sum(rooms), len(loads) * ranks), ranks)
@@ -54,7 +60,7 @@ def place(loads: Sequence[float], rooms: Sequence[int]) -> Placement:
 
 
 def _copies(loads: Sequence[float], total: int, ranks: int) -> list[int]:
-    """Returns how many copies each expert has, `total` together."""
+    """Returns how many copies each expert has. Their sum is `total`."""
     copies = [1] * len(loads)
     heap = [(-load, expert) for expert, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -89,8 +95,8 @@ def _make_room(
 
 
 def _swap(held: list[set[int]], shares: Sequence[float], work: list[float]) -> bool:
-    """Exchanges two experts of the ranks with most and least work, as far as that evens them out;
-    returns whether it did."""
+    """Exchanges two experts between the ranks with the most and the least work, if that makes their
+    work more even. Returns whether it did."""
     most = max(range(len(work)), key=lambda r: work[r])
     least = min(range(len(work)), key=lambda r: work[r])
     wanted = (work[most] - work[least]) / 2
@@ -122,7 +128,8 @@ def imbalance(loads: Sequence[float], placement: Placement) -> float:
 
 
 def keep_slots(before: Placement, after: Placement) -> Placement:
-    """Returns `after` with the slots in another order: what a rank has already stays in place."""
+    """Returns `after` with the slots reordered, so that experts that a rank already has keep their
+    slots."""
     kept = []
     for old, new in zip(before, after, strict=True):
         come = iter([expert for expert in new if expert not in old or expert < 0])

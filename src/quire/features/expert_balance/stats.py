@@ -1,4 +1,4 @@
-"""The statistics of experts with copies."""
+"""The statistics of redundant experts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import msgspec
 
 
 class ExpertStats(msgspec.Struct):
-    """Counts over all layers, as of when experts were last looked at.
+    """Counts over all layers, at the last call of `rearrange`.
 
-    most_work, mean_work: tokens that a rank's experts had to compute, a token's experts each
-    counted: of each layer's rank with most, and of its mean rank.
-    moves: copies that have come to ranks since the start.
+    Attributes:
+        most_work: tokens of the rank with the most work of each layer. A token counts once for
+            each of its experts.
+        mean_work: mean of all ranks, counted in the same way.
+        moves: experts that were copied from one rank to another since the start.
     """
 
     most_work: float = 0.0

@@ -1,4 +1,4 @@
-"""KV events: which prefixes an engine's cache holds, and what it has to do, for routers."""
+"""KV events tell routers which prefixes an engine's cache holds, and the engine's load."""
 
 from quire.features.spec import FeatureSpec
 

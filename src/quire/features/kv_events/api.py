@@ -1,4 +1,4 @@
-"""The route of KV events: what routers ask of engines."""
+"""The HTTP route by which routers read KV events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from quire.server.http.query import Query
 from quire.server.state import ServerState, state_of
 
 _LOOK_SECONDS = 0.1
-"""From one look at the engines to the next."""
+"""Seconds between two queries of the engines."""
 _SILENT_SECONDS = 1.0
-"""Longest time without a line: who reads none for longer knows that the server is lost."""
+"""Most seconds between two lines. A reader that gets no line for longer knows that the server is
+lost."""
 _TIMEOUT = 5.0
 """Seconds that the engines get to answer."""
 
@@ -27,8 +28,8 @@ NDJSON = "application/x-ndjson"
 
 
 async def events(request: Request) -> Response:
-    """Streams what the engines' caches hold, then every change of it and of their load: a JSON
-    object in each line."""
+    """Streams the contents of the engines' caches, and then all changes of the caches and loads.
+    Each line is a JSON object."""
     state = state_of(request)
     Query(request)
     state.check_alive()
@@ -57,6 +58,6 @@ async def _lines(state: ServerState) -> AsyncIterator[bytes]:
 
 
 ROUTES = (
-    Route("get", "/kv/events", events, "What the caches hold, and their changes, for admins",
+    Route("get", "/kv/events", events, "Contents of the caches, and their changes (admins)",
           answer=NDJSON, check=check_admin),
 )  # fmt: skip

@@ -12,7 +12,7 @@ _LOOKED_AT = 4096
 
 
 def load_of(engine: EngineInterface, prefill_rate: float) -> EngineLoad:
-    """Returns an engine's load. Bounded in time, whatever the engine holds.
+    """Returns an engine's load. Its time is bounded, however much the engine holds.
 
     Args:
         prefill_rate: prompt tokens per second of the steps that compute prompts.

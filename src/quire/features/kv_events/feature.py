@@ -1,4 +1,4 @@
-"""The rate at which an engine computes prompts, measured on its steps."""
+"""An engine's prefill rate, measured on its steps, and the events of its prefix cache."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 _LEAST_TOKENS = 64
-"""Prompt tokens of a step below which it says more about decoding."""
+"""Steps with fewer prompt tokens are not measured, because decoding dominates their time."""
 _KEPT = 0.9
-"""Weight of the steps before, at each step."""
+"""Factor by which a new step reduces the weight of all earlier ones."""
 
 
 def open_events(config: EngineConfig) -> LoopFeature:
-    """Returns the feature of any engine that serves."""
+    """Returns the feature for an engine that serves clients."""
     return KVEventFeature()
 
 
 class PrefillRate:
     """Measures prompt tokens per second of the steps that compute prompts.
 
-    Where steps overlap, a step takes from the end of the one before to its own end.
+    If steps overlap, a step's time is from the previous step's end to its own end.
     """
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class PrefillRate:
 
     @property
     def value(self) -> float:
-        """Tokens per second, 0 until there was a step to measure."""
+        """Tokens per second; 0 before the first measured step."""
         return self._tokens / self._seconds if self._seconds else 0.0
 
     def launched(self, prompt_tokens: int, now: float) -> None:
-        """Takes note of a step that is launched at `now`, in seconds."""
+        """Records a step that is launched at `now`, in seconds."""
         self._launched.append((prompt_tokens, now))
 
     def ended(self, now: float) -> None:
-        """Takes note of the end of the oldest step."""
+        """Records the end of the oldest step."""
         if not self._launched:
             return
         tokens, begun = self._launched.popleft()
@@ -64,14 +64,14 @@ class PrefillRate:
             self._seconds = self._seconds * _KEPT + seconds
 
 
-# The part of KV events in the scheduler: it notes which blocks enter and leave the prefix tree.
+# The scheduler's part of KV events: it records which blocks enter and leave the prefix tree.
 
 _MOST_EVENTS = 1 << 16
-"""Events that are kept for readers; one that is further behind gets all blocks anew."""
+"""Events that are kept for readers. A reader that missed more gets all blocks anew."""
 
 
 class KVEventFeature(Feature, LoopFeature):
-    """Keeps the newest events, none where the engine keeps no prefixes."""
+    """Keeps the newest events. Without a prefix cache there are none."""
 
     def __init__(self, most_events: int = _MOST_EVENTS) -> None:
         self.epoch = secrets.token_hex(8)
@@ -81,7 +81,7 @@ class KVEventFeature(Feature, LoopFeature):
         self._events: deque[tuple[bytes, bool]] = deque(maxlen=most_events)
         self._last = 0
         self._announced: dict[str, list[bytes]] = {}
-        """By request, the whole hashes of its blocks that were announced."""
+        """Maps request ids to the full hashes of their announced blocks."""
 
     def start(self, executor: Executor, capacity: Capacity) -> Feature:
         return self
@@ -109,11 +109,12 @@ class KVEventFeature(Feature, LoopFeature):
 
     def evict(self, blocks: Sequence[Evicted]) -> None:
         for block in blocks:
-            if self._blocks.groups[block.group].grows:  # else it is a state, and KV may stay
+            # The eviction of a recurrent state is no event, because the KV may stay.
+            if self._blocks.groups[block.group].grows:
                 self._change(block.block_hash[:EVENT_HASH_BYTES], stored=False)
 
     def forget(self) -> None:
-        """Drops everything; what still runs is announced again when it ends."""
+        """Drops all events. Running requests are announced again when they end."""
         self._held.clear()
         self._events.clear()
         self._last += 1
@@ -131,7 +132,7 @@ class KVEventFeature(Feature, LoopFeature):
                 self._change(block_hash[:EVENT_HASH_BYTES], stored=False)
 
     def _announce(self, request: Request, tokens: Int32) -> None:
-        """Adds the whole blocks of a request's tokens."""
+        """Adds events for the whole blocks of a request's tokens."""
         size = self._blocks.block_size
         hashes = self._announced.setdefault(request.request_id, [])
         last = hashes[-1] if hashes else root_hash(request.namespace)
@@ -152,7 +153,7 @@ class KVEventFeature(Feature, LoopFeature):
         self._last += 1
 
     def events(self, epoch: str, last: int, load: EngineLoad) -> KVEvents:
-        """Returns what has changed since event `last` of `epoch`."""
+        """Returns the changes since event `last` of `epoch`."""
         self._read = True
         found = KVEvents(self.epoch, self._last, True, self._blocks.block_size, load)
         first = self._last - len(self._events)

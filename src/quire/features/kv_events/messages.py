@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 EVENT_HASH_BYTES = 8
-"""First bytes of a block's hash, which stand for the block in events."""
+"""Number of leading bytes of a block's hash that identify the block in events."""
 
 
 class EngineLoad(msgspec.Struct):
@@ -34,7 +34,7 @@ class KVEvents(msgspec.Struct):
     """Changes of an engine's prefix cache since event `last` of an earlier answer.
 
     Attributes:
-        epoch: Names the engine for its life.
+        epoch: Identifies the engine until it ends.
         last: Number of the newest event.
         reset: Whether `stored` lists the whole cache. Otherwise it lists the additions.
         block_size: Tokens of a block.
@@ -52,7 +52,7 @@ class KVEvents(msgspec.Struct):
 
     @property
     def changed(self) -> bool:
-        """Whether it says anything of blocks."""
+        """Whether it has any change of blocks."""
         return self.reset or bool(self.stored or self.removed)
 
 
@@ -61,7 +61,7 @@ class KVEventLine(msgspec.Struct):
 
     Attributes:
         grants: Whether this server computes prompts for others.
-        asks: Whether it can ask others for prompts.
+        asks: Whether this server can ask others for prompts.
         engines: All engines of the server.
     """
 
@@ -71,6 +71,6 @@ class KVEventLine(msgspec.Struct):
 
 
 def split(hashes: bytes) -> list[bytes]:
-    """Returns the single ones of concatenated hashes."""
+    """Splits concatenated hashes."""
     size = EVENT_HASH_BYTES
     return [hashes[at : at + size] for at in range(0, len(hashes), size)]

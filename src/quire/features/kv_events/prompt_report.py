@@ -1,7 +1,7 @@
 """Headers between a router and a server: who computes a prompt, and which blocks it has.
 
-A router knows a prompt's bytes, an engine its tokens. The server's answer tells the router hashes
-of the prompt's blocks, by which it recognizes them in KV events.
+A router sees a prompt's bytes, but an engine sees its tokens. The server's answer has hashes of the
+prompt's blocks, by which the router recognizes these blocks in KV events.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PREFILL_HEADER = b"x-quire-prefill"
 """A request's header: the address of the peer that computes its prompt, or `LOCAL`."""
 LOCAL = "local"
 REPORT_HEADER = b"x-quire-report-prompt"
-"""A request's header: its answer is to have `PROMPT_HEADER`."""
+"""A request's header: the answer must have `PROMPT_HEADER`."""
 PROMPT_HEADER = b"x-quire-prompt"
-"""An answer's header: tokens, a block's tokens, and hashes of some blocks in base64."""
+"""An answer's header: number of tokens, tokens per block, and hashes of some blocks in base64."""
 
 _MOST_HASHES = 64
 _MOST_TOKENS = 1 << 40
@@ -41,8 +41,11 @@ def encode_report(tokens: Sequence[int], salt: str, block_size: int) -> bytes:
 
 
 def decode_report(value: bytes) -> tuple[int, list[tuple[int, bytes]]] | None:
-    """Returns a prompt's tokens, and pairs of tokens and the hash of the block that ends there,
-    ascending. None: the value is no report."""
+    """Returns the number of a prompt's tokens, and some of its blocks in ascending order.
+
+    A block is a pair: number of tokens up to its end, and its hash. Returns None for an invalid
+    value.
+    """
     try:
         tokens, block_size, hashes = value.split(b";")
         found = split(base64.b64decode(hashes, validate=True))

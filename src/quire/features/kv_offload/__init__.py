@@ -1,5 +1,5 @@
-"""KV blocks that the device has no room for: kept in the host's memory and in files, and brought
-back where that is cheaper than computing them again."""
+"""KV offload: keeps evicted KV blocks in host memory and in files, and copies them back if that is
+faster than computing them again."""
 
 from quire.features.spec import FeatureSpec
 

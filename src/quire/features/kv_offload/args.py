@@ -1,4 +1,4 @@
-"""The settings of the KV cache outside the device."""
+"""The settings of the KV cache's host and disk tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SUBJECT = "Device and memory"
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadArgs(FeatureArgs):
-    """The sizes of the host's memory and of the files for KV blocks."""
+    """The sizes of the host and disk tiers."""
 
     host_cache_gb: float = setting(
         0.0,
@@ -52,7 +52,7 @@ class OffloadArgs(FeatureArgs):
 
 
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
-    """Raises ConfigError where several ranks or stages keep blocks on the device."""
+    """Raises ConfigError if several ranks or stages rule out a tier."""
     stages, ranks = args.pipeline_parallel_size, args.tensor_parallel_size
     if args.disk_cache is not None and ranks > 1:
         raise ConfigError(

@@ -1,20 +1,23 @@
-"""Whether to copy a block or to compute it again."""
+"""Decides whether to copy a block or to compute it again."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 _LOAD_RATE = 1e9
-"""Bytes per second that files are thought to be read at, until some were."""
+"""Assumed read rate of files, in bytes per second, until it is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     """Rates measured when the engine started.
 
-    prefill: tokens of a prompt that the device computes per second. out, into: bytes per second
-    that cross from the device to the host, and back. latency: seconds that the smallest transfer
-    takes, from its plan to the news of its end.
+    Attributes:
+        prefill: prompt tokens that the device computes per second.
+        out: bytes per second from the device to the host.
+        into: bytes per second from the host to the device.
+        latency: seconds of the smallest transfer, from its plan until the scheduler learns of its
+            end.
     """
 
     prefill: float
@@ -24,15 +27,15 @@ class Rates:
 
 
 class CostModel:
-    """Seconds of a copy against seconds of the computation that it saves.
+    """Compares the time of a copy with the time of the computation that it saves.
 
-    A copy is reckoned as if nothing else went on meanwhile, although others compute beside it. That
-    errs towards computing, by at most what a copy costs, and keeps a request from waiting longer
-    for its blocks than for its tokens.
+    The model counts the whole time of a copy, although other requests compute meanwhile. So it
+    sometimes prefers computing where a copy would be cheaper. But no request waits longer for its
+    blocks than it would for computing them.
     """
 
     def __init__(self, rates: Rates, token_bytes: float, state_bytes: float = 0.0) -> None:
-        """token_bytes: of a token's KV. state_bytes: of a request's recurrent states."""
+        """Takes the sizes in bytes of a token's KV and of a request's recurrent states."""
         self.rates = rates
         self._compute = 1.0 / rates.prefill
         self._token_bytes = token_bytes
@@ -41,12 +44,13 @@ class CostModel:
 
     @property
     def worth_keeping(self) -> bool:
-        """Whether blocks are worth the host's memory at all: a long prefix comes back sooner than
-        it is computed."""
+        """Whether it pays to keep blocks on the host: copying a long prefix back is faster than
+        computing it."""
         return self._token_bytes / self.rates.into < self._compute
 
     def state_worth_keeping(self, saves: int) -> bool:
-        """Whether a state that spares so many tokens comes back sooner than they are computed."""
+        """Returns whether copying a state back is faster than computing the `saves` tokens that it
+        saves."""
         return self._state_bytes / self.rates.into < saves * self._compute
 
     def fetch_pays(self, tokens: int, size: int, of_files: int = 0) -> bool:
@@ -55,23 +59,25 @@ class CostModel:
         It compares bytes / rate + latency with tokens / prefill rate.
 
         Args:
-            tokens: Tokens that need no prefill then.
+            tokens: Tokens whose prefill the blocks would save.
             size: Bytes to copy to the device.
             of_files: Number of these bytes to read from files first.
         """
         cost = size / self.rates.into + self.rates.latency
         if of_files:
             cost += of_files / self._load_rate
-            # What is never tried is never measured again: a slow spell is forgotten in time.
+            # The estimate grows with each query. Otherwise one slow read could rule out all further
+            # reads, and the rate would never be measured again.
             self._load_rate *= 1.01
         return cost < tokens * self._compute
 
     def observe_load(self, size: int, seconds: float) -> None:
-        """Reading `size` bytes from files took that long."""
+        """Records that reading `size` bytes from files took `seconds`."""
         self._load_rate += 0.2 * (size / max(seconds, 1e-6) - self._load_rate)
 
     def swap_pays(self, tokens: int) -> bool:
-        """Moving a preempted request's blocks and states out, and in again when it resumes."""
+        """Returns whether moving a preempted request's blocks and states to the host and back is
+        faster than computing them again."""
         size = tokens * self._token_bytes + self._state_bytes
         both = size * (1.0 / self.rates.out + 1.0 / self.rates.into)
         return both + 2 * self.rates.latency < tokens * self._compute

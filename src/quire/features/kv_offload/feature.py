@@ -1,19 +1,20 @@
 """The scheduler's side of the host and disk tiers.
 
-**Out.** What the prefix tree gives up goes to the host's pool, in the step that takes its blocks.
-What the pool gives up goes to files, ahead of need, so that there are free slots when a step comes.
+**Out.** Blocks that the prefix tree evicts go to the host's pool, in the step that reuses them.
+Blocks that the pool evicts go to files ahead of need, so that a step finds free slots.
 
-**In.** A request that is about to start, and of which a lower tier holds more than the device does,
-is parked. Files are read into the pool first; blocks are then booked on the device and copied to.
-When they have arrived they are part of the prefix tree, and the request starts as one that hits.
-Others go on meanwhile, and no step ever waits for a copy. What fails to come is computed.
+**In.** If a lower tier holds more of a request's prefix than the device, the request is parked
+before it starts. Blocks in files are first read into the pool. Then blocks are booked on the
+device, and the pool's blocks are copied to them. The prefix tree takes the blocks in, and the
+request starts with a prefix hit. Other requests go on meanwhile, and no step waits for a copy. If a
+copy fails, the request computes the tokens.
 
-A recurrent state is a block of its own group, by the name of all tokens that it has seen. It leaves
-with its node or before it, and comes in with the KV that is lacking up to it, if any is. So behind
-states, partly filled blocks go out as well.
+A recurrent state is a block of its own KV group. Its key is the hash of all tokens before it. It
+leaves the device with its tree node or earlier, and comes back with the missing KV up to it. A
+state may lie within a block, so partly filled blocks go out as well.
 
-**Swap.** A preempted request leaves what it computed in the tree. So its blocks go out when they
-are needed, as any others, and come in before it starts again.
+**Swap.** A preempted request's blocks stay in the prefix tree. They go out when other requests need
+them, like any others, and come in before the request starts again.
 """
 
 from __future__ import annotations
@@ -37,12 +38,17 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 _MOST_ATTEMPTS = 4
-"""Times that a request is parked for blocks before it computes those that are not there."""
+"""Most times that a request is parked for blocks. Then it computes the missing ones."""
 
 
 class FetchState(msgspec.Struct):
-    """A request's fetches. attempts: how often it was parked since it last ran. loaded: tokens that
-    were read from files for it. recompute: its blocks are not worth bringing back."""
+    """The state of a request's fetches.
+
+    Attributes:
+        attempts: how often it was parked since it last ran.
+        loaded: number of tokens that were read from files for it.
+        recompute: computing its tokens is faster than copying the blocks back.
+    """
 
     attempts: int = 0
     loaded: int = 0
@@ -66,24 +72,29 @@ class _ReachablePrefix:
 
 @dataclass(frozen=True, slots=True)
 class _Sources:
-    """The tiers that count: whether files do, and blocks on their way."""
+    """The places to search for blocks: whether to include files and arriving blocks."""
 
     files: bool
     arriving: bool
 
 
 class OffloadFeature(Feature):
-    """tiers: of the KV groups, all of which keep every position or are states."""
+    """Moves blocks between the device and the lower tiers.
+
+    Args:
+        tiers: the tiers of each KV group. Each group keeps the KV of every position, or recurrent
+            states.
+    """
 
     def __init__(self, tiers: Sequence[GroupTier], costs: CostModel) -> None:
         self._tiers = {tier.group: tier for tier in tiers}
         self._kv = [tier for tier in tiers if not tier.state]
         self._states = [tier for tier in tiers if tier.state]
         self._wanted: dict[str, FetchState] = {}
-        """By request id."""
+        """Fetches by request id."""
         self._costs = costs
         self._jobs: dict[int, tuple[GroupTier, Job]] = {}
-        """By the id of a transfer."""
+        """Running transfers by id."""
         self._queue: list[Transfer] = []
         self._next_id = 0
         self.counts = TierStats(
@@ -152,7 +163,7 @@ class OffloadFeature(Feature):
         self._queue = []
 
     def _write(self, tier: GroupTier, hashes: list[bytes]) -> None:
-        """To files; what was written gives up its slot."""
+        """Starts writing blocks to files. Their slots in the pool are freed at its end."""
         tier.spilling += len(hashes)
         slots = [tier.host.pin(block_hash) for block_hash in hashes]
         self._send(tier, Job(Kind.SPILL, hashes), "out", "disk", slots)
@@ -222,9 +233,11 @@ class OffloadFeature(Feature):
     def _reach(
         self, request: Request, match: Match, tokens: Int32, sources: _Sources
     ) -> _ReachablePrefix | None:
-        """Finds the longest prefix of `tokens`, int32 [n], that a request can go on behind once the
-        lower tiers have brought what it lacks; None if a match is as long. The device and these
-        tiers have its KV, and where there are states, these tiers have its state."""
+        """Finds the longest prefix of `tokens`, int32 [n], that the device and the lower tiers hold
+        together. If the model has recurrent states, the tiers must hold the state at its end.
+
+        Returns None if the device alone holds as much.
+        """
         size = self._blocks.block_size
         kept = self._loader.kept(match, tokens)
         last = self._loader.block_hash(request.namespace, kept)
@@ -246,7 +259,7 @@ class OffloadFeature(Feature):
     def _behind_tail(
         self, kept: Match, run: list[bytes], last: bytes, tokens: Int32, sources: _Sources
     ) -> _ReachablePrefix | None:
-        """Finds a state within the block behind a run. last: the hash of the run's end."""
+        """Finds a state within the block after a run. last: the hash of the run's end."""
         size = self._blocks.block_size
         begin = kept.length + len(run) * size
         tail = None if run else self._loader.kept_tail(kept, tokens)
@@ -263,7 +276,7 @@ class OffloadFeature(Feature):
     def _at_boundary(
         self, request: Request, first: int, kept: Match, run: list[bytes], sources: _Sources
     ) -> _ReachablePrefix | None:
-        """Finds the last state at the end of a block behind the first `first`."""
+        """Finds the last state at the end of a block after the first `first` blocks."""
         hashes = self._loader.block_hashes(request.namespace, kept, first) + run
         for count in range(len(hashes), 0, -1):
             block_hash, whole = hashes[count - 1], first + count
@@ -278,13 +291,13 @@ class OffloadFeature(Feature):
     def _reached(
         self, end: int, kept: Match, blocks: list[bytes], state: bytes | None = None
     ) -> _ReachablePrefix:
-        """Returns the prefix up to `end`, with the blocks to bring back for it.
+        """Returns the prefix up to `end`, with the blocks to copy back for it.
 
         Args:
             end: Tokens.
             kept: The part that the device has.
-            blocks: Hashes of the KV blocks to bring back.
-            state: Hash of the recurrent states to bring back; None: no states.
+            blocks: Hashes of the KV blocks to copy back.
+            state: Hash of the recurrent states to copy back; None: no states.
         """
         wanted = [(tier, blocks) for tier in self._kv if blocks]
         if state is not None:
@@ -299,8 +312,8 @@ class OffloadFeature(Feature):
         match: Match,
         reach: _ReachablePrefix,
     ) -> list[Job]:
-        """Books blocks for what the host holds, and has them filled."""
-        # Booking may push blocks out, to slots of the pool: not to those that are about to be read.
+        """Books blocks on the device for those on the host, and starts the copies."""
+        # Booking may evict other blocks to the pool. They must not take the slots to be read.
         slots = [
             [tier.host.pin(block_hash) for block_hash in hashes] for tier, hashes in reach.wanted
         ]
@@ -321,14 +334,14 @@ class OffloadFeature(Feature):
         return jobs
 
     def _load(self, tier: GroupTier, hashes: list[bytes]) -> list[Job]:
-        """Reads files into the pool, as far as it has room."""
+        """Starts reading files into the pool, as far as the pool has room."""
         jobs = []
         for part, slots in tier.expect(hashes):
             jobs.append(Job(Kind.LOAD, part))
             self._send(tier, jobs[-1], "in", "disk", slots)
         return jobs
 
-    # -- what became of it ---------------------------------------------------------------------
+    # -- ends of transfers ---------------------------------------------------------------------
 
     def pending(self, idle: bool) -> bool:
         if self._queue or any(tier.places for tier in self._tiers.values()):
@@ -339,7 +352,7 @@ class OffloadFeature(Feature):
         self.counts.transfer_failures += sum(id in self._jobs for id in failed)
         for ids, good in ((finished, True), (failed, False)):
             for id in ids:
-                if id in self._jobs:  # else it is another feature's
+                if id in self._jobs:  # Others are transfers of other features.
                     self._end(*self._jobs.pop(id), good)
 
     def _end(self, tier: GroupTier, job: Job, good: bool) -> None:
@@ -402,11 +415,12 @@ class OffloadFeature(Feature):
     # -- the end -------------------------------------------------------------------------------
 
     def evict_all(self) -> None:
-        """Move what only the device has to the host, with the next plan."""
+        """Moves blocks that only the device holds to the host, with the next plan."""
         self._blocks.evict_all()
 
     def save(self) -> None:
-        """Write what only the host has to files, last used first, with the next plan."""
+        """Writes blocks that only the host holds to files with the next plan. The most recently
+        used ones go first."""
         for tier in self._tiers.values():
             for hashes in tier.unwritten():
                 self._write(tier, hashes)
@@ -437,10 +451,8 @@ def _all_have(tiers: Sequence[GroupTier], block_hash: bytes, sources: _Sources) 
 
 
 def _missing(reach: _ReachablePrefix) -> tuple[list[Job], list[tuple[GroupTier, list[bytes]]]]:
-    """Returns the jobs that already bring some of the blocks, and the hashes to load from files.
-
-    The hashes are listed by tier. Blocks that the host holds count as used.
-    """
+    """Returns the running jobs that move some of the blocks, and by tier the hashes to load from
+    files. Blocks that the host holds are marked as used."""
     jobs: dict[int, Job] = {}
     loads: list[tuple[GroupTier, list[bytes]]] = []
     for tier, hashes in reach.wanted:

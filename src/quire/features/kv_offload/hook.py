@@ -1,4 +1,4 @@
-"""The runner's part: it opens the host's memory and the files as places of every rank."""
+"""The runner's part: it opens the host's memory and the files as each rank's transfer places."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from quire.runner.transfer.place import Place
 from quire.runner.transfer.places import DiskPlace, tiers
 
 FILE_KEYS: WorkerCall[int, Int32] = WorkerCall("kv_offload.file_keys")
-"""Answers the keys of a KV group's blocks in files, the least recently used first, int32 [n, 4]."""
+"""Returns the keys of a KV group's blocks in files, least recently used first, int32 [n, 4]."""
 
 
 class OffloadHook(Hook):

@@ -1,4 +1,4 @@
-"""Opens the tiers below the device's KV cache, and measures what moving and computing cost."""
+"""Opens the tiers below the device's KV cache, and measures the costs of moving and computing."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class OffloadLoop(LoopFeature):
         self._feature: OffloadFeature | None = None
 
     def start(self, executor: Executor, capacity: Capacity) -> OffloadFeature | None:
-        """Opens the tiers that were asked for; returns None if none was.
+        """Opens the tiers that the settings ask for. Returns None if they ask for none.
 
         Raises:
-            ConfigError: the model's KV cannot be kept there.
+            ConfigError: the tiers do not support the model's KV.
         """
         if capacity.host_blocks:
             self._feature = open_tiers(self._config, executor, capacity)
@@ -58,10 +58,10 @@ class OffloadLoop(LoopFeature):
 
 
 def open_tiers(config: EngineConfig, executor: Executor, capacity: Capacity) -> OffloadFeature:
-    """Measures the costs and opens the host tier and, if asked for, the disk tier.
+    """Measures the costs, and opens the host tier and, if set, the disk tier.
 
     Raises:
-        ConfigError: the model's KV cannot be kept there.
+        ConfigError: the tiers do not support the model's KV.
     """
     if any(group.kind == "window" for group in capacity.groups):
         raise ConfigError(
@@ -94,7 +94,7 @@ def _group_tier(
 ) -> GroupTier:
     state = group.kind == "state"
     if config.args.disk_cache is None:
-        # Rates are a rank's; counts are of all.
+        # Rates are measured on one rank, but counts are over all ranks.
         block_bytes = group.block_bytes * config.args.tensor_parallel_size
         return GroupTier(index, slots, block_bytes, state=state)
     keys = [key.tobytes() for key in executor.call(FILE_KEYS, index)]
@@ -103,8 +103,8 @@ def _group_tier(
 
 
 class Probe:
-    """Times plans of its own: a prompt, and copies each way. What they leave in the first blocks is
-    never read, as no request owns it."""
+    """Times test plans: a prompt, and copies in each direction. They write the first blocks, whose
+    contents no request reads."""
 
     def __init__(self, config: EngineConfig, executor: Executor, capacity: Capacity) -> None:
         self._config = config
@@ -118,7 +118,7 @@ class Probe:
         count = max(1, min(most, _COPY_BYTES // size))
         latency = self._copy("out", 1)
         for direction in ("out", "in"):
-            self._copy(direction, count)  # the first one compiles, and touches the memory
+            self._copy(direction, count)  # A warm-up, which compiles and touches the memory.
         latency = min(latency, self._copy("out", 1), self._copy("in", 1))
         out, into = self._copy("out", count), self._copy("in", count)
         return Rates(
@@ -129,7 +129,7 @@ class Probe:
         )
 
     def _copy(self, direction: str, count: int) -> float:
-        """Seconds until `count` blocks have crossed."""
+        """Returns the seconds until `count` blocks are copied."""
         ids = int32(range(count))
         transfer = Transfer(
             id=-1 - self._step,
@@ -146,7 +146,7 @@ class Probe:
         return time.perf_counter() - began
 
     def _prefill(self) -> float:
-        """Tokens per second of a prompt of usual length."""
+        """Returns the tokens per second of a prompt with `_PROMPT` tokens."""
         config, group = self._config.scheduler, self._capacity.groups[0]
         kind = "cpu" if self._config.device == "cpu" else "cuda"
         room = self._capacity.num_blocks[0] * group.tokens_per_block
@@ -204,5 +204,5 @@ class Probe:
 
 
 def _one_append(ids: Sequence[int]) -> BlockAppends:
-    """Returns these entries of the table of lane 0."""
+    """Returns appends of these blocks to the block table of lane 0."""
     return BlockAppends(int32([0]), int32([0]), int32([len(ids)]), int32(ids))

@@ -23,7 +23,7 @@ _TIER_COUNTERS = {
 
 
 def collect(tiers: TierStats) -> Iterator[Metric]:
-    """Yields the families of the statistics."""
+    """Yields the metric families of the statistics."""
     blocks = gauge("tier_blocks", "KV blocks in lower tiers.", labels=("tier",))
     blocks.add_metric(["host"], tiers.host_blocks_used)
     blocks.add_metric(["disk"], tiers.disk_blocks)

@@ -6,9 +6,9 @@ import msgspec
 
 
 class TierStats(msgspec.Struct):
-    """Counts since the start, in blocks unless said otherwise.
+    """Counts since the start.
 
-    From `host_evictions` on, a recurrent state counts as a block.
+    In the attributes from `host_evictions` on, a recurrent state counts as a block.
 
     Attributes:
         host_blocks_total: KV blocks that the host has room for.

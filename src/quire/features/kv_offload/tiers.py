@@ -1,4 +1,4 @@
-"""The blocks in the lower tiers, and transfers under way."""
+"""The blocks in the lower tiers, and running transfers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Kind(Enum):
 
 @dataclass(slots=True)
 class Job:
-    """Blocks of one KV group in transfer.
+    """A transfer of blocks of one KV group.
 
     Attributes:
         hashes: Hashes of the blocks that move.
         waiters: Ids of requests to wake at the end.
         prefix_load: The load that an IN job belongs to.
-        stale: Whether the prefix cache was cleared meanwhile.
+        stale: Whether the prefix cache was cleared during the transfer.
         began: Start, as `time.monotonic()`.
     """
 
@@ -40,13 +40,14 @@ class Job:
 
 @dataclass(slots=True)
 class PrefixLoad:
-    """A prefix on its way to the device, by one IN job for each KV group with missing blocks.
+    """A prefix that is being copied to the device, with an IN job for each KV group with missing
+    blocks.
 
     Attributes:
         loading: The device's blocks that the jobs fill.
-        left: Number of jobs still under way.
-        tokens: Prompt tokens that need no prefill thanks to it.
-        loaded: Number of these tokens read from files for it.
+        left: Number of unfinished jobs.
+        tokens: Number of prompt tokens whose prefill it saves.
+        loaded: Number of these tokens that were read from files.
         good: Whether every ended job succeeded.
         waiters: Ids of the requests that waited for ended jobs.
     """
@@ -62,22 +63,26 @@ class PrefixLoad:
 # The blocks of one KV group in the lower tiers.
 
 _SPILL_BATCH = 16
-"""Blocks of one transfer to or from files: what fails, fails together."""
+"""Most blocks of one transfer to or from files."""
 _MOST_SPILLS = 16
-"""Transfers to files at a time."""
+"""Most transfers to files at a time."""
 
 
 class GroupTier:
     """The blocks of one KV group on the host and in files. A recurrent state counts as a block.
 
-    group: its index. slots: of the host's pool. block_bytes: of a block on the device.
-    files: hashes of the blocks in files at the start, oldest first, or None without a disk tier;
-        most_files: how many fit.
+    Args:
+        group: index of the KV group.
+        slots: number of slots in the host's pool.
+        block_bytes: bytes of a block on the device.
+        files: hashes of the blocks in files at the start, oldest first; None without a disk tier.
+        most_files: number of blocks that fit in files.
 
     Attributes:
-        arriving: by block hash, the job that its contents arrive by, on the host or on the device.
-        outgoing, places: what the next plan moves out: a job, and (block, slot) pairs.
-        spilling: blocks on their way to files.
+        arriving: by block hash, the job that copies the block to the host or to the device.
+        outgoing: job of the blocks that the next plan moves to the host.
+        places: (block, slot) pairs of that job.
+        spilling: number of blocks that are being written to files.
     """
 
     def __init__(
@@ -101,7 +106,12 @@ class GroupTier:
         self.outgoing, self.places = Job(Kind.OUT), list[tuple[int, int]]()
 
     def has(self, block_hash: bytes, *, files: bool, arriving: bool) -> bool:
-        """Whether a block is on the host, or in files or on its way where these count."""
+        """Returns whether a block is on the host.
+
+        Args:
+            files: blocks in files count too.
+            arriving: blocks that are being copied count too.
+        """
         return (
             self.host.holds(block_hash)
             or (arriving and block_hash in self.arriving)
@@ -109,7 +119,7 @@ class GroupTier:
         )
 
     def leave(self, block_hash: bytes, block: int) -> None:
-        """Makes room on the host for a block that the device gives up, if there can be any."""
+        """Plans to move an evicted block of the device to the host, if there is room for it."""
         if block_hash in self.host:
             self.host.touch(block_hash)
             return
@@ -120,14 +130,14 @@ class GroupTier:
             self.arriving[block_hash] = self.outgoing
 
     def take_leaving(self) -> tuple[Job, list[tuple[int, int]]]:
-        """Returns what the plan that is being made moves out."""
+        """Returns the job and the (block, slot) pairs for the plan that is being made."""
         left = self.outgoing, self.places
         self.outgoing, self.places = Job(Kind.OUT), []
         return left
 
     def expect(self, hashes: Sequence[bytes]) -> Iterator[tuple[list[bytes], list[int]]]:
-        """Makes room on the host for blocks that files hold, as far as there is any. Yields hashes
-        and slots of one transfer each."""
+        """Reserves slots on the host for blocks in files, as far as there is room. Yields the
+        hashes and slots of each transfer."""
         hashes = hashes[: max(1, self.host.num_slots // 2)]
         for at in range(0, len(hashes), _SPILL_BATCH):
             part: list[bytes] = []
@@ -143,8 +153,8 @@ class GroupTier:
             yield part, slots
 
     def spills(self) -> Iterator[list[bytes]]:
-        """Makes room on the host for blocks to come, oldest first: drops what files hold, and
-        yields what one transfer each should write."""
+        """Frees slots on the host ahead of need, oldest blocks first. It drops blocks that files
+        hold, and yields the others, a list of hashes for each transfer to files."""
         lacking = self._reserve - self.host.num_free - self.spilling
         if self.files is None or lacking <= 0:
             return
@@ -160,7 +170,8 @@ class GroupTier:
             yield batch[at : at + _SPILL_BATCH]
 
     def unwritten(self) -> Iterator[list[bytes]]:
-        """Yields all that only the host holds, last used first, in parts for one transfer each."""
+        """Yields the blocks that only the host holds, most recently used first. Each list is for
+        one transfer."""
         if self.files is None:
             return
         oldest = self.host.oldest(self.host.num_slots)
@@ -169,7 +180,7 @@ class GroupTier:
             yield hashes[max(0, at - _SPILL_BATCH) : at][::-1]
 
     def forget(self) -> None:
-        """Drops all that is not being copied."""
+        """Drops all blocks that are not being copied."""
         self.host.clear()
         self.outgoing.stale = True
         if self.files is not None:

@@ -19,7 +19,7 @@ __all__ = ["FEATURE", "LoRARequest"]
 
 FEATURE = FeatureSpec(
     name="lora",
-    order=100,  # behind those that refuse requests: what they refuse is never bound to an adapter
+    order=100,  # After features that refuse requests, so no refused request is bound to an adapter.
     args="quire.features.lora.args:LoRAArgs",
     loop="quire.features.lora.feature:AdapterFeature",
     hook="quire.features.lora.hook:AdapterHook",

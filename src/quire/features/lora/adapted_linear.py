@@ -20,15 +20,19 @@ _adapted_linear = ops.op(twins.adapted_linear)
 
 @dataclass(slots=True)
 class AdaptedStep:
-    """The step that runs, for all layers. rows: its tokens with adapters, None if it has none."""
+    """The running step, shared by all layers. rows: its tokens with adapters; None: there are
+    none."""
 
     rows: AdapterRows | None = None
 
 
 class AdaptedLinear:
-    """Computes a linear layer in steps with adapters: product, scales, bias, adapter, activation,
-    residual. Rows without an adapter get the same bits as from the layer alone, as their products
-    come from the same kernels."""
+    """Computes a linear layer in steps with adapters. The order is: product, scales, bias, adapter,
+    activation, residual.
+
+    Rows without an adapter get the same bits as from the layer alone, because the same kernels
+    compute their products.
+    """
 
     def __init__(self, layer: Linear, weights: SlotWeights, step: AdaptedStep) -> None:
         self._layer = layer
@@ -50,17 +54,17 @@ class AdaptedLinear:
         shared = layer.split == "inputs" and layer.group.world > 1
         form = layer.weights[0].format
         if shared and form.inputs == "group" and layer.weight.inputs % form.group:
-            # The groups of inputs that share a scale lie on several ranks.
+            # A group of inputs with one scale lies on several ranks.
             out = _add_adapters(layer.partial_sum(x), x, self._weights, rows)
             return layer.group.all_reduce(out, residual, layer.name)
-        # What every rank holds whole may enter the sum over ranks only once.
+        # Every rank has the whole bias, but the sum over ranks may count it only once.
         bias = None if shared and layer.group.rank else layer.bias
         if len(layer.stacks) > 1:
             return self._one_by_one(x, residual, bias, act, rows)
         out = _adapted_linear(
             x, layer.weight, bias, None if shared else residual, scale, act, self._weights, rows
         )
-        # Each rank has added what its share of the inputs gives.
+        # Each rank's result is only of its share of the inputs.
         return layer.group.all_reduce(out, residual, layer.name) if shared else out
 
     def _one_by_one(
@@ -71,7 +75,7 @@ class AdaptedLinear:
         act: Activation | None,
         rows: AdapterRows,
     ) -> Tensor:
-        """Computes outputs whose weights differ one after the other."""
+        """Computes the layer's weights one after the other."""
         parts, start = [], 0
         for weight in self._layer.weights:
             end = start + weight.outputs

@@ -1,4 +1,4 @@
-"""One rank's adapters: those in the device's slots, and those that were read, in host memory."""
+"""One rank's adapters: in the device's slots, and in a cache in host memory."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ Flags = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class ImageCache:
-    """Adapters in host memory, by digest; those used least recently go first. Thread-safe.
+    """An LRU cache of adapters in host memory, by digest. Thread-safe.
 
-    capacity: bytes, of which the latest adapter may take more.
+    Args:
+        capacity: limit in bytes. The latest adapter stays even if it alone is larger.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -61,13 +62,17 @@ class ImageCache:
 class AdapterPool:
     """The slots of a model's device, and the thread that fills them.
 
-    slots: their number. rank: the largest of an adapter. cache_bytes: of host memory for adapters
-    that were read. flags: int64 [ranks], the last load that each rank has done, negative where
-    it failed. Reading and copying go on beside the steps that run: a slot is written only while no
-    request uses it.
+    Reading and copying overlap with running steps. A slot is written only while no request uses it.
+
+    Args:
+        slots: number of slots.
+        rank: largest rank of an adapter.
+        cache_bytes: bytes of the cache in host memory.
+        flags: int64 [ranks], number of the last load that each rank has done; negative if the load
+            failed.
 
     Raises:
-        ConfigError: the model takes no adapters, or none of this rank.
+        ConfigError: the model has no layers for adapters, or the slots do not fit.
     """
 
     def __init__(
@@ -111,11 +116,11 @@ class AdapterPool:
     # -- steps ---------------------------------------------------------------------------------
 
     def begin(self, rows: StepRows, column: Tensor, tokens: int) -> None:
-        """Prepares the layers for a step with adapters. column: int32 [lanes], slots."""
+        """Prepares the layers for a step with adapters. column: slots by lane, int32 [lanes]."""
         self._step.rows = adapter_rows(rows, column, num_tokens=tokens, num_slots=self.slots)
 
     def end(self) -> None:
-        """Prepares the layers for a step without."""
+        """Prepares the layers for a step without adapters."""
         self._step.rows = None
 
     # -- adapters ------------------------------------------------------------------------------
@@ -130,11 +135,15 @@ class AdapterPool:
         return self._read(path)[0]
 
     def load(self, number: int, slot: int, path: str, digest: str) -> None:
-        """Copies an adapter to a slot that no request uses, on another thread, and then sets this
-        rank's flag. number: of the load, counted from 1."""
+        """Copies an adapter to a slot on another thread, and then sets this rank's flag.
+
+        Args:
+            number: number of the load, counted from 1.
+            slot: a slot that no request uses.
+        """
         before = None
         if self._stream is not None:
-            # Steps that were launched may still read what the slot held.
+            # Launched steps may still read the slot's earlier content.
             before = torch.cuda.current_stream(self._device).record_event()
         self._thread.submit(self._load, number, slot, path, digest, before)
 
@@ -164,7 +173,7 @@ class AdapterPool:
                 if found != digest:
                     raise RequestError("the adapter's files have changed", "model")
             self._copy(image, slot, before)
-        except Exception as error:  # whatever it is: all ranks wait for the flag
+        except Exception as error:  # All ranks wait for the flag, so every error must set it.
             _log.warning("adapter %s could not be copied to a slot: %r", path, error)
             self._flags[self._rank] = -number
         else:
@@ -180,6 +189,6 @@ class AdapterPool:
             self._stream.synchronize()
 
     def put(self, image: Image, slot: int) -> None:
-        """Starts to copy an adapter to a slot, on the current stream."""
+        """Starts copying an adapter to a slot, on the current stream."""
         self._memory[slot, : len(image.data)].copy_(image.data, non_blocking=True)
         self._tables[slot].copy_(image.table, non_blocking=True)

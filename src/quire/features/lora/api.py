@@ -1,4 +1,4 @@
-"""The routes of adapters, as vLLM has them."""
+"""The HTTP routes for adapters, which are those of vLLM."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quire.server.state import state_of
 
 
 class LoadAdapterRequest(StrictModel):
-    """Body of `/v1/load_lora_adapter`. load_inplace: another adapter may take the name over."""
+    """Body of `/v1/load_lora_adapter`. load_inplace: a known name may be given to this adapter."""
 
     lora_name: Name | None = None
     lora_path: str | None = None
@@ -29,7 +29,7 @@ class UnloadAdapterRequest(StrictModel):
 
 
 async def load_adapter(request: Request) -> Response:
-    """Answers when the adapter was read: requests may name it from then on."""
+    """Loads an adapter. The answer comes when requests may name it."""
     state = state_of(request)
     body = await read_body(request, LoadAdapterRequest, state.args.max_body_bytes)
     state.check_alive()
@@ -46,7 +46,7 @@ async def load_adapter(request: Request) -> Response:
 
 
 async def unload_adapter(request: Request) -> Response:
-    """Answers at once; requests that run with the adapter go on."""
+    """Unloads an adapter, and answers at once. Running requests keep the adapter."""
     state = state_of(request)
     body = await read_body(request, UnloadAdapterRequest, state.args.max_body_bytes)
     state.check_alive()

@@ -1,4 +1,4 @@
-"""The settings of adapters."""
+"""The settings for adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LoRAArgs(FeatureArgs):
-    """The settings of adapters: where they are, and how many memory holds."""
+    """The settings for adapters: their paths, and the memory for them."""
 
     enable_lora: bool = setting(False, "Take LoRA adapters; so do lora and lora_dir.")
     lora: tuple[str, ...] = setting((), "LoRA adapter to serve, NAME=PATH (may be repeated).")
@@ -26,7 +26,7 @@ class LoRAArgs(FeatureArgs):
 
 
 def check_settings(args: EngineArgs, spec: ModelSpec, device: str) -> None:
-    """Raises ConfigError where stages, or results to the bit, allow no adapters."""
+    """Raises ConfigError if pipeline stages or `deterministic` rule out adapters."""
     stages, ranks = args.pipeline_parallel_size, args.tensor_parallel_size
     for name in ("enable_lora", "lora", "lora_dir"):
         if stages > 1 and getattr(args, name):

@@ -1,4 +1,4 @@
-"""The calls of adapters, and what API processes need of them."""
+"""The calls about adapters, and their use by API processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class LoadAdapter(msgspec.Struct, frozen=True):
 
     Attributes:
         path: the adapter's folder, or its id on the hub.
-        in_place: a known name may be given to another adapter.
-        known: an adapter of this name and path may be there already.
+        in_place: whether a known name may be given to this adapter.
+        known: whether it is no error if an adapter has this name and path already.
     """
 
     name: str
@@ -30,9 +30,9 @@ def _no_adapters() -> RequestError:
 LOAD: CallType[LoadAdapter, None] = CallType(
     "lora.load", LoadAdapter, type(None), refusal=_no_adapters
 )
-"""Answers when the adapter was read."""
+"""Gives a name to an adapter. The answer comes when the adapter was read."""
 UNLOAD: CallType[str, None] = CallType("lora.unload", str, type(None), refusal=_no_adapters)
-"""Forgets a name, and ends its loads that are under way."""
+"""Forgets a name, and cancels its running loads."""
 CALLS = (LOAD, UNLOAD)
 
 ADAPTER: RequestField[str] = RequestField("lora.adapter", str, option="adapter", separates=True)
@@ -44,14 +44,17 @@ NAMES: NewsType[tuple[str, ...]] = NewsType("lora.names", tuple[str, ...], ())
 
 
 def adapter_names(client: Callers) -> tuple[str, ...]:
-    """Returns the names of the adapters that all engines which are alive have told of."""
+    """Returns the names of the adapters that every live engine has."""
     alive = [engine.news(NAMES) for engine in client.replicas if engine.alive]
     return tuple(name for name in (alive or [()])[0] if all(name in names for names in alive))
 
 
 async def load_adapter(client: Callers, name: str, path: str, *, in_place: bool = False) -> None:
-    """Gives a name to an adapter, once the engines have read it. in_place: also a known name;
-    requests that run keep the adapter they began with.
+    """Gives a name to an adapter, once the engines have read it.
+
+    Args:
+        in_place: whether a known name may be given to this adapter. Running requests keep the
+            adapter that they began with.
 
     Raises:
         RequestError: the name is known, or the adapter cannot be used.
@@ -60,12 +63,12 @@ async def load_adapter(client: Callers, name: str, path: str, *, in_place: bool 
     client.check_alive()
     for engine in client.replicas:
         if engine.alive:
-            # One refusal ends it: of two loads of a name, the first engine takes one only.
+            # One refusal is enough. If two clients load one name, the first engine refuses one.
             await engine.call(LOAD, LoadAdapter(name, path, in_place))
 
 
 async def unload_adapter(client: Callers, name: str) -> None:
-    """Forgets a name; requests that run with its adapter go on.
+    """Forgets a name. Running requests keep its adapter.
 
     Raises:
         RequestError: there is no such name.
@@ -81,6 +84,6 @@ async def unload_adapter(client: Callers, name: str) -> None:
             raise
         except QuireError as error:
             refusals.append(error)
-    # A load that was given up had not come to all engines.
+    # A cancelled load may not have reached all engines, so some refusals are no error.
     if refusals and len(refusals) == len(engines):
         raise refusals[0]

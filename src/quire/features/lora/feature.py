@@ -1,9 +1,9 @@
-"""Requests with adapters: the scheduler's part and the engine loop's.
+"""Requests with adapters: the scheduler's part and the engine loop's part.
 
-A request is bound to the version that its adapter's name stands for when it arrives, and parked
-until that is in a slot. Adapters are read on a thread and copied to slots by each rank's
-(`AdapterPool`), one after the other; others never wait. A slot is filled by an entry of a plan, so
-that all ranks fill it between the same steps.
+At its arrival a request is bound to the current version of its adapter. It is parked until that
+version is in a slot. A thread reads adapters, and a thread of each rank (`AdapterPool`) copies them
+to slots, one after the other. Requests without adapters never wait. An entry of a plan fills a
+slot, so all ranks fill it between the same steps.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Counts:
 
     Attributes:
         loads: Filled slots.
-        seconds: Time to fill them, from `_SlotLoad.began` to the end, in all.
+        seconds: Total time to fill them, from `_SlotLoad.began` to the end.
         failures: Adapters that could not be read or copied.
     """
 
@@ -105,7 +105,7 @@ class _ParkedRequests:
 
 
 class AdapterFeature(Feature, LoopFeature):
-    """Belongs to the engine's thread, like the scheduler that calls it."""
+    """Binds requests to adapters. Belongs to the engine's thread, like the scheduler."""
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -113,14 +113,14 @@ class AdapterFeature(Feature, LoopFeature):
         self._slots = SlotTable(config.args.max_loras)
         self._lane_slots = np.full(config.scheduler.max_num_seqs, -1, dtype=np.int32)
         self._bound: dict[str, Version] = {}
-        """By the ids of requests that have not ended."""
+        """Versions by the ids of unfinished requests."""
         self._waiting: OrderedDict[int, _ParkedRequests] = OrderedDict()
-        """By the version's id, in order of arrival."""
+        """Parked requests by the id of their version, in order of arrival."""
         self._readings: list[_AdapterRead] = []
         self._fetching: list[_HubDownload] = []
         self._load: _SlotLoad | None = None
         self._news = False
-        """Whether the last poll woke or ended requests, which the loop has yet to act on."""
+        """Whether the last poll woke or ended requests, and the loop has not handled that yet."""
         self._numbers = 0
         self._counts = _Counts()
         self._pool: AdapterPool
@@ -220,7 +220,7 @@ class AdapterFeature(Feature, LoopFeature):
         return woken, failed
 
     def _take_fetched(self) -> None:
-        """Begins to read adapters that have come from the hub."""
+        """Starts reading the adapters that were downloaded from the hub."""
         for fetching in [fetching for fetching in self._fetching if fetching.folder.done()]:
             self._fetching.remove(fetching)
             version, error = fetching.version, fetching.folder.exception()
@@ -235,7 +235,7 @@ class AdapterFeature(Feature, LoopFeature):
             self._readings.append(_AdapterRead(version, digest, fetching.answer))
 
     def _take_read(self) -> list[Failure]:
-        """Takes in adapters that were read. Returns the requests whose adapter could not be."""
+        """Takes in adapters that were read. Returns the requests whose adapter cannot be used."""
         failed: list[Failure] = []
         for reading in [reading for reading in self._readings if reading.digest.done()]:
             self._readings.remove(reading)
@@ -255,7 +255,7 @@ class AdapterFeature(Feature, LoopFeature):
         return failed
 
     def _take_load(self, failed: list[Failure]) -> None:
-        """Takes in the load that is under way, if it has ended."""
+        """Takes in the running load, if it has ended."""
         load = self._load
         if load is None or not load.sent:
             return
@@ -273,7 +273,8 @@ class AdapterFeature(Feature, LoopFeature):
             failed += self._failures(load.version, _broken(load.version))
 
     def _begin(self, woken: list[str]) -> None:
-        """Begins to read what was not, and to fill a slot for who has waited longest."""
+        """Starts reading unread adapters, and filling a slot for the request that has waited
+        longest."""
         reading = {id(reading.version) for reading in self._readings}
         lacking = []
         for waiting in list(self._waiting.values()):
@@ -293,8 +294,8 @@ class AdapterFeature(Feature, LoopFeature):
                 self._load = _SlotLoad(self._numbers, slot, lacking[0], time.monotonic())
 
     def _wake(self, waiting: _ParkedRequests) -> list[str]:
-        """Gives a version's slot to the requests that wait for it, if it has one that is open.
-        Returns those requests, which are then asked for again."""
+        """Gives a version's slot to its waiting requests, if it has an open one. Returns the ids of
+        these requests, which wakes them."""
         digest = waiting.version.digest
         if not all(self._slots.enter(digest, name) for name in waiting.requests):
             return []
@@ -326,7 +327,13 @@ class AdapterFeature(Feature, LoopFeature):
         elif asked.known and (same := [w for v, w in pending if _stands_for(v, path)]):
             answer = same[-1]
         elif not valid_name(name):
-            answer.set_exception(RequestError("This name is not possible.", "lora_name"))
+            answer.set_exception(
+                RequestError(
+                    "An adapter's name has 1 to 256 characters, and does not begin with a dot, "
+                    "slash or space.",
+                    "lora_name",
+                )
+            )
         elif (known is not None or pending) and not asked.in_place:
             answer.set_exception(
                 RequestError(
@@ -344,18 +351,17 @@ class AdapterFeature(Feature, LoopFeature):
         return answer
 
     def _pending(self, name: str) -> list[tuple[Version, Future[None]]]:
-        """Returns the versions that a name is to stand for once they were read, with the answers
-        that their callers wait for."""
+        """Returns the versions that are being read for a name, with their callers' answers."""
         loads: list[_HubDownload | _AdapterRead] = [*self._fetching, *self._readings]
         asked = [(load.version, load.answer) for load in loads]
         return [(v, answer) for v, answer in asked if answer is not None and v.name == name]
 
     def _remove(self, name: str) -> Future[None]:
-        """Forgets a name, and gives up the loads for it that have not ended."""
+        """Forgets a name, and cancels its unfinished loads."""
         answer: Future[None] = Future()
         pending = self._pending(name)
         for version, waits in pending:
-            # A read or a fetch that has begun goes on; nobody asks what it found.
+            # A read or a download that has begun goes on, but its result is not used.
             self._fetching = [each for each in self._fetching if each.version is not version]
             self._readings = [each for each in self._readings if each.version is not version]
             waits.set_exception(_unloaded(name))
@@ -409,7 +415,7 @@ def _unloaded(name: str) -> RequestError:
 
 
 def _stands_for(version: Version, path: str) -> bool:
-    """Whether a version is what was asked for by a path."""
+    """Returns whether a version is the adapter at a path."""
     return path in (version.path, version.hub_id)
 
 

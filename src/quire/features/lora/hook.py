@@ -1,4 +1,4 @@
-"""The runner's part of adapters: which lane uses which slot, and what slots hold."""
+"""The runner's part of adapters: each lane's slot, and the contents of the slots."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from quire.runner.readback import Upload
 from quire.runner.state import BatchState, ColumnSpec, Limits
 
 COLUMN, LOADS = "adapter", "adapter_loads"
-"""The column of lanes' slots, -1 for none, and the entry of plans that fill slots."""
+"""The column of each lane's slot (-1: no slot), and the plan entry that fills a slot."""
 ADAPTER_POOL: WorkerCall[None, AdapterPool] = WorkerCall("lora.pool")
-"""Answers the pool of the first rank."""
+"""Returns the pool of the first rank."""
 _MOST_RANKS = 64
 
 
 def load_entry(number: int, path: str, digest: str) -> Int32:
-    """Returns a load as a line of a plan's entry, int32 [1, n]: its number, then text, a character
-    for each word."""
+    """Returns a load as a row of a plan's entry, int32 [1, n]: its number, and then a text with one
+    character per word."""
     text = json.dumps([path, digest])
     return np.array([[number, *map(ord, text)]], dtype=np.int32)
 
 
 class AdapterHook(ProgramHook, HostHook):
-    """Has bodies of its own for steps with adapters, so that others cost what they did."""
+    """Runs separate bodies for steps with adapters, so that other steps do not become slower."""
 
     alters = True
     entries = frozenset({LOADS})

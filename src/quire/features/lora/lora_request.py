@@ -15,7 +15,7 @@ from quire.request import RequestOptions
 
 
 class AdapterLoader(Protocol):
-    """The parts of the engine's loop that reading an adapter needs."""
+    """The parts of the engine's loop that are needed to read an adapter."""
 
     def takes(self, call: CallType[Any, Any]) -> bool: ...
     def call(self, call: CallType[Any, Any], request: Any) -> Any: ...
@@ -24,7 +24,7 @@ class AdapterLoader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by a name of the caller's, and the folder that holds it."""
+    """An adapter: a name that the caller chooses, and the adapter's folder."""
 
     name: str
     path: str | Path
@@ -42,10 +42,11 @@ Asked = LoRARequest | Sequence[LoRARequest | None]
 
 
 def load_requested(core: AdapterLoader, asked: Asked, count: int) -> list[RequestOptions]:
-    """Reads the adapters of `count` prompts, where they are not known already.
+    """Reads the adapters of `count` prompts, unless they are known already.
 
     Raises:
-        RequestError: their number is another, an adapter cannot be used, or the engine takes none.
+        RequestError: the number of adapters differs from `count`, an adapter cannot be used, or
+            the engine takes no adapters.
     """
     each = [asked] * count if isinstance(asked, LoRARequest) else list(asked)
     if not all(one is None or isinstance(one, LoRARequest) for one in each):

@@ -17,7 +17,7 @@ _ADAPTER_COUNTERS = {
 
 
 def collect(found: AdapterStats) -> Iterator[Metric]:
-    """Yields the families of the statistics."""
+    """Yields the metric families of the statistics."""
     states = ("known", "cached", "resident")
     counts = gauge("adapters", "LoRA adapters, by state.", labels=("state",))
     for state in states:

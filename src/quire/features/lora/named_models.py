@@ -12,7 +12,7 @@ from quire.features.lora.registry import folder_of, names_in
 
 
 class AdapterModels:
-    """The adapters that the engines have told of, and those in the folder `lora_dir`."""
+    """The adapters that the engines have loaded, and those in the folder `lora_dir`."""
 
     def __init__(self, client: Callers) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Tables of an adapter's config that give values to modules: `rank_pattern` and `alpha_pattern`."""
+"""The tables `rank_pattern` and `alpha_pattern` of an adapter's config, with values of modules."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from quire.errors import RequestError
 
 _MOST_PATTERNS = 4096
 _SECONDS = 10.0
-"""Seconds in which all patterns of a table must have been compiled and matched."""
+"""Seconds within which all patterns of a table must be compiled and matched."""
 
 
 class ModulePatterns:
     """A table of patterns, each with the value of the modules that it matches.
 
-    As in PEFT, a pattern is a regular expression for the end of a module's name, from the beginning
-    or behind a dot, and the first one that matches counts. An adapter may come from anywhere, so
-    the expressions run in time linear in the name: Rust's `regex` in pydantic takes them. It has no
+    As in PEFT, a pattern is a regular expression for the whole name of a module or its end after a
+    dot, and the first pattern that matches counts. An adapter may come from an untrusted source. So
+    Rust's `regex` (in pydantic) runs the expressions, in time linear in the name. It has no
     backreferences and no lookaround.
 
     Args:
@@ -40,7 +40,7 @@ class ModulePatterns:
     def _compiled(self, pattern: str) -> SchemaValidator:
         self._check_time()
         try:
-            # The pattern alone must be whole: "a)|(b" would be so only within the parentheses.
+            # The pattern must be valid by itself: "a)|(b" is valid only within the parentheses.
             for expression in (pattern, rf"^(.*\.)?({pattern})$"):
                 compiled = SchemaValidator(core_schema.str_schema(pattern=expression))
         except (SchemaError, UnicodeError):
@@ -54,7 +54,7 @@ class ModulePatterns:
         """Returns the value of the first pattern that matches a module's name.
 
         Raises:
-            RequestError: the patterns have taken too long by now.
+            RequestError: the patterns have taken too long.
         """
         self._check_time()
         for compiled, value in self._patterns:

@@ -1,4 +1,4 @@
-"""Adapters in PEFT's format, read in the background, and fetched from the hub."""
+"""Reads adapters in PEFT's format in the background, and downloads them from the hub."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ Result = TypeVar("Result")
 
 
 def start(name: str, work: Callable[[], Result]) -> Future[Result]:
-    """Calls `work` on a thread of its own, which the process's end does not wait for. Returns what
-    it will return."""
+    """Calls `work` on its own daemon thread. Returns a future of its result."""
     result: Future[Result] = Future()
 
     def run() -> None:
@@ -66,20 +65,20 @@ _KNOWN = frozenset(
         "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
     }
 )  # fmt: skip
-"""Keys that are read here, or that concern training only."""
+"""Keys that this module reads, or that concern only training."""
 _CHANGES_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
-"""Ways to begin an adapter that change the base model's weights as well."""
+"""Values of init_lora_weights that also change the base model's weights."""
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
 _ELSEWHERE = re.compile(r"lora_embedding_|embed_tokens|\bwte\b|\bwpe\b|lm_head")
 
 
 def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
-    """Returns the adapter of a folder for a model. Takes as long as reading its file does.
+    """Returns the adapter in a folder, for a model. It takes as long as reading the file.
 
     Raises:
-        RequestError: there is none, it is damaged, or the model cannot be served with it; named
-            are the key of its config or the tensor that are to blame.
+        RequestError: there is no adapter, it is damaged, or the model cannot be served with it. The
+            message names the wrong key of its config or the wrong tensor.
     """
     raw, config = _config(folder)
     rank = _count(config, "r", 8)
@@ -107,7 +106,7 @@ def read_adapter(folder: Path, layout: AdapterLayout) -> Adapter:
         for target in targets:
             own_a, own_b = a.to(layout.dtype), target.rows(b).to(layout.dtype)
             for name, cast in (("A", own_a), ("B", own_b)):
-                # Where tokens of other adapters multiply a value by zero, infinity would show.
+                # Tokens of other adapters multiply these values by zero. Infinity would give NaN.
                 if not bool(torch.isfinite(cast).all()):
                     dtype = str(layout.dtype).removeprefix("torch.")
                     raise _wrong(f"{module}.lora_{name}.weight holds values beyond {dtype}")
@@ -147,13 +146,13 @@ def _config(folder: Path) -> tuple[bytes, Mapping[str, Any]]:
 
 
 def _bytes(path: Path, most: int) -> bytes:
-    """Returns a file's content. The thread that reads it is given up after `_READ_SECONDS`: a file
-    of a network may never come."""
+    """Returns a file's content. It gives up after `_READ_SECONDS`, because a file on a network may
+    never arrive."""
     try:
         read = peft.start("adapter-file", lambda: read_bounded(path, most))
         return read.result(_READ_SECONDS)
     except TimeoutError:
-        reason = f"it has not come within {_READ_SECONDS:g} s"
+        reason = f"it was not read within {_READ_SECONDS:g} s"
     except ValueError as error:
         reason = str(error)
     except OSError as error:
@@ -176,14 +175,14 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
             raise _wrong(f"{name}: DoRA is not supported")
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise _wrong(f"{name} is no part of a plain LoRA adapter")
+            raise _wrong(f"{name} is not a part of a plain LoRA adapter")
         if tensor.dtype not in FLOATS:
             raise _wrong(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}")
         if not bool(torch.isfinite(tensor).all()):
-            raise _wrong(f"{name} holds values that are no numbers")
+            raise _wrong(f"{name} holds infinite values or NaN")
         parts = found.setdefault(match["module"], {})
         if match["part"] in parts:
-            raise _wrong(f"{name} is there twice")
+            raise _wrong(f"{name} occurs twice")
         parts[match["part"]] = tensor
     for module, parts in found.items():
         for part in "AB":
@@ -206,7 +205,7 @@ def _check(module: str, a: Tensor, b: Tensor, targets: list[Target], rank: int) 
 
 
 def _scale(config: Mapping[str, Any], alpha: Any, rank: int) -> float:
-    """Returns alpha / rank, or with rsLoRA (Kalajdzievski 2023) over the root of the rank."""
+    """Returns alpha / rank, or alpha / sqrt(rank) with rsLoRA (Kalajdzievski 2023)."""
     # Kernels have the scale in float32.
     largest = torch.finfo(torch.float32).max
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= largest:
@@ -240,16 +239,16 @@ def _wrong(message: str) -> RequestError:
     return RequestError(message, "lora_path", "invalid_adapter")
 
 
-# Adapters of the Hugging Face hub, fetched to a folder of this machine.
+# Adapters of the Hugging Face hub, downloaded to a folder of this machine.
 
 
 def on_the_hub(path: str) -> bool:
-    """Whether an adapter's path names no folder of this machine, and may be one of the hub."""
+    """Returns whether an adapter's path is not a local folder and may be a hub id."""
     return path.count("/") == 1 and is_hub_id(path)
 
 
 def fetch_now(hub_id: str) -> str:
-    """Returns the folder of an adapter of the hub. Raises RequestError if it cannot be had."""
+    """Downloads an adapter from the hub. Returns its folder. Raises RequestError."""
     try:
         return str(download_adapter(hub_id))
     except ModelError as error:
@@ -257,6 +256,5 @@ def fetch_now(hub_id: str) -> str:
 
 
 def fetch(hub_id: str) -> Future[str]:
-    """Does what `fetch_now` does, on a thread of its own, which the process's end does not wait
-    for."""
+    """Does what `fetch_now` does, on its own daemon thread."""
     return peft.start("adapter-fetch", lambda: fetch_now(hub_id))

@@ -1,4 +1,4 @@
-"""The linear layers of a model that take adapters, by the names that checkpoints give them."""
+"""The linear layers of a model that take adapters, by their names in checkpoints."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from quire.ops.adapters import HEAD, WORDS, padded_rank, scale_bits
 from quire.parallel.sharding import ShardSpec
 
 _ALIGNED = 16
-"""Elements: every A and B begins on a multiple, so that kernels read whole lines."""
+"""Every A and B begins at a multiple of this many elements, so that kernels read whole lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A projection of a linear layer, and what of a module of the checkpoint it is.
+    """A projection of a linear layer, and its part of a checkpoint's module.
 
-    layer: index of the linear layer. place: of the projection in it. inputs: of the whole layer.
-    size: outputs of the whole projection. low, high: those that this rank holds. source: where
-        they stand in the module.
+    Attributes:
+        layer: index of the linear layer.
+        place: index of the projection in the layer.
+        inputs: number of the whole layer's inputs.
+        size: number of the whole projection's outputs.
+        low, high: range of the outputs that this rank holds.
+        source: the places of the outputs in the module.
     """
 
     layer: int
@@ -38,7 +42,7 @@ class Target:
 
     @property
     def outputs(self) -> int:
-        """The outputs of the module up to the projection's last."""
+        """The number of the module's outputs up to the projection's last one."""
         if self.source.every is not None:
             _, size, period = self.source.every
             return self.size // size * period
@@ -56,8 +60,12 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The share of an adapter in one projection, to which it adds scale * b a. a: [rank, inputs].
-    b: [outputs, rank]. Both are whole, whatever one of several devices holds."""
+    """An adapter's matrices for one projection, to whose weights it adds scale * b a.
+
+    Attributes:
+        a: [rank, inputs]. It is whole, not a rank's shard.
+        b: [outputs, rank]. It is whole, not a rank's shard.
+    """
 
     a: Tensor
     b: Tensor
@@ -66,7 +74,12 @@ class LowRank:
 
 @dataclass(slots=True)
 class Adapter:
-    """An adapter that was read. digest: of its contents. parts: by linear layer and projection."""
+    """An adapter that was read.
+
+    Attributes:
+        digest: digest of its contents.
+        parts: its matrices, by linear layer and projection.
+    """
 
     digest: str
     parts: dict[tuple[int, int], LowRank] = field(default_factory=dict)
@@ -74,8 +87,12 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An adapter as it stands in a slot, this rank's share. data: [elements] in the model's dtype.
-    table: int32 [layers, words], see `SlotWeights`."""
+    """The content of a slot for an adapter: this rank's share of it.
+
+    Attributes:
+        data: [elements], in the model's dtype.
+        table: int32 [layers, words], see `SlotWeights`.
+    """
 
     data: Tensor
     table: Tensor
@@ -86,13 +103,17 @@ class Image:
 
 
 class AdapterLayout:
-    """The linear layers of a model that take adapters of up to `rank`.
+    """The linear layers of a model that take adapters with a rank up to `rank`.
 
-    layers: those layers. targets: by the name of a checkpoint's module, without the family's
-    prefix, the projections that it is. elements: of a slot. words: of a line of a slot's table.
+    Attributes:
+        layers: these layers.
+        targets: the projections of each module of a checkpoint, by the module's name without the
+            family's prefix.
+        elements: number of elements of a slot.
+        words: number of words of a row of a slot's table.
 
     Raises:
-        ConfigError: the model has none, or a layer's names are not known.
+        ConfigError: the model has no such layer, or a layer's name is not known.
     """
 
     def __init__(self, model: Decoder, rank: int) -> None:

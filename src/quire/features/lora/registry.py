@@ -19,10 +19,12 @@ _FOLDER = re.compile(r"[^/\\\x00-\x1f.][^/\\\x00-\x1f]{0,254}")
 
 @dataclass(eq=False, slots=True)
 class Version:
-    """An adapter as it was when a name was given to it. Requests keep the version they began with.
+    """An adapter as it was when it got its name. Requests keep the version that they began with.
 
-    path: its folder. digest: of its contents; "" until it was read. hub_id: as which it was asked
-    for; "" for a folder of this machine.
+    Attributes:
+        path: its folder.
+        digest: digest of its contents; "" until it was read.
+        hub_id: the hub id that the caller named; "" for a local folder.
     """
 
     name: str
@@ -32,13 +34,17 @@ class Version:
 
     @property
     def key(self) -> int:
-        """Stands for the contents in the keys of the prefix tree, never 0."""
+        """Identifies the contents in the keys of the prefix tree. Never 0."""
         return int(self.digest[:15], 16) | 1 << 60
 
 
 class Registry:
-    """Names of adapters. folder: each of its folders that holds an adapter is one under its own
-    name, read when a request first asks for it."""
+    """The names of adapters.
+
+    Args:
+        folder: a folder of adapters. Each subfolder with an adapter is an adapter of the same name,
+            which is read when a request first names it.
+    """
 
     def __init__(self, folder: str | None) -> None:
         self._versions: dict[str, Version] = {}
@@ -56,7 +62,7 @@ class Registry:
         return name in self._versions
 
     def find(self, name: str) -> Version | None:
-        """Returns the version that a name stands for now; None: the name is unknown."""
+        """Returns a name's current version; None: the name is unknown."""
         known = self._versions.get(name)
         if known is None and (path := folder_of(self._folder, name)) is not None:
             known = self._versions[name] = Version(name, str(path))
@@ -66,8 +72,8 @@ class Registry:
         self._versions[version.name] = version
 
     def renew(self, version: Version) -> None:
-        """Lets an adapter of the folder, whose files have changed, be read anew by requests to
-        come."""
+        """Forgets a version of the folder of adapters, because its files have changed. Later
+        requests read it anew."""
         if self._versions.get(version.name) is version:
             path = folder_of(self._folder, version.name)
             if path is not None and str(path) == version.path:
@@ -82,12 +88,12 @@ class Registry:
 
 
 def folder_of(folder: Path | None, name: str) -> Path | None:
-    """Returns the folder of an adapter in a folder of adapters; None: it holds none of that
-    name."""
+    """Returns the subfolder of an adapter in a folder of adapters; None: there is no such
+    adapter."""
     if folder is None or not _FOLDER.fullmatch(name):
         return None
     path = folder / name
-    # Unlike Path's, this answers for any text: a name may be too long for the system.
+    # `Path.is_file` raises an error for names that are too long for the system.
     return path if os.path.isfile(path / CONFIG) else None
 
 
@@ -103,8 +109,10 @@ def names_in(folder: Path | None) -> list[str]:
 
 
 def valid_name(name: str) -> bool:
-    """Whether an adapter may have this name: 1 to 256 characters, the first no dot, slash or
-    space."""
+    """Returns whether an adapter may have this name.
+
+    A name has 1 to 256 characters, and does not begin with a dot, slash or space.
+    """
     return _NAME.fullmatch(name) is not None
 
 
@@ -112,7 +120,7 @@ def parse_setting(setting: str) -> tuple[str, str]:
     """Returns the name and the path of NAME=PATH.
 
     Raises:
-        ConfigError: it is not of this form.
+        ConfigError: the setting does not have this form.
     """
     name, equals, path = setting.partition("=")
     if not equals or not valid_name(name) or not path:
@@ -120,13 +128,18 @@ def parse_setting(setting: str) -> tuple[str, str]:
     return name, path
 
 
-# The device's slots: which adapter each holds, and which requests use it.
+# The device's slots: the adapter in each slot, and the requests that use it.
 
 
 @dataclass(slots=True)
 class Slot:
-    """A slot. digest: of the adapter in it, "" for none. users: ids of requests that run with it.
-    used: when a request last began or ended with it, counted in such events."""
+    """A slot of the device.
+
+    Attributes:
+        digest: digest of the adapter in it; "" if it is empty.
+        users: ids of the requests that use it.
+        used: time of its last use, counted in beginnings and ends of requests.
+    """
 
     digest: str = ""
     users: set[str] = field(default_factory=set)
@@ -134,12 +147,11 @@ class Slot:
 
 
 class SlotTable:
-    """The slots of a device. An adapter is found by its digest, so that adapters of the same
-    contents share one.
+    """The slots of a device. Slots are found by digest, so adapters with the same contents share a
+    slot.
 
-    A slot that requests use is never given away. Where an adapter waits and all slots are used, the
-    slot that was used least recently is closed: it takes no new requests, so that it will be free
-    however many come.
+    A slot in use is never given away. If an adapter waits and all slots are in use, the least
+    recently used slot is closed. It takes no new requests, so it becomes free in any case.
     """
 
     def __init__(self, count: int) -> None:
@@ -150,7 +162,7 @@ class SlotTable:
 
     @property
     def resident(self) -> int:
-        """Slots that hold an adapter."""
+        """The number of slots that hold an adapter."""
         return len(self._places)
 
     def place(self, digest: str) -> int:
@@ -158,8 +170,8 @@ class SlotTable:
         return self._places.get(digest, -1)
 
     def enter(self, digest: str, request_id: str) -> bool:
-        """Adds a request to an adapter's slot. Returns False if it has none, or its slot is
-        closed."""
+        """Adds a request to an adapter's slot. Returns False if the adapter has no slot, or the
+        slot is closed."""
         place = self.place(digest)
         if place < 0:
             return False
@@ -173,15 +185,15 @@ class SlotTable:
         return True
 
     def leave(self, digest: str, request_id: str) -> None:
-        """Takes a request off its adapter's slot. Idempotent."""
+        """Removes a request from its adapter's slot. Idempotent."""
         place = self.place(digest)
         if place >= 0 and request_id in self._slots[place].users:
             self._slots[place].users.discard(request_id)
             self._touch(self._slots[place])
 
     def take(self) -> int:
-        """Empties the slot that was used least recently and that no request uses. Returns its
-        place, or -1: there is none yet."""
+        """Empties the least recently used slot that no request uses. Returns its place; -1 if all
+        slots are in use."""
         free = [place for place, slot in enumerate(self._slots) if not slot.users]
         if not free:
             open_ones = [p for p in range(len(self._slots)) if p not in self._closed]
@@ -196,14 +208,14 @@ class SlotTable:
         return place
 
     def fill(self, place: int, digest: str) -> None:
-        """Notes that an empty slot now holds an adapter."""
+        """Records that an empty slot now holds an adapter."""
         slot = self._slots[place]
         slot.digest = digest
         self._places[digest] = place
         self._touch(slot)
 
     def reopen(self) -> None:
-        """Opens closed slots: nobody waits."""
+        """Opens closed slots, because no adapter waits any more."""
         self._closed.clear()
 
     def _touch(self, slot: Slot) -> None:

@@ -1,4 +1,4 @@
-"""One vector per prompt instead of tokens: the scheduler's side and the runner's."""
+"""Pooling: requests that get one vector for their prompt instead of tokens."""
 
 from quire.features.spec import FeatureSpec
 

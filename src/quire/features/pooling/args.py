@@ -1,4 +1,4 @@
-"""The setting of embeddings."""
+"""The setting for embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.config import FeatureArgs, setting
 
 @dataclass(frozen=True, kw_only=True)
 class PoolingArgs(FeatureArgs):
-    """The settings of embeddings."""
+    """The setting for embeddings."""
 
     pooling: Literal["auto", "last", "mean"] = setting(
         "auto",

@@ -1,4 +1,4 @@
-"""The scheduler's side: a pooled request ends with its prompt, and gives no token."""
+"""The scheduler's side: a pooling request ends with its prompt, and generates no token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 COLUMN = "pooled"
-"""The column that a plan writes for rows that are pooled, a `Share` each."""
+"""The column that a plan writes for pooled rows. A value is a `Share`."""
 
 
 class Share(enum.IntFlag):
-    """A row's part in its request's vector. MEAN: its states are added up. BEGINS: it starts at the
-    first token. ENDS: the vector is complete with it."""
+    """A row's part in its request's vector.
+
+    - MEAN: the row's states are added up.
+    - BEGINS: the row begins at the first token.
+    - ENDS: the row completes the vector.
+    """
 
     MEAN = 1
     BEGINS = 2
@@ -26,8 +30,11 @@ class Share(enum.IntFlag):
 
 
 class PoolingFeature(Feature, LoopFeature):
-    """Such a request has a `max_total` one above its prompt's length: it is never planned beyond
-    it, and the runner reports its end where the prompt ends."""
+    """Marks the rows of pooling requests.
+
+    A pooling request's `max_total` is one above its prompt's length. So the scheduler plans nothing
+    after the prompt, and the runner reports the request's end at the prompt's end.
+    """
 
     def __init__(self) -> None:
         self._active: dict[str, Request] = {}
@@ -36,7 +43,8 @@ class PoolingFeature(Feature, LoopFeature):
         return self
 
     def reusable(self, request: Request, n: int) -> int:
-        """Returns 0 for a mean: it needs the states of all tokens, which no cache holds."""
+        """Returns the tokens that may come from the cache: 0 for a mean, because it needs the
+        states of all tokens, which no cache holds."""
         pooling = request.pooling
         if pooling is None:
             return n

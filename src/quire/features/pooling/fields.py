@@ -1,9 +1,9 @@
-"""The field of a request for an embedding."""
+"""The request field for embeddings."""
 
 from __future__ import annotations
 
 from quire.features.call import RequestField
 
 POOLING: RequestField[str] = RequestField("pooling.kind", str, option="pooling")
-"""`Pooling`: how the prompt becomes a vector."""
+"""How the prompt becomes a vector: a `Pooling`."""
 FIELDS = (POOLING,)

@@ -1,4 +1,4 @@
-"""The runner's side: hidden states to vectors."""
+"""The runner's side: it makes vectors of hidden states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _pool_rows = op(pool_rows)
 class Pooler(HostHook):
     """Adds up states over a prompt's chunks in float32, and ends rows whose vector is complete.
 
-    Hidden states are whole on every rank, and so is what becomes of them.
+    Every rank has the whole hidden states, so every rank computes the whole vectors.
     """
 
     entries = frozenset({COLUMN})

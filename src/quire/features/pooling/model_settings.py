@@ -1,4 +1,4 @@
-"""Reads how a model wants its embeddings pooled and truncated."""
+"""Reads how a model's embeddings are pooled and truncated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def embedding_settings(args: EngineArgs, folder: Path, hf_config: dict[str, Any]
 
     Args:
         args: the engine's settings.
-        folder: of the model.
-        hf_config: its config.json.
+        folder: the model's folder.
+        hf_config: the model's config.json.
     """
     wanted = PoolingArgs.of(args).pooling
     pooling = _pooling(folder) if wanted == "auto" else wanted
@@ -24,7 +24,7 @@ def embedding_settings(args: EngineArgs, folder: Path, hf_config: dict[str, Any]
 
 
 def _pooling(folder: Path) -> Literal["last", "mean"]:
-    """Returns the pooling in the model's sentence-transformers configuration, by default "last"."""
+    """Returns the pooling from the model's sentence-transformers configuration, or else "last"."""
     if not (folder / "1_Pooling" / "config.json").exists():
         return "last"
     return "mean" if load_config(folder / "1_Pooling").get("pooling_mode_mean_tokens") else "last"

@@ -1,4 +1,4 @@
-"""The loop's side: refuses what cannot run."""
+"""The loop's side: it refuses requests whose samplers cannot run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quire.scheduler import Feature
 
 
 class SamplersFeature(Feature, LoopFeature):
-    """Refuses functions of the caller's where there are other ranks, which do not have them."""
+    """Refuses the caller's functions if the engine has other ranks, which do not have them."""
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
@@ -24,8 +24,8 @@ class SamplersFeature(Feature, LoopFeature):
     def check(self, params: Sequence[SamplingParams]) -> None:
         if self._ranks > 1 and any(each.logits_processors for each in params):
             raise RequestError(
-                "logits_processors are functions of one process, and tensor_parallel_size="
-                f"{self._ranks} has others",
+                "logits_processors need tensor_parallel_size=1, because the functions exist in "
+                f"only one process; this engine has {self._ranks} ranks",
                 "logits_processors",
             )
 

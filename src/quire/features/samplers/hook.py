@@ -1,4 +1,4 @@
-"""Changes of distributions, for all rows at once and without a wait for the device."""
+"""Changes the distributions of all rows at once, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from quire.runner.state import BatchState
 from quire.sampling_params import SamplingParams
 
 LONGEST_MATCH = 50
-"""Tokens of a repeated sequence that are looked at: penalties grow no further."""
+"""Longest repeated sequence that counts, in tokens. Penalties do not grow beyond it."""
 
 _XTC = 17
-"""The draw that decides whether top choices are left out. No other use of a position has it."""
+"""Number of the draw that decides whether top choices are left out. No other draw at a position
+uses it."""
 
 _MOST = 1e9
 
@@ -42,11 +43,12 @@ def dry_penalty(
     last: Tensor,
     breakers: Tensor,
 ) -> Tensor:
-    """Returns what DRY ("don't repeat yourself") takes off the logits, float32 [K, vocab].
+    """Returns the penalty that DRY ("don't repeat yourself") subtracts from the logits.
 
-    A token that stands in the text behind the same sequence of `n` tokens as the text ends with,
-    the longest such, costs multiplier * base ** (n - allowed), if `n` is `allowed` or more. No
-    sequence goes over a breaker, and no breaker costs anything.
+    If a token would repeat a sequence of the text, let `n` be the length of the longest sequence
+    before the token that is also the end of the text. The penalty is multiplier * base ** (n -
+    allowed) if `n` is at least `allowed`. A sequence cannot contain a breaker, and breakers have
+    no penalty.
 
     Args:
         tokens: int32 [K, max_len].
@@ -56,7 +58,10 @@ def dry_penalty(
         base: float32 [K].
         allowed: float32 [K].
         last: Number of last tokens to look at, float32 [K]; -1: all.
-        breakers: int32 [K, B], filled up with -1.
+        breakers: int32 [K, B], padded with -1.
+
+    Returns:
+        float32 [K, vocab].
     """
     places = torch.arange(tokens.shape[1], device=tokens.device)
     end = lengths.long().unsqueeze(1)
@@ -88,10 +93,12 @@ def _in_rows(tokens: Tensor, breakers: Tensor) -> Tensor:
 
 
 def typical_p(logits: Tensor, mass: Tensor) -> Tensor:
-    """Keeps the tokens whose surprise is closest to the distribution's entropy, as few as reach
-    `mass` [K]; others become -inf (Meister et al., 2023, "Locally Typical Sampling").
+    """Keeps the tokens whose surprise is closest to the distribution's entropy, as few as have the
+    probability `mass` [K] together. The logits of all others become -inf (Meister et al., 2023,
+    "Locally Typical Sampling").
 
-    logits: float32 [K, vocab], after temperature.
+    Args:
+        logits: float32 [K, vocab], after temperature.
     """
     logs = logits.log_softmax(dim=-1)
     probs = logs.exp()
@@ -108,14 +115,19 @@ def typical_p(logits: Tensor, mass: Tensor) -> Tensor:
 def without_top_choices(
     logits: Tensor, counter: Counter, *, probability: Tensor, threshold: Tensor
 ) -> Tensor:
-    """Leaves out the top choices of some rows: all tokens of `threshold` [K] and more but the least
-    likely of them ("exclude top choices"). They become -inf.
+    """Leaves out the top choices of some rows (XTC, "exclude top choices").
 
-    logits: float32 [K, vocab], after temperature and truncation. probability: [K], of a row to be
-    one of them, drawn for `counter`.
+    The top choices are all tokens with a probability of at least `threshold`, except the least
+    likely of them. Their logits become -inf.
+
+    Args:
+        logits: float32 [K, vocab], after temperature and truncation.
+        counter: the row's position in the random sequence that decides whether it is changed.
+        probability: probability that a row is changed, [K].
+        threshold: [K].
     """
     none = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
-    # The distribution function of the noise, at the noise, is uniform.
+    # The distribution function of Gumbel noise turns the noise into a uniform number.
     drawn = torch.exp(-torch.exp(-random.gumbel_at(*counter, none, draw=_XTC)))
     probs = logits.softmax(dim=-1)
     choices = probs >= threshold.unsqueeze(1)
@@ -128,21 +140,25 @@ _CUTS = {
     "typical_p": typical_p,
     "min_p": truncate.min_p,
 }
-"""Functions that drop tokens, by the parameter that they take a column of, in their order."""
+"""Functions that drop tokens, by the parameter that they use, in the order of their use."""
 
 _NEUTRAL = SamplingParams()
-"""The values that change nothing."""
+"""Parameters that change nothing."""
 
-# The runner's side: logits of rows that ask for more than graphs hold, to tokens.
+# The runner's side: it draws tokens for rows that need more than the captured graphs compute.
 
 logger = logging.getLogger("quire.engine")
 
 
 @dataclass(slots=True)
 class _Rows:
-    """The logit rows of requests that have samplers: K of them.
+    """The K logit rows of requests with these samplers.
 
-    place: int64 [K], where they are. lanes, lengths: int32 [K]. params: of each.
+    Attributes:
+        place: int64 [K], their places among the step's logit rows.
+        lanes: int32 [K].
+        lengths: int32 [K], number of tokens.
+        params: parameters of each row.
     """
 
     place: Tensor
@@ -160,11 +176,12 @@ class _Rows:
 
 
 class Samplers(ProgramHook, HostHook):
-    """Draws the tokens of rows with DRY, XTC, typical-p or functions of the caller's.
+    """Draws the tokens of rows with DRY, XTC, typical-p or the caller's own functions.
 
-    Their steps' heads run op by op; others have nothing to do with it. The order is: functions,
-    DRY, temperature, typical-p, min-p, top-k and top-p, XTC. The noise is that of other rows, so
-    that a seed gives the same token where nothing is left out. Drafts ahead of a row are text.
+    The heads of their steps run op by op; other steps are not affected. The order is: functions,
+    DRY, temperature, typical-p, min-p, top-k and top-p, XTC. The noise is the same as for other
+    rows. So a seed gives the same token if no token is left out. For a row after drafts, the drafts
+    count as text.
     """
 
     draws = True
@@ -215,7 +232,7 @@ class Samplers(ProgramHook, HostHook):
         )
 
     def _with_functions(self, x: Tensor, rows: _Rows) -> Tensor:
-        """Applies functions of the caller's. A row whose function fails becomes NaN, which ends its
+        """Applies the caller's functions. If a function fails, its row becomes NaN, which ends the
         request."""
         if not any(params.logits_processors for params in rows.params):
             return x
@@ -255,12 +272,13 @@ class Samplers(ProgramHook, HostHook):
         )
 
     def _drawn(self, x: Tensor, rows: _Rows) -> Tensor:
-        """Returns logits that leave one token: the drawn one of rows with a temperature."""
+        """Returns logits that leave only one token of each row. For rows with a temperature it is
+        drawn at random."""
         random = rows.where([not params.greedy for params in rows.params])
         temperature = rows.column("temperature").clamp(min=1e-9).unsqueeze(1)
         kept = self._kept(x / torch.where(random.unsqueeze(1), temperature, 1.0), rows)
         masked = torch.where(random.unsqueeze(1), x.masked_fill(~kept, -torch.inf), x)
-        # What is cut off is cut off already.
+        # No truncation here, because the tokens to drop are already -inf.
         tokens = ops.sample(
             masked,
             rows.lanes,
@@ -270,7 +288,7 @@ class Samplers(ProgramHook, HostHook):
         )
         only = torch.full_like(x, -torch.inf)
         only.scatter_(1, tokens.long().clamp(min=0).unsqueeze(1), 0.0)
-        # Where there was no number there is no token: the request ends by that.
+        # Rows with NaN get no token, which ends their requests.
         return torch.where((tokens >= 0).unsqueeze(1), only, x)
 
     def _kept(self, x: Tensor, rows: _Rows) -> Tensor:

@@ -1,11 +1,15 @@
-"""Speculative decoding: tokens are drafted cheaply and verified several at once, in one step.
+"""Speculative decoding: cheap drafts of several tokens, which one step of the model verifies.
 
-`settings.py` reads what users ask for. On the host, `lookup.py` finds how the text went on where it
-stood before, and the prefix tree how texts that begin alike did. On the device, `draft_model.py`
-runs a second model, or `draft_head.py` layers that go on from the target's hidden states; both are
-a `drafter.py`. `draft_count.py` decides how many drafts each row verifies; `feature.py` follows the
-running requests and brings drafts into plans, `device_source.py` what the device needs to know.
-What a draft says never changes a token (`StepPlan`), so all of this is about speed alone.
+- `settings.py` reads the users' settings.
+- `lookup.py` finds drafts on the host: continuations of similar texts, or of the prefix tree.
+- `draft_model.py` drafts with a second model on the device.
+- `draft_head.py` drafts with layers that read the target's hidden states.
+- `drafter.py` is the common base of these two.
+- `draft_count.py` decides how many drafts each row verifies.
+- `feature.py` follows the running requests, and brings drafts into plans.
+- `device_source.py` writes the entries of plans for the drafter on the device.
+
+Drafts never change the generated tokens (`StepPlan`), only the speed.
 """
 
 from quire.features.spec import FeatureSpec

@@ -1,4 +1,4 @@
-"""The settings of speculation, as users give them. `settings.py` reads them."""
+"""The settings of speculation in the users' form. `settings.py` reads them."""
 
 from __future__ import annotations
 

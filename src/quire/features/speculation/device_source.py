@@ -1,8 +1,8 @@
-"""The part of plans that is for the source of drafts on the device: rows to draft for, and what
-else it computes.
+"""The part of plans for the source of drafts on the device: the rows to draft for, and its other
+computations.
 
-Rows are drafted for before the step that verifies, or ahead: behind the step before (see
-`quire.features.speculation.drafter`).
+The source drafts just before the step that verifies the drafts. In a pipeline it drafts ahead,
+after the previous step (see `quire.features.speculation.drafter`).
 """
 
 from __future__ import annotations
@@ -19,49 +19,63 @@ from quire.features.speculation.drafter import DRAFT_ROWS
 from quire.scheduler import PlanBuilder
 
 _SHORT_ROW = 8
-"""Tokens of the longest row that kernels for short rows take."""
+"""Longest row of the kernels for short rows, in tokens."""
 _CHUNK = 256
-"""Tokens of a text that a draft model has fallen behind of, computed in a step."""
+"""Most tokens per step that a draft model computes to catch up with a text."""
 
 
 class DeviceSource(Protocol):
-    """Follows what the source has computed, by lane."""
+    """Follows the progress of a source of drafts on the device, by lane."""
 
     def admit(self, lanes: Int32) -> None:
-        """Begins anew for lanes that got another request."""
+        """Resets lanes that got another request."""
         ...
 
     def ready(self, lanes: Int32, wanted: Flags) -> Flags:
-        """Returns for which rows it can draft in the next step, bool [n]. wanted: for which its
-        drafts would be taken, so that it gets ready for them."""
+        """Returns the rows that the source can draft for in the next step, bool [n].
+
+        Args:
+            lanes: lanes of the rows, int32 [n].
+            wanted: rows whose drafts would be used, bool [n]. The source gets ready for them.
+        """
         ...
 
     def passed(self, lanes: Int32, q_len: Int32) -> None:
-        """Takes note of a step's generating rows, int32 [n] each, before what is drafted ahead
-        behind it is asked for."""
+        """Records a step's generating rows, before the drafts after this step are planned.
+
+        Args:
+            lanes: lanes of the rows, int32 [n].
+            q_len: tokens of each row, int32 [n].
+        """
         ...
 
     def plan(self, builder: PlanBuilder, drafts: Int32, follows: Flags, pays: bool) -> None:
-        """Adds its part to a step. drafts: how many to make for each row, int32 [R]. follows:
-        lanes whose texts it is to follow, bool [lanes]. pays: whether drafts could."""
+        """Adds the source's entries to a step's plan.
+
+        Args:
+            drafts: number of drafts to make for each row, int32 [R].
+            follows: lanes whose texts the source must follow, bool [lanes].
+            pays: whether drafts could make the step faster.
+        """
         ...
 
     def verified(self, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
-        """Receives the results of rows that verified drafts of others, or none; see
+        """Takes in the results of rows that verified drafts of other sources, or no drafts; see
         `Feature.verified`."""
         ...
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
-        """Takes note of rows that gave no token: see `Feature.late`."""
+        """Records rows that gave no token: see `Feature.late`."""
         ...
 
 
 class DraftModelSource:
-    """A draft model, which may fall behind of a text, and catches up.
+    """A draft model. It may lag behind a text, and catches up.
 
-    least_lag, most_lag: by lane, bounds of the tokens that it has fallen behind of. behind: whether
-    they are too many for a first pass, and its drafts are wanted. drafted: by lane, whether there
-    are drafts ahead for its next row.
+    It keeps by lane:
+        `_least_lag`, `_most_lag`: Bounds of its lag, in tokens.
+        `_behind`: Whether its drafts are wanted, but the lag is too large for a first pass.
+        `_drafted`: Whether drafts for the next row were made ahead.
     """
 
     def __init__(self, lanes: int, budget: int, ahead: bool) -> None:
@@ -100,7 +114,7 @@ class DraftModelSource:
         fed = prompt & follows[lanes]
         chunk_lanes, chunk_lengths = [lanes[fed]], [q_len[fed]]
         others = lanes[~prompt & ~drafting]
-        # Where the model runs at all, others will want its drafts, too.
+        # If the model runs for some rows, the others will probably want its drafts soon.
         soon = follows[others] & (least[others] >= _SHORT_ROW // 2) & (len(own) > 0)
         behind = others[(soon | self._behind[others]) & (least[others] > 0)]
         if len(behind):
@@ -124,15 +138,16 @@ class DraftModelSource:
         self._most_lag[lanes] -= drafts + 1 - np.maximum(accepted, 1)
 
     def late(self, lanes: Int32, rows: Int32, tokens: Int32) -> None:
-        # Of rows that were drafted for, both bounds stand: at most one token.
+        # Rows with drafts of the model keep their bounds: the lag is at most one token.
         self._least_lag[lanes] = np.maximum(self._least_lag[lanes] - rows, 0)
         self._most_lag[lanes] = np.maximum(self._most_lag[lanes] - tokens, 1)
 
 
 class DraftHeadSource:
-    """A draft head, which computes its pairs next to the target or never.
+    """A draft head. It computes a position's pair in the target's step, or never.
 
-    whole: by lane, whether it has all pairs of the text so far.
+    It keeps by lane:
+        `_whole`: Whether it has the pairs of the whole text so far.
     """
 
     def __init__(self, lanes: int) -> None:

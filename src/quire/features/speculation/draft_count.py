@@ -1,4 +1,4 @@
-"""Measures how long steps take, before any request comes: what drafts are weighed against."""
+"""Measures the times of steps at the start, and decides how many drafts pay."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ def measure_steps(
     """Returns the seconds of decode steps by rows, of verifying steps by tokens, and of `others` by
     name and size.
 
-    The steps have no rows, so attention and what reads its KV take next to nothing: they take as
-    long with drafts as without. graphs: replayed where there are some. All stages of a pipeline run
-    the same steps; what the last one measures counts.
+    The steps have no real rows, so attention takes almost no time. That is fair, because it takes
+    the same time with drafts as without. All stages of a pipeline run the same steps, and the last
+    stage's times count.
+
+    Args:
+        graphs: captured programs, which are replayed if there are any.
     """
     state = program.bound.state
     device, limits = state.device, state.limits
     found: StepSeconds = {"decode": {}, "verify": {}}
     longest = {"decode": 1, "verify": 2}
     largest = min(limits.logit_rows, limits.tokens)
-    # A CPU takes longer, and larger sizes are in proportion. All ranks run the same.
+    # A CPU measures fewer sizes: it is slower, and larger sizes take proportionally longer. All
+    # ranks must measure the same sizes.
     sizes = (*_SIZES, largest) if device.type == "cuda" else _CPU_SIZES
     for size in sorted({min(size, largest) for size in sizes}):
         for kind, most in longest.items():
@@ -52,7 +56,7 @@ def measure_steps(
 def _step(
     program: StepProgram, graphs: CapturedPrograms | None, size: int, longest: int
 ) -> Callable[[], None]:
-    """Returns what runs a body and a plain head of so many tokens."""
+    """Returns a function that runs a body and a plain head of `size` tokens."""
     rows = size if longest == 1 else max(1, min(size // 2, program.bound.state.limits.lanes))
     heads = program.model.gives_logits
     body = head = None
@@ -75,8 +79,8 @@ def _step(
 
 
 def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    """Returns the least of some runs, after one to warm up. On a GPU several follow each other at
-    once, as steps do."""
+    """Returns the seconds of the fastest of several runs, after a warm-up. On a GPU several calls
+    are launched without a wait between them, as steps are."""
     run()
     best, at_once = float("inf"), _AT_ONCE if device.type == "cuda" else 1
     for _ in range(_RUNS):
@@ -91,22 +95,23 @@ def _seconds(run: Callable[[], None], device: torch.device) -> float:
     return best
 
 
-# Chooses how many drafts each row verifies: as many as make the step's tokens come fastest.
+# Chooses how many drafts each row verifies, so that the step gives the most tokens per second.
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 _MARGIN = 1.02
-"""Drafts must make a step this much better: measurements and estimates are not exact."""
+"""Drafts must make a step faster by this factor, because measurements and estimates are inexact."""
 _PRIOR = 0.6
-"""AcceptanceRates of a source of which nothing is known yet."""
+"""Assumed acceptance probability of a source without results."""
 _PRIOR_WEIGHT = 4.0
 _FADE, _LANE_FADE = 0.998, 0.9
-"""The share that is left, per step and per verified row, of what was seen before."""
+"""Factors by which the weight of earlier results falls: with each step, and with each verified row
+of a lane."""
 
 
 class StepCosts:
-    """Seconds of steps, from what was measured; where nothing was, drafts cost nothing."""
+    """Estimates the seconds of steps by measurements. Without measurements drafts cost nothing."""
 
     def __init__(self, seconds: StepSeconds) -> None:
         self._decode = _Table(seconds.get("decode", {}))
@@ -115,17 +120,23 @@ class StepCosts:
         self._first = _Table(seconds.get("first", {}))
 
     def decode(self, rows: int) -> float:
-        """Returns the seconds of a step of so many rows without drafts."""
+        """Returns the seconds of a step of `rows` rows without drafts."""
         return float(self._decode(np.array([rows]))[0])
 
     def verify(self, tokens: Any) -> Floats:
-        """Returns the seconds of steps of so many tokens, drafts included: float64 [n]. tokens: int
-        [n]."""
+        """Returns the seconds of verifying steps, float64 [n].
+
+        Args:
+            tokens: tokens of each step, drafts included, int [n].
+        """
         return self._verify(tokens)
 
     def draft(self, rows: int, depths: Any) -> Floats:
-        """Returns the seconds in which so many tokens are drafted on the device for each of the
-        rows, float64 [n]. depths: int [n]."""
+        """Returns the seconds for making drafts on the device for `rows` rows, float64 [n].
+
+        Args:
+            depths: drafts for each row, int [n].
+        """
         first = self._first(np.array([rows]), 0.0)[0]
         each = self._draft(np.array([rows]), 0.0)[0]
         found: Floats = np.where(depths > 0, first + (depths - 1) * each, 0.0) * (rows > 0)
@@ -133,17 +144,17 @@ class StepCosts:
 
 
 class _Table:
-    """Seconds by size. A size takes as long as the next one measured; beyond the largest they grow
-    with the size."""
+    """Seconds by size. A size takes as long as the next larger measured size. Beyond the largest
+    one, times are proportional to the size."""
 
     def __init__(self, seconds: dict[int, float]) -> None:
         self._sizes = np.array(sorted(seconds), dtype=np.int64)
         ordered = [seconds[size] for size in sorted(seconds)]
-        # Fewer are never slower: a measurement that says so was disturbed.
+        # A smaller size is never slower. A measurement to the contrary was disturbed.
         self._seconds = np.minimum.accumulate(np.array(ordered[::-1], dtype=np.float64))[::-1]
 
     def __call__(self, sizes: Any, nothing: float = 1.0) -> Floats:
-        """Returns seconds for sizes, float64 [n]. nothing: where nothing was measured."""
+        """Returns seconds for sizes, float64 [n]. nothing: the result without measurements."""
         if not len(self._sizes):
             return np.full(len(sizes), nothing)
         place = np.searchsorted(self._sizes, sizes)
@@ -153,7 +164,7 @@ class _Table:
 
 
 class AcceptanceRates:
-    """The probability that a draft is accepted if those before it are, by kind of draft and lane.
+    """The probability that a draft is accepted if the drafts before it are, by kind and lane.
 
     A lane's own results count most, then the recent results of the kind.
 
@@ -169,12 +180,17 @@ class AcceptanceRates:
         self._lane_held = np.zeros((kinds, lanes))
 
     def forget(self, lanes: Int32) -> None:
-        """Begins anew for lanes that got another request."""
+        """Resets lanes that got another request."""
         self._lane_tried[:, lanes] = 0.0
         self._lane_held[:, lanes] = 0.0
 
     def add(self, kinds: Int32, lanes: Int32, drafts: Int32, accepted: Int32) -> None:
-        """Takes in a step's rows, int32 [n] each. accepted: of each row's drafts."""
+        """Takes in the results of a step's rows, int32 [n] each.
+
+        Args:
+            drafts: number of drafts of each row.
+            accepted: number of accepted drafts of each row.
+        """
         tried = np.minimum(accepted + 1, drafts)
         self._tried = self._tried * _FADE + np.bincount(kinds, tried, len(self._tried))
         self._held = self._held * _FADE + np.bincount(kinds, accepted, len(self._held))
@@ -183,8 +199,8 @@ class AcceptanceRates:
         self._lane_held[places] = self._lane_held[places] * _LANE_FADE + accepted
 
     def fade(self) -> None:
-        """Lets a step go by in which no draft was verified, so that what went badly is tried
-        again some time."""
+        """Reduces the weight of earlier results after a step without drafts. So a source with bad
+        results is tried again after some time."""
         self._tried *= _FADE
         self._held *= _FADE
 
@@ -202,8 +218,12 @@ class AcceptanceRates:
 
 
 class Choice:
-    """The drafts of a step's rows. counts: int32 [n]. gain: the expected speed over that of a step
-    without drafts."""
+    """The numbers of drafts of a step's rows.
+
+    Attributes:
+        counts: drafts of each row, int32 [n].
+        gain: expected speed, divided by that of a step without drafts.
+    """
 
     __slots__ = ("counts", "gain")
 
@@ -212,8 +232,13 @@ class Choice:
 
 
 def may_pay(costs: StepCosts, rows: int, best: float, room: int) -> bool:
-    """Whether drafts that are accepted with probability `best` could pay for so many rows, each
-    with at most `room`, if they cost nothing to make."""
+    """Returns whether drafts could pay if making them cost nothing.
+
+    Args:
+        rows: number of rows.
+        best: probability that a draft is accepted.
+        room: most drafts of a row.
+    """
     if not rows or not room:
         return False
     depth = np.arange(1, room + 1)
@@ -226,9 +251,9 @@ def may_pay(costs: StepCosts, rows: int, best: float, room: int) -> bool:
 def choose(costs: StepCosts, chance: Floats, modelled: Flags, room: Int32) -> Choice:
     """Returns how many drafts each of a step's rows verifies.
 
-    It sorts all drafts by their expected gain, and takes the number of them with the best rate of
-    the step. Drafts of a model also cost its passes, one for each place in the longest row, so
-    each bound of the places is tried.
+    It sorts all drafts by their expected gain, and takes as many as give the step the most tokens
+    per second. Drafts of a model also cost its passes: as many as the longest row has drafts. So it
+    tries each limit of drafts per row.
 
     Args:
         costs: Seconds of a step and of its drafts.

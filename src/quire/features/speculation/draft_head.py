@@ -37,14 +37,14 @@ from quire.runner.readback import Step, Upload
 from quire.runner.state import BatchState
 
 DRAFT_PAIRS = "draft_pairs"
-"""Entry of `StepPlan.writes`: the step's pairs are to be computed. Its contents say nothing."""
+"""Entry of `StepPlan.writes`: the step's pairs must be computed. Its contents have no meaning."""
 
 
 class HeadDrafter(Drafter):
-    """With several ranks the layers are shared out as the target's.
+    """Drafts with a draft head. With several ranks its layers are sharded like the target's.
 
-    A prefix from the cache ends with a pair whose token may have been another one, as its block is
-    shared: that costs acceptance only.
+    The last pair of a cached prefix may have been computed with the next token of another request,
+    because its block is shared. That lowers acceptance, but changes no token.
     """
 
     entries = frozenset({DRAFT_ROWS, DRAFT_PAIRS})
@@ -94,13 +94,13 @@ class HeadDrafter(Drafter):
         head, limits = self._head, state.limits
         options: dict[str, Any] = {"dtype": head.dtype, "device": state.device}
         width = head.spec.hidden_size
-        # What the target computed in the body just run.
+        # The target's hidden states in the latest body.
         self._tapped = torch.zeros(limits.tokens, head.tapped, **options)
-        # What each lane's next draft is drawn from; the last line is that of no lane.
+        # The output from which each lane's next draft is drawn. The last row belongs to no lane.
         self._kept = torch.zeros(limits.lanes + 1, width, **options)
-        # What the rows of the last pass gave.
+        # The outputs of the rows of the latest pass.
         self._given = torch.zeros(limits.lanes, width, **options)
-        # The step's rows, of which no logits are computed.
+        # The step's rows without logits.
         self._step_rows = state.rows._replace(logit_start=torch.zeros_like(state.rows.logit_start))
         nobody = self._position.new_zeros(limits.lanes + 1)
         self._pairs_used = Drafts(*self._claims[:2], nobody)
@@ -109,7 +109,7 @@ class HeadDrafter(Drafter):
         self._tap()
 
     def _tap(self) -> None:
-        """Has the target leave what it computes."""
+        """Makes the target store the hidden states that the head reads."""
         taps, width = self._head.taps, self._target.spec.hidden_size
 
         def keep(index: int, module: Any, inputs: Any, given: Any) -> None:
@@ -144,7 +144,7 @@ class HeadDrafter(Drafter):
         self._begun.copy_(self._state.position)
 
     def _compute_pairs(self, shape: BodyShape) -> None:
-        """Computes the pairs of the rows of the step just run."""
+        """Computes the pairs of the latest step's rows."""
         state, used = self._state, self._pairs_used
         rows = self._step_rows.first(shape.rows)
         # Only positions that stay in the text have a next token: rejected drafts make no pair.

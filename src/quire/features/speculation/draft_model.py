@@ -47,7 +47,8 @@ DRAFT_CHUNKS = "draft_chunks"
 
 
 class DraftModel(Drafter):
-    """With several ranks each has the whole model, so that all draft the same."""
+    """Drafts with a second model. With several ranks each rank has the whole model, so all make the
+    same drafts."""
 
     entries = frozenset({DRAFT_ROWS, DRAFT_CHUNKS})
 
@@ -101,7 +102,7 @@ class DraftModel(Drafter):
     # -- programs ------------------------------------------------------------------------------
 
     def first_pass(self, shape: BodyShape, truncates: bool) -> None:
-        """Computes what the model lacks of the rows' texts, and draws their first drafts."""
+        """Computes the missing positions of the rows' texts, and draws their first drafts."""
         drafting, passes = self._drafting, self._passes
         begin_drafts(
             drafting.lanes, drafting.counts, drafting.query_start, self._state.position,
@@ -163,7 +164,7 @@ class DraftModel(Drafter):
     def end(self, step: Step) -> None:
         launch = self._chunks
         if launch is not None:
-            # Chunks have the kernels of long rows.
+            # Chunks use the kernels for long rows.
             longest = max(launch.longest, 1 + self._state.limits.drafts, 9)
             shape = self.launch_shape(launch.tokens, launch.rows, longest)
             self.run(program_name("chunk", shape), functools.partial(self._chunk, shape))

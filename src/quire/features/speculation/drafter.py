@@ -1,9 +1,11 @@
-"""Drafts that are made on the device, before the body of the step that verifies them; in a pipeline
-behind the head of the rows' step before, as other rows' steps come in between.
+"""Drafts on the device.
 
-A first pass gives each row a draft, each further pass one more. What is drawn is written as the
-lanes' claims, with the noise that the target will draw with at the same place. The host says which
-rows and how many drafts; where a row stands the device knows.
+They are made before the body of the step that verifies them. In a pipeline they are made after the
+head of the same rows' previous step, because steps of other rows come in between.
+
+A first pass makes one draft for each row, and each further pass one more. Drafts are drawn with the
+noise that the target will use at the same position, and are written as the lanes' claims. The host
+decides the rows and the numbers of drafts. The device knows each row's position.
 """
 
 from __future__ import annotations
@@ -39,13 +41,20 @@ begin_drafts = ops.op(reference.begin_drafts)
 _keep_drafts = ops.op(reference.keep_drafts)
 _TIMED = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _TIMED_EAGER = 16
-"""Rows of passes that are measured, and the most where there are no graphs."""
+"""Numbers of rows with which passes are measured. `_TIMED_EAGER` is the most without graphs."""
 
 
 @dataclass(slots=True)
 class DraftLaunch:
-    """Counts of a step's launches. tokens: of the first pass, or of what else runs. counts: rows
-    that take part in each further pass. longest: tokens of a row."""
+    """The sizes of a step's passes.
+
+    Attributes:
+        rows: number of rows.
+        tokens: number of tokens of the first pass or of the chunks.
+        longest: tokens of the longest row.
+        counts: number of rows of each further pass.
+        truncates: whether some rows use top-k, top-p or min-p.
+    """
 
     rows: int
     tokens: int
@@ -55,7 +64,8 @@ class DraftLaunch:
 
 
 class Drafter(Verifier, HostHook):
-    """Keeps draft_position, int32 [lanes], and the rows that are drafted for before a step."""
+    """Base of drafters on the device. It keeps each lane's draft position, int32 [lanes], and the
+    rows to draft for."""
 
     entries = frozenset({DRAFT_ROWS})
 
@@ -63,7 +73,8 @@ class Drafter(Verifier, HostHook):
         super().__init__(settings)
         self._config = config
         self._settings = settings
-        # The first stage of a pipeline needs drafts before the last one runs other rows' step.
+        # In a pipeline the first stage needs the drafts before the last stage has run the steps of
+        # other rows.
         self._ahead = config.scheduler.pipeline_depth > 1
         self._replay: Mapping[str, Callable[[], None]] = {}
         self._rows: DraftLaunch | None = None
@@ -81,16 +92,16 @@ class Drafter(Verifier, HostHook):
 
     @abstractmethod
     def pass_logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [N, vocab] of what a pass computed, [N, width]."""
+        """Returns the logits [N, vocab] of a pass's output [N, width]."""
 
     @abstractmethod
     def first_shapes(self, shapes: Sequence[BodyShape]) -> Sequence[BodyShape]:
-        """Returns which shapes of bodies first passes are captured for."""
+        """Returns the shapes of bodies for which first passes are captured."""
 
     # -- start ---------------------------------------------------------------------------------
 
     def columns(self, limits: Limits) -> Sequence[ColumnSpec]:
-        # Words of rows, not of lanes: lanes, counts or flags, and where the tokens begin.
+        # The second column is by row, not by lane: lanes, counts or flags, and begins of tokens.
         return ColumnSpec("draft_position"), ColumnSpec("draft_row_words", (4,))
 
     def bind(self, state: BatchState) -> None:
@@ -124,7 +135,7 @@ class Drafter(Verifier, HostHook):
     # -- programs ------------------------------------------------------------------------------
 
     def draw(self, hidden: Tensor, truncates: bool) -> None:
-        """Draws a draft for each row of a pass, hidden [R, width], and keeps it."""
+        """Draws a draft for each row of a pass from hidden [R, width], and stores it."""
         passes, count = self._passes, len(hidden)
         drawn = ops.sample(
             self.pass_logits(hidden),
@@ -158,13 +169,14 @@ class Drafter(Verifier, HostHook):
         self._replay = programs
 
     def timed_rows(self) -> list[int]:
-        """Returns the counts of rows whose passes are measured."""
+        """Returns the numbers of rows with which passes are measured."""
         limits = self._state.limits
         most = min(limits.lanes, limits.tokens, _TIMED[-1] if self._replay else _TIMED_EAGER)
         return sorted({min(size, most) for size in _TIMED})
 
     def launch_shape(self, tokens: int, rows: int, longest: int) -> BodyShape:
-        """Returns the shape for a step: exact, or that of the graph which holds it."""
+        """Returns the shape for a step: the shape of the smallest graph that fits, or the exact
+        one without graphs."""
         if self._replay:
             found = self._buckets.body(tokens, rows, longest)
             if found is not None:
@@ -172,7 +184,7 @@ class Drafter(Verifier, HostHook):
         return BodyShape(tokens, rows, longest)
 
     def run(self, name: str, otherwise: Callable[[], None]) -> None:
-        """Runs a program: its graph if there is one."""
+        """Runs a program. If it has a graph, replays the graph."""
         self._replay.get(name, otherwise)()
 
     def run_first(self, shape: BodyShape, truncates: bool = False) -> None:
@@ -204,7 +216,8 @@ class Drafter(Verifier, HostHook):
     def put_rows(
         self, upload: Upload, words: Tensor, lanes: Int32, counts: Int32, lengths: Int32
     ) -> None:
-        """Adds rows to the upload, as `row_parts` reads them. lengths: tokens of each."""
+        """Adds rows to the upload, in the form that `row_parts` reads. lengths: tokens of each
+        row."""
         size, rows = self._state.limits.lanes, len(lanes)
         packed = np.zeros(4 * size, dtype=np.int32)
         packed[rows:size] = -1

@@ -1,8 +1,9 @@
-"""The brain's side: which rows verify how many drafts of which source, and the claims.
+"""The scheduler's side: it chooses each row's source and number of drafts, and writes the claims.
 
-Speculation works with steps in flight. A claim begins at the first token that the host does not
-know, and follows its source for several rows' worth of drafts. The device compares the claim with
-the tokens drawn meanwhile. If they agree, it takes the part after its own position.
+Speculation works with steps in flight. A claim is a continuation from a source. It begins at the
+first token that the host does not know, and is long enough for the drafts of several steps. The
+device compares the claim with the tokens drawn meanwhile. If they agree, its drafts are the part of
+the claim after its own position.
 
 In a pipeline the source on the device drafts ahead. After a step it makes the drafts of its rows'
 next step, before that step is planned. That step may verify these drafts or ignore them.
@@ -48,7 +49,7 @@ from quire.request import Request
 from quire.scheduler import Feature, PlanBuilder
 
 _BUSY = 256
-"""Prompt tokens of a step beside which nothing is drafted: it takes long, whoever rides along."""
+"""Steps with more prompt tokens than this get no drafts, because they take long anyway."""
 
 
 def open_speculation(config: EngineConfig) -> LoopFeature:
@@ -69,10 +70,10 @@ def _device_source(config: EngineConfig, settings: SpeculationSettings) -> Devic
 
 
 class SpeculationFeature(Feature, LoopFeature):
-    """Belongs to the engine's thread, like the scheduler that calls it.
+    """Brings drafts into plans. Belongs to the engine's thread, like the scheduler that calls it.
 
     It keeps one value per lane of:
-        `_wanted`: Whether the request is to have drafts.
+        `_wanted`: Whether the request should have drafts.
         `_own_kind`: The kind of its drafts from the source on the device.
         `_made`: The number of these drafts made ahead.
         `_found`: The acceptance probability of the draft looked up for its last row.
@@ -117,7 +118,7 @@ class SpeculationFeature(Feature, LoopFeature):
         if self._prompt_tokens > _BUSY or not may_pay(self._costs, len(lanes), likeliest, most):
             return np.zeros_like(lanes)
         kinds, chance = self._look_up(lanes)
-        to_make = np.zeros(len(lanes), dtype=bool)  # those whose drafts the step itself makes
+        to_make = np.zeros(len(lanes), dtype=bool)  # Rows whose drafts this step makes.
         if self._device is not None:
             own = self._acceptance.of(self._own_kind[lanes], lanes)
             if self._ahead:
@@ -135,7 +136,8 @@ class SpeculationFeature(Feature, LoopFeature):
         return choice.counts
 
     def _look_up(self, lanes: Int32) -> tuple[Int32, Floats]:
-        """Returns the kinds of drafts that were found for rows, int32 [n], and their chances."""
+        """Returns the kinds of drafts that were found for rows, int32 [n], and their acceptance
+        probabilities."""
         kinds, chance = np.zeros_like(lanes), np.zeros(len(lanes))
         if self._settings.lookup:
             kinds = self._texts.look_up(lanes, self._wanted[lanes], self._requests)
@@ -173,8 +175,10 @@ class SpeculationFeature(Feature, LoopFeature):
             self._device.plan(builder, drafts, self._wanted, pays)
 
     def _drafts_ahead(self, builder: PlanBuilder) -> Int32:
-        """Returns how many drafts are to be made behind the step for each row's next step, int32
-        [R]. A row for which a lookup found something better verifies that next."""
+        """Returns the number of drafts to make after this step for each row's next step, int32 [R].
+
+        It is 0 for a row for which a lookup has found better drafts.
+        """
         counts = np.zeros_like(builder.lanes)
         rows = np.flatnonzero((builder.flags & (RowFlag.PROMPT | RowFlag.SAMPLE)) != RowFlag.PROMPT)
         if self._device is None or self._prompt_tokens > _BUSY or not len(rows):
@@ -193,7 +197,7 @@ class SpeculationFeature(Feature, LoopFeature):
         return counts
 
     def _book_ahead(self, lanes: Int32) -> None:
-        """Books blocks for what may be drafted behind the next step, if there are some."""
+        """Books blocks for the drafts that may be made after the next step, if some are free."""
         requests = [self._requests[lane] for lane in lanes.tolist()]
         most = 1 + 2 * self._most
         ends = [0 if r is None else min(r.planned + most, r.max_total - 1) for r in requests]
@@ -201,11 +205,11 @@ class SpeculationFeature(Feature, LoopFeature):
             self._blocks.book(lanes, int32(ends))
 
     def _groups(self) -> list[BlockTables]:
-        """Returns the groups of which lanes need further blocks as they go on."""
+        """Returns the KV groups in which a growing text needs more blocks."""
         return [] if self._blocks is None else [g for g in self._blocks.groups if g.grows]
 
     def _admit(self, builder: PlanBuilder) -> None:
-        """Begins to follow requests that get a lane."""
+        """Starts following the requests that get a lane."""
         owners = {request.lane: request for request in builder.requests}
         lanes = int32([admit.lane for admit in builder.admits])
         self._acceptance.forget(lanes)

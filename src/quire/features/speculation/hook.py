@@ -1,4 +1,4 @@
-"""The runner's side of speculation, by what makes drafts on the device."""
+"""Opens the runner's side of speculation, depending on the source of drafts on the device."""
 
 from __future__ import annotations
 
@@ -21,6 +21,5 @@ def open_hook(config: EngineConfig) -> Hook:
 
 
 def open_earlier_hook(config: EngineConfig) -> Hook:
-    """Returns the hook of a worker in a stage before the last of a pipeline, where nothing is
-    drafted."""
+    """Returns the hook of a worker in a pipeline stage before the last, which makes no drafts."""
     return EarlierVerifier(read_settings(config.args))

@@ -1,8 +1,8 @@
-"""Texts that are searched for how another one may go on.
+"""Searches texts for continuations of other texts.
 
-The index is that of a match finder in LZ77 compressors: a table from every run of a few tokens to
-the place where it ended last, and from each place to the one before with the same run. Adding a
-token is one entry, finding a continuation a few comparisons.
+The index is that of a match finder in LZ77 compressors. A table maps every run of a few tokens to
+the place where it last ended. A list maps each place to the previous one with the same run. Adding
+a token costs one entry, and finding a continuation costs a few comparisons.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from quire.scheduler import PlanBuilder
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _CANDIDATES = 8
-"""Places that are compared, the latest first."""
+"""Most places that are compared, the latest first."""
 
 
 class TextMatch(NamedTuple):
-    """A place in an indexed text behind which it went on. length: tokens before it that agree."""
+    """A place in an indexed text after which a continuation begins. length: number of tokens before
+    the place that match."""
 
     text: TextIndex
     place: int
@@ -36,9 +37,11 @@ class TextMatch(NamedTuple):
 
 
 class TextIndex:
-    """A growing text in which the continuation of another, or of itself, is looked up.
+    """An index of a growing text, to find continuations of other texts or of the text itself.
 
-    least: tokens that a match must have. most: tokens that are compared.
+    Args:
+        least: fewest tokens of a match.
+        most: most tokens to compare.
     """
 
     def __init__(self, least: int, most: int, room: int = 256) -> None:
@@ -66,7 +69,7 @@ class TextIndex:
             keys = self._keys(first, end)
         last, before = self._last, self._before
         for place, key in enumerate(keys, first):
-            # A place is known by the position of the token behind its run.
+            # A place is the position of the token after its run.
             before[place] = last.get(key, 0)
             last[key] = place + 1
 
@@ -86,8 +89,11 @@ class TextIndex:
         return key
 
     def find(self, tokens: Int32) -> TextMatch | None:
-        """Returns where the text went on as `tokens`, int32 [n], may: behind the longest run that
-        is the end of `tokens`, the latest of equals. None: such a run does not occur."""
+        """Returns a place after which the text may continue `tokens`, int32 [n].
+
+        The place is after the longest run that is also the end of `tokens`; among equally long
+        ones, the latest. None: there is no such run.
+        """
         if len(tokens) < self._least:
             return None
         place = self._last.get(self._key(tokens), 0)
@@ -95,7 +101,7 @@ class TextIndex:
         for _ in range(_CANDIDATES):
             if not place:
                 break
-            if place < self._count:  # not the end of the text itself
+            if place < self._count:  # The end of the text has no continuation.
                 length = self._agreeing(tokens, place)
                 if length > best:
                     best, found = length, TextMatch(self, place, length)
@@ -105,21 +111,24 @@ class TextIndex:
         return found
 
     def _agreeing(self, tokens: Int32, place: int) -> int:
-        """Returns how many tokens before a place are the end of `tokens`."""
+        """Returns how many tokens before a place match the end of `tokens`."""
         most = min(self._most, place, len(tokens))
         own, other = tokens[len(tokens) - most :], self._tokens[place - most : place]
         differing = np.flatnonzero(own != other)
         return most if not len(differing) else most - 1 - int(differing[-1])
 
     def after(self, place: int, count: int) -> Int32:
-        """Returns the tokens behind a place, int32 [at most `count`]."""
+        """Returns the tokens after a place, int32 [at most `count`]."""
         return int32(self._tokens[place : min(place + count, self._count)])
 
 
 class RecentTexts:
-    """Texts of ended requests of one namespace; the oldest are forgotten.
+    """Texts of ended requests of one namespace. The oldest are forgotten.
 
-    most: tokens to keep, at least; up to twice as many are kept.
+    Args:
+        least: fewest tokens of a match.
+        compared: most tokens to compare.
+        most: tokens to keep at least. Up to twice as many are kept.
     """
 
     def __init__(self, least: int, compared: int, most: int) -> None:
@@ -146,21 +155,22 @@ class RecentTexts:
         return found
 
 
-# Drafts that are looked up: how a row's text may go on, by texts that begin or repeat like it.
+# Drafts by lookup: continuations of texts that begin like a row's text, or match its end.
 
 _LOOKUPS = 64
-"""Rows whose texts are searched in a step."""
+"""Most rows whose texts are searched in a step."""
 _RECENT = 1 << 20
-"""Tokens of ended requests that are searched in a namespace, at least; all namespaces together keep
-twice as many, the most that one of them may."""
+"""Tokens of ended requests that a namespace keeps at least. All namespaces together keep at most
+twice as many, which is also the limit of one namespace."""
 _NAMESPACES = 64
 
 
 class _Text:
-    """A running request's own text, searched for its own end.
+    """A running request's text, which is searched for matches of its own end.
 
-    match: where the text seems to go on, if a lookup has found something. ahead: what the prefix
-    tree has behind it.
+    Attributes:
+        match: the place of its continuation; None: no lookup has found one.
+        ahead: its continuation in the prefix tree.
     """
 
     __slots__ = ("ahead", "index", "match", "request")
@@ -172,7 +182,7 @@ class _Text:
         self.ahead: Int32 = int32([])
 
     def update(self) -> Int32:
-        """Takes in what has come; returns all known tokens, int32 [known]."""
+        """Takes in new tokens. Returns all known tokens, int32 [known]."""
         tokens = self.request.tokens.view()
         self.index.extend(tokens[len(self.index) :])
         return tokens
@@ -181,7 +191,8 @@ class _Text:
 class TextSource:
     """Searches the prefix tree, the row's own text, and texts of ended requests.
 
-    width: tokens of a claim.
+    Args:
+        width: number of tokens of a claim.
     """
 
     def __init__(self, settings: SpeculationSettings, lanes: int, width: int) -> None:
@@ -196,10 +207,15 @@ class TextSource:
         self._tree = blocks if blocks.caching else None
 
     def look_up(self, lanes: Int32, wanted: Flags, requests: Sequence[Request | None]) -> Int32:
-        """Finds continuations for rows, those that were longest without a look first.
+        """Finds continuations for rows. If there are many, rows take turns.
 
-        lanes: int32 [n]. wanted: rows to find some for, bool [n]. requests: by lane.
-        Returns their kinds, int32 [n].
+        Args:
+            lanes: lanes of the rows, int32 [n].
+            wanted: rows that need a continuation, bool [n].
+            requests: requests by lane.
+
+        Returns:
+            The kinds of drafts that were found, int32 [n].
         """
         kinds = np.zeros_like(lanes)
         places = np.flatnonzero(wanted)
@@ -215,14 +231,14 @@ class TextSource:
         return kinds
 
     def _match(self, lane: int, request: Request) -> int:
-        """Finds how a row's text may go on; returns the kind of what was found."""
+        """Finds a continuation of a row's text. Returns its kind."""
         settings, text = self._settings, self._texts[lane]
         if text is None or text.request is not request:
             text = _Text(request, settings.lookup_min, settings.lookup_max)
             self._texts[lane] = text
         tokens = text.update()
         if self._tree is not None:
-            # Of several texts that go on, one that begins like this one says most.
+            # A text with the same beginning predicts the continuation best.
             last, size = self._tree.lanes.last(lane), self._tree.block_size
             text.ahead = continuation(last, tokens, size, self._width)
             if len(text.ahead):
@@ -237,7 +253,7 @@ class TextSource:
         return NONE if text.match is None else lookup_kind(text.match.length)
 
     def claim(self, builder: PlanBuilder, lanes: Int32) -> None:
-        """Writes what was found for the rows of these lanes as their claims."""
+        """Writes the continuations that were found for these lanes as their claims."""
         if not len(lanes):
             return
         ids = np.full((len(lanes), self._width), -1, dtype=np.int32)
@@ -251,7 +267,7 @@ class TextSource:
                 index, place, _ = text.match
                 found = index.after(place, self._width)
                 if index is text.index:
-                    # The text repeats what lies between the match and its end, as far as one knows.
+                    # The text probably repeats the part from the match to its end.
                     found = np.resize(found, self._width)
             ids[line, : len(found)] = found
             starts[line] = text.request.known
@@ -259,8 +275,8 @@ class TextSource:
         builder.write(DRAFT_START, lanes, starts)
 
     def finish(self, request: Request) -> None:
-        """Keeps what was generated for others to follow, in place of namespaces in which no request
-        has ended for longest."""
+        """Keeps a request's text for lookups of other requests. If there are too many namespaces,
+        it drops those in which no request has ended for longest."""
         for lane, text in enumerate(self._texts):
             if text is not None and text.request is request:
                 self._texts[lane] = None

@@ -12,12 +12,12 @@ from quire.features.speculation.stats import SpeculationStats
 _SOURCE_COUNTERS = {
     "rows": ("drafts", "Rows that verified drafts."),
     "drafted": ("draft_tokens", "Draft tokens verified."),
-    "accepted": ("accepted_tokens", "Of them, accepted."),
+    "accepted": ("accepted_tokens", "Draft tokens accepted."),
 }
 
 
 def collect(found: SpeculationStats) -> Iterator[Metric]:
-    """Yields the families of the statistics."""
+    """Yields the metric families of the statistics."""
     stem = "spec_decode"
     yield gauge(
         f"{stem}_drafts_per_row",

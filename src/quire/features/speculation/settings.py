@@ -1,4 +1,5 @@
-"""Kinds of drafts, by where they come from. How often each is accepted is learned apart."""
+"""Kinds of drafts, by source, and the settings of speculation. Each kind has its own acceptance
+rate."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ NUM_KINDS = LOOKUP + len(_CLASSES) + 1
 
 
 def lookup_kind(length: int) -> int:
-    """Returns the kind of drafts of a match of so many tokens."""
+    """Returns the kind of drafts from a match of `length` tokens."""
     return LOOKUP + int(np.searchsorted(_CLASSES, length, side="right"))
 
 
@@ -103,7 +104,7 @@ def read_settings(args: EngineArgs) -> SpeculationSettings:
     given = dict(args.speculative or {})
     for key in given:
         if key not in _KEYS:
-            raise _wrong(f"has no key {key!r}; known are: {', '.join(_KEYS)}")
+            raise _wrong(f"has no key {key!r}; its keys are {', '.join(_KEYS)}")
     if args.speculative_model is not None:
         if given.get("model", args.speculative_model) != args.speculative_model:
             raise ConfigError("speculative names another model", "speculative_model")
@@ -140,7 +141,7 @@ def read_settings(args: EngineArgs) -> SpeculationSettings:
 
 
 def check_settings(args: EngineArgs, target: ModelSpec, device: str = "") -> None:
-    """Refuses settings that do not fit the model whose tokens are drafted.
+    """Checks that the settings fit the target model.
 
     Raises:
         ConfigError, ModelError: as `read_settings`; the draft model has another vocabulary, fewer
@@ -174,8 +175,11 @@ def _check_draft(draft: ModelSpec, target: ModelSpec, longest: int) -> None:
 
 
 def _source(args: EngineArgs, method: str, name: str | None) -> tuple[Source | None, Path | None]:
-    """Returns what makes drafts on the device, and its folder. Without a method that says so, it is
-    what the model's folder is, or else the target's own layer, if it has one."""
+    """Returns the source of drafts on the device, and its folder.
+
+    If the method does not decide, the kind of model in the folder decides. Without a model it is
+    the target's MTP layer, if it has one.
+    """
     if method == "suffix":
         return None, None
     if method == "mtp":
@@ -201,7 +205,7 @@ def _is_eagle3(folder: Path) -> bool:
 
 
 def _has_mtp(args: EngineArgs) -> bool:
-    """Whether the target brings a layer along that drafts."""
+    """Returns whether the target's checkpoint has an MTP layer."""
     folder = resolve_model_path(args.model, args.revision)
     config = load_config(folder)
     target = spec_from_config(config)

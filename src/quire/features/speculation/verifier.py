@@ -1,4 +1,4 @@
-"""Rows verify drafts, whoever brings them."""
+"""The verification of drafts from any source."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SHARES = 1 << 16
 
 
 class Verifier(ProgramHook):
-    """Lets rows verify drafts, which the host or another hook brings."""
+    """Lets rows verify drafts from the host or from another hook."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
         self.drafts = settings.most
@@ -28,24 +28,25 @@ class Verifier(ProgramHook):
 
     def bind(self, state: BatchState) -> None:
         self._state = state
-        # On the device, where captured heads read it, so that a benchmark may change it.
+        # It is on the device because captured heads read it there, and benchmarks change it.
         self._shares = torch.zeros(1, dtype=torch.int64, device=state.device)
         self.simulate(self._simulated or 0.0)
 
     def simulate(self, acceptance: float) -> None:
-        """Sets the probability with which drafts are accepted, where that is made up."""
+        """Sets the probability of accepting a draft, if acceptance is simulated."""
         self._shares.fill_(int(acceptance * _SHARES))
 
     def passes(self) -> Mapping[str, Mapping[int, Callable[[], None]]]:
-        """Returns what makes drafts on the device, by name and size, to be measured."""
+        """Returns the functions that make drafts on the device, by name and size, for
+        measurements."""
         return {}
 
     def seconds(self, program: StepProgram, graphs: CapturedPrograms | None) -> StepSeconds:
         return measure_steps(program, graphs, self.passes()) if self.drafts else {}
 
     def tokens(self, ctx: HeadContext) -> None:
-        """Replaces what was drawn by the row's draft as often as `simulated` says, and never gives
-        it otherwise. For benchmarks only: such tokens are not the model's."""
+        """Simulates acceptance: with the set probability a row's token becomes its draft, and
+        otherwise another token. Only for benchmarks, because the tokens are not the model's."""
         drawn = ctx.tokens
         if self._simulated is None or drawn is None or not self._state.limits.drafts:
             return
@@ -61,8 +62,8 @@ class Verifier(ProgramHook):
 
 
 class EarlierVerifier(Verifier):
-    """Lets rows verify drafts in a stage before the last of a pipeline, and has the stage pass on
-    what a draft head reads there."""
+    """Lets rows verify drafts in a pipeline stage before the last. The stage passes on the hidden
+    states that a draft head needs."""
 
     def __init__(self, settings: SpeculationSettings) -> None:
         super().__init__(settings)

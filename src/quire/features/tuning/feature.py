@@ -1,4 +1,4 @@
-"""The engine's part: it starts the process that measures, and tells it of every step."""
+"""The engine's part: it starts the measuring process, and counts steps for it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from quire.system import python_command
 logger = logging.getLogger("quire.tables")
 
 _WORKERS = 4
-"""Threads that compile at most: others may need the cores."""
+"""Most threads that compile, because other processes may need the cores."""
 COMMAND = python_command("quire.features.tuning.table_process")
 
 
 class TableTuning(LoopFeature):
-    """Starts a process that measures the plans which tables lack, if any. command: starts it."""
+    """Starts a process that measures the plans that the tables lack. command: the process's
+    command."""
 
     def __init__(self, config: EngineConfig, command: Sequence[str] = COMMAND) -> None:
         self._config = config
@@ -74,10 +75,10 @@ class TableTuning(LoopFeature):
         ).start()
 
     def _watch(self, process: subprocess.Popen[bytes], order: TableOrder) -> None:
-        """Sends the order, and passes on what the process says, to its end."""
+        """Sends the order, and logs the process's output until it ends."""
         assert process.stdin is not None
         assert process.stdout is not None
-        with contextlib.suppress(OSError):  # it may be gone already
+        with contextlib.suppress(OSError):  # The process may be gone already.
             process.stdin.write(msgspec.json.encode(order) + b"\n")
             process.stdin.flush()
         said = False
@@ -103,7 +104,7 @@ class TableTuning(LoopFeature):
 
 
 def _log(text: str) -> None:
-    """Logs a line, also in a process that has no log of its own: on standard error."""
+    """Logs a line. A process without a configured log gets it on standard error."""
     if not logger.hasHandlers():
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))

@@ -1,4 +1,4 @@
-"""Measures what a card's table lacks, and keeps each entry as soon as it is known."""
+"""Measures the plans that a card's table lacks, and stores each entry as soon as it is known."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from quire.ops.triton.products.table import bucket, keep, key_of, table_for
 from quire.ops.triton.products.tune import Measured, Tuner, Turn, at_once, preferred, tune
 
 _LEAST_POOL = 320 << 20
-"""Bytes of weights from which a timing reads, at least: more than a card caches."""
+"""Fewest bytes of weights that a timing reads: more than the caches of a card hold."""
 _SPARE = 256 << 20
-"""Bytes of the device that are left to others, and that kernels' code takes."""
+"""Bytes of the device that are left for other processes and for kernels' code."""
 
 Report = Callable[[Shape, list[Measured]], None]
 
 
 def missing_shapes(shapes: Iterable[Shape], card: str) -> list[Shape]:
-    """Returns the shapes without an entry in the card's tables, of 16 bits, each once, their rows
-    rounded up to buckets."""
+    """Returns the 16-bit shapes without an entry in the card's tables. Their rows are rounded up to
+    buckets, and each shape occurs once."""
     known = table_for(card).entries
     found = {}
     for shape in shapes:
@@ -31,9 +31,9 @@ def missing_shapes(shapes: Iterable[Shape], card: str) -> list[Shape]:
 
 
 def pool_for(shapes: Sequence[Shape], room: int) -> tuple[list[Shape], int]:
-    """Returns the shapes that can be measured in so many bytes of the device, and the bytes of
-    weights that these take."""
-    # Weights with scales are drawn beside the others.
+    """Returns the shapes that can be measured in `room` bytes of the device, and the bytes of
+    weights that they need."""
+    # Weights with scales have a pool of their own.
     pools = 2 if any(shape.format is not None for shape in shapes) else 1
 
     def fits(shape: Shape) -> bool:
@@ -44,8 +44,8 @@ def pool_for(shapes: Sequence[Shape], room: int) -> tuple[list[Shape], int]:
 
 
 def _scratch(shape: Shape) -> int:
-    """Returns the bytes that a shape's results, their comparison, and a weight that is dequantized
-    as a whole take."""
+    """Returns the bytes that a shape needs for its results, their comparison, and a dequantized
+    weight."""
     outputs = shape.n * (2 if shape.gated else 1)
     whole = 2 * outputs * shape.k if shape.format is not None else 0
     return 24 * shape.m * outputs + whole + (256 << 20)
@@ -55,10 +55,14 @@ def make_entries(
     shapes: Sequence[Shape], card: str, device: torch.device, *, room: int, workers: int,
     report: Report, turn: Turn = at_once,
 ) -> tuple[int, int]:  # fmt: skip
-    """Measures shapes of one dtype and keeps their plans.
+    """Measures shapes of one dtype, and stores their plans.
 
-    room: bytes of the device to take. report: gets each shape's measurements, the rules' first.
-    Returns how many were kept, and how many there was no room for.
+    Args:
+        room: bytes of the device that it may use.
+        report: called with each shape's measurements. The first one is that of the rules of thumb.
+
+    Returns:
+        How many plans were stored, and how many shapes had no room.
 
     Raises:
         OSError: the cache directory cannot be written to.

@@ -1,4 +1,4 @@
-"""Whether an engine measures plans while it is idle."""
+"""Decides whether an engine measures plans while it is idle."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def open_tuning(config: EngineConfig) -> LoopFeature:
     reason = obstacle(config)
     if reason is not None:
         raise ConfigError(f"tune_tables=on: {reason}", "tune_tables")
-    # It imports Triton, which a CPU may lack.
+    # Imported here because it imports Triton, which a machine without a GPU may not have.
     from quire.features.tuning.feature import TableTuning
 
     return TableTuning(config)
 
 
 def served(config: EngineConfig) -> EngineConfig:
-    """Returns the settings of an engine that has a process of its own: there, plans are measured
-    wherever they are taken from tables."""
+    """Returns the settings of an engine in its own process. It measures plans if it takes plans
+    from tables."""
     if config.args.tune_tables != "auto":
         return config
     wanted: Literal["on", "off"] = "on" if obstacle(config) is None else "off"
@@ -35,13 +35,13 @@ def served(config: EngineConfig) -> EngineConfig:
 
 
 def obstacle(config: EngineConfig) -> str | None:
-    """Returns why an engine takes no plans from tables; None: it does."""
+    """Returns the reason why an engine takes no plans from tables; None if it does."""
     if config.device == "cpu":
         return "the device is a CPU, whose linear layers have no plans"
     if config.args.deterministic:
         return "deterministic fixes the plans of linear layers"
     if config.eager:
-        return "products are known beforehand only where CUDA graphs are captured (enforce_eager)"
+        return "the products are known in advance only with CUDA graphs (enforce_eager)"
     if "skinny" in config.args.disable:
         return "skinny is disabled, and with it the kernels that have plans"
     return None

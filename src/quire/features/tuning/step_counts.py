@@ -1,4 +1,4 @@
-"""Memory by which an engine tells another process how many steps it has launched and read."""
+"""Shared memory that tells another process how many steps the engine has launched and read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _LAUNCHED, _READ, _LAST = 0, 1, 2
-"""Words of the memory: two counts, and when the last of them changed, in ns of the monotonic
+"""Words of the memory: the two counts, and the time of the last change, in ns of the monotonic
 clock."""
 
 
 class StepCounts:
-    """Counts steps in memory that two processes map. descriptor: of the memory's file."""
+    """Counts steps in memory that two processes map. descriptor: descriptor of the memory's
+    file."""
 
     def __init__(self, descriptor: int) -> None:
         self._words = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE)).cast("q")
@@ -40,23 +41,25 @@ class StepCounts:
 
     @property
     def launched(self) -> int:
-        """Returns the steps that were launched."""
+        """Returns the number of launched steps."""
         return self._words[_LAUNCHED]
 
     @property
     def idle_seconds(self) -> float:
-        """Returns for how long no step has been under way; 0 while one is."""
+        """Returns the seconds since the last step ended; 0 while a step runs."""
         if self._words[_LAUNCHED] != self._words[_READ]:
             return 0.0
         return max(0.0, 1e-9 * (time.monotonic_ns() - self._words[_LAST]))
 
 
 class IdleTurn:
-    """Runs pieces of work while an engine is idle, and again where a step came between.
+    """Runs pieces of work while an engine is idle. If a step came meanwhile, runs the piece again.
 
-    counts: of the engine. settle: waits for the device, so that nothing of a piece is left to run
-    behind it. quiet: seconds without a step after which the engine is taken for idle. pause:
-    seconds between two looks.
+    Args:
+        counts: the engine's step counts.
+        settle: waits until the device has finished a piece of work.
+        quiet: seconds without a step after which the engine counts as idle.
+        pause: seconds between two checks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The order that an engine gives to the process that measures, as JSON."""
+"""The order that an engine sends to the measuring process, as JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ from quire.ops.weight import WeightFormat
 
 
 class TableOrder(msgspec.Struct, frozen=True):
-    """device: the number of the GPU. card: its name. memory: bytes of it that the process may take.
-    workers: threads that compile. products: see `shapes_as_json`."""
+    """The order for a measuring process.
+
+    Attributes:
+        device: number of the GPU.
+        card: name of the GPU.
+        memory: bytes of the GPU that the process may use.
+        workers: number of threads that compile.
+        products: see `shapes_as_json`.
+    """
 
     device: int
     card: str
@@ -33,7 +40,7 @@ class TableOrder(msgspec.Struct, frozen=True):
 
 
 def shapes_as_json(shapes: Sequence[Shape]) -> list[dict[str, Any]]:
-    """Returns shapes as JSON has them: dtypes by their names."""
+    """Returns shapes as JSON objects. A dtype becomes its name."""
     return [_as_json(shape) for shape in shapes]
 
 
@@ -68,8 +75,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def products_of(model: Decoder, rows: Iterable[int]) -> list[Shape]:
-    """Returns the shapes of a model's layers and head for each number of rows, each once. What a
-    model computes in a way of its own (products of latents, of experts) may be missing."""
+    """Returns the shapes of a model's layers and head for each number of rows, each once. Products
+    outside of plain linear layers (latents, experts) may be missing."""
     blocks: dict[Any, Any] = dict(zip(model.spec.layers, model.layers, strict=True))
     single = [shape for block in blocks.values() for shape in _of_block(block, model.dtype)]
     single += _of_layer(model.head, model.dtype, None)
@@ -77,7 +84,7 @@ def products_of(model: Decoder, rows: Iterable[int]) -> list[Shape]:
 
 
 def _of_block(block: Any, dtype: Any) -> Iterator[Shape]:
-    """Yields the shapes of a layer, of one row. Parallel parts share a norm."""
+    """Yields the shapes of a block's linear layers with one row. Parallel parts share a norm."""
     norm = block.attention_norm
     yield from _of_part(block.attention, dtype, norm)
     yield from _of_part(block.mlp, dtype, block.mlp_norm or norm)
@@ -90,8 +97,12 @@ def _of_part(part: nn.Module, dtype: Any, norm: RMSNorm | None) -> Iterator[Shap
 
 
 def _of_layer(layer: Linear, dtype: Any, norm: RMSNorm | None) -> Iterator[Shape]:
-    """Yields the shape of each of a layer's weights. Where there are several, norm and activation
-    are left to other kernels. norm: of the stream, which the first product of a part takes."""
+    """Yields the shape of each of a layer's weights. If there are several, other kernels compute
+    norm and activation.
+
+    Args:
+        norm: norm of the stream, which the first product of a part fuses.
+    """
     fused = len(layer.weights) == 1
     first = norm is not None and norm.scale is not None and layer.split == "outputs"
     normed = fused and first and norm is not None and layer.inputs == norm.weight.shape[0]

@@ -1,7 +1,8 @@
-"""The process that measures beside an engine: `python -m quire.features.tuning.table_process FD`.
+"""The measuring process of an engine: `python -m quire.features.tuning.table_process FD`.
 
-FD is the memory of the engine's step counts. The order comes as a line on standard input, which the
-engine leaves open: with it this process ends. Each line that it prints goes to the engine's log.
+FD is the memory of the engine's step counts. The order is a line on standard input. The engine
+keeps the input open, and the process ends when it is closed. Each line of the process's output goes
+to the engine's log.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from quire.ops.triton.products.table_file import sole_writer
 from quire.ops.triton.products.tune import Measured, preferred
 
 _CONTEXT = 600 << 20
-"""Bytes that a process takes of a GPU before it asks for any."""
+"""Bytes of a GPU that a process uses before its first allocation."""
 _NICE = 19
 
 
 def measure(order: TableOrder, counts: StepCounts) -> str:
-    """Measures what is asked for, and returns what came of it, in words.
+    """Carries out an order, and returns a summary in words.
 
     Raises:
         OSError: the cache directory cannot be written to.
@@ -59,16 +60,16 @@ def measure(order: TableOrder, counts: StepCounts) -> str:
             f"no plans measured: {left_out} products need more than the {max(0, room) >> 20} MiB "
             "that gpu_memory_utilization leaves"
         )
-    behind = f"; {left_out} products had no room" if left_out else ""
+    omitted = f"; {left_out} products had no room" if left_out else ""
     return (
         f"{kept} plans measured in {time.monotonic() - began:.0f} s, {gains} of them faster than "
-        f"the rules of thumb; the next start takes them from {path}{behind}"
+        f"the rules of thumb; the next start takes them from {path}{omitted}"
     )
 
 
 def _room(device: torch.device, memory: int) -> int:
-    """Returns the bytes of the device that may be taken, of `memory` in all, and sees to it that no
-    more are."""
+    """Returns the bytes of the device that measurements may use, at most `memory` with the
+    process's own. It also limits PyTorch's allocator to them."""
     torch.cuda.set_device(device)
     free, total = torch.cuda.mem_get_info(device)
     room = min(free, memory - _CONTEXT)
@@ -77,11 +78,11 @@ def _room(device: torch.device, memory: int) -> int:
 
 
 def _end_with_input() -> None:
-    """Ends this process with the engine's end of its input."""
+    """Ends this process when the engine closes its end of the input."""
 
     def watch() -> None:
         poller = select.poll()
-        poller.register(sys.stdin.fileno(), 0)  # the other end's end is told anyway
+        poller.register(sys.stdin.fileno(), 0)  # POLLHUP is always reported.
         poller.poll()
         os._exit(0)
 

@@ -87,9 +87,9 @@ class _SchedulerBench:
 
 
 def steady(running: int, *, num_blocks: int, steps: int, seed: int = 0) -> dict[str, float]:
-    """Measures decode steps without arrivals and ends.
+    """Measures decode steps in which no request arrives or ends.
 
-    Times are means over as many steps as a block has tokens, so each request crosses one block
+    Each time is a mean over as many steps as a block has tokens, so each request crosses one block
     boundary. The result has the best mean, because the machine may be shared, and the median."""
     bench = _SchedulerBench(running, num_blocks, seed, steps + 4 * _BLOCK)
     nobody = np.zeros(0, dtype=np.int32)

@@ -84,7 +84,7 @@ def verify_tools(
 def _absence(session: Session) -> Outcome | None:
     """Returns one outcome for all checks of a route if the route cannot be used, else None.
 
-    The server does not have the route, or the route does not answer the simplest request."""
+    A route cannot be used if the server does not have it, or if the simplest request fails."""
     try:
         reply = session.probe()
     except FailedError as error:

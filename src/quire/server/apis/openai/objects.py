@@ -80,9 +80,9 @@ class MessageToolCall(msgspec.Struct):
 class ChatMessage(msgspec.Struct):
     """An answer's message.
 
-    `reasoning` and `reasoning_content` are two names that clients know one text by. `content` is
-    null where there are only calls, or only reasoning. `function_call` is there where
-    the request has `functions`.
+    `reasoning` and `reasoning_content` have the same text, because clients differ in the name.
+    `content` is null if the answer has only calls or only reasoning. `function_call` is set if the
+    request has `functions`.
     """
 
     content: str | None

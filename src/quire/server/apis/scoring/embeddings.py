@@ -48,8 +48,8 @@ _MANY_NUMBERS = 50_000
 class EmbeddingRequest(VectorFields, ConversationFields):
     """Body of `/v1/embeddings`. `input`: a string, token ids, or a list of either.
 
-    vLLM's `messages`, in place of it, are a conversation that becomes one vector: of the text that
-    the chat template makes of them, by default without the beginning of an answer.
+    vLLM's `messages` may replace `input`. The chat template makes one text of the conversation, by
+    default without the beginning of an answer, and the answer has one vector for that text.
     """
 
     input: TextsOrIds = None
