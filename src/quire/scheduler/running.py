@@ -154,7 +154,7 @@ class RunningSet:
             rows = self._with_drafts(rows, room)
         return rows
 
-    def _may_go_on(self, lanes: Int32) -> Flags:
+    def _may_continue(self, lanes: Int32) -> Flags:
         """Returns whether each lane is not held or has its late row's inputs by now, bool [n]."""
         table = self.lanes
         free: Flags = ~table.held[lanes] | table.resumed[lanes]

@@ -87,7 +87,7 @@ def wait_for_inputs(
     verdicts = inputs.verdicts[value & 1]
     if inputs.rank:
         while bool((verdicts[lanes] < 2 * value).any()):
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_GLANCE)
         late = (verdicts[lanes] & 1) != 0
     else:
         late = inputs.flags[lanes] < value
