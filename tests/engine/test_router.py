@@ -150,7 +150,7 @@ def test_replicas_share_out_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (5, {}, "need 5, but 4 are visible"),
         (3, {"tensor_parallel_size": 2}, "on 2 GPUs each need 6"),
-        (2, {"device": "cuda:1"}, "not 'cuda:1' alone"),
+        (2, {"device": "cuda:1"}, "device='cuda:1' names only one"),
         (2, {"host_cache_gb": 1.0, "disk_cache": "/x"}, "disk_cache is for one engine"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where a peer reads blocks: in slots of the memory between engines, or in the cache itself."""
+"""The places where peers read blocks: slots of the memory between engines, or the cache itself."""
 
 from __future__ import annotations
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 from quire.features.call import RequestField
 
 POOLING: RequestField[str] = RequestField("pooling.kind", str, option="pooling")
-"""How the prompt becomes a vector: a `Pooling`."""
+"""The pooling of the request's prompt: a `Pooling`."""
 FIELDS = (POOLING,)
