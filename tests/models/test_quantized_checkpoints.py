@@ -232,7 +232,7 @@ REFUSED: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     (
         "gptq-asym",
         _set("meta", {"quantizer": ["gptqmodel:5.0.0"]}),
-        "gptqmodel:5.0.0 may have stored zeros",
+        "gptqmodel:5.0.0 may have stored the zeros",
     ),
     ("awq", _set("version", "gemv"), "version 'gemv'"),
     ("awq", lambda c: c.update(version=None, format="gemv"), "version 'gemv'"),

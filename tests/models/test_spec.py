@@ -119,7 +119,7 @@ def test_rope_scalings() -> None:
 
 BAD = {
     "hidden_size": ("abc", "hidden_size must be an integer"),
-    "vocab_size": (None, "lacks 'vocab_size'"),
+    "vocab_size": (None, "has no 'vocab_size'"),
     "num_key_value_heads": (3, "cannot share 3 key/value heads"),
     "num_attention_heads": (5, "not a multiple of 5 heads"),
     "architectures": (1.5, "unknown architecture: 1.5"),

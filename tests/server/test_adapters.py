@@ -190,7 +190,7 @@ def test_refused_loads(server: Server, folder: Path) -> None:
         ({"lora_name": "x"}, "Both 'lora_name' and 'lora_path' must be provided."),
         ({"lora_name": "x", "lora_path": str(folder)}, "adapter_config.json cannot be read"),
         ({"lora_name": MODEL, "lora_path": str(folder / "first")}, "the served model"),
-        ({"lora_name": ".x", "lora_path": str(folder / "first")}, "not possible"),
+        ({"lora_name": ".x", "lora_path": str(folder / "first")}, "does not begin with a dot"),
         ({"lora_name": "x", "lora_path": "y", "z": 1}, "Unknown parameter: 'z'"),
     ]:
         status, text = post(server, "/v1/load_lora_adapter", body)

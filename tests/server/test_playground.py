@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from quire.features.speculation.stats import LIVE_ROWS
 from quire.sampling_params import PARAMETERS
 from quire.server.args import ServerArgs
 from quire.server.playground import FILES, content
@@ -114,6 +115,5 @@ def test_the_form_has_the_declared_parameters() -> None:
 
 
 def test_every_source_of_drafts_has_a_name() -> None:
-    counters = (STATIC / "counters.js").read_text("utf-8")
     for source in ("draft", "mtp", "eagle3", "tree", "suffix"):
-        assert f"\n  {source}: " in counters
+        assert f"sources.{source}.accepted" in LIVE_ROWS

@@ -119,7 +119,7 @@ def test_an_engine_rearranges_experts(tmp_path: Path, monkeypatch: pytest.Monkey
             {"redundant_experts": 2, "enable_expert_parallel": True, "pipeline_parallel_size": 2},
             "not supported with pipeline_parallel_size=2",
         ),
-        ({"redundant_experts": 8, "enable_expert_parallel": True}, "more than the 7 that ranks"),
+        ({"redundant_experts": 8, "enable_expert_parallel": True}, "more than the 7 that fit"),
     ],
 )
 def test_impossible_numbers_of_copies_are_refused(

@@ -21,6 +21,7 @@ from quire.config import EngineConfig
 from quire.errors import GrammarError, QuireError, RequestError
 from quire.executor import Capacity, Executor
 from quire.features.loop_feature import Failure, LoopFeature
+from quire.features.structured_output.args import StructuredOutputArgs
 from quire.features.structured_output.compiler import Compiler, build_compiler
 from quire.features.structured_output.forced_text import (
     DraftCosts,
@@ -137,7 +138,10 @@ def open_grammars(config: EngineConfig) -> LoopFeature:
     compiler = build_compiler(config, copies=mask_threads(), walks=True)
     # Op by op, a step's head cannot run before all its masks are there.
     late = config.device != "cpu" and not config.eager
-    return GrammarFeature(compiler, config.scheduler.max_num_seqs, late_grammars=late)
+    forced = bool(StructuredOutputArgs.of(config.args).structured_outputs_drafts)
+    return GrammarFeature(
+        compiler, config.scheduler.max_num_seqs, late_grammars=late, forced_drafts=forced
+    )
 
 
 class GrammarFeature(Feature, LoopFeature):
@@ -146,9 +150,17 @@ class GrammarFeature(Feature, LoopFeature):
     Args:
         late_grammars: Whether a request runs its prompt while its grammar is compiled. Else it
             waits for the grammar.
+        forced_drafts: Whether rows verify tokens that their grammars force.
     """
 
-    def __init__(self, compiler: Compiler, num_lanes: int, *, late_grammars: bool = False) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        num_lanes: int,
+        *,
+        late_grammars: bool = False,
+        forced_drafts: bool = False,
+    ) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
         self._threads = MaskThreads()
@@ -159,6 +171,7 @@ class GrammarFeature(Feature, LoopFeature):
         self._current: list[_GatedRow | None] = [None] * num_lanes
         """By lane, the last row whose masks were begun."""
         self._drafts = 0
+        self._forced_drafts = forced_drafts
         self._claims: dict[int, ForcedText] = {}
         """By lane, what the rows of the next step are to verify."""
         self._held: set[int] = set()
@@ -202,7 +215,8 @@ class GrammarFeature(Feature, LoopFeature):
         asked, params = request.params.structured_outputs, request.params
         if not params.masked:
             return None
-        finder = ForcedTextFinder() if self._drafts and params.speculative != "off" else None
+        forced = self.proposes_drafts and params.speculative != "off"
+        finder = ForcedTextFinder() if forced else None
         state = GrammarState(position=request.prompt_len, forced=finder)
         try:
             if params.allowed_token_ids or params.bad_token_ids:
@@ -265,7 +279,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     @property
     def proposes_drafts(self) -> bool:
-        return bool(self._drafts)
+        return self._forced_drafts and self._drafts > 0
 
     @property
     def drafting(self) -> bool:
