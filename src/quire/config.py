@@ -10,6 +10,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -74,114 +75,147 @@ def setting(default: Any, help: str, *, limit: Limit | None = None, **metadata: 
         metadata: `argument=True` makes it positional. `internal=True` leaves it to keywords: it has
             no flag, no variable and no YAML key. `secret=True` hides it in `/server_info`.
             `one_engine=True` refuses values of it with several engines (`data_parallel_size`).
-            `subject` is the panel of the help that shows it.
+            `subject` is the panel of the help that shows it: in `--help` with `common=True`, else
+            only in `--help-all`. A panel has its common settings first, each part in the order of
+            their declaration.
     """
     return field(default=default, metadata={"help": help, "limit": limit, **metadata})
+
+
+_model_setting = partial(setting, subject="Model")
+_device_setting = partial(setting, subject="Device and memory")
+_scheduling_setting = partial(setting, subject="Scheduling")
+_kernel_setting = partial(setting, subject="Kernels")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreArgs:
     """The settings of an engine without features. None: chosen from the model and the device."""
 
-    model: str | None = setting(
-        None, "Model folder or hub id. Left out: the embedded model.", argument=True
+    model: str | None = _model_setting(
+        None, "Model folder or hub id. Left out: the embedded model.", argument=True, common=True
     )
-    tokenizer: str | None = setting(None, "Tokenizer folder or hub id, if not the model's.")
-    revision: str | None = setting(None, "Hub revision of the model (branch, tag or commit).")
-    dtype: Literal["auto", "float32", "float16", "bfloat16"] = setting(
-        "auto", "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU."
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = _model_setting(
+        "auto",
+        "auto, float32, float16 or bfloat16. auto: the checkpoint's on a GPU, fp32 on CPU.",
+        common=True,
     )
-    quantization: str | None = setting(
+    quantization: str | None = _model_setting(
         None,
         "How linear layers store weights, rounded when read. fp8, int8: 8 bits and a scale per "
         "output. int4: 4 bits and scales of 128 inputs. w8a8, w8a8_fp8: int8 or fp8, inputs too. "
         "float: those of a GGUF file as floats. The head too: int4,head=int8. Default: as stored.",
+        common=True,
     )
-    load_format: Literal["auto", "safetensors", "dummy"] = setting(
-        "auto", "dummy gives random weights for a folder that holds only config.json."
+    load_format: Literal["auto", "safetensors", "dummy"] = _model_setting(
+        "auto", "dummy gives random weights for a folder that holds only config.json.", common=True
     )
-    device: str = setting("auto", "auto, cpu, cuda or cuda:N.")
-    seed: int = setting(0, "Seed of the engine: of dummy weights and of requests without one.")
-    max_model_len: int | None = setting(
-        None, "Longest sequence, prompt and output together.", limit=COUNT
+    max_model_len: int | None = _model_setting(
+        None, "Longest sequence, prompt and output together.", limit=COUNT, common=True
     )
-    max_num_seqs: int | None = setting(
-        None, "Most requests in one step. Default: 256 on a GPU, 64 on CPU.", limit=COUNT
+    tokenizer: str | None = _model_setting(None, "Tokenizer folder or hub id, if not the model's.")
+    revision: str | None = _model_setting(
+        None, "Hub revision of the model (branch, tag or commit)."
     )
-    max_num_batched_tokens: int | None = setting(
-        None,
-        "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU, fewer in stages.",
-        limit=COUNT,
+    seed: int = _model_setting(
+        0, "Seed of the engine: of dummy weights and of requests without one."
     )
-    gpu_memory_utilization: float = setting(
-        0.9, "Share of the GPU's memory Quire may use.", limit=SHARE
+    skip_tokenizer_init: bool = _model_setting(False, "Serve token ids only; load no tokenizer.")
+    device: str = _device_setting("auto", "auto, cpu, cuda or cuda:N.", common=True)
+    gpu_memory_utilization: float = _device_setting(
+        0.9, "Share of the GPU's memory Quire may use.", limit=SHARE, common=True
     )
-    block_size: int = setting(16, "Tokens per KV block.", limit=POWER_OF_TWO)
-    num_kv_blocks: int | None = setting(
-        None, "KV blocks to allocate, instead of measuring.", limit=COUNT
-    )
-    kv_cache_gb: float | None = setting(
+    kv_cache_gb: float | None = _device_setting(
         None,
         "Memory for the KV cache in GB, instead of measuring. Default on CPU: 4, or less.",
         limit=POSITIVE,
+        common=True,
     )
-    kv_cache_dtype: str = setting(
+    kv_cache_dtype: str = _device_setting(
         "auto",
         "How KV is stored. auto: in dtype. fp8: e4m3 with the checkpoint's scales per head, or 1; "
         "fp8_dynamic, int8: with a scale per token and head.",
+        common=True,
     )
-    enable_prefix_caching: bool = setting(True, "Reuse KV blocks of equal prefixes.")
-    enable_chunked_prefill: bool = setting(True, "Split long prompts over steps, beside decodes.")
-    scheduling_policy: Literal["fcfs", "priority"] = setting(
-        "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
+    tensor_parallel_size: int = _device_setting(1, "GPUs that share each layer.", limit=COUNT)
+    pipeline_parallel_size: int = _device_setting(
+        1, "Layers' stages, each on tensor_parallel_size GPUs.", limit=COUNT
     )
-    priority_weight: float = setting(
-        10.0, "Ageing: one unit of priority is worth this many seconds of waiting.", limit=SIZE
+    enable_expert_parallel: bool = _device_setting(
+        False, "Ranks hold whole experts, not parts of all."
     )
-    max_queue: int | None = setting(
+    nnodes: int = _device_setting(1, "Machines, each with as many whole stages.", limit=COUNT)
+    node_rank: int = _device_setting(
+        0, "This machine's number; on 0 the engine runs, others wait for it."
+    )
+    master_addr: str = _device_setting("127.0.0.1", "Address of machine 0.")
+    master_port: int = _device_setting(
+        29600, "Port there for other machines; the next one is used, too."
+    )
+    distributed_executor: Literal["process", "ray"] = _device_setting(
+        "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
+    )
+    async_tp: Literal["auto", "on", "off"] = _device_setting(
+        "off", "Long prompts as two halves, one's sums over ranks beside the other's products."
+    )
+    num_kv_blocks: int | None = _device_setting(
+        None, "KV blocks to allocate, instead of measuring.", limit=COUNT
+    )
+    block_size: int = _device_setting(16, "Tokens per KV block.", limit=POWER_OF_TWO)
+    enable_prefix_caching: bool = _device_setting(True, "Reuse KV blocks of equal prefixes.")
+    max_num_seqs: int | None = _scheduling_setting(
+        None,
+        "Most requests in one step. Default: 256 on a GPU, 64 on CPU.",
+        limit=COUNT,
+        common=True,
+    )
+    max_num_batched_tokens: int | None = _scheduling_setting(
+        None,
+        "Most tokens in one step. Default: 8192 on a GPU, 2048 on CPU, fewer in stages.",
+        limit=COUNT,
+        common=True,
+    )
+    max_queue: int | None = _scheduling_setting(
         None,
         "Most requests that may wait; more are refused with 503, unless their key has less than "
         "its share of the queue. Default: no limit.",
         limit=COUNT,
     )
-    max_queue_tokens: int | None = setting(
+    max_queue_tokens: int | None = _scheduling_setting(
         None, "Most prompt tokens that may wait, as max_queue.", limit=COUNT
     )
-    steps_in_flight: int | None = setting(
+    scheduling_policy: Literal["fcfs", "priority"] = _scheduling_setting(
+        "fcfs", "Queue order: arrival, or priority with ageing (lower runs first)."
+    )
+    priority_weight: float = _scheduling_setting(
+        10.0, "Ageing: one unit of priority is worth this many seconds of waiting.", limit=SIZE
+    )
+    enable_chunked_prefill: bool = _scheduling_setting(
+        True, "Split long prompts over steps, beside decodes."
+    )
+    steps_in_flight: int | None = _scheduling_setting(
         None,
         "Steps launched before the oldest is read. Default: 2 on a GPU, 1 on CPU.",
         limit=COUNT,
     )
-    enforce_eager: bool = setting(
-        False, "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start)."
+    enforce_eager: bool = _kernel_setting(
+        False,
+        "Launch kernels one by one instead of as CUDA graphs (slower; no capture at start).",
+        common=True,
     )
-    deterministic: bool = setting(
+    deterministic: bool = _kernel_setting(
         False,
         "Make results depend on the request alone, to the bit: not on the batch, on chunking, "
         "preemption, prefix hits or the number of ranks. Slower.",
     )
-    disable: tuple[str, ...] = setting(
+    disable: tuple[str, ...] = _kernel_setting(
         (), f"Optimization to switch off, to measure its worth: {', '.join(OPTIMIZATIONS)}."
     )
-    tensor_parallel_size: int = setting(1, "GPUs that share each layer.", limit=COUNT)
-    pipeline_parallel_size: int = setting(
-        1, "Layers' stages, each on tensor_parallel_size GPUs.", limit=COUNT
-    )
-    nnodes: int = setting(1, "Machines, each with as many whole stages.", limit=COUNT)
-    node_rank: int = setting(0, "This machine's number; on 0 the engine runs, others wait for it.")
-    master_addr: str = setting("127.0.0.1", "Address of machine 0.")
-    master_port: int = setting(29600, "Port there for other machines; the next one is used, too.")
-    distributed_executor: Literal["process", "ray"] = setting(
-        "process", "Who places ranks: each machine its own, or Ray, which finds the machines."
-    )
-    async_tp: Literal["auto", "on", "off"] = setting(
-        "off", "Long prompts as two halves, one's sums over ranks beside the other's products."
-    )
-    enable_expert_parallel: bool = setting(False, "Ranks hold whole experts, not parts of all.")
     trace_dir: str | None = setting(
-        None, "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little)."
+        None,
+        "Folder for a trace of every step, for Perfetto (256 MB at most; slows it a little).",
+        subject="Watching",
     )
-    skip_tokenizer_init: bool = setting(False, "Serve token ids only; load no tokenizer.")
 
     feature_args: ClassVar[tuple[type[FeatureArgs], ...]] = ()
     """The classes of features' settings, which `EngineArgs` has."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -21,7 +21,6 @@ from typer.core import TyperCommand, TyperGroup
 from quire.cli.mistakes import from_variable, value_error, variable_of
 from quire.config import EngineArgs
 from quire.errors import ConfigError, RequestError
-from quire.sampling_params import PARAMETERS
 
 
 def with_options(options: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -93,100 +92,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _SHOW_ALL = "quire.help_all"
 
 
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A panel of the help.
-
-    Attributes:
-        common: names of settings that `--help` shows.
-        more: names that only `--help-all` shows. Settings that name the panel themselves follow.
-    """
-
-    title: str
-    common: tuple[str, ...]
-    more: tuple[str, ...] = ()
-
-
 SUBJECTS = (
-    Subject(
-        "Model",
-        ("model", "dtype", "quantization", "load_format", "max_model_len"),
-        ("tokenizer", "revision", "seed", "skip_tokenizer_init"),
-    ),
-    Subject("Address", ("host", "port"), ("uds", "root_path")),
-    Subject(
-        "Access",
-        ("api_key", "api_key_file"),
-        (
-            "allowed_hosts", "public_metrics", "requests_per_minute", "tokens_per_minute",
-            "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "cors_origins", "cors_methods",
-            "cors_headers", "cors_credentials",
-        ),
-    ),
-    Subject(
-        "API",
-        ("served_model_name", "tool_call_parser", "reasoning_parser"),
-        (
-            "generation_config", "chat_template", "trust_request_chat_template",
-            "ignore_reasoning_effort", "strict_fields", "max_body_mb", "max_body_memory_mb",
-            "request_timeout",
-            "response_store_size", "response_store_mb", "response_store_hours",
-            "batch_dir", "batch_dir_gb", "batch_key_gb", "batch_file_mb", "batch_days",
-        ),
-    ),
-    Subject(
-        "Device and memory",
-        ("device", "gpu_memory_utilization", "kv_cache_gb", "kv_cache_dtype"),
-        (
-            "tensor_parallel_size", "pipeline_parallel_size", "enable_expert_parallel", "nnodes",
-            "node_rank", "master_addr", "master_port", "distributed_executor",
-            "async_tp", "num_kv_blocks", "block_size", "enable_prefix_caching",
-        ),
-    ),
-    Subject(
-        "Scheduling",
-        ("max_num_seqs", "max_num_batched_tokens"),
-        (
-            "max_queue", "max_queue_tokens", "scheduling_policy", "priority_weight",
-            "enable_chunked_prefill", "steps_in_flight",
-        ),
-    ),
-    Subject("Speculative decoding", ()),
-    Subject("Kernels", ("enforce_eager",), ("deterministic", "disable")),
-    Subject(
-        "Processes",
-        (),
-        ("data_parallel_size", "api_workers", "engine_restarts", "drain_timeout"),
-    ),
-    Subject(
-        "Prefill and decode apart",
-        (),
-        (
-            "role", "peer", "peer_key", "kv_transfer", "transport", "lease_timeout", "kv_port",
-            "remote_prefill_tokens",
-        ),
-    ),
-    Subject(
-        "Watching",
-        ("access_log",),
-        (
-            "playground", "live_prompts", "log_level", "log_json", "log_prompts",
-            "vllm_metrics", "otlp_endpoint", "trace_dir",
-        ),
-    ),
-    Subject(
-        "Sampling",
-        tuple(p.name for p in PARAMETERS if p.declared.flag == "common"),
-        tuple(p.name for p in PARAMETERS if p.declared.flag == "rare"),
-    ),
+    "Model", "Address", "Access", "API", "Device and memory", "Scheduling", "Speculative decoding",
+    "Kernels", "Processes", "Prefill and decode apart", "Watching", "Sampling",
 )  # fmt: skip
-
-
-def _names_in(subject: Subject) -> tuple[str, ...]:
-    """Returns the names of a panel's settings that only `--help-all` shows."""
-    own = (each for each in fields(EngineArgs) if each.metadata.get("subject") == subject.title)
-    return (*subject.more, *(each.name for each in own))
-
+"""The panels of the help, in order. Each setting names its own where it is declared."""
 
 _OWN = "Options"
 _REST = "Other settings"
@@ -235,7 +145,7 @@ class SettingsCommand(TyperCommand):
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         full = bool(ctx.meta.get(_SHOW_ALL))
-        settings: frozenset[str] = getattr(self.callback, "settings", frozenset())
+        settings = _settings_of(self)
         kinds = self._kinds()
         console = Console(highlight=False)
         _print_purpose(console, self, ctx)
@@ -254,22 +164,27 @@ class SettingsCommand(TyperCommand):
 
     def _panels(self, ctx: Any, full: bool) -> Iterator[tuple[str, list[Any]]]:
         options = {option.name: option for option in self.get_params(ctx)}
-        shown = [(subject, _names_in(subject)) for subject in SUBJECTS]
-        known = {name for subject, more in shown for name in (*subject.common, *more)}
-        settings: frozenset[str] = getattr(self.callback, "settings", frozenset())
+        settings = _settings_of(self)
         own = [o for name, o in options.items() if name not in settings and name not in _LAST]
         if own:
             yield _OWN, own
-        for subject, more in shown:
-            names = (*subject.common, *more) if full else subject.common
-            found = [options[name] for name in names if name in options and name in settings]
+        for title in SUBJECTS:
+            common = [n for n, (subject, first) in settings.items() if subject == title and first]
+            more = [n for n, (subject, first) in settings.items() if subject == title and not first]
+            found = [options[name] for name in (*common, *(more if full else ()))]
             if found:
-                yield subject.title, found
-        rest = [o for name, o in options.items() if name in settings and name not in known]
+                yield title, found
+        rest = [o for n, o in options.items() if n in settings and settings[n][0] not in SUBJECTS]
         if full and rest:
             yield _REST, rest
         last = [options[name] for name in _LAST if name in options]
         yield "Help and files" if settings else "Help", last
+
+
+def _settings_of(command: TyperCommand) -> Mapping[str, tuple[str, bool]]:
+    """Returns a command's settings by name: their panels, and whether `--help` shows them."""
+    found: Mapping[str, tuple[str, bool]] = getattr(command.callback, "settings", {})
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +273,7 @@ class CommandGroup(TyperGroup):
         _print_purpose(console, self, ctx)
         rows = [(name, self.commands.summary(name)) for name in self.list_commands(ctx)]
         console.print(Panel(_table(rows), title="Commands", title_align="left"))
-        options = [_row(option, {}, frozenset()) for option in self.get_params(ctx)]
+        options = [_row(option, {}, ()) for option in self.get_params(ctx)]
         console.print(Panel(_table(options), title=_OWN, title_align="left"))
 
 
@@ -395,7 +310,7 @@ def _table(rows: list[tuple[str, str]]) -> Table:
 
 
 def _row(
-    option: Any, kinds: dict[Any, tuple[Any, Any]], settings: frozenset[str]
+    option: Any, kinds: dict[Any, tuple[Any, Any]], settings: Container[str]
 ) -> tuple[str, str]:
     """Returns an option's names and its text."""
     kind, _ = kinds.get(option.name, (bool, None))

@@ -63,6 +63,10 @@ class Setting:
     argument: bool
     json: bool = False
     """Whether it is a mapping, given as JSON."""
+    subject: str = ""
+    """The panel of the help that shows it; "" for the last one."""
+    common: bool = False
+    """Whether `--help` shows it, and not only `--help-all`."""
 
     @property
     def variable(self) -> str:
@@ -94,6 +98,8 @@ def settings_of(schema: type[Any]) -> Iterator[Setting]:
             repeated,
             bool(field.metadata.get("argument")),
             mapping,
+            field.metadata.get("subject", ""),
+            bool(field.metadata.get("common")),
         )
 
 
@@ -107,6 +113,8 @@ def _sampling_setting(parameter: DeclaredParameter) -> Setting:
         optional=True,
         repeated=repeated,
         argument=False,
+        subject="Sampling",
+        common=parameter.declared.flag == "common",
     )
 
 
@@ -141,7 +149,12 @@ def with_settings(
         # Positional arguments come in the order of the signature: the model first.
         parameters.sort(key=lambda p: not _is_argument(p))
         set_parameters(run, parameters)
-        run.__dict__["settings"] = frozenset(setting.name for setting in settings)
+        # Features' settings, the last of `EngineArgs`, end a panel, so its schema comes last here.
+        run.__dict__["settings"] = {
+            setting.name: (setting.subject, setting.common)
+            for schema in reversed(schemas)
+            for setting in settings_of(schema)
+        }
         return run
 
     return decorate

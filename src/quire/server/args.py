@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from quire.config import setting
 from quire.errors import ConfigError, installing, require_nixl
 from quire.http_client import HttpClient, split_url
 
-
-def _setting(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
+_address_setting = partial(setting, subject="Address")
+_access_setting = partial(setting, subject="Access")
+_api_setting = partial(setting, subject="API")
+_process_setting = partial(setting, subject="Processes")
+_peer_setting = partial(setting, subject="Prefill and decode apart")
+_watching_setting = partial(setting, subject="Watching")
 
 
 def check_secret(secret: str) -> bool:
@@ -72,16 +76,11 @@ def _is_installed(package: str) -> bool:
 class ApiArgs:
     """Settings of how requests are read and answered."""
 
-    served_model_name: tuple[str, ...] = _setting(
+    served_model_name: tuple[str, ...] = _api_setting(
         (),
         "Name of the model in the API, or a pattern as claude-* (may be repeated). Default: its "
         "hub id, or its folder's name.",
-    )
-    generation_config: Literal["auto", "none"] = _setting(
-        "auto", "auto: requests default to the sampling settings the model ships with."
-    )
-    chat_template: str | None = _setting(
-        None, "File with a Jinja chat template to use instead of the model's own."
+        common=True,
     )
     tool_call_parser: Literal[
         "auto", "none", "apertus", "apriel", "command", "command_r", "deepseek_v3", "deepseek_v31",
@@ -89,27 +88,37 @@ class ApiArgs:
         "gigachat3", "gigachat31", "glm45", "gpt_oss", "granite", "hermes", "hunyuan", "kimi_k2",
         "kimi_k3", "lfm2", "llama3_json", "minicpm5", "minimax_m1", "minimax_m2", "minimax_m3",
         "mistral", "nemotron", "phi4_mini", "pythonic", "qwen3_xml", "seed_oss", "solar",
-    ] = _setting(
-        "auto", "Format of the model's tool calls. auto: detected from its chat template."
+    ] = _api_setting(
+        "auto",
+        "Format of the model's tool calls. auto: detected from its chat template.",
+        common=True,
     )  # fmt: skip
     reasoning_parser: Literal[
         "auto", "none", "apertus", "apriel", "command", "deepseek_r1", "gemma4", "gpt_oss",
         "hunyuan", "kimi_k3", "minimax_m3", "mistral", "qwen3", "seed_oss", "solar",
-    ] = _setting(
-        "auto", "Format of the model's reasoning. auto: detected from its chat template."
+    ] = _api_setting(
+        "auto",
+        "Format of the model's reasoning. auto: detected from its chat template.",
+        common=True,
     )  # fmt: skip
-    trust_request_chat_template: bool = _setting(
+    generation_config: Literal["auto", "none"] = _api_setting(
+        "auto", "auto: requests default to the sampling settings the model ships with."
+    )
+    chat_template: str | None = _api_setting(
+        None, "File with a Jinja chat template to use instead of the model's own."
+    )
+    trust_request_chat_template: bool = _api_setting(
         False, "Accept requests with their own chat template (chat_template)."
     )
-    ignore_reasoning_effort: bool = _setting(
+    ignore_reasoning_effort: bool = _api_setting(
         False,
         "Ignore reasoning_effort where the chat template does not use it, instead of refusing it.",
     )
-    strict_fields: bool = _setting(
+    strict_fields: bool = _api_setting(
         False, "Refuse hints (fields that an answer can do without) instead of ignoring them."
     )
-    max_body_mb: float = _setting(16.0, "Largest request body, in MB.")
-    max_body_memory_mb: float = _setting(
+    max_body_mb: float = _api_setting(16.0, "Largest request body, in MB.")
+    max_body_memory_mb: float = _api_setting(
         256.0,
         "Memory for the bodies of all requests while they arrive, in MB, in each of --api-workers; "
         "requests above it get 503.",
@@ -152,144 +161,157 @@ class ApiArgs:
 class ServerArgs(ApiArgs):
     """Settings of the HTTP server."""
 
-    host: str = _setting(
-        "127.0.0.1", "Address to listen on. 0.0.0.0 is every interface: then set --api-key too."
+    host: str = _address_setting(
+        "127.0.0.1",
+        "Address to listen on. 0.0.0.0 is every interface: then set --api-key too.",
+        common=True,
     )
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one.")
-    ollama_api: int | None = _setting(
+    port: int = _address_setting(8000, "Port to listen on; 0 takes a free one.", common=True)
+    ollama_api: int | None = setting(
         None,
         "Answer Ollama's API (/api/chat and so on) too, and listen on this port for it; Ollama's "
         "own is 11434.",
     )
-    uds: str | None = _setting(None, "Unix socket to listen on, instead of host and port.")
-    allowed_hosts: tuple[str, ...] = _setting(
+    uds: str | None = _address_setting(None, "Unix socket to listen on, instead of host and port.")
+    root_path: str = _address_setting(
+        "", "Path under which a proxy publishes the server, as in /llm."
+    )
+    api_key: tuple[str, ...] = _access_setting(
+        (),
+        "Accept this bearer key (may be repeated). Every route except /health, /ping, /ready and "
+        "the playground's page then needs one.",
+        common=True,
+    )
+    api_key_file: str | None = _access_setting(
+        None, "TOML file of named keys with their own limits; read again on SIGHUP.", common=True
+    )
+    allowed_hosts: tuple[str, ...] = _access_setting(
         (),
         "Name under which clients reach the server (may be repeated; * is any): requests for other "
         "names are refused. Default: on a loopback address without keys localhost, else any. "
         "Addresses are always allowed.",
     )
-    root_path: str = _setting("", "Path under which a proxy publishes the server, as in /llm.")
-    ssl_certfile: str | None = _setting(
-        None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."
-    )
-    ssl_keyfile: str | None = _setting(None, "Key of the certificate (PEM).")
-    ssl_ca_certs: str | None = _setting(
-        None, "CA certificates (PEM): clients must then show a certificate signed by one of them."
-    )
-    cors_origins: tuple[str, ...] = _setting(
-        (), "Allow requests from pages of this origin (may be repeated; * is any). Default: none."
-    )
-    cors_methods: tuple[str, ...] = _setting(("*",), "Methods that such pages may use.")
-    cors_headers: tuple[str, ...] = _setting(("*",), "Headers that such pages may send.")
-    cors_credentials: bool = _setting(False, "Allow such pages to send cookies and credentials.")
-    api_key: tuple[str, ...] = _setting(
-        (),
-        "Accept this bearer key (may be repeated). Every route except /health, /ping, /ready and "
-        "the playground's page then needs one.",
-    )
-    api_key_file: str | None = _setting(
-        None, "TOML file of named keys with their own limits; read again on SIGHUP."
-    )
-    public_metrics: bool = _setting(False, "Answer /metrics without a key.")
-    vllm_metrics: bool = _setting(
-        False, "Show the metrics under vLLM's names too, for dashboards made for vLLM."
-    )
-    requests_per_minute: int | None = _setting(
+    public_metrics: bool = _access_setting(False, "Answer /metrics without a key.")
+    requests_per_minute: int | None = _access_setting(
         None, "Requests per minute that each key may make. Default: no limit."
     )
-    tokens_per_minute: int | None = _setting(
+    tokens_per_minute: int | None = _access_setting(
         None,
         "Prompt and output tokens per minute that each key may use. Default: no limit.",
     )
-    request_timeout: float | None = _setting(
+    ssl_certfile: str | None = _access_setting(
+        None, "Certificate chain (PEM); with it and its key the server speaks HTTPS."
+    )
+    ssl_keyfile: str | None = _access_setting(None, "Key of the certificate (PEM).")
+    ssl_ca_certs: str | None = _access_setting(
+        None, "CA certificates (PEM): clients must then show a certificate signed by one of them."
+    )
+    cors_origins: tuple[str, ...] = _access_setting(
+        (), "Allow requests from pages of this origin (may be repeated; * is any). Default: none."
+    )
+    cors_methods: tuple[str, ...] = _access_setting(("*",), "Methods that such pages may use.")
+    cors_headers: tuple[str, ...] = _access_setting(("*",), "Headers that such pages may send.")
+    cors_credentials: bool = _access_setting(
+        False, "Allow such pages to send cookies and credentials."
+    )
+    request_timeout: float | None = _api_setting(
         None, "Seconds after which a request ends with 504. Default: no limit."
     )
-    response_store_size: int = _setting(
+    response_store_size: int = _api_setting(
         1000,
         "Stored responses to keep, and as many stored chat completions; 0 keeps none.",
     )
-    response_store_mb: float = _setting(
+    response_store_mb: float = _api_setting(
         256.0, "Memory for stored responses, in MB, and as much for stored chat completions."
     )
-    response_store_hours: float = _setting(
+    response_store_hours: float = _api_setting(
         24.0, "Hours after which stored responses and chat completions are removed."
     )
-    batch_dir: str | None = _setting(
+    batch_dir: str | None = _api_setting(
         None,
         "Folder of /v1/files and /v1/batches. Batches continue after a restart. Default: the "
         "server has neither route.",
     )
-    batch_dir_gb: float = _setting(10.0, "Most GB of files in --batch-dir.")
-    batch_key_gb: float | None = _setting(
+    batch_dir_gb: float = _api_setting(10.0, "Most GB of files in --batch-dir.")
+    batch_key_gb: float | None = _api_setting(
         None,
         "Most GB of one API key's files in --batch-dir. Default: half of it with several keys.",
     )
-    batch_file_mb: float = _setting(200.0, "Largest uploaded file, in MB.")
-    batch_days: float = _setting(30.0, "Days after which files and ended batches are removed.")
-    playground: bool = _setting(
-        True, "Serve a page at / to chat with the model, and /engine/live to watch the engine."
-    )
-    live_prompts: bool = _setting(False, "Show the text of cached prompts in /engine/live.")
-    drain_timeout: float = _setting(
-        30.0, "Seconds that running requests get to finish after a signal to stop."
-    )
-    stuck_timeout: float | None = _setting(
-        None,
-        "Seconds without a turn of the engine's loop after which the engine is restarted. Default: "
-        "20, or 300 on a CPU, where a step may take long.",
-    )
-    engine_restarts: int = _setting(
-        3,
-        "Most restarts of an engine that dies, with growing pauses. The count starts again once "
-        "the engine has run for a minute.",
-    )
-    data_parallel_size: int = _setting(
+    batch_file_mb: float = _api_setting(200.0, "Largest uploaded file, in MB.")
+    batch_days: float = _api_setting(30.0, "Days after which files and ended batches are removed.")
+    data_parallel_size: int = _process_setting(
         1,
         "Engines behind the port, each on its own GPUs. A request goes to an engine that has its "
         "prompt's beginning in the cache, or to one with less work.",
     )
-    api_workers: int = _setting(
+    api_workers: int = _process_setting(
         1,
         "API processes that share the port. With several, responses and chats are not stored.",
     )
-    role: Literal["prefill", "decode", "both"] = _setting(
+    engine_restarts: int = _process_setting(
+        3,
+        "Most restarts of an engine that dies, with growing pauses. The count starts again once "
+        "the engine has run for a minute.",
+    )
+    drain_timeout: float = _process_setting(
+        30.0, "Seconds that running requests get to finish after a signal to stop."
+    )
+    stuck_timeout: float | None = setting(
+        None,
+        "Seconds without a turn of the engine's loop after which the engine is restarted. Default: "
+        "20, or 300 on a CPU, where a step may take long.",
+    )
+    role: Literal["prefill", "decode", "both"] = _peer_setting(
         "both",
         "prefill: computes prompts for other servers. decode: lets its peers compute long prompts. "
         "both: does both if it has peers.",
     )
-    peer: tuple[str, ...] = _setting(
+    peer: tuple[str, ...] = _peer_setting(
         (), "URL of a server that computes prompts for this one (may be repeated)."
     )
-    peer_key: str | None = _setting(None, "API key for requests to the peers.")
-    kv_transfer: Literal["sync", "async"] = _setting(
+    peer_key: str | None = _peer_setting(None, "API key for requests to the peers.")
+    kv_transfer: Literal["sync", "async"] = _peer_setting(
         "sync",
         "sync: sends a prompt's KV when the whole prompt is computed. async: sends each step's KV "
         "after the step.",
     )
-    transport: Literal["tcp", "nixl", "ipc"] = _setting(
+    transport: Literal["tcp", "nixl", "ipc"] = _peer_setting(
         "tcp",
         "How KV is transferred. tcp: TCP connections, or shared memory between servers of one "
         "host. nixl: ranks read the cache of the peer's ranks (needs the extra `nixl`). ipc: the "
         "same between GPUs of one host, with CUDA only.",
     )
-    lease_timeout: float = _setting(
+    lease_timeout: float = _peer_setting(
         10.0, "Seconds without a message from a peer after which it counts as dead."
     )
-    kv_port: int = _setting(0, "Port from which peers fetch KV; 0 takes a free one.")
-    remote_prefill_tokens: int | None = _setting(
+    kv_port: int = _peer_setting(0, "Port from which peers fetch KV; 0 takes a free one.")
+    remote_prefill_tokens: int | None = _peer_setting(
         None,
         "Fewest uncached prompt tokens for which a peer computes the prompt. Default: as many as "
         "fill a step.",
     )
-    otlp_endpoint: str | None = _setting(
+    access_log: bool = _watching_setting(
+        False, "Log every request, without its content.", common=True
+    )
+    playground: bool = _watching_setting(
+        True, "Serve a page at / to chat with the model, and /engine/live to watch the engine."
+    )
+    live_prompts: bool = _watching_setting(
+        False, "Show the text of cached prompts in /engine/live."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = _watching_setting(
+        "info", "Log level."
+    )
+    log_json: bool = _watching_setting(False, "Log one JSON object per line.")
+    log_prompts: bool = _watching_setting(False, "Log every request with its prompts.")
+    vllm_metrics: bool = _watching_setting(
+        False, "Show the metrics under vLLM's names too, for dashboards made for vLLM."
+    )
+    otlp_endpoint: str | None = _watching_setting(
         None,
         "Collector for OpenTelemetry traces of requests, as in http://localhost:4318 (OTLP over "
         "HTTP; needs the extra `otel`).",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Log level.")
-    log_json: bool = _setting(False, "Log one JSON object per line.")
-    access_log: bool = _setting(False, "Log every request, without its content.")
-    log_prompts: bool = _setting(False, "Log every request with its prompts.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
