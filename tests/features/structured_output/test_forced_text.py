@@ -40,6 +40,7 @@ ADDRESS = {
     "additionalProperties": False,
     "x-guidance": {"whitespace_flexible": False},
 }  # fmt: skip
+FORCED: dict[str, Any] = {"structured_outputs_drafts": 5}
 SUFFIX = {"speculative": {"method": "suffix", "lookup_min": 16, "lookup_max": 16}}
 
 
@@ -84,10 +85,10 @@ def llms() -> Iterator[dict[str, LLM]]:
         patch.setattr(Verifier, "seconds", lambda hook, program, graphs: {})
         made = Engines(
             plain={},
-            one=SUFFIX,
-            two={**SUFFIX, "steps_in_flight": 2},
+            one=SUFFIX | FORCED,
+            two=SUFFIX | FORCED | {"steps_in_flight": 2},
             alone={"structured_outputs_drafts": 5, "steps_in_flight": 2},
-            draft={"speculative": {"method": "draft"}, "steps_in_flight": 2},
+            draft={"speculative": {"method": "draft"}, "steps_in_flight": 2} | FORCED,
         )
         yield made
         for llm in made.values():
