@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from typing import Any
 
 import pytest
@@ -91,6 +91,29 @@ def test_an_abandoned_grammar_is_not_compiled(
     assert compiled == ["slow", "wanted"]
     gated.check(choice("left 3"))  # no failure was recorded for it
     assert compiled == ["slow", "wanted", "left 3"]
+
+
+def test_a_thread_that_comes_too_late_leaves_the_next_request_alone(
+    gated: Compiler, monkeypatch: Any
+) -> None:
+    """A thread takes up a grammar in the moment in which it is forgotten, and another request asks
+    for it before the thread looks."""
+    works: list[Any] = []
+
+    def submit(work: Any, *args: Any) -> Future[Any]:
+        works.append(lambda: work(*args))
+        return Future()
+
+    monkeypatch.setattr(gated._pool, "submit", submit)
+    wanted = choice("wanted")
+    gated.compile(wanted)
+    gated.forget(wanted)
+    again = gated.compile(wanted)
+    with pytest.raises(GrammarError, match="Nobody waits"):
+        works[0]()
+    again.set_result(works[1]())
+    assert not gated._jobs
+    assert gated.compile(wanted) is again
 
 
 def test_grammars_are_shared_while_they_wait_and_while_they_run(

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -114,12 +114,13 @@ class _Compilation:
     """A grammar that is being compiled, or waits to be.
 
     Attributes:
+        future: the compiled grammar.
         waiters: requests that need it.
         began: moment at which a thread took it up.
         given_up: whether its thread is no longer counted on.
     """
 
-    future: Future[LLMatcher]
+    future: Future[LLMatcher] = field(init=False)
     waiters: int = 0
     began: float | None = None
     given_up: bool = False
@@ -299,7 +300,10 @@ class Compiler:
                 return found
             job = self._jobs.get(key)
             if job is None:
-                job = self._jobs[key] = _Compilation(self._pool.submit(self._compile, key, params))
+                # Its thread waits for the lock, so it sees the future.
+                job = _Compilation()
+                job.future = self._pool.submit(self._compile, key, job, params)
+                self._jobs[key] = job
             job.waiters += 1
             return job.future
 
@@ -393,10 +397,10 @@ class Compiler:
             del self._jobs[key]
         job.future.cancel()  # not under the lock, which its callbacks take
 
-    def _compile(self, key: bytes, params: StructuredOutputsParams) -> LLMatcher:
+    def _compile(self, key: bytes, job: _Compilation, params: StructuredOutputsParams) -> LLMatcher:
         with self._lock:
-            job = self._jobs.get(key)
-            if job is None:  # forgotten at this very moment
+            # Forgotten at this very moment. A later request may have a job of its own.
+            if self._jobs.get(key) is not job:
                 raise GrammarError("Nobody waits for the grammar.")
             job.began = time.monotonic()
         kept, began = False, time.thread_time()
