@@ -28,7 +28,7 @@ from quire.features.structured_output.forced_text import (
     ForcedText,
     ForcedTextFinder,
 )
-from quire.features.structured_output.mask_threads import MaskBatch, MaskThreads
+from quire.features.structured_output.mask_thread import MaskThread
 from quire.features.structured_output.masks import (
     GrammarState,
     MaskBuilder,
@@ -163,7 +163,7 @@ class GrammarFeature(Feature, LoopFeature):
     ) -> None:
         self._compiler = compiler
         self._masks = MaskBuilder(compiler.vocab_size)
-        self._threads = MaskThreads()
+        self._thread = MaskThread()
         self._states: dict[str, GrammarState] = {}
         """By request id."""
         self._gated = np.zeros(num_lanes, dtype=bool)
@@ -261,7 +261,7 @@ class GrammarFeature(Feature, LoopFeature):
                 for row in step.rows:
                     row.masks = self._mask_row(row, state)
                 # Not from the engine's thread, which may wait for these masks.
-                self._threads.put(partial(self._build, step, threading.Event()))
+                self._thread.put(partial(self._build, step, threading.Event()))
         self._done.append((name, state, reason))
         self._news.set()
 
@@ -461,7 +461,7 @@ class GrammarFeature(Feature, LoopFeature):
             # The device waits for the masks, and their thread for the interpreter's lock, which
             # this one would hold on to: for milliseconds, if it has much to do.
             entered = threading.Event()
-            self._threads.put(partial(self._build, step, entered))
+            self._thread.put(partial(self._build, step, entered))
             entered.wait(_HANDOVER)
 
     def _compiled_rows(self, step: _GatedStep) -> list[_GatedRow]:
@@ -485,25 +485,18 @@ class GrammarFeature(Feature, LoopFeature):
         return MaskRow(state, row.lines, (), text, row.lane * (1 + self._drafts))
 
     def _build(self, step: _GatedStep, entered: threading.Event) -> None:
-        """Builds a step's masks, on the first of their threads.
+        """Builds a step's masks, on their thread.
 
         Args:
             entered: Set when that needs the interpreter no more.
         """
-        if not self._closed:
-            self._add_drafts(step, entered)
-            build = partial(self._build_batch, step.step_id)
-            self._threads.run(step.rows, build, entered.set)
-
-    def _build_batch(
-        self, step_id: int, batch: MaskBatch[_GatedRow], entered: Callable[[], None]
-    ) -> None:
         if self._closed:
             return
+        self._add_drafts(step, entered)
         lines = self._executor.input_lines()
-        rows = [each.masks for each in batch.items]
+        rows = [each.masks for each in step.rows]
         try:
-            self._masks.build(rows, lines, self._compiler.tokenizer_vocab, entered)
+            self._masks.build(rows, lines, self._compiler.tokenizer_vocab, entered.set)
         except BaseException as error:  # a grammar must not end the engine, or keep it waiting
             reason = GrammarError(f"The grammar failed ({type(error).__name__}).")
             for row in rows:
@@ -511,11 +504,12 @@ class GrammarFeature(Feature, LoopFeature):
                 if row.state is not None:
                     row.state.error = row.state.error or reason
         # Before the step has a result, which gives such rows any token.
-        for each in batch.items:
+        for each in step.rows:
             if each.masks.state is not None and each.masks.state.error is not None:
                 self._broken.append((each, each.masks.state.error))
             each.built = True
-        self._executor.submit_inputs(step_id, int32([each.lane for each in batch.items]))
+        self._executor.submit_inputs(step.step_id, int32([each.lane for each in step.rows]))
+        entered.set()
         if self._held:
             self._news.set()
         self._masks.settle(rows)
@@ -551,7 +545,7 @@ class GrammarFeature(Feature, LoopFeature):
 
     def close(self, drain: Callable[[], None] | None) -> None:
         self._closed = True
-        self._threads.close()
+        self._thread.close()
         self._compiler.shutdown()
 
 

@@ -25,8 +25,6 @@ from quire.sampling_params import TokenRules
 _MOST_THREADS = 16
 _FIRST = 16
 """Words of a mask that are looked at first."""
-_FIRST_COST_US = 1000.0
-"""Cost of a request's first masks, in microseconds: masks of new states cost most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -45,7 +43,6 @@ class GrammarState:
         start: Position of the matcher's first token.
         pending: Tokens still to be consumed by the matcher.
         strings: Follows the document's strings; None: no use for it.
-        cost_us: Microseconds that batches with the last masks took, an average.
         forced: Finds text that the grammar forces; None: nobody needs it.
     """
 
@@ -59,7 +56,6 @@ class GrammarState:
     start: int = 0
     pending: list[int] = field(default_factory=list)
     strings: StringWalk | None = None
-    cost_us: float = _FIRST_COST_US
     forced: ForcedTextFinder | None = None
 
     def begin(self, grammar: LLMatcher, strings: StringWalk | None = None) -> None:
