@@ -125,12 +125,11 @@ class FunctionCallItem(_Item):
         return self.arguments
 
 
-class FunctionCallOutputItem(_Item):
-    type: Literal["function_call_output"]
+class _CallOutputItem(_Item):
+    type: str
     call_id: Name
     output: Parts
     name: Name | None = None
-    namespace: Name | None = None
 
     @field_validator("output", mode="before", json_schema_input_type=str | Parts)
     @classmethod
@@ -140,6 +139,11 @@ class FunctionCallOutputItem(_Item):
     @property
     def text(self) -> str:
         return "".join(part.text for part in self.output)
+
+
+class FunctionCallOutputItem(_CallOutputItem):
+    type: Literal["function_call_output"]
+    namespace: Name | None = None
 
 
 class CustomToolCallItem(_Item):
@@ -154,20 +158,8 @@ class CustomToolCallItem(_Item):
         return self.input
 
 
-class CustomToolCallOutputItem(_Item):
+class CustomToolCallOutputItem(_CallOutputItem):
     type: Literal["custom_tool_call_output"]
-    call_id: Name
-    output: Parts
-    name: Name | None = None
-
-    @field_validator("output", mode="before", json_schema_input_type=str | Parts)
-    @classmethod
-    def _one_part(cls, output: Any) -> Any:
-        return _parts(output, "input_text")
-
-    @property
-    def text(self) -> str:
-        return "".join(part.text for part in self.output)
 
 
 class ToolSearchCallItem(_Item):
